@@ -12,6 +12,7 @@ Trainer runs its own loop, but with the group's optimizer, samples and steps:
     create_optimizer                     its own or the given one, wrapped by grid.optimizer
     create_scheduler                     its own; joining workers receive its state
     get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
+    get_batch_samples                    its own; with weigh_by="tokens" their count is the step's weight
     evaluate                             its own; meanwhile this worker is reported as busy
     saving, logging to files             on the first worker only
     state.global_step                    the run's, so that a worker that joins late stops with the group
@@ -104,6 +105,14 @@ class GridTrainerMixin(_Trainer):
             weigh=False,  # Trainer reads all batches of a step first, and weighs them itself
         )
         return self._loader
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """Read the batches of a step as Trainer does; their tokens are the step's weight if the run weighs by
+        tokens."""
+        batches, count = super().get_batch_samples(*args, **options)
+        if count is not None and self._grid_options.get("weigh_by") == "tokens":
+            self.grid.weigh(count)
+        return batches, count
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         with self.grid.evaluation():

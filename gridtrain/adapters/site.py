@@ -11,15 +11,16 @@ One process of a site, the leader (rank 0), is the worker: only the leader takes
 optimizer's state and the residual.  The processes communicate with each other through torch.distributed: NCCL
 for tensors on GPUs, gloo for everything else.
 
-    leader       turn: the site's samples, the model ------> every process
+    leader       <--- the digest of the base --- every process, once
+    leader       turn: the site's samples, the state -----> every process
     every one    its part of the samples, backward
     leader       <--- reduce: sum of (n_j / n) * gradient_j --- every process
                  step: exchange with the run, apply
-                 ... next turn: the model with the update in it ------> every process
+                 ... next turn: the state with the update in it ------> every process
 
-The leader sends the whole model, which is as large as a dense update.  Every change of the leader's model (a
-skipped step, another member's state, a repair) therefore reaches all processes, and no other process needs
-optimizer state.
+The leader sends all trained parameters and buffers, which are as large as a dense update.  Every change of
+the leader's model (a skipped step, another member's state, a repair) therefore reaches all processes, and no
+other process needs optimizer state.  Frozen parameters are never sent (see `frozen_base`).
 
 A process that fails sends the reason before it exits; the leader then leaves the run with that reason.
 """
@@ -46,6 +47,7 @@ from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.sdk.grid import Grid, join
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.data import sampler
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
@@ -63,6 +65,7 @@ class _SiteMessage(IntEnum):
     END = 2  # from the leader: there is no further step; a text gives the error, if there was one
     READY = 3  # from another process: the gradient is complete
     FAILED = 4  # from another process: it failed, with the reason
+    BASE = 5  # from another process: the description of its base
 
 
 class Site:
@@ -115,16 +118,30 @@ class Site:
 
     def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> SiteOptimizer:
         """Wrap `optimizer`.  Every process of the site must call it, with the arguments of
-        `grid.optimizer`."""
+        `grid.optimizer`.
+
+        Raises:
+            ConfigError: an argument is invalid, or a process has another base than the leader.
+        """
         if self._optimizer is not None:
             raise ConfigError("site.optimizer was called twice", remedy="call site.optimizer only once")
         if options.get("overlap") is not None:
             raise ConfigError(
                 "a site cannot overlap its exchange with backward", remedy="remove the argument overlap="
             )
+        if options.get("weigh_by", "samples") != "samples":
+            raise ConfigError(
+                "a site's processes are weighed by their samples", remedy="remove the argument weigh_by="
+            )
         flat = FlatGradient(model, optimizer)
-        inner = optimizer if self.grid is None else self.grid.optimizer(optimizer, model, **options)
-        self._optimizer = SiteOptimizer(self, inner, model, flat)
+        if self.grid is not None:
+            wrapped = self.grid.optimizer(optimizer, model, **options)
+            self._compare_bases(wrapped.base)
+            optimizer = wrapped
+        else:
+            base = FrozenBase(model, sent=options.get("send_frozen", ()), rule="any")  # the leader compares
+            self._channel.send(LEADER, [_SiteMessage.BASE], base.describe().encode())
+        self._optimizer = SiteOptimizer(self, optimizer, model, flat)
         return self._optimizer
 
     def batches(
@@ -166,16 +183,28 @@ class Site:
                     remedy="call optimizer.step() once for each batch on all processes of the site",
                 )
 
+    def _compare_bases(self, base: FrozenBase) -> None:
+        for rank in range(1, self.world_size):
+            theirs = self._listen_to(rank, _SiteMessage.BASE)
+            if base.rule != "any" and theirs != base.describe():
+                raise ConfigError(
+                    f"process {rank} of this site has another base than the leader: "
+                    f"{theirs or 'no frozen parameters'} there and "
+                    f"{base.describe() or 'no frozen parameters'} in the leader",
+                    remedy="load the same model from the same files, freeze parameters in the same way, and "
+                    'pass the same send_frozen= on all processes; base="any" allows different bases',
+                )
+
     # -- turns ---------------------------------------------------------------------------------------
 
     def _lead(self, turns: sampler.GridSampler) -> Iterator[list[int]]:
         for indices in turns:
             self._broadcast(_SiteMessage.TURN, np.asarray(indices, np.int64).tobytes())
-            self._share_model()
+            self._share_state()
             yield indices
         self._has_ended = True
         self._broadcast(_SiteMessage.END, b"")
-        self._share_model()
+        self._share_state()
 
     def _follow(self) -> Iterator[list[int]]:
         while True:
@@ -184,16 +213,18 @@ class Site:
                 self._has_ended = True
                 if payload:
                     raise SiteFailed(payload.decode(errors="replace"), remedy="see the leader's output")
-                self._share_model()
+                self._share_state()
                 return
-            self._share_model()
+            self._share_state()
             yield np.frombuffer(payload, np.int64).tolist()
 
-    def _share_model(self) -> None:
-        """Copy the leader's parameters and buffers to all processes, one message for each dtype."""
+    def _share_state(self) -> None:
+        """Copy the leader's parameters, without the base, and its buffers to all processes, one message for
+        each dtype."""
         assert self._optimizer is not None
         model = self._optimizer.model
-        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+        parameters = [parameter for _, parameter in state_parameters(model)]
+        tensors = [tensor.detach() for tensor in (*parameters, *model.buffers())]
         if self.world_size == 1:
             return
         by_kind = sorted(tensors, key=_kind)
@@ -217,10 +248,7 @@ class Site:
             return
         if self.is_leader:
             for rank in range(1, self.world_size):  # a process that has failed would block the reduce
-                word, payload = self._listen(rank, _MOST_TEXT_BYTES)
-                if word is not _SiteMessage.READY:
-                    text = payload.decode(errors="replace")
-                    raise SiteFailed(f"process {rank} of this site failed: {text}", remedy="see its output")
+                self._listen_to(rank, _SiteMessage.READY)
         else:
             self._channel.send(LEADER, [_SiteMessage.READY])
         dist.reduce(flat_N, group_dst=LEADER)
@@ -232,6 +260,14 @@ class Site:
         for rank in range(1, self.world_size):
             self._channel.send(rank, [word], payload)
         self._channel.wait_sent()
+
+    def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
+        """Receive this message of another process, and return its text."""
+        word, payload = self._listen(rank, _MOST_TEXT_BYTES)
+        text = payload.decode(errors="replace")
+        if word is not expected:
+            raise SiteFailed(f"process {rank} of this site failed: {text}", remedy="see its output")
+        return text
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
         """Receive a message from `rank`.  If a SIGTERM arrives meanwhile, exit only after the message, so

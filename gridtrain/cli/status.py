@@ -233,14 +233,19 @@ def members_table(
 
 
 def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return a line for each member of a run in which every worker may have its own frozen parameters."""
-    if mapping(snapshot.get("facts")).get("base") != "any":
-        return []
-    members = rows(snapshot, "members")
+    """Return where the base was loaded from; in a run in which every worker may have its own base, a line for
+    each member."""
+    from gridtrain.core.messages import BASE_FACT, BASE_ORIGIN
+
+    about = {m.get("name", "?"): mapping(m.get("about")) for m in rows(snapshot, "members")}
+    origins = {name: str(texts.get(BASE_ORIGIN) or "") for name, texts in about.items()}
+    if mapping(snapshot.get("facts")).get(BASE_FACT) != "any":
+        different = sorted({*origins.values()} - {""})
+        return [f"base loaded from {', '.join(different)}"] if different else []
     return [
-        f"base of {m.get('name', '?')}: {base}"
-        for m in members
-        if (base := mapping(m.get("about")).get("base"))
+        f"base of {name}: {base}" + (f", from {origins[name]}" if origins[name] else "")
+        for name, texts in about.items()
+        if (base := texts.get(BASE_FACT))
     ]
 
 

@@ -141,7 +141,7 @@ class Blueprint:
         return built
 
     def tied_in(self, stage: int, cuts: Sequence[int], built: Sequence[nn.Module]) -> list[TiedParameter]:
-        """Return the parameters that this stage shares with other stages, for `Stage(tied=)`.
+        """Return the trained parameters that this stage shares with other stages, for `Stage(tied=)`.
 
         Args:
             cuts: (S + 1,) the first block of each stage, and the number of blocks.
@@ -153,7 +153,8 @@ class Blueprint:
             if stage in stages and len(stages) > 1:
                 block, name = next(p for p in tied.places if cuts[stage] <= p[0] < cuts[stage + 1])
                 parameter = built[block - cuts[stage]].get_parameter(name)
-                found.append(TiedParameter(tied.index, stages, parameter))
+                if parameter.requires_grad:
+                    found.append(TiedParameter(tied.index, stages, parameter))
         return found
 
     def _values_from_earlier_blocks(self, start: int, stop: int) -> dict[int, nn.Parameter]:

@@ -31,8 +31,8 @@ from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint import checkpoint_merge, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
-from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY
-from gridtrain.training.checkpoint.model_export import save_model
+from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY, FrozenBase
+from gridtrain.training.checkpoint.model_export import plain_state, save_model
 from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
@@ -48,6 +48,7 @@ class HeldStage:
         options: the options of the run.
         session: the session, which provides this worker's rank; the residual's length and loss are reported
             to it.
+        base: the frozen parameters of the whole model, which are not part of the state.
 
     Attributes:
         template: the optimizer of the whole model on the meta device, which provides groups and settings.
@@ -57,9 +58,14 @@ class HeldStage:
     """
 
     def __init__(
-        self, defined: ModelStages, make: MakeOptimizer, options: PipelineOptions, session: GroupSession
+        self,
+        defined: ModelStages,
+        make: MakeOptimizer,
+        options: PipelineOptions,
+        session: GroupSession,
+        base: FrozenBase,
     ) -> None:
-        self.defined, self.options = defined, options
+        self.defined, self.options, self.base = defined, options, base
         self._stages = defined  # as the model is partitioned in the latest generation
         self._make_optimizer, self._session = make, session
         self.template = make_optimizer(make, defined.whole.parameters())
@@ -125,6 +131,8 @@ class HeldStage:
             self._report_lost_residual()
             self.release()  # frees its memory before the next one is built
             self.current = StageState(stage, stages, self._make_optimizer, self.options)
+            self.base.mark(self.current.module)
+            self.base.check_unchanged(self.current.module)
             self.optimizer.set_inner(self.current.inner)
             self._session.tasks.resize_residual(self.current.residual.size)
         self.current.set_position(stages, stage)
@@ -201,6 +209,7 @@ class HeldStage:
         if place.applied >= 0 and self.layers not in (None, self.layers_at(place)):
             return None
         held = self.at(place)
+        self.base.check_unchanged(held.module)
         return serialization.capture_state(held.module, held.inner, self.trackers, whole=whole)
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
@@ -216,6 +225,7 @@ class HeldStage:
 
     def _pack(self, held: StageState) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Pack the stage and the data from which `checkpoint_merge` builds a stage of another partition."""
+        self.base.check_unchanged(held.module)
         document, tensors = serialization.pack_state(held.module, held.inner, self.trackers)
         document[checkpoint_merge.PARAMETER_ORDER_KEY] = checkpoint_merge.parameter_order(
             held.module, held.inner
@@ -264,7 +274,7 @@ class HeldStage:
         """Write this stage's part of the final model and, for the first stage, the index of all parts."""
         held, stages = self.assigned(), self._stages
         path = folder / _part_name(held.stage, stages.stages)
-        save_model(held.module.state_dict(), path)
+        save_model(plain_state(held.module), path)
         if held.stage == 0:
             parts = {
                 name: _part_name(stage, stages.stages)
@@ -276,6 +286,8 @@ class HeldStage:
             partial.write_text(text, encoding="utf-8")
             os.replace(partial, folder / "final.safetensors.index.json")
         log.warning("the run is finished; stage %d of the model is in %s", held.stage, path)
+        if base := self.base.describe():
+            log.warning("the file contains what was trained, without the base (%s)", base)
 
 
 def _part_name(stage: int, stages: int) -> str:

@@ -10,7 +10,7 @@ possible.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.random_seeds import borrowed_generators
 from gridtrain.pipeline.stage import TiedParameter
+from gridtrain.training.checkpoint.model_export import plain_state
 
 
 class StageModule(nn.Module):
@@ -106,10 +107,10 @@ class ModelStages:
         return f"{self.stages} stages cut at {list(self.cuts)}"
 
     def tensor_names(self, stage: int) -> list[str]:
-        """Return the names of all tensors in a stage's state_dict."""
+        """Return the names of all tensors in a stage's state_dict, without the model's base."""
         start, stop = self.block_range(stage)
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
-        return [name for name, value in module.state_dict().items() if isinstance(value, Tensor)]
+        return [name for name, value in plain_state(module).items() if isinstance(value, Tensor)]
 
     def gradient_elements(self, start: int, stop: int) -> int:
         """Return the number of elements in the flat gradient of blocks `start` to `stop` - 1."""
@@ -120,10 +121,19 @@ class ModelStages:
         """Build a stage with initial values; return the stage and the parameters that it shares with other
         stages."""
         start, stop = self.block_range(stage)
-        with borrowed_generators(self.device):
-            blocks = self.blueprint.build(start, stop, self.device)
-        module = StageModule(blocks, self.blueprint.names[start:stop])
-        return module, self.blueprint.tied_in(stage, self.cuts, blocks)
+        module = self._build(start, stop, self.device)
+        return module, self.blueprint.tied_in(stage, self.cuts, module.blocks)
+
+    def frozen_blocks(self) -> Iterator[StageModule]:
+        """Build each block that has frozen parameters on the CPU, one at a time."""
+        for index, block in enumerate(self.blueprint.blocks):
+            if not all(parameter.requires_grad for parameter in block.parameters()):
+                yield self._build(index, index + 1, torch.device("cpu"))
+
+    def _build(self, start: int, stop: int, device: torch.device) -> StageModule:
+        with borrowed_generators(device):
+            blocks = self.blueprint.build(start, stop, device)
+        return StageModule(blocks, self.blueprint.names[start:stop])
 
     def stages_tied_to(self, stage: int) -> frozenset[int]:
         """Return the other stages that share a parameter with `stage`."""

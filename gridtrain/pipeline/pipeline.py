@@ -52,6 +52,7 @@ from gridtrain.runtime.open_round import PipelineRound, RoundPart
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt
 from gridtrain.training.optimizer import check_compatible, l2_norm
 from gridtrain.training.skip_report import SkipReport
@@ -86,17 +87,25 @@ class Pipeline:
         timings: the seconds that the latest step took for computing, for waiting for other stages, and in
             total.
         held: the stage that this worker has in memory.
+        base: the frozen parameters of the whole model, which are not part of the state.
     """
 
     delay = 0
     calls_per_turn = 1
     local_calls = 0
+    weigh_by = "samples"
 
     def __init__(
-        self, staging: ModelStages, make: MakeOptimizer, options: PipelineOptions, session: GroupSession
+        self,
+        staging: ModelStages,
+        make: MakeOptimizer,
+        options: PipelineOptions,
+        session: GroupSession,
+        base: FrozenBase | None = None,
     ) -> None:
         self._options, self._session = options, session
-        self.held = HeldStage(staging, make, options, session)
+        self.base = base or FrozenBase(staging.whole, pieces=staging.frozen_blocks)
+        self.held = HeldStage(staging, make, options, session, self.base)
         self.model = staging.whole  # on the meta device: names and shapes, no values
         self.inner = self.held.template
         check_compatible(self.inner, options.exchange, options.clip_norm)
@@ -186,6 +195,7 @@ class Pipeline:
                 self.held.restart()
                 self._micro_batch_count.reset()
                 state = self.held.at(plan)
+            self.base.check_sometimes(state.module)
             state.inner.zero_grad()
             outcome, mine = self._attempt(state, plan, inputs, targets)
             if (not outcome.is_committed or outcome.is_skipped) and state.executor is not None:

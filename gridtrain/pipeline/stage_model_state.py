@@ -32,7 +32,7 @@ from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
-from gridtrain.training.model_state import CheckpointOptions, ModelState, position_of
+from gridtrain.training.model_state import CheckpointOptions, ModelState, describe_machine, position_of
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual
 from gridtrain.training.worker_residual import WorkerResidual
 
@@ -99,7 +99,11 @@ class StageModelState(ModelState):
             memory_bytes=self._memory_bytes,
             flops=self._measure_flops(),
         )
-        self._session.join(setup, stage_neighbours(defined, neighbours_of(options.exchange)))
+        self._session.join(
+            setup,
+            stage_neighbours(defined, neighbours_of(options.exchange)),
+            describe_machine(defined.device, held.base),
+        )
 
     def close(self, timeout_s: float) -> None:
         if self._store is not None:

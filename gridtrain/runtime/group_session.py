@@ -9,6 +9,7 @@ While the training thread waits, it performs tasks for the group (`trainer_tasks
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.group import member_events as io
+from gridtrain.core.member.scalar_means import WEIGHTS_INDEX
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused
 from gridtrain.network.transport.access_control import PeerAllowlist
@@ -90,6 +92,7 @@ class GroupSession:
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: buckets of it may be under way
         self._mean_step = self._mean_index = 0
+        self._announced: tuple[int, int, int] | None = None  # generation, step and weight
         self._compute_rate = ComputeRate()
         self._contribution = ContributionReporter(Path(config.contribution) if config.contribution else None)
 
@@ -463,8 +466,31 @@ class GroupSession:
         step = self.step
         self._mean_index = self._mean_index + 1 if self._mean_step == step else 0
         self._mean_step = step
-        mean = self._loop.average(step, self._mean_index, value, self.config.deadlines.first_step_s)
+        self._loop.request_average(step, self._mean_index, value)
+        self._announced = None  # the answer to it is no longer awaited
+        mean = self._loop.await_average(step, self._mean_index, self.config.deadlines.first_step_s)
         return value if mean is None else mean
+
+    def announce_weight(self, weight: int) -> None:
+        """See `TrainingSession.announce_weight`."""
+        turn = self._turn
+        if turn is not None and turn.open_round is not None and not self._is_dropping_batch:
+            weight = weight if turn.spans else 0
+            self._request_weights(turn.open_round.generation, turn.open_round.step, weight)
+
+    def total_weight(self, plan: StepPlan, weight: int) -> int | None:
+        """See `TrainingSession.total_weight`."""
+        if self._announced != (plan.generation, plan.step, weight):
+            self._request_weights(plan.generation, plan.step, weight)
+        mean = self._loop.await_average(plan.step, WEIGHTS_INDEX, self.config.deadlines.first_step_s)
+        if mean is None or not math.isfinite(mean):
+            return None
+        total = round(mean * plan.world_size)
+        return total if total >= weight else None  # otherwise a member has sent a wrong value
+
+    def _request_weights(self, generation: int, step: int, weight: int) -> None:
+        self._announced = generation, step, weight
+        self._loop.request_average(step, WEIGHTS_INDEX, weight)
 
     @property
     def step(self) -> int:

@@ -147,7 +147,7 @@ class IoLoop:
         )
         self._link_probe = LinkProbe(transport, deadlines.probe_s, SystemRandom())
         self._reconnect_policy = ReconnectPolicy(config.coordinator, deadlines.paused_s)
-        self._averages: list[float | None] = []  # the answer that the trainer waits for
+        self._averages: dict[tuple[int, int], float | None] = {}  # the answers to the trainer, by its key
         self._is_payload_only = False  # only payloads were received and sent since the last iteration
         self._is_snapshot_due = False
         self._housekeeping_s = -math.inf  # when housekeeping was done last
@@ -176,13 +176,17 @@ class IoLoop:
                 remedy="check the address and the port, and that `gridtrain coordinator` is running there",
             )
 
-    def average(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
-        """Return the mean of the members' values; None if the generation ended or no answer came in time."""
+    def request_average(self, step: int, index: int, value: float) -> None:
+        """Contribute a value to an average; `await_average` returns the average."""
         with self.mailbox.condition:
             self._averages.clear()
         self.mailbox.submit(io.RequestMean(step, index, value))
-        self.mailbox.wait(lambda _: bool(self._averages), timeout_s)
-        return self._averages[0] if self._averages else None
+
+    def await_average(self, step: int, index: int, timeout_s: float) -> float | None:
+        """Return the mean of the members' values; None if the generation ended or no answer came in time."""
+        self.mailbox.wait(lambda _: (step, index) in self._averages, timeout_s)
+        with self.mailbox.condition:
+            return self._averages.get((step, index))
 
     @property
     def me(self) -> m.PeerId:
@@ -457,9 +461,9 @@ class IoLoop:
                     return self._core.handle(io.DigestComputed(digest), time.monotonic())
             case io.ResolveRound(round_id, committed, flags, reason):
                 self.step_rounds.resolve(round_id, committed, flags, reason)
-            case io.DeliverMean(value):
+            case io.DeliverMean(step, index, value):
                 with self.mailbox.condition:
-                    self._averages.append(value)
+                    self._averages[step, index] = value
                     self.mailbox.condition.notify_all()
             case io.Send(peer, m.StateRequest() as request):
                 self._request_state(peer, request)

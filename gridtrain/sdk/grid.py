@@ -84,7 +84,6 @@ from gridtrain.tools.bench.device_speed import device_flops, float32_flops
 from gridtrain.tools.options.resolve import join_settings
 from gridtrain.tools.options.runfile import RunFile
 from gridtrain.training.checkpoint import serialization
-from gridtrain.training.checkpoint.flat_gradient import model_digest
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.checkpoint.pretrained import adapter_facts
 from gridtrain.training.data import readers, sampler
@@ -332,6 +331,7 @@ class Grid:
         wait: str | None = None,
         base: str | None = None,
         send_frozen: Sequence[str] = (),
+        weigh_by: str = "samples",
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
@@ -359,6 +359,8 @@ class Grid:
             send_frozen: names of frozen parameters, or patterns such as `*.projection`, that are sent to
                 joining workers and saved in checkpoints like trained ones, because each process initializes
                 or changes them; all other frozen parameters are never sent.
+            weigh_by: "samples" weights a worker's gradient by its samples; "tokens" by the counts that the
+                loop passes to `weigh`, the same on all workers.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -376,6 +378,7 @@ class Grid:
             "overlap": overlap,
             "wait": wait,
             "base": FrozenBase(model, sent=send_frozen, rule=self._config.base if base is None else base),
+            "weigh_by": weigh_by,
         }
         if isinstance(chosen, LocalSteps):
             kind = OverlappedLocalSGDOptimizer if chosen.overlap else LocalSGDOptimizer
@@ -413,6 +416,8 @@ class Grid:
         init: Init | None = None,
         profile: Profile | Sequence[Layer] | None = None,
         memory_bytes: int | None = None,
+        base: str | None = None,
+        send_frozen: Sequence[str] = (),
     ) -> Pipeline:
         """Train a model that no worker holds as a whole; each worker holds one of its stages.
 
@@ -454,6 +459,7 @@ class Grid:
                 proportional to its bytes, and activations are not counted.
             memory_bytes: the bytes of memory that training may use on this worker; by default 90 % of the
                 GPU's memory, and unlimited on a CPU.
+            base, send_frozen: the same arguments as those of `optimizer`, for the whole model.
 
         Raises:
             ConfigError: the model cannot be partitioned in this way; the message says what to change.
@@ -483,7 +489,13 @@ class Grid:
         )
         blueprint = model if isinstance(model, Blueprint) else Blueprint(model, seed=seed, init=init)
         staging = ModelStages(blueprint, stages, cuts=cuts, device=torch.device(device))
-        pipe = Pipeline(staging, optimizer, options, self._session)
+        frozen = FrozenBase(
+            staging.whole,
+            sent=send_frozen,
+            rule=self._config.base if base is None else base,
+            pieces=staging.frozen_blocks,
+        )
+        pipe = Pipeline(staging, optimizer, options, self._session, frozen)
         self._model_state = StageModelState(
             self._session,
             pipe.held,
@@ -605,6 +617,23 @@ class Grid:
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
+
+    def weigh(self, count: int | torch.Tensor) -> None:
+        """Weight this worker's gradient by `count`, such as the number of tokens of which its loss is the
+        mean, so that the group's gradient is that of the mean over all tokens of the step.
+
+        The optimizer must have `weigh_by="tokens"`.  Call it once for each batch, before its backward pass:
+        the counts of the other workers then arrive while it computes.  With `accumulate=a`, call it either
+        before each of the a backward passes, with the mean loss of each divided by a, or once for the step,
+        if the accumulated gradient is the mean over all of them.  With a count of 0 the gradient is ignored.
+        """
+        wrapped = self._wrapped()
+        if isinstance(wrapped, Pipeline):
+            raise ConfigError(
+                "grid.weigh was called for a pipeline, whose steps are weighed by samples",
+                remedy="weight the losses of the samples, as docs/pipeline.md describes",
+            )
+        wrapped.weigh(int(count))
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -733,9 +762,8 @@ class Grid:
         shards = dataset.shard_sizes if isinstance(dataset, ShardedDataset) else ()
         spec = LedgerSpec(size, seed, epochs, steps, delay=wrapped.delay, shards=shards)
         data_ledger.validate(spec)
-        base = wrapped.base if isinstance(wrapped, GridOptimizer) else None
         facts: Facts = (
-            ("model", base.describe_model() if base is not None else model_digest(wrapped.model)[0]),
+            ("model", wrapped.base.describe_model()),
             ("buffers", wrapped.buffer_averaging.describe()),
             ("exchange", wrapped.describe_exchange()),
             ("optimizer", describe_optimizer(wrapped.inner)),
@@ -743,7 +771,8 @@ class Grid:
             ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
             ("data", data_text),
             *((("wait", self._wait),) if self._wait != "all" else ()),
-            *(base.facts() if base is not None else ()),
+            *((("weigh_by", "tokens"),) if wrapped.weigh_by != "samples" else ()),
+            *wrapped.base.facts(),
             *adapter_facts(wrapped.model),
         )
         self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes.batch_size)

@@ -141,6 +141,7 @@ class LocalSGDOptimizer(GridOptimizer):
         overlap: Overlap | None = None,
         wait: str = "all",
         base: FrozenBase | None = None,
+        weigh_by: str = "samples",
     ) -> None:
         if overlap is not None:
             raise ConfigError(
@@ -161,6 +162,7 @@ class LocalSGDOptimizer(GridOptimizer):
             compare_every=compare_every,
             wait=wait,
             base=base,
+            weigh_by=weigh_by,
         )
         self._every = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)
@@ -179,6 +181,7 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def begin_turn(self, calls_with_samples: int) -> None:
         self.local_calls, self._calls_left, self._calls_with_samples = 0, self._every, calls_with_samples
+        self._counts, self._counted = [], 0.0
         self._save_turn_start()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -199,6 +202,7 @@ class LocalSGDOptimizer(GridOptimizer):
         if self.local_calls == 0:
             self._save_anchor()
         self.local_calls += 1
+        self._take_counts(self.local_calls <= self._calls_with_samples)
         self._local_step()
         if self.local_calls < self._every:
             self._report_local()

@@ -27,7 +27,17 @@ import torch
 from gridtrain._version import __version__
 from gridtrain.config import Dense, round_exchange
 from gridtrain.core.collectives import direct, ring
-from gridtrain.core.messages import CheckpointInfo, Facts, LedgerSpec, PeerId, Setup, Span, WorkerInfo
+from gridtrain.core.messages import (
+    BASE_FACT,
+    BASE_ORIGIN,
+    CheckpointInfo,
+    Facts,
+    LedgerSpec,
+    PeerId,
+    Setup,
+    Span,
+    WorkerInfo,
+)
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
@@ -40,6 +50,7 @@ from gridtrain.training.checkpoint.checkpoint_store import (
     CheckpointStore,
     list_checkpoints,
 )
+from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.checkpoint.model_export import plain_state, save_model
 from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
@@ -313,7 +324,7 @@ class WholeModelState(ModelState):
         self._session.join(
             setup,
             neighbours,
-            describe_machine(wrapped.model, wrapped.base.describe()),
+            describe_machine(device_of(wrapped.model), wrapped.base),
             _exchange_choices(wrapped),
             may_be_absent=wrapped.wait == "auto",
         )
@@ -420,10 +431,13 @@ class WholeModelState(ModelState):
         self.checkpoints.drop_residual(step)
 
 
-def describe_machine(model: torch.nn.Module, base: str = "") -> WorkerInfo:
+def device_of(model: torch.nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def describe_machine(device: torch.device, base: FrozenBase) -> WorkerInfo:
     """Describe this worker for the run's owner: the device, its memory, the versions of software, and the
-    model's base (`FrozenBase.describe`)."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    model's base."""
     texts = {"device": f"CPU, {os.cpu_count() or 1} cores"}
     if device.type == "cuda":
         texts["device"] = torch.cuda.get_device_name(device)
@@ -431,8 +445,8 @@ def describe_machine(model: torch.nn.Module, base: str = "") -> WorkerInfo:
     elif device.type != "cpu":
         texts["device"] = device.type
     texts |= {"torch": torch.__version__, "python": platform.python_version(), "gridtrain": __version__}
-    texts |= {"base": base} if base else {}
-    return WorkerInfo(tuple((name, text[:128]) for name, text in texts.items()))
+    texts |= {BASE_FACT: base.describe(), BASE_ORIGIN: base.origin}
+    return WorkerInfo(tuple((name, text[:128]) for name, text in texts.items() if text))
 
 
 def _with_ring(neighbours: NeighboursOf) -> NeighboursOf:

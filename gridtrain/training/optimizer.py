@@ -13,6 +13,7 @@ The session decides whether a step is committed (rules 1 to 15 in docs/architect
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 import warnings
@@ -49,6 +50,9 @@ from gridtrain.training.worker_residual import WorkerResidual
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 _NORM_BLOCK = 1 << 20
+_MOST_COUNTED = 1 << 31  # tokens of a micro-batch; sums of all members' counts are exact in float64
+
+log = logging.getLogger("gridtrain")
 
 SentStep = tuple[StepPlan, ExchangeAttempt, DenseRingBuffer | None]
 """The plan, the attempt and the average of buffers of a step that was submitted before its turn's end."""
@@ -84,6 +88,8 @@ class GridOptimizer(WrappingOptimizer):
         wait: "all" to wait in every step for all workers; "auto" to go on without workers whose training
             loops have stalled, whose gradients then join a later step.
         base: the frozen parameters of the model, which are not part of the state; by default all of them.
+        weigh_by: "samples" to weight a worker's gradient by its samples; "tokens" to weight it by the counts
+            that the script passes to `weigh`.
 
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
@@ -115,7 +121,9 @@ class GridOptimizer(WrappingOptimizer):
         overlap: Overlap | None = None,
         wait: str = "all",
         base: FrozenBase | None = None,
+        weigh_by: str = "samples",
     ) -> None:
+        check_weighting(weigh_by, exchange, overlap, wait)
         check_compatible(inner, exchange, clip_norm)
         if wait not in WAITS:
             raise ConfigError(
@@ -161,6 +169,10 @@ class GridOptimizer(WrappingOptimizer):
         self.absence = Absence(self, self._trackers)
         self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
         self._sent: SentStep | None = None
+        self.weigh_by = weigh_by
+        self._counts: list[float] = []  # by call of `weigh` since the latest call of `step`
+        self._counted = 0.0  # in this turn, up to the latest call of `step`
+        self._fraction = 1.0  # of the micro-batch's samples that are counted in it
 
     @property
     def skipped_steps(self) -> int:
@@ -224,6 +236,7 @@ class GridOptimizer(WrappingOptimizer):
     def begin_turn(self, calls_with_samples: int) -> None:
         """Begin a turn in which `calls_with_samples` of the calls have samples; the others get stand-in
         batches."""
+        self._counts.clear()
         if self._backwards > 1:  # a loop may step its scheduler after each of them
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
 
@@ -232,10 +245,56 @@ class GridOptimizer(WrappingOptimizer):
         number.
 
         The accumulated gradient is scaled, so that micro-batches count by their weights.  The last factor, at
-        most 1 if weights never rise, is applied in the step, so that a clipped gradient stays clipped.
+        most 1 if weights never rise, is applied in the step, so that a clipped gradient stays clipped.  In a
+        run that weighs by tokens, `weigh` does that.
         """
+        self._fraction = min(1.0, weights[number])  # below 1 for a sample that is in several micro-batches
+        if self.weigh_by == "samples":
+            self._scale_micro_batch(number, weights)
+
+    def _scale_micro_batch(self, number: int, weights: Sequence[float]) -> None:
         self._flat.rescale(weights[number - 1] / weights[number] if number else 1.0)
         self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
+
+    def weigh(self, count: int) -> None:
+        """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; see
+        `Grid.weigh`."""
+        if self.weigh_by == "samples":
+            raise ConfigError(
+                "grid.weigh was called in a run that weighs by samples",
+                remedy='pass grid.optimizer(..., weigh_by="tokens") on all workers',
+            )
+        if not 0 <= count <= _MOST_COUNTED:
+            raise ConfigError(
+                f"the weight of a batch is {count}; it must be from 0 to {_MOST_COUNTED}",
+                remedy="pass the number of tokens of which the loss is the mean",
+            )
+        self._counts.append(count * self._fraction)
+        self._scale_micro_batch(len(self._counts) - 1, [max(each, 1e-6) for each in self._counts])
+        if len(self._counts) == self._backwards and self.local_calls + 1 == self.calls_per_turn:
+            self._session.announce_weight(round(self._counted + sum(self._counts)))
+
+    def _take_counts(self, has_samples: bool = True) -> None:
+        """Add the counts of the gradient that is about to be used to those of the turn."""
+        if self.weigh_by == "samples":
+            return
+        if not self._counts:
+            error = ConfigError(
+                "optimizer.step() was called for a batch without a weight",
+                remedy="call grid.weigh(tokens) for each batch, before optimizer.step()",
+            )
+            self._session.close(error.reason)  # so that the others do not wait for the end of this script
+            raise error
+        self._counted += sum(self._counts) if has_samples else 0.0
+        self._counts.clear()
+
+    def _weighed(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with counted tokens in place of samples; wait for the other members' counts."""
+        if self.weigh_by == "samples":
+            return plan
+        count = round(self._counted) if plan.samples else 0
+        total = self._session.total_weight(plan, count)
+        return plan if total is None else replace(plan, samples=count, total_samples=total)
 
     # -- the group's step ------------------------------------------------------------------------
 
@@ -255,6 +314,7 @@ class GridOptimizer(WrappingOptimizer):
                 "exchange() was called twice for one step",
                 remedy="call optimizer.step() after each optimizer.exchange()",
             )
+        self._take_counts()
         early = None
         if self._overlapper is not None:
             check_no_scaler(self)
@@ -280,12 +340,13 @@ class GridOptimizer(WrappingOptimizer):
         finally:
             self._round_start = self._turn_start = None
             self._is_exchanging = False
+            self._counted = 0.0
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
         self._stopwatch.lap("computing_s")
         attempt: ExchangeAttempt | None = None
         plan: StepPlan | None
-        averages = compared = before = trial = None
+        averages = compared = before = trial = weighed = None
         while True:
             if self._sent is not None:
                 (plan, attempt, averages), self._sent = self._sent, None
@@ -305,7 +366,9 @@ class GridOptimizer(WrappingOptimizer):
             if attempt is None or fresh or not attempt.is_resumable:
                 sent = early[1] if early is not None and early[0] is plan else {}
                 early = None
-                attempt = self._prepare(plan, usable or plan.samples == 0, sent)
+                weighed = self._weighed(plan)
+                self._stopwatch.lap("waiting_s")
+                attempt = self._prepare(weighed, usable or weighed.samples == 0, sent)
             if fresh:  # otherwise the rings continue with what they have received
                 averages = self.buffer_averaging.make_collective_buffer(plan)
                 trial = self._overlapper.make_trial_buffer(plan) if self._overlapper is not None else None
@@ -331,6 +394,8 @@ class GridOptimizer(WrappingOptimizer):
             self._skips.record_skipped(plan.step, is_own=attempt.skip)
             return
         self._skips.record_applied()
+        if weighed is plan and self.weigh_by != "samples":
+            log.warning("step %d was weighed by samples: not all counts were known in time", plan.step)
         if averages is not None:
             self.buffer_averaging.apply(averages)
         if trial is not None and self._overlapper is not None:
@@ -570,6 +635,29 @@ def check_compatible(
             "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
             stacklevel=4,  # the line that called grid.optimizer(...)
         )
+
+
+def check_weighting(
+    weigh_by: str, exchange: Exchange | LocalSteps | Auto, overlap: Overlap | None, wait: str
+) -> None:
+    """Raise `ConfigError` unless steps can be weighed in this way."""
+    if weigh_by not in ("samples", "tokens"):
+        raise ConfigError(
+            f"weigh_by is {weigh_by!r}; it must be 'samples' or 'tokens'", remedy='use weigh_by="samples"'
+        )
+    if weigh_by == "samples":
+        return
+    misfits = {
+        "LocalSteps(overlap=True)": isinstance(exchange, LocalSteps) and exchange.overlap,
+        "overlap=": overlap is not None,
+        'wait="auto"': wait != "all",
+    }
+    for name, is_used in misfits.items():
+        if is_used:
+            raise ConfigError(
+                f'weigh_by="tokens" was set with {name}, but it needs all workers\' counts for each gradient',
+                remedy=f'remove {name}, or use weigh_by="samples"',
+            )
 
 
 def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:

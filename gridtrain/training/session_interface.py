@@ -77,6 +77,19 @@ class TrainingSession(Protocol):
         """Wait for the decision on what `submit` has submitted.  After an abort, `begin` follows."""
         ...
 
+    def announce_weight(self, weight: int) -> None:
+        """Send the weight of this worker's batch, a count of at least 0, to the other members, without
+        waiting for theirs."""
+        ...
+
+    def total_weight(self, plan: StepPlan, weight: int) -> int | None:
+        """Return the sum of the weights of all members' batches in the plan's step.
+
+        Returns None if the generation has ended, or if a member has sent none in time or a wrong one.  The
+        weight is sent unless `announce_weight` has sent the same one for this step.
+        """
+        ...
+
     def disable_replay(self, reason: str) -> None:
         """Declare that steps cannot be repeated from the updates alone, so that no worker catches up by
         replaying them."""

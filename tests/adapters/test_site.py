@@ -6,12 +6,20 @@ single ---------------------------------------------------+
 """
 
 import sys
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from gridtrain.adapters import site
+from gridtrain.config import Overlap
+from gridtrain.errors import ConfigError
+from gridtrain.training.checkpoint.frozen_base import FrozenBase
 
 pytestmark = pytest.mark.integration
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -56,6 +64,36 @@ def test_a_failure_inside_makes_the_leader_leave_with_the_reason(new_group, how,
         reasons = [line for line in group.coordinator.lines if says in str(line)]
         assert group.workers["site"].code == 1
         assert reasons, group.coordinator.tail()
+
+
+def test_frozen_parameters_are_compared_once_and_never_sent(new_group) -> None:
+    with new_group(min_workers=1) as group:
+        group.start("site", *TORCHRUN, str(SCRIPTS / "frozen_site.py"))
+        group.finish()
+        ends = group.workers["site"].marked("end")
+    trained, statistics, count = 33, 64, 1
+    assert [end["sent"] for end in ends] == [[trained + statistics, count] * 4] * 2
+    assert ends[0]["trained"] == ends[1]["trained"]
+
+
+@pytest.mark.parametrize("rule", ["exact", "any"])
+def test_a_process_with_another_base_is_refused_with_both_digests(rule) -> None:
+    bases = [FrozenBase(nn.Linear(2, 2).requires_grad_(False), rule=rule) for _ in range(2)]
+    told = [site._SiteMessage.BASE], bases[1].describe().encode()
+    channel: Any = SimpleNamespace(rank=0, world_size=2, receive=lambda rank, most_bytes: told)
+    with nullcontext() if rule == "any" else pytest.raises(ConfigError) as refusal:
+        site.Site(None, channel)._compare_bases(bases[0])
+    if refusal is not None:
+        there, here = (base.describe() for base in reversed(bases))
+        assert refusal.value.reason.endswith(f"the leader: {there} there and {here} in the leader")
+
+
+@pytest.mark.parametrize("option", [{"overlap": Overlap()}, {"weigh_by": "tokens"}])
+def test_what_a_site_cannot_do_is_refused(option) -> None:
+    model = nn.Linear(1, 1)
+    channel: Any = SimpleNamespace(rank=1, world_size=2)
+    with pytest.raises(ConfigError, match=f"remove the argument {next(iter(option))}="):
+        site.Site(None, channel).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **option)
 
 
 def test_parts_are_near_equal_and_cover_the_step() -> None:

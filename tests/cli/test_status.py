@@ -70,6 +70,10 @@ def test_the_bytes_of_joins_and_the_bases_are_shown() -> None:
     facts = {"exchange": "GTopK(density=0.05)", "base": "any"}
     bases = f"base: any\nbase of anna: {about['base']}\n"
     assert drawn({**picture, "facts": facts}) == DRAWN.replace(line, line + bases + joined)
+    about["base_origin"] = "llama@0123"
+    assert drawn(picture) == DRAWN.replace(line, line + "base loaded from llama@0123\n" + joined)
+    bases = bases.replace("ab\n", "ab, from llama@0123\n")
+    assert drawn({**picture, "facts": facts}) == DRAWN.replace(line, line + bases + joined)
 
 
 def test_strikes_are_shown_when_there_are_any() -> None:

@@ -20,6 +20,7 @@ from brisk import LOSING
 from torch import nn
 
 import gridtrain
+from gridtrain.config import Deadlines
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.runtime.client.agent_link import NoAgent
 from gridtrain.sdk.local_group import LocalGroup
@@ -48,6 +49,7 @@ class Seen:
         self.name = name
         self.losses: dict[int, float] = {}
         self.stages: dict[int, int | None] = {}
+        self.batches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.more: dict[int, Any] = {}
         self.state: dict[str, torch.Tensor] = {}
         self.owner = NoAgent()
@@ -63,10 +65,19 @@ class Workers:
     """See the module's text."""
 
     def __init__(
-        self, folder: Path, min_workers: int, *, steps: int = 40, checkpoint_every: int = 0, **options: Any
+        self,
+        folder: Path,
+        min_workers: int,
+        *,
+        steps: int = 40,
+        checkpoint_every: int = 0,
+        model: Callable[[], list[nn.Module]] = layers,
+        deadlines: Deadlines = LOSING,
+        **options: Any,
     ) -> None:
         self.folder, self.steps, self.every, self.options = folder, steps, checkpoint_every, options
-        self.group = LocalGroup(min_workers=min_workers, deadlines=LOSING)
+        self.model = model
+        self.group = LocalGroup(min_workers=min_workers, deadlines=deadlines)
         self.seen: dict[str, Seen] = {}
         self.threads: dict[str, threading.Thread] = {}
         self.changed = threading.Condition()
@@ -137,7 +148,7 @@ class Workers:
             "exchange": gridtrain.Dense(),
             "seed": 3,
         }
-        pipe = grid.pipeline(layers, lambda p: torch.optim.SGD(p, lr=0.05), **(given | self.options))
+        pipe = grid.pipeline(self.model, lambda p: torch.optim.SGD(p, lr=0.05), **(given | self.options))
         self.made(seen, grid, pipe)
         for inputs, targets in grid.batches(DATA, batch_size=4, steps=self.steps, seed=3):
             self.before(seen, grid, pipe)
@@ -147,6 +158,7 @@ class Workers:
                 continue
             with self.changed:
                 seen.losses[step], seen.stages[step] = loss, pipe.stage
+                seen.batches[step] = inputs, targets
                 seen.state = {n: v.clone() for n, v in pipe.module.state_dict().items()}
                 self.after(seen, grid, pipe)
                 self.changed.notify_all()

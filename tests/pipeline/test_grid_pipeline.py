@@ -273,7 +273,13 @@ def test_what_is_written_is_the_turn_s_stage_though_the_group_has_moved_on() -> 
 def test_misuse_is_refused_before_anybody_is_waited_for(option: dict[str, Any], text: str) -> None:
     grid = gridtrain.Grid.__new__(gridtrain.Grid)
     grid._optimizer, grid._session = None, None  # type: ignore[assignment]
-    options = {"stages": 2, "loss_fn": loss_fn, "exchange": gridtrain.Dense(), "make": sgd} | option
+    options = {
+        "stages": 2,
+        "loss_fn": loss_fn,
+        "exchange": gridtrain.Dense(),
+        "make": sgd,
+        "base": "any",
+    } | option
     with pytest.raises(ConfigError, match=text):
         grid.pipeline(layers, options.pop("make"), **options)
 

@@ -306,7 +306,7 @@ def more_than_there_is_room_for() -> Any:
 def an_average_that_a_member_made() -> Any:
     mine = ScalarMeans(RankAssignment(B, 1, 5, ROSTER))
     mine.request((7, 0), 1.0)
-    return DeliverMean(9.0) in mine.receive(C, m.MeanReply(1, 5, 7, 0, 9.0)) or None
+    return DeliverMean(7, 0, 9.0) in mine.receive(C, m.MeanReply(1, 5, 7, 0, 9.0)) or None
 
 
 def numbers_for_steps_that_never_come() -> Any:

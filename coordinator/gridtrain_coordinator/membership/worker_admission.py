@@ -98,7 +98,8 @@ class WorkerAdmission:
             reference = described = None  # all workers with the run's setup have left before the first step
         # A refused worker defines nothing.
         if misfit := self._incompatibility(reference, setup, others):
-            return self._departures.refuse(peer, *misfit)
+            code, reason, remedy = misfit
+            return self._departures.refuse(peer, code, reason + self._base_origins(worker, setup), remedy)
         effects: list[Effect] = []
         if described is not None:
             run.replace_facts(described.facts)
@@ -130,10 +131,11 @@ class WorkerAdmission:
         not add any.
 
         A definition that an earlier version journalled lacks them.  The first worker that returns with a
-        checkpoint adds them: its base was compared with the values in the checkpoint when it was loaded.
+        checkpoint adds them.  Its base is compared with the values in the checkpoint when that is loaded:
+        before the worker joins or, in a pipeline, when it is given a stage.
         """
-        run = self._run
-        if run.definition is None or setup.checkpoint is None or (m.BASE_FACT, "any") in setup.facts:
+        run, has_checkpoint = self._run, setup.checkpoint is not None or setup.stage_checkpoints
+        if run.definition is None or not has_checkpoint or (m.BASE_FACT, "any") in setup.facts:
             return None
         known = dict(run.definition.facts)
         added = [fact for fact in setup.facts if fact[0] in m.LATER_FACTS and fact[0] not in known]
@@ -173,6 +175,18 @@ class WorkerAdmission:
             reason = "a checkpoint has a stage that does not exist in the run, or an inconsistent ledger"
             return "checkpoint", reason, "move this worker's checkpoints to another folder"
         return None
+
+    def _base_origins(self, worker: Worker, setup: m.Setup) -> str:
+        """Return where the worker and the others have loaded their bases from, if these differ and the
+        workers have said it."""
+        run = self._run
+        defined = dict(run.definition.facts) if run.definition is not None else {}
+        if m.BASE_FACT not in defined or defined[m.BASE_FACT] == dict(setup.facts).get(m.BASE_FACT):
+            return ""
+        others = {other.info.get(m.BASE_ORIGIN, "") for other in run.workers.values() if other.setup}
+        here, there = worker.info.get(m.BASE_ORIGIN, ""), ", ".join(sorted(others - {""}))
+        known = [f"{origin} {where}" for origin, where in ((here, "here"), (there, "in the run")) if origin]
+        return f"; the base was loaded from {' and '.join(known)}" if known else ""
 
     def handle_dial_back_result(self, peer: m.PeerId, address: str, now_s: float) -> list[Effect]:
         """Record how other workers reach a worker, and introduce the worker if its setup is known."""

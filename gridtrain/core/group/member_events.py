@@ -353,6 +353,8 @@ class ResolveRound:
 class DeliverMean:
     """Deliver the average that the trainer waits for, or None if the generation ends before it is known."""
 
+    step: int
+    index: int
     value: float | None
 
 

@@ -499,7 +499,9 @@ class Generation:
             case TransferResidual(blocks):
                 return self._transfer_residual(blocks)
             case RequestMean(step, index, value):
-                return self._means.request((step, index), value) if self._is_running else [DeliverMean(None)]
+                if self._is_running:
+                    return self._means.request((step, index), value)
+                return [DeliverMean(step, index, None)]
             case CompareReplicas(step, digest):
                 return self._send_digest(step, digest)
             case StateLoaded(term, generation):

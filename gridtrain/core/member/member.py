@@ -243,8 +243,8 @@ class MemberCore:
             case TransferResidual(blocks):
                 connected, position = context.peer_links.connected, context.replica_state.position
                 return context.residual_transfer.begin(blocks, None, connected, *position)
-            case RequestMean():
-                return [DeliverMean(None)]
+            case RequestMean(step, index):
+                return [DeliverMean(step, index, None)]
             case StateLoaded():
                 context.replica_state.mark_modified()
                 return []

@@ -1,8 +1,10 @@
-"""Averages of a value over the members of a generation (`grid.mean`), for display, without votes or retries.
+"""Averages of a value over the members of a generation, without votes or retries: for display (`grid.mean`),
+and for the weights of contributions (`grid.weigh`), of which each member uses its own.
 
     member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
 
-Within a step, the i-th call on one worker corresponds to the i-th call on each other worker.  If the
+Within a step, the i-th call on one worker corresponds to the i-th call on each other worker; weights have the
+index `WEIGHTS_INDEX`.  If the
 generation ends before all members have called, the average is cancelled and the trainer continues with its
 own value.  The root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace
 the values of another member.
@@ -20,6 +22,7 @@ from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import RemoteProtocolError
 
 MeanKey = tuple[int, int]
+WEIGHTS_INDEX = 2**31 - 1
 MAX_OPEN_MEANS = 64
 """Largest number of values stored for each member, which has one open call and may repeat a few calls."""
 
@@ -76,7 +79,7 @@ class ScalarMeans:
     def cancel(self) -> list[MemberEffect]:
         """Cancel the awaited average, because the generation ends."""
         key, self.awaited_key = self.awaited_key, None
-        return [] if key is None else [DeliverMean(None)]
+        return [] if key is None else [DeliverMean(*key, None)]
 
     def receive(self, peer: m.PeerId, message: m.MeanRequest | m.MeanReply) -> list[MemberEffect]:
         """Process a value or the root's reply; ignore messages of non-members and of other generations.
@@ -100,7 +103,7 @@ class ScalarMeans:
         if self.awaited_key != key:
             return []
         self.awaited_key = None
-        return [DeliverMean(value)]
+        return [DeliverMean(*key, value)]
 
     def _collect(self, key: MeanKey, rank: int, value: float) -> list[MemberEffect]:
         """Store a value, and reply to all members once the average is complete.

@@ -44,6 +44,9 @@ Facts = Annotated[tuple[tuple[Name, Text], ...], AtMost(64)]
 """Short strings by name, which are displayed and compared between workers; see `Setup.facts`."""
 
 BASE_FACT = "base"
+BASE_ORIGIN = "base_origin"
+"""Text of a `WorkerInfo`: where the worker has loaded its base from."""
+
 """Name of the fact that describes the frozen parameters; models without frozen parameters do not have it."""
 
 LATER_FACTS = (BASE_FACT, "adapter")

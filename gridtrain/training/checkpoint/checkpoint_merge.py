@@ -23,7 +23,7 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
-from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY
+from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY, state_parameters
 
 PARAMETER_ORDER_KEY = "order"
 """Key of a checkpoint's document: the names of the parameters in the optimizer's order."""
@@ -76,7 +76,9 @@ def load_merged(
                     return getattr(source, what)[known]
         return None
 
-    if missing := [name for name in names if of("parameters", name) is None]:
+    parameters = {name: of("parameters", name) for name in names}
+    needed = [name for name, _ in state_parameters(module)]
+    if missing := [name for name in needed if parameters[name] is None]:
         raise RemoteProtocolError(
             f"no checkpoint contains {missing[0]!r}; {len(missing) - 1} more parameters are missing"
         )
@@ -87,7 +89,7 @@ def load_merged(
     order = parameter_order(module, optimizer)
     serialization.load_state(
         {
-            "parameters": {name: of("parameters", name) for name in names},
+            "parameters": {name: value for name, value in parameters.items() if value is not None},
             "buffers": {name: buffers[name] for name in own if name in buffers},
             "optimizer": _optimizer_state(optimizer, order, of),
             "trackers": _same_trackers(sources),

@@ -4,8 +4,9 @@
                           frozen, that is, the base           never sent; a digest of the values is compared
                                                               once, when a worker joins
 
-Which parameters belong to the base is decided when the optimizer is wrapped.  The stages of a pipeline have
-no base: their frozen parameters are part of their states.
+Which parameters belong to the base is decided when the optimizer is wrapped.  The base of a pipeline is that
+of the whole model, so that each worker can hold any stage: when it joins, a worker builds the blocks with
+frozen parameters one at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import Any
@@ -75,12 +76,21 @@ class FrozenBase:
         sent: patterns (`fnmatch`) of the names of frozen parameters that are part of the state, because each
             process initializes or changes them.
         rule: "exact" if all workers must have the same values; "any" if each worker may have its own.
+        pieces: for a model without values, a function that yields modules with the values and the names of
+            its frozen parameters, piece by piece.
 
     Raises:
         ConfigError: `rule` is unknown, or a pattern matches no frozen parameter.
     """
 
-    def __init__(self, model: nn.Module, *, sent: Sequence[str] = (), rule: str = "exact") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sent: Sequence[str] = (),
+        rule: str = "exact",
+        pieces: Callable[[], Iterable[nn.Module]] | None = None,
+    ) -> None:
         if rule not in BASES:
             raise ConfigError(
                 f"base is {rule!r}; it must be one of {', '.join(BASES)}", remedy='use base="exact"'
@@ -99,15 +109,27 @@ class FrozenBase:
         self._named = [
             (name, p) for name, p in frozen if not any(fnmatchcase(name, pattern) for pattern in patterns)
         ]
-        base_ids = {id(parameter) for _, parameter in self._named}
-        for parameter in model.parameters():
-            if id(parameter) in base_ids:
+        self._pieces = pieces or (lambda: (model,))
+        self._is_worth_reading = rule != "any" or pieces is None  # to build the pieces takes time
+        first = {id(parameter): name for name, parameter in self._named}
+        named = model.named_parameters(remove_duplicate=False)
+        self._names = {name: first[id(p)] for name, p in named if id(p) in first}  # also of tied ones
+        self.mark(model)
+        self._digest: bytes | None = None
+        self._samples: dict[str, bytes] = {}
+        self._checks = 0
+
+    def mark(self, module: nn.Module) -> None:
+        """Mark the parameters of the base in the model, or in a part of it that was built again."""
+        for name, parameter in module.named_parameters():
+            if name in self._names:
                 setattr(parameter, _MARK, True)
             elif is_base(parameter):  # of an earlier run in this process
                 delattr(parameter, _MARK)
-        self._digest: bytes | None = None
-        self._samples: list[bytes] = []
-        self._checks = 0
+
+    def _parameters_in(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        found = module.named_parameters()
+        return {self._names[name]: parameter for name, parameter in found if name in self._names}
 
     @property
     def nbytes(self) -> int:
@@ -123,15 +145,17 @@ class FrozenBase:
             ConfigError: the values of a parameter cannot be read.
         """
         if self._digest is None:
-            names, parameters = [name for name, _ in self._named], [p for _, p in self._named]
-            moved = _moved_scales(self._model)
-            scales = [moved.get(id(parameter)) for parameter in parameters]
+            digests: dict[str, bytes] = {}
             with ThreadPoolExecutor(max(1, min(_MOST_THREADS, os.cpu_count() or 1))) as pool:
-                digests = list(pool.map(_digest_of, names, parameters, scales))
+                for piece in self._pieces():
+                    moved, held = _moved_scales(piece), self._parameters_in(piece)
+                    scales = [moved.get(id(parameter)) for parameter in held.values()]
+                    found = pool.map(_digest_of, held, held.values(), scales)
+                    digests |= dict(zip(held, found, strict=True))
+                    self._samples |= {name: _sample_bytes(p) for name, p in held.items()}
             total = hashlib.sha256()
-            for name, digest in sorted(zip(names, digests, strict=True)):
+            for name, digest in sorted(digests.items()):
                 total.update(f"{len(name)} {name} ".encode() + digest)
-            self._samples = self._take_samples()
             self._digest = total.digest()
         return self._digest
 
@@ -143,13 +167,25 @@ class FrozenBase:
         if not self._named:
             return ""
         try:
-            digest = self.digest().hex()[:12]
+            digest = self.digest().hex()[:12] if self._is_worth_reading else "unknown"
         except ConfigError:
             if self.rule != "any":
                 raise
             digest = "unknown"
         count = len(self._named)
         return f"{format_bytes(self.nbytes)} in {count} frozen tensor{'s' * (count > 1)}, digest {digest}"
+
+    @property
+    def origin(self) -> str:
+        """The model's name on the Hub with its revision, or the name of its folder, as transformers keeps it;
+        "" if there is no base, or if the model does not say."""
+        config = getattr(self._model, "config", None)
+        name, revision = getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None)
+        if not self._named or not isinstance(name, str) or not name:
+            return ""
+        if os.path.isdir(name):
+            return os.path.basename(os.path.abspath(name))
+        return f"{name}@{revision[:12]}" if isinstance(revision, str) else name
 
     def facts(self) -> Facts:
         """Return the fact that must be equal on all workers; none for a model without a base.  Raises the
@@ -163,16 +199,17 @@ class FrozenBase:
         compared = state_parameters(self._model) if self.rule == "any" else None
         return model_digest(self._model, compared)[0]
 
-    def check_unchanged(self) -> None:
-        """Raise `ConfigError` if the values have changed since the digest was computed.
+    def check_unchanged(self, part: nn.Module | None = None) -> None:
+        """Raise `ConfigError` if the values, or those in a part of the model, have changed since the digest
+        was computed.
 
         Some elements of each floating-point tensor are compared, which finds what a script does to whole
         tensors.
         """
         if self._digest is None or self.rule == "any":
             return
-        pairs = zip(self._named, self._samples, self._take_samples(), strict=True)
-        if changed := [name for (name, _), before, now in pairs if before != now]:
+        held = self._parameters_in(self._model if part is None else part)
+        if changed := [name for name, p in held.items() if _sample_bytes(p) != self._samples[name]]:
             raise ConfigError(
                 f"{len(changed)} frozen parameters have changed since the worker joined, such as "
                 f"{changed[0]!r}; they are not part of the state that other workers receive",
@@ -181,14 +218,11 @@ class FrozenBase:
                 "evaluate, which rounds the base, evaluate without merging, or on a copy",
             )
 
-    def check_sometimes(self) -> None:
+    def check_sometimes(self, part: nn.Module | None = None) -> None:
         """Call `check_unchanged` in the first, second, fourth, ... call of this method."""
         self._checks += 1
         if self._checks & (self._checks - 1) == 0:
-            self.check_unchanged()
-
-    def _take_samples(self) -> list[bytes]:
-        return [_sample_bytes(p) for _, p in self._named]
+            self.check_unchanged(part)
 
 
 def _digest_of(name: str, parameter: Tensor, moved_scales: Tensor | None = None) -> bytes:

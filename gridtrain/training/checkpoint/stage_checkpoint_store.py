@@ -83,7 +83,7 @@ class StageCheckpointStore:
                 except ConfigError as error:
                     log.warning("%s", error)
                     continue
-                if facts == self._facts:
+                if checkpoint_store.matches_facts(facts, self._facts):
                     found.append(replace(held, layers=blocks))
         return tuple(sorted(found, key=lambda held: (-held.applied, held.layers.start)))[
             :MAX_STAGE_CHECKPOINTS
@@ -225,7 +225,8 @@ class StageCheckpointStore:
         it."""
         try:
             found, facts = checkpoint_store.read_header(folder)
-            if (replace(found, layers=held.layers), facts) != (held, self._facts):
+            is_same = checkpoint_store.matches_facts(facts, self._facts)
+            if replace(found, layers=held.layers) != held or not is_same:
                 raise ConfigError(
                     "it has a different state or different training settings", remedy="none is needed"
                 )

@@ -122,8 +122,11 @@ class OldRun:
             me=ME, run="r", term=2, deadlines=Deadlines(), software="", recovered=recovered
         )
 
-    def set_up(self, peer: m.PeerId, base: str, model: str = "tiny", **fields: Any) -> list[Effect]:
+    def set_up(
+        self, peer: m.PeerId, base: str, model: str = "tiny", origin: str = "", **fields: Any
+    ) -> list[Effect]:
         self.core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
+        self.core.handle(MessageReceived(peer, m.WorkerInfo((("base_origin", origin),))), 1.0)
         fields = {"checkpoint": BALANCED, "facts": (("model", model), ("base", base)), **fields}
         return self.core.handle(MessageReceived(peer, replace(SETUP, **fields)), 1.0)
 
@@ -142,15 +145,29 @@ def test_a_run_that_was_defined_before_bases_were_described_takes_that_of_the_fi
     assert run.core.run.definition == SETUP
     effects = run.set_up(C, "1 MB, digest 01")
     assert journalled_facts(effects) == [{"model": "tiny", "base": "1 MB, digest 01"}]
-    effects = run.set_up(D, "1 MB, digest 02")
+    run.core.handle(MessageReceived(C, m.WorkerInfo((("base_origin", "llama@0123"),))), 1.0)
+    effects = run.set_up(D, "1 MB, digest 02", origin="llama@4567")
     (reason,) = refusals(effects)
     (remedy,) = [
         e.message.remedy for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)
     ]
     assert "send_frozen=" in remedy and "a seed does not suffice" in remedy
-    assert reason.endswith(": base is 1 MB, digest 02 here and 1 MB, digest 01 in the run")
+    bases = "base is 1 MB, digest 02 here and 1 MB, digest 01 in the run"
+    origins = "the base was loaded from llama@4567 here and llama@0123 in the run"
+    assert reason.endswith(f": {bases}; {origins}")
     assert not refusals(run.set_up(E, "1 MB, digest 01", checkpoint=None)), "a newcomer with the run's base"
     assert run.core.run.accepted_workers == {C, E}
+
+
+def test_a_checkpoint_of_a_stage_defines_the_base_as_one_of_the_whole_model_does() -> None:
+    run = OldRun()
+    run.core.run.define(replace(SETUP, facts=(*SETUP.facts, ("blocks", "4")), stages=2))
+    facts = (("model", "tiny"), ("blocks", "4"), ("base", "1 MB, digest 01"))
+    found = (replace(BALANCED, layers=m.Span(0, 2)),)
+    effects = run.set_up(A, "", facts=facts, checkpoint=None, stages=2, stage_checkpoints=found)
+    assert not refusals(effects) and [facts["base"] for facts in journalled_facts(effects)] == [
+        "1 MB, digest 01"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_the_root_replies_to_all_once_all_have_asked() -> None:
     root, tell = means(A), m.MeanReply(1, 5, 7, 0, 2.0)
     assert root.receive(B, ask(3.0)) == []
     assert root.request((7, 0), 1.0) == []
-    assert root.receive(C, ask(2.0)) == [DeliverMean(2.0), Send(B, tell), Send(C, tell)]
+    assert root.receive(C, ask(2.0)) == [DeliverMean(7, 0, 2.0), Send(B, tell), Send(C, tell)]
 
 
 def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
@@ -37,7 +37,7 @@ def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
     assert member.request((7, 0), 3.0) == [Send(A, ask(3.0))]
     assert member.receive(A, m.MeanReply(1, 5, 6, 0, 9.0)) == []  # of an earlier step
     assert member.receive(A, m.MeanReply(1, 4, 7, 0, 9.0)) == []  # of an earlier generation
-    assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == [DeliverMean(2.0)]
+    assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == [DeliverMean(7, 0, 2.0)]
     assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == []  # told twice
 
 
@@ -60,7 +60,7 @@ def test_the_end_of_a_generation_cancels_the_average() -> None:
     member = means(B)
     assert member.cancel() == []
     member.request((7, 0), 3.0)
-    assert member.cancel() == [DeliverMean(None)]
+    assert member.cancel() == [DeliverMean(7, 0, None)]
 
 
 def test_the_open_averages_at_the_root_are_bounded() -> None:
@@ -78,7 +78,7 @@ def test_a_flood_of_one_member_crowds_out_no_other() -> None:
     for step in range(2**62, 2**62 + 10 * MAX_OPEN_MEANS):
         assert root.receive(B, ask(1.0, step=step)) == []
     tell = m.MeanReply(1, 5, 7, 0, 2.0)
-    assert root.receive(B, ask(3.0)) == [DeliverMean(2.0), Send(B, tell), Send(C, tell)]
+    assert root.receive(B, ask(3.0)) == [DeliverMean(7, 0, 2.0), Send(B, tell), Send(C, tell)]
     assert len(root._values) == MAX_OPEN_MEANS
 
 
@@ -103,7 +103,7 @@ def test_numbers_that_overflow_a_sum_still_have_a_finite_average() -> None:
     root, largest = means(A), sys.float_info.max
     root.request((7, 0), largest)
     root.receive(B, ask(largest))
-    assert root.receive(C, ask(largest))[0] == DeliverMean(largest)
+    assert root.receive(C, ask(largest))[0] == DeliverMean(7, 0, largest)
     root = means(A)
     root.request((8, 0), largest)
     root.receive(B, ask(largest, step=8))
@@ -115,7 +115,7 @@ def test_an_average_does_not_wait_for_absent_ranks() -> None:
     root = means(A)
     root.set_absent(frozenset({2}))
     assert root.request((7, 0), 1.0) == [] and root.awaited_ranks == {1, 2}
-    assert root.receive(B, ask(3.0)) == [DeliverMean(2.0), Send(B, m.MeanReply(1, 5, 7, 0, 2.0))]
+    assert root.receive(B, ask(3.0)) == [DeliverMean(7, 0, 2.0), Send(B, m.MeanReply(1, 5, 7, 0, 2.0))]
     assert root.awaited_ranks == frozenset()
     assert root.receive(C, ask(9.0)) == [Send(C, m.MeanReply(1, 5, 7, 0, 2.0))], "it gets the known result"
 

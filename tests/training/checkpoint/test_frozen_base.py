@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -419,3 +420,25 @@ def test_a_script_that_changes_frozen_parameters_is_told() -> None:
     assert "send_frozen" in told.value.remedy and "unmerge_adapter()" in told.value.remedy
     with pytest.raises(ConfigError):
         base.check_unchanged()
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "origin"),
+    [
+        ("Qwen/Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca", "Qwen/Qwen3-0.6B@c1899de289a0"),
+        ("gpt2", None, "gpt2"),
+        ("FOLDER", None, "my-model"),
+        (None, None, ""),
+    ],
+)
+def test_the_origin_is_a_name_on_the_hub_or_that_of_a_folder(
+    name: Any, revision: Any, origin: str, tmp_path: Path
+) -> None:
+    """The path of a folder is this worker's business."""
+    (tmp_path / "my-model").mkdir()
+    model = language()
+    model.config = SimpleNamespace(
+        _name_or_path=str(tmp_path / "my-model") if name == "FOLDER" else name, _commit_hash=revision
+    )
+    assert FrozenBase(model).origin == origin
+    assert FrozenBase(model.requires_grad_(True)).origin == "", "it has no base"

@@ -1,0 +1,233 @@
+"""Batches with different numbers of tokens: the group's step is that of the mean over all tokens.
+
+worker-0   3 + 1 tokens    mean loss a    weight 4 of 12 ---+
+worker-1   5 + 0 tokens    mean loss b    weight 5 of 12 ---+--> the step of one process with 12 tokens
+worker-2   2 + 1 tokens    mean loss c    weight 3 of 12 ---+
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gridtrain
+from gridtrain.config import Deadlines
+from gridtrain.errors import ConfigError
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.sdk.local_group import local
+
+LENGTH, STEPS, RATE = 7, 12, 0.2
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def _data() -> list[Batch]:
+    """Sequences, their targets, and which tokens count: 0 to 7 of each."""
+    draw = torch.Generator().manual_seed(5)
+    found = []
+    for number in range(400):
+        x_TD, y_T = torch.randn(LENGTH, 4, generator=draw), torch.randn(LENGTH, generator=draw)
+        found.append((x_TD, y_T, torch.arange(LENGTH) < number * number % (LENGTH + 1)))
+    return found
+
+
+DATA = _data()
+
+
+START = nn.Linear(4, 1)
+START.load_state_dict({"weight": DATA[0][0][:1], "bias": DATA[0][1][:1]})
+
+
+def _model() -> nn.Linear:
+    return copy.deepcopy(START)
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean over the tokens that count, 0 if there are none."""
+    x_BTD, y_BT, counts_BT = batch
+    return ((model(x_BTD)[..., 0] - y_BT).square() * counts_BT).sum() / max(1, int(counts_BT.sum()))
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+class Group:
+    """What each worker has contributed to the steps, and what it has at the end.
+
+    contributions: by step and worker, its batches, and its mean gradient with its weight.
+    """
+
+    def __init__(self, *, accumulate: int = 1, dies_at: int = STEPS, **options: Any) -> None:
+        self.options, self.accumulate, self.dies_at = options, accumulate, dies_at
+        self.batches: dict[int, dict[str, list[Batch]]] = {}
+        self.gradients: dict[int, dict[str, tuple[Tensor, int]]] = {}
+        self.residuals: dict[str, Tensor] = {}
+        self.models: dict[str, nn.Linear] = {}
+        self.lock = threading.Lock()
+
+    def train(self, grid: gridtrain.Grid) -> None:
+        name, model = grid._config.name, _model()
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        optimizer = grid.optimizer(inner, model, weigh_by="tokens", **self.options)
+        pieces: list[Batch] = []
+        size = 3 if name == "worker-1" else 2
+        for batch in grid.batches(DATA, batch_size=size, steps=STEPS, accumulate=self.accumulate):
+            pieces.append(batch)
+            grid.weigh(batch[2].sum())
+            (_loss(model, batch) / self.accumulate).backward()
+            if self.dies_at == STEPS and grid.step % 4 == 1:
+                assert grid.mean(grid.rank) == 1.0, "a mean for display in between"
+            if len(pieces) % self.accumulate:
+                continue
+            if optimizer.local_calls + 1 < optimizer.calls_per_turn:
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            step, spans = grid.step, grid._session.turn_spans
+            count = sum(int(each[2].sum()) for each in pieces) if spans else 0
+            gradient_N = torch.cat([p.grad.flatten() for p in model.parameters()])
+            if name == "worker-2" and step == self.dies_at:
+                return
+            optimizer.step()
+            optimizer.zero_grad()
+            with self.lock:
+                self.batches.setdefault(step, {})[name] = pieces if spans else []
+                self.gradients.setdefault(step, {})[name] = gradient_N, count
+            pieces = []
+        self.models[name] = model
+        self.residuals[name] = optimizer.residual_state().get("residual", torch.zeros(5))
+
+    def check_equals_one_process(self) -> None:
+        """The models are those of one process with the same batches."""
+        model = _model()
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        for step in range(STEPS):
+            pieces = [batch for each in self.batches[step].values() for batch in each]
+            inner.zero_grad()
+            _loss(model, tuple(map(torch.cat, zip(*pieces, strict=True)))).backward()  # type: ignore[arg-type]
+            inner.step()
+        for each in self.models.values():
+            torch.testing.assert_close(each.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "exchange", [gridtrain.Dense(), gridtrain.LocalSteps(every=1, exchange=gridtrain.Dense())]
+)
+def test_a_step_is_that_of_one_process_with_all_tokens(exchange: Any, accumulate: int) -> None:
+    """A local step of each worker alone, weighted by its tokens, is a step with all of them."""
+    group = Group(exchange=exchange, accumulate=accumulate)
+    local(group.train, workers=3)
+    counts = {count for each in group.gradients.values() for _, count in each.values()}
+    assert len(counts) > 6 and (accumulate > 1 or 0 in counts), "batches have different numbers of tokens"
+    group.check_equals_one_process()
+
+
+def test_local_steps_are_weighted_by_the_tokens_of_all_of_them() -> None:
+    group = Group(exchange=gridtrain.LocalSteps(every=3, exchange=gridtrain.Dense()))
+    local(group.train, workers=3)
+    model = _model()
+    for step in range(STEPS):
+        start = copy.deepcopy(model.state_dict())
+        total, change = 0, {name: torch.zeros_like(value) for name, value in start.items()}
+        for pieces in group.batches[step].values():
+            model.load_state_dict(start)
+            inner = torch.optim.SGD(model.parameters(), lr=RATE)
+            for batch in pieces:
+                inner.zero_grad()
+                _loss(model, batch).backward()
+                inner.step()
+            count = sum(int(batch[2].sum()) for batch in pieces)
+            total += count
+            change = {n: change[n] + count * (value - start[n]) for n, value in model.state_dict().items()}
+        model.load_state_dict({name: start[name] + value / total for name, value in change.items()})
+    for each in group.models.values():
+        torch.testing.assert_close(each.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mean", "total"), [(4.0, 12), (float("nan"), None), (1.5, None), (None, None)])
+def test_a_total_that_cannot_be_is_not_used(mean: float | None, total: int | None) -> None:
+    session: Any = GroupSession.__new__(GroupSession)
+    session._announced, session.config = (1, 7, 5), SimpleNamespace(deadlines=Deadlines())
+    session.connection = SimpleNamespace(loop=SimpleNamespace(await_average=lambda *_: mean))
+    plan: Any = SimpleNamespace(generation=1, step=7, world_size=3)
+    assert session.total_weight(plan, 5) == total
+
+
+def test_the_others_weigh_again_without_a_worker_that_leaves_in_a_step() -> None:
+    """Its count was known to them, but its gradient is in no step."""
+    group = Group(exchange=gridtrain.Dense(), dies_at=5)
+    local(group.train, workers=3)
+    assert [len(group.batches[step]) for step in (4, 5, 6)] == [3, 2, 2]
+    group.check_equals_one_process()
+
+
+@pytest.mark.parametrize(
+    "exchange", [gridtrain.GTopK(density=0.4, values="fp32"), gridtrain.TopK(density=0.2)]
+)
+def test_a_sparse_exchange_loses_nothing_of_the_weighted_gradients(exchange: Any) -> None:
+    """What was applied and what is still to be sent is the sum of all contributions."""
+    group = Group(exchange=exchange)
+    local(group.train, workers=3)
+    contributed_N = torch.zeros(5)
+    for each in group.gradients.values():
+        total = sum(count for _, count in each.values())
+        for gradient_N, count in each.values():
+            contributed_N += gradient_N * (count / total)
+    before_N, after_N = (
+        torch.cat([p.detach().flatten() for p in m.parameters()])
+        for m in (_model(), group.models["worker-0"])
+    )
+    unsent_N = sum(group.residuals.values())
+    assert unsent_N.abs().sum() > 0.01
+    torch.testing.assert_close((before_N - after_N) / RATE + unsent_N, contributed_N, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"exchange": gridtrain.LocalSteps(every=4, overlap=True)}, r"LocalSteps\(overlap=True\)"),
+        ({"overlap": gridtrain.Overlap()}, "overlap="),
+        ({"wait": "auto"}, 'wait="auto"'),
+        ({"weigh_by": "words"}, "must be 'samples' or 'tokens'"),
+    ],
+)
+def test_what_cannot_be_weighed_by_tokens_is_refused(options: dict[str, Any], says: str) -> None:
+    def train(grid: gridtrain.Grid) -> None:
+        inner = torch.optim.SGD((model := _model()).parameters(), lr=RATE)
+        with pytest.raises(ConfigError, match=says):
+            grid.optimizer(inner, model, **({"weigh_by": "tokens"} | options))
+
+    local(train, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("weigh_by", "count", "says"),
+    [
+        ("tokens", None, "a batch without a weight"),
+        ("tokens", -1, "is -1"),
+        ("samples", 1, "weighs by samples"),
+    ],
+)
+def test_a_count_that_is_missing_or_cannot_be_used_is_told(
+    weigh_by: str, count: int | None, says: str
+) -> None:
+    def train(grid: gridtrain.Grid) -> None:
+        inner = torch.optim.SGD((model := _model()).parameters(), lr=RATE)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(), weigh_by=weigh_by)
+        for batch in grid.batches(DATA, batch_size=2, steps=2):
+            if count is not None:
+                grid.weigh(count)
+            _loss(model, batch).backward()
+            optimizer.step()
+
+    with pytest.raises(ConfigError, match=says):
+        local(train, workers=1)
