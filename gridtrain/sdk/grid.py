@@ -805,6 +805,11 @@ class Grid:
     def _export_folder(self) -> Path:
         """Create and check the export folder before the training, because afterwards it would be too late to
         choose another folder."""
+        if "://" in self._config.export_dir:
+            raise ConfigError(
+                f"export_dir is {self._config.export_dir!r}; it must be a folder",
+                remedy="leave it out, and copy the final model with gridtrain export to the URL",
+            )
         folder = Path(self._config.export_dir or state_directory(self._config.run))
         try:
             folder.mkdir(parents=True, exist_ok=True)

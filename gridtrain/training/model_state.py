@@ -39,7 +39,7 @@ from gridtrain.training.checkpoint import pretrained
 from gridtrain.training.checkpoint.checkpoint_store import (
     CheckpointContent,
     CheckpointStore,
-    list_checkpoints,
+    step_folder,
 )
 from gridtrain.training.checkpoint.checkpoint_upload import MAX_FINAL_ATTEMPTS, CheckpointUploader
 from gridtrain.training.checkpoint.model_export import plain_state, save_model
@@ -126,16 +126,16 @@ class ModelState(ABC):
             )
         store = RemoteStore(options.url)
         store.check()
-        fetched = store.fetch_latest(options.folder, self._facts, step)
+        latest = store.fetch_latest(options.folder, self._facts, step)
         self._uploader = CheckpointUploader(
             store,
             options.folder,
             every=options.every,
             keep=options.keep,
-            start_step=step if fetched is None else fetched,
+            start_step=latest,
             report_figures=self._session.report_figures,
         )
-        return fetched is not None
+        return latest > step
 
     def _upload(self, path: Path, part: str = MODEL_PART) -> None:
         """Upload a checkpoint that was written.  May be called from any thread."""
@@ -165,6 +165,11 @@ class ModelState(ABC):
         self._wait_for_writer(timeout_s)
         if self._uploader is not None:
             self._uploader.close(timeout_s, MAX_FINAL_ATTEMPTS)
+        if self._has_checkpoints:
+            log.warning(
+                "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
+                self._options.folder,
+            )
 
     def rest(self, budget_bytes: int) -> CheckpointInfo | None:
         """Transfer the residual before a pause; return the position of the state that stays in memory, or
@@ -415,6 +420,8 @@ class WholeModelState(ModelState):
     def begin_turn(self, snapshot: WorkerSnapshot) -> None:
         if self._is_resumed:
             self.checkpoints.mark_verified()
+            assert self._checkpoint_step is not None
+            self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))  # may be missing there
         elif self._checkpoint_step is not None:
             log.warning(
                 "the run continues from step %d, not from the checkpoint of step %d, which stays in %s",
@@ -446,11 +453,6 @@ class WholeModelState(ModelState):
         log.warning("the run is finished; the model is in %s", path)
         if path.is_file() and (base := self._optimizer.base.describe()):
             log.warning("the file contains what was trained, without the base (%s)", base)
-        if list_checkpoints(self.checkpoints.folder):
-            log.warning(
-                "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
-                self.checkpoints.folder,
-            )
 
     @cached_property
     def _layout(self) -> pretrained.PretrainedLayout | None:

@@ -51,6 +51,11 @@ def train(
     return seen, model.weight.detach().clone()
 
 
+def wait_for_disk(grid: gridtrain.Grid) -> None:
+    state: Any = grid._model_state
+    state.checkpoints.wait()
+
+
 @pytest.fixture(params=["file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     MemoryFileSystem.store.clear()
@@ -109,6 +114,18 @@ def test_a_storage_that_fails_costs_no_step_and_is_tried_again(
     assert caplog.text.count("cannot be uploaded to memory://failing/run: PermissionError") == 1
     assert "checkpoints can be uploaded again" in caplog.text
     assert RemoteStore(url).complete(12)
+
+
+def test_a_checkpoint_that_a_lost_process_has_not_uploaded_is_uploaded_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/storage"
+    with monkeypatch.context() as broken:
+        broken.setattr(RemoteStore, "put", lambda *_: 1 / 0)
+        run(tmp_path, 1, lambda grid: train(grid, until=8, before=wait_for_disk), urls=[url])
+    assert RemoteStore(url).steps() == []
+    run(tmp_path, 1, lambda grid: train(grid, until=8, before=wait_for_uploads), urls=[url])
+    assert RemoteStore(url).complete(6)
 
 
 def test_a_run_of_other_settings_is_refused(url: str, tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ class CheckpointUploader:
     Args:
         folder: the worker's checkpoints, by which its uploads are recognized after a restart.
         every, keep: the number of steps between two checkpoints, and the number of checkpoints to keep.
-        start_step: the step of the latest checkpoint when this worker joined: a run that begins at an earlier
-            step must not replace it, and earlier uploads do not prove that their worker is still there.
+        start_step: the step of the latest checkpoint at the URL when this worker joined: a run that begins at
+            an earlier step must not replace it, and its upload does not prove that its worker is still there.
         report_figures, clock: the same arguments as those of `CheckpointStore`.
     """
 
@@ -82,6 +82,7 @@ class CheckpointUploader:
         self._retry_after_s = tuple(retry_after_s)
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []  # oldest first
+        self._current: _Upload | None = None  # one of them
         self._attempts_left: int | None = None  # before this worker leaves: any number
         self._thread: threading.Thread | None = None
 
@@ -103,8 +104,8 @@ class CheckpointUploader:
             return
         with self._changed:
             self._waiting.append(_Upload(links, part, position.applied + 1, position.history.hex()))
-            while len(self._waiting) > self._keep:
-                self._drop(self._waiting[0])
+            while len(others := [each for each in self._waiting if each != self._current]) > self._keep:
+                self._drop(others[0])
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="gridtrain-upload", daemon=True)
                 self._thread.start()
@@ -159,17 +160,19 @@ class CheckpointUploader:
         a checkpoint of a pipeline needs all stages.
         """
         with self._changed:
+            self._current = None
             self._changed.wait_for(lambda: self._waiting or self._attempts_left is not None)
-            waiting = [] if self._attempts_left == 0 else list(self._waiting)
-        if len(waiting) > 1:
-            with contextlib.suppress(Exception):  # the upload will fail as well, and say so
-                known = set(self._store.steps())
-                waiting.sort(key=lambda upload: (upload.step in known, upload.step))
-        return waiting[-1] if waiting else None
+            several = len(self._waiting) > 1
+        known: set[int] = set()
+        with contextlib.suppress(Exception):  # the upload will fail as well, and say so
+            known = set(self._store.steps()) if several else known
+        with self._changed:
+            if self._waiting and self._attempts_left != 0:
+                self._current = max(self._waiting, key=lambda upload: (upload.step in known, upload.step))
+            return self._current
 
     def _drop(self, upload: _Upload) -> None:
-        if upload in self._waiting:
-            self._waiting.remove(upload)
+        self._waiting.remove(upload)
         shutil.rmtree(upload.files, ignore_errors=True)
         self._changed.notify_all()
 
@@ -199,7 +202,7 @@ class CheckpointUploader:
         return False
 
     def _report_failure(self, upload: _Upload, error: Exception) -> None:
-        if self._failures.add(f"{type(error).__name__}: {error}"):
+        if self._failures.add(type(error).__name__):  # its text may name another file each time
             log.error(
                 "the checkpoint of step %d cannot be uploaded to %s: %s: %s (failed attempts in a row: %d); "
                 "training continues, and the upload is tried again",

@@ -66,7 +66,7 @@ def export_by_url(
         folder, target = Path(source), Path(out)
         if is_url(source):
             store, folder = RemoteStore(source), Path(scratch) / "checkpoints"
-            if store.fetch_latest(folder, step=step) is None:
+            if not store.fetch_latest(folder, step=step):
                 raise ConfigError(
                     f"there is no complete checkpoint{'' if step is None else f' of step {step}'} at "
                     f"{store.shown}",

@@ -160,8 +160,8 @@ def _unusable_error(url: str, error: Exception) -> ConfigError:
 def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
     """Copy a file, or a folder of files, to a URL.
 
-    The files of tensors are copied first, so that a folder is incomplete without its JSON files; what an
-    earlier export wrote under names that match `replaced`, and this one did not, is removed at the end.
+    JSON files are removed first and copied last, so that a folder with a part of its tensors is not loaded.
+    What an earlier export wrote under names that match `replaced`, and this one does not, is removed.
 
     Raises:
         ConfigError: it cannot be written.
@@ -172,10 +172,14 @@ def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
             files.put_file(str(path), root)
             return
         written = [each for each in path.rglob("*") if each.is_file()]
+        old = [name for name in _names(files, root) if replaced.fullmatch(name) or (path / name).exists()]
+        for name in old:
+            if name.endswith(".json"):
+                files.rm_file(f"{root}/{name}")
         for each in sorted(written, key=lambda each: each.suffix == ".json"):
             files.put_file(str(each), f"{root}/{each.relative_to(path)}")
-        for name in _names(files, root):
-            if replaced.fullmatch(name) and not (path / name).exists():
+        for name in old:
+            if not (name.endswith(".json") or (path / name).exists()):
                 files.rm_file(f"{root}/{name}")
     except Exception as error:  # of the library that fsspec uses
         raise _unusable_error(url, error) from None
@@ -328,16 +332,16 @@ class RemoteStore:
         newer_than: int = 0,
         step: int | None = None,
         retry_after_s: Sequence[float] = FETCH_RETRY_AFTER_S,
-    ) -> int | None:
+    ) -> int:
         """Copy the latest complete checkpoint, or that of `step`, to `folder`, in the layout of a worker's
         disk.  A damaged one is skipped with a warning, if an older one can be used.
 
         Args:
             facts: the training settings that it must have; None for any.
-            newer_than: the step of the latest checkpoint on the disk.
+            newer_than: the step of the latest checkpoint on the disk; an earlier one is not copied.
 
         Returns:
-            its step; None if there is none after step `newer_than`.
+            its step, also if it was not copied; 0 if there is none.
 
         Raises:
             ConfigError: it has other settings, or none can be read.
@@ -346,9 +350,11 @@ class RemoteStore:
         try:
             for manifests in self._retried(lambda: list(self.complete_checkpoints()), retry_after_s):
                 found = manifests[0].step
-                if found <= newer_than or (step is not None and found != step):
+                if step is not None and found != step:
                     continue
                 self._check_facts(manifests[0], facts)
+                if found <= newer_than:
+                    return found
                 log.warning("fetching the checkpoint of step %d from %s", found, self.shown)
                 try:
                     for manifest in manifests:
@@ -366,7 +372,7 @@ class RemoteStore:
                 f"no checkpoint in {self.shown} can be used: {first_error.reason}",
                 remedy="to begin at step 0, choose another URL",
             )
-        return None
+        return 0
 
     def _check_facts(self, manifest: Manifest, facts: Facts | None) -> None:
         if facts is None or checkpoint_store.matches_facts(manifest.facts, facts):
