@@ -179,3 +179,12 @@ def test_a_model_is_exported_from_one_url_to_another(url: str, tmp_path: Path) -
     assert all(torch.equal(value, final[name]) for name, value in load_file(out).items())
     result = CliRunner().invoke(cli, ["export", url, str(out), "--step", "11"])
     assert f"there is no complete checkpoint of step 11 at {url}" in str(result.exception)
+
+
+def test_a_url_is_no_folder_for_the_final_model() -> None:
+    with (
+        LocalGroup(min_workers=1) as group,
+        group.join("anna", export_dir="s3://bucket/model") as grid,
+        pytest.raises(ConfigError, match="export_dir is 's3://bucket/model'; it must be a folder"),
+    ):
+        train(grid)
