@@ -461,7 +461,6 @@ class JoinConfig:
             coordinator.
         checkpoint_every: the number of steps between two checkpoints on this worker's disk; "0" writes none.
         checkpoint_keep: the number of checkpoints to keep.
-        checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
         handover_mib: the maximum size in MiB of the residual that a worker sends when it leaves; "0" sends
             nothing.
         state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
@@ -473,6 +472,7 @@ class JoinConfig:
             nothing.
         wait: the default of `Grid.optimizer(wait=)`, one of `WAITS`.
         base: the default of `Grid.optimizer(base=)`, one of `BASES`.
+        checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
         faults: the faults to inject (see `gridtrain.testing.Faults`); "" injects none.
     """
 
@@ -489,7 +489,6 @@ class JoinConfig:
     export_dir: str = ""
     checkpoint_every: str = "500"
     checkpoint_keep: str = "2"
-    checkpoints: str = ""
     state_dir: str = ""
     handover_mib: str = "16"
     relay: str = "yes"
@@ -498,6 +497,7 @@ class JoinConfig:
     contribution: str = ""
     wait: str = "all"
     base: str = "exact"
+    checkpoints: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @classmethod
