@@ -472,6 +472,7 @@ class JoinConfig:
             nothing.
         wait: the default of `Grid.optimizer(wait=)`, one of `WAITS`.
         base: the default of `Grid.optimizer(base=)`, one of `BASES`.
+        checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
         faults: the faults to inject (see `gridtrain.testing.Faults`); "" injects none.
     """
 
@@ -496,6 +497,7 @@ class JoinConfig:
     contribution: str = ""
     wait: str = "all"
     base: str = "exact"
+    checkpoints: str = ""
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @classmethod

@@ -1,8 +1,6 @@
-"""`gridtrain export`: options for `gridtrain.training.checkpoint.model_export.export_model`."""
+"""`gridtrain export`: options for `gridtrain.training.checkpoint.model_export.export_by_url`."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import click
 
@@ -12,36 +10,39 @@ from gridtrain.extras import install_command
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CHECKPOINT_OR_STATE_DIR")
-@click.argument("out", type=click.Path(path_type=Path), metavar="OUT.pt|OUT.safetensors|FOLDER")
+@click.argument("checkpoint", metavar="CHECKPOINT_OR_STATE_DIR")
+@click.argument("out", metavar="OUT.pt|OUT.safetensors|FOLDER")
 @click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint.  [default: the latest]")
 @click.option(
     "--shard-size", default="5GB", metavar="SIZE", help="Largest file of a whole model in FOLDER.  [5GB]"
 )
-def export(checkpoint: Path, out: Path, step: int | None, shard_size: str) -> None:
+def export(checkpoint: str, out: str, step: int | None, shard_size: str) -> None:
     """Write a checkpoint's model as a plain state_dict file, or as a folder for `from_pretrained`.
 
     \b
       gridtrain export ~/.local/state/gridtrain/default model.safetensors
       gridtrain export checkpoints/step-00000500 model.pt
       gridtrain export checkpoints adapter
+      gridtrain export s3://bucket/run s3://bucket/model.safetensors
 
-    CHECKPOINT_OR_STATE_DIR is a checkpoint, or a folder that contains checkpoints: a worker's --state-dir, or
-    the run's state directory.  A .pt file is loaded with torch.load(path, weights_only=True).  FOLDER is
-    loaded with PeftModel.from_pretrained(base, FOLDER) if adapters were trained, and otherwise with
-    AutoModel...from_pretrained(FOLDER); the model has to be PEFT's or transformers'.
+    CHECKPOINT_OR_STATE_DIR is a checkpoint, or a folder that contains checkpoints: a worker's --state-dir,
+    the run's state directory, or the URL of --checkpoints.  A .pt file is loaded with
+    torch.load(path, weights_only=True).  FOLDER is loaded with PeftModel.from_pretrained(base, FOLDER) if
+    adapters were trained, and otherwise with AutoModel...from_pretrained(FOLDER); the model has to be PEFT's
+    or transformers'.
     """
     try:
-        from gridtrain.training.checkpoint.model_export import export_model as export_model
+        from gridtrain.training.checkpoint.model_export import export_by_url
+        from gridtrain.training.checkpoint.remote_store import shown_url
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed, but is needed to read checkpoints",
             remedy=install_command("torch"),
         ) from None
-    done = export_model(checkpoint, out, step, parse_size(shard_size))
+    done = export_by_url(checkpoint, out, step, parse_size(shard_size))
     click.echo(
-        f"{out}: the model after step {done.step}, {done.tensors} tensors with {done.elements} elements, "
-        f"from {done.source}"
+        f"{shown_url(out)}: the model after step {done.step}, {done.tensors} tensors with {done.elements} "
+        f"elements, from {done.source}"
     )
     if done.left_out:
         click.echo(

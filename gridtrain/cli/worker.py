@@ -57,9 +57,8 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 
     \b
     While it runs, from another terminal (each has --help):
-      gridtrain worker show                         its state, rules and sensors
+      gridtrain worker show                         also: pause, resume, stop
       gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit
-      gridtrain worker pause [--for 2h]             also: resume, stop
     """
     from gridtrain.cli import bundle_offer
     from gridtrain_worker.agent import supervise

@@ -82,8 +82,12 @@ class StageModelState(ModelState):
             load_state=held.load_checkpoints,
             pack_state=lambda info: held.pack_replaced(info, self._facts),
             report_figures=self._session.report_figures,
+            on_written=self._upload,
         )
         self._store.claim()
+        self._fetch_checkpoint(
+            max((held.applied + 1 for held in self._store.stored_checkpoints()), default=0)
+        )
         self._session.tasks.attach_stage_checkpoints(self._store)
         model = describe_staged_model(
             defined, options, held.template, self._profile, sizes.batch_size, held.trackers.values()
@@ -105,9 +109,12 @@ class StageModelState(ModelState):
             describe_machine(defined.device, held.base),
         )
 
-    def close(self, timeout_s: float) -> None:
+    def _wait_for_writer(self, timeout_s: float) -> None:
         if self._store is not None:
             self._store.wait(timeout_s)
+
+    def _release_folder(self) -> None:
+        if self._store is not None:
             self._store.release()
 
     @property
@@ -134,13 +141,14 @@ class StageModelState(ModelState):
     def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         self._held.restore_state(blobs)
 
-    def _write_due_checkpoint(self, snapshot: WorkerSnapshot) -> None:
-        layers = self._held.layers_at(snapshot)
-        if self._checkpoints.is_due(layers, snapshot.applied + 1):
-            document, tensors = self._held.pack(snapshot)
-            residual = self._held.at(snapshot).residual.state()
-            content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual)
-            self._checkpoints.write(layers, content)
+    def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool:
+        return self._checkpoints.is_due(self._held.layers_at(snapshot), snapshot.applied + 1)
+
+    def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
+        document, tensors = self._held.pack(snapshot)
+        residual = self._held.at(snapshot).residual.state()
+        content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual)
+        self._checkpoints.write(self._held.layers_at(snapshot), content)
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """Save the stage unless a replica has it, and release its memory."""

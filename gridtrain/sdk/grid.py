@@ -107,7 +107,11 @@ from gridtrain.training.pause import MakeTransport, PauseController, SetRateLimi
 log = logging.getLogger("gridtrain")
 
 CHECKPOINT_TIMEOUT_S = 30.0
-"""The seconds for which `Grid.close` waits for a checkpoint that is being written."""
+"""The seconds for which `Grid.close` waits for a checkpoint that is being written or uploaded."""
+
+FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
+"""The seconds for which the end of a run waits for the checkpoint of the last step to be written, and then to
+be uploaded."""
 
 
 def join(
@@ -121,6 +125,7 @@ def join(
     export_dir: str | None = None,
     checkpoint_every: int | None = None,
     checkpoint_keep: int | None = None,
+    checkpoints: str | None = None,
     handover_mib: int | None = None,
     state_dir: str | None = None,
     relay: bool | None = None,
@@ -142,6 +147,8 @@ def join(
             writes none.  If all workers have left a run, it continues from the latest checkpoint of a worker
             that returns.
         checkpoint_keep: the number of checkpoints to keep, 2 by default.
+        checkpoints: a URL such as "s3://bucket/run", to which checkpoints are uploaded as well; this worker
+            continues from its latest one if its disk has no later one.  See docs/operations.md.
         handover_mib: the maximum size in MiB of the residual that this worker sends to another worker when it
             leaves before the end, the largest values first; 16 by default, which is also the upper limit.
         state_dir: the folder for checkpoints.
@@ -164,6 +171,7 @@ def join(
         "export_dir": export_dir,
         "checkpoint_every": None if checkpoint_every is None else str(checkpoint_every),
         "checkpoint_keep": None if checkpoint_keep is None else str(checkpoint_keep),
+        "checkpoints": checkpoints,
         "handover_mib": None if handover_mib is None else str(handover_mib),
         "state_dir": state_dir,
         "relay": None if relay is None else "yes" if relay else "no",
@@ -739,6 +747,7 @@ class Grid:
             folder,
             every=parse_int("checkpoint_every", config.checkpoint_every),
             keep=parse_int("checkpoint_keep", config.checkpoint_keep),
+            url=config.checkpoints,
         )
 
     def _max_transfer_bytes(self) -> int:
@@ -804,6 +813,8 @@ class Grid:
                 "the run is finished; at the end this worker held neither the model nor a stage of it"
             )
             return
+        assert self._model_state is not None
+        self._model_state.write_final_checkpoint()
         exports = self._is_exporter()
         if exports:
             self._export()
@@ -815,6 +826,7 @@ class Grid:
                 exports = self._is_exporter()
             if exports:
                 self._export()
+        self._model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
 
     def _is_exporter(self) -> bool:
         assert self._model_state is not None
@@ -827,6 +839,11 @@ class Grid:
     def _export_folder(self) -> Path:
         """Create and check the export folder before the training, because afterwards it would be too late to
         choose another folder."""
+        if "://" in self._config.export_dir:
+            raise ConfigError(
+                f"export_dir is {self._config.export_dir!r}; it must be a folder",
+                remedy="leave it out, and copy the final model with gridtrain export to the URL",
+            )
         folder = Path(self._config.export_dir or state_directory(self._config.run))
         try:
             folder.mkdir(parents=True, exist_ok=True)

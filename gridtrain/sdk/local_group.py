@@ -133,6 +133,7 @@ class LocalGroup:
         hidden: bool = False,
         checkpoint_every: int = 0,
         state_dir: str = "",
+        checkpoints: str = "",
         owner: AgentControl | None = None,
     ) -> Grid:
         """Add a worker, which must be used from one thread.  Raises `EndpointKilled` after the group's end.
@@ -156,6 +157,7 @@ class LocalGroup:
             export_dir=export_dir,
             checkpoint_every=str(checkpoint_every),
             state_dir=state_dir,
+            checkpoints=checkpoints,
             deadlines=self._deadlines,
         )
         grid = Grid(transport, config, allowlist, self._faults)

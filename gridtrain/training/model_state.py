@@ -6,6 +6,7 @@ subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pi
 
     join          load the checkpoint on disk, and describe the training settings to the coordinator
     begin_turn    add a saved residual if the run is still at its step; write a checkpoint if one is due
+    finished run  write the checkpoint of the last step
     rest, leave   residual: largest entries --> another worker, the rest --> memory (rest) or disk (leave)
     export        write the final model
 """
@@ -48,10 +49,12 @@ from gridtrain.training.checkpoint import pretrained
 from gridtrain.training.checkpoint.checkpoint_store import (
     CheckpointContent,
     CheckpointStore,
-    list_checkpoints,
+    step_folder,
 )
+from gridtrain.training.checkpoint.checkpoint_upload import MAX_FINAL_ATTEMPTS, CheckpointUploader
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.checkpoint.model_export import plain_state, save_model
+from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, shown_url
 from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
 from gridtrain.training.optimizer import GridOptimizer
@@ -72,12 +75,13 @@ SETTLE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """The folder of a worker's checkpoints, the number of steps between two checkpoints (0 writes none), and
-    the number of checkpoints to keep."""
+    """The folder of a worker's checkpoints, the number of steps between two checkpoints (0 writes none), the
+    number of checkpoints to keep, and the URL to which they are uploaded, if any."""
 
     folder: Path
     every: int
     keep: int
+    url: str = ""
 
 
 class ModelState(ABC):
@@ -96,6 +100,7 @@ class ModelState(ABC):
         self._left: LeftResidual | None = None  # of this worker when it left; not added yet
         self._received_magnitude = 0.0
         self._has_initial_weights = True
+        self._uploader: CheckpointUploader | None = None
 
     # -- joining -------------------------------------------------------------------------------------
 
@@ -115,6 +120,39 @@ class ModelState(ABC):
     def _has_checkpoints(self) -> bool:
         return self._options.every > 0
 
+    def _fetch_checkpoint(self, step: int) -> bool:
+        """Copy the latest checkpoint at the URL to this worker's disk if it is later than `step`, and upload
+        checkpoints from now on; return whether there was one.
+
+        Raises:
+            ConfigError: the storage cannot be used, or its checkpoints cannot.
+        """
+        options = self._options
+        if not options.url:
+            return False
+        if not options.every:
+            raise ConfigError(
+                f"checkpoints are to be uploaded to {shown_url(options.url)}, but checkpoint_every is 0",
+                remedy="set checkpoint_every to the number of steps between two checkpoints",
+            )
+        store = RemoteStore(options.url)
+        store.check()
+        latest = store.fetch_latest(options.folder, self._facts, step)
+        self._uploader = CheckpointUploader(
+            store,
+            options.folder,
+            every=options.every,
+            keep=options.keep,
+            start_step=latest,
+            report_figures=self._session.report_figures,
+        )
+        return latest > step
+
+    def _upload(self, path: Path, part: str = MODEL_PART) -> None:
+        """Upload a checkpoint that was written.  May be called from any thread."""
+        if self._uploader is not None:
+            self._uploader.add(path, part)
+
     # -- between two steps -----------------------------------------------------------------------------
 
     def begin_turn(self, snapshot: WorkerSnapshot) -> None:
@@ -122,7 +160,27 @@ class ModelState(ABC):
         is due."""
         self._has_initial_weights = False
         self._restore_left_residuals(snapshot)
-        self._write_due_checkpoint(snapshot)
+        if self._is_checkpoint_due(snapshot):
+            self._write_checkpoint(snapshot)
+
+    def write_final_checkpoint(self) -> None:
+        """Begin to write the checkpoint of the last step, if this worker writes checkpoints and has the model
+        or a stage."""
+        snapshot = self._session.snapshot
+        if self._has_checkpoints and snapshot.is_synced and snapshot.world_size and snapshot.applied >= 0:
+            self._write_checkpoint(snapshot)
+
+    def finish_checkpoints(self, timeout_s: float) -> None:
+        """Wait until the final checkpoint is written, and until it is uploaded; for at most `timeout_s`
+        each."""
+        self._wait_for_writer(timeout_s)
+        if self._uploader is not None:
+            self._uploader.close(timeout_s, MAX_FINAL_ATTEMPTS)
+        if self._has_checkpoints:
+            log.warning(
+                "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
+                self._options.folder,
+            )
 
     def rest(self, budget_bytes: int) -> CheckpointInfo | None:
         """Transfer the residual before a pause; return the position of the state that stays in memory, or
@@ -144,9 +202,12 @@ class ModelState(ABC):
         if self._left is not None and self._has_checkpoints:
             save_left_residual(self._left_folder(self._left), self._facts, self._left)
 
-    @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """Wait for a checkpoint that is being written, and release the folder."""
+        """Wait for a checkpoint that is being written or uploaded, and release the folder."""
+        self._wait_for_writer(timeout_s)
+        if self._uploader is not None:
+            self._uploader.close(timeout_s)
+        self._release_folder()
 
     # -- the final model ---------------------------------------------------------------------------------
 
@@ -176,7 +237,18 @@ class ModelState(ABC):
         """Load another worker's state."""
 
     @abstractmethod
-    def _write_due_checkpoint(self, snapshot: WorkerSnapshot) -> None: ...
+    def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool: ...
+
+    @abstractmethod
+    def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
+        """Begin to write a checkpoint in the background."""
+
+    @abstractmethod
+    def _wait_for_writer(self, timeout_s: float) -> None:
+        """Wait for a checkpoint that is being written."""
+
+    @abstractmethod
+    def _release_folder(self) -> None: ...
 
     @abstractmethod
     def _keep_for_pause(self) -> CheckpointInfo | None:
@@ -293,6 +365,7 @@ class WholeModelState(ModelState):
             every=checkpoints.every,
             keep=checkpoints.keep,
             report_figures=session.report_figures,
+            on_written=self._upload,
         )
         self._checkpoint_step: int | None = None  # the step of the checkpoint that was found on disk
         self._is_resumed = False  # state and residual come from the checkpoint, and no step was taken since
@@ -333,6 +406,8 @@ class WholeModelState(ModelState):
         """Load the latest checkpoint with these settings from disk; the group may have a later state."""
         self.checkpoints.claim()
         found = self.checkpoints.latest(self._facts)
+        if self._fetch_checkpoint(0 if found is None else found.step):
+            found = self.checkpoints.latest(self._facts)
         residual = self._optimizer.residual
         self._left = load_left_residual(self._options.folder, self._facts, residual.size)
         if found is None:
@@ -356,6 +431,8 @@ class WholeModelState(ModelState):
     def begin_turn(self, snapshot: WorkerSnapshot) -> None:
         if self._is_resumed:
             self.checkpoints.mark_verified()
+            assert self._checkpoint_step is not None
+            self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))  # may be missing there
         elif self._checkpoint_step is not None:
             log.warning(
                 "the run continues from step %d, not from the checkpoint of step %d, which stays in %s",
@@ -366,8 +443,10 @@ class WholeModelState(ModelState):
         self._is_resumed, self._checkpoint_step = False, None
         super().begin_turn(snapshot)
 
-    def close(self, timeout_s: float) -> None:
+    def _wait_for_writer(self, timeout_s: float) -> None:
         self.checkpoints.wait(timeout_s)
+
+    def _release_folder(self) -> None:
         self.checkpoints.release()
 
     @property
@@ -385,11 +464,6 @@ class WholeModelState(ModelState):
         log.warning("the run is finished; the model is in %s", path)
         if path.is_file() and (base := self._optimizer.base.describe()):
             log.warning("the file contains what was trained, without the base (%s)", base)
-        if list_checkpoints(self.checkpoints.folder):
-            log.warning(
-                "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
-                self.checkpoints.folder,
-            )
 
     @cached_property
     def _layout(self) -> pretrained.PretrainedLayout | None:
@@ -411,14 +485,16 @@ class WholeModelState(ModelState):
         copy = self._optimizer.copy_state()
         return lambda: (copy.private_bytes(), copy.shared_bytes())
 
-    def _write_due_checkpoint(self, snapshot: WorkerSnapshot) -> None:
-        if self.checkpoints.is_due(snapshot.applied + 1):
-            document, tensors = self._optimizer.pack()
-            residual, layout = self._residual.state(), self._layout
-            described = None if layout is None else layout.to_json()
-            self.checkpoints.write(
-                CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual, described)
-            )
+    def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool:
+        return self.checkpoints.is_due(snapshot.applied + 1)
+
+    def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
+        document, tensors = self._optimizer.pack()
+        residual, layout = self._residual.state(), self._layout
+        described = None if layout is None else layout.to_json()
+        self.checkpoints.write(
+            CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual, described)
+        )
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """Keep the model in memory, without its residual; return its position if the group has the same

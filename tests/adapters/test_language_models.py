@@ -140,8 +140,8 @@ def test_adapters_of_two_workers_are_equal_and_load_in_plain_peft(architecture, 
 
     export(tmp_path / "worker-0", tmp_path / "exported")
     exported = peft.PeftModel.from_pretrained(load(base), tmp_path / "exported")
+    assert torch.equal(logits(exported), logits(plain)), "the checkpoint is of the last step"
     assert torch.equal(logits(exported), logits(at_checkpoint(models[1], tmp_path)))
-    assert not torch.equal(logits(exported), logits(plain)), "the checkpoint is of an earlier step"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # an output layer of its own, and a tied one

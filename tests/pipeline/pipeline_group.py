@@ -80,6 +80,7 @@ class Workers:
         self.group = LocalGroup(min_workers=min_workers, deadlines=deadlines)
         self.seen: dict[str, Seen] = {}
         self.threads: dict[str, threading.Thread] = {}
+        self.urls: dict[str, str] = {}  # where they upload checkpoints, by name
         self.changed = threading.Condition()
         self.made: Callable[[Seen, gridtrain.Grid, Pipeline], None] = lambda seen, grid, pipe: None
         self.before: Callable[[Seen, gridtrain.Grid, Pipeline], Any] = lambda seen, grid, pipe: None
@@ -130,6 +131,7 @@ class Workers:
                 export_dir=str(self.folder),
                 checkpoint_every=self.every,
                 state_dir=str(self.folder / name),
+                checkpoints=self.urls.get(name, ""),
                 owner=seen.owner,
             ) as grid:
                 self._train(seen, grid)

@@ -282,7 +282,7 @@ def test_a_checkpoint_at_a_pause_takes_no_other_ones_place(tmp_path: Path) -> No
         there.append([checkpoint_step(path) for path in list_checkpoints(stage_1(tmp_path / seen.name))])
     assert [s.end for s in workers.seen.values()] == ["finished"] * 2
     assert there[:2] == [[5, 10, 13], [5, 10, 14]], "step 10 stays, until 15 is there on all"
-    assert there[2:] == [[5, 10, 15], [15, 20]], "step 15 is one that all have"
+    assert there[2:] == [[5, 10, 15], [20, 22]], "step 15 is one that all have, and 22 the last"
     assert list(workers.seen["anna"].losses) == list(range(22))
 
 

@@ -54,6 +54,7 @@ TABLE: dict[str, str] = {
     "gridtrain.sparsify.triton_kernels": "triton",
     "gridtrain.runtime":             f"{NETWORK} gridtrain.sparsify numpy",
     "gridtrain.training":            TRAINING,
+    "gridtrain.training.checkpoint": f"{TRAINING} fsspec",
     "gridtrain.training.data":       f"{TRAINING} fsspec transformers msgpack pyarrow",
     "gridtrain.pipeline":            f"{TRAINING} gridtrain.extras",
     "gridtrain.sdk":                 LIBRARY,  # what users hold, above all of these

@@ -12,12 +12,14 @@ import pytest
 import torch
 from brisk import WITHIN_S
 from checkpointed_group import run
+from safetensors.torch import load_file
 from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.training.checkpoint import checkpoint_store
+from gridtrain.training.checkpoint.model_export import export_model
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([2.0 * i])) for i in range(24)]
 STEPS = 12
@@ -66,6 +68,22 @@ def test_another_number_of_workers_goes_on_bit_for_bit(exchange: Any, tmp_path: 
         tuple(t.flatten().tolist()) for t in written.tensors.values() if t.shape in ((1, 2), (1,))
     )
     assert all(tuple(again[0]["first"][name].flatten().tolist()) in stored for name in ("weight", "bias"))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[:2], ids=lambda e: e.describe())
+def test_a_finished_run_has_a_checkpoint_of_its_last_step(exchange: Any, tmp_path: Path) -> None:
+    first = run(tmp_path, 2, lambda grid: train(grid, exchange, until=-1, steps=8))
+    for number in range(2):
+        done = export_model(tmp_path / f"worker-{number}", tmp_path / "exported.safetensors")
+        assert done.step == 8
+        exported, final = (load_file(tmp_path / f"{name}.safetensors") for name in ("exported", "final"))
+        assert exported.keys() == final.keys() == first[number]["last"].keys()
+        assert all(torch.equal(exported[name], final[name]) for name in final)
+    # The same run is finished at once, and a longer one goes on.
+    again = run(tmp_path, 2, lambda grid: train(grid, exchange, until=-1, steps=8))
+    assert [seen["steps"] for seen in again] == [[], []]
+    longer = run(tmp_path, 3, lambda grid: train(grid, exchange, until=-1, steps=10))
+    assert [seen["steps"] for seen in longer] == [[8, 9]] * 3
 
 
 @pytest.mark.parametrize("values", ["bf16", "int8"])

@@ -1,5 +1,5 @@
 """Problems that a worker's heartbeats report: steps that it made the group skip, steps that did not wait for
-it, and failed checkpoints.
+it, and checkpoints that it could not write or upload.
 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard
@@ -24,11 +24,13 @@ SKIPS_SHOWN_S = 600.0
 
 CHECKPOINT_EVENT_INTERVAL_S, RECOVERED_INTERVAL_S = 600.0, 60.0
 """The shortest time from one event about failed checkpoints to the next: after an event that reports a
-failure and, as the second value, after an event that reports that checkpoints are written again."""
+failure and, as the second value, after an event that reports that checkpoints are written again; in the same
+way for failed uploads."""
 
 SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
+UPLOAD_REMEDY = "check the storage and its credentials; its log names the URL"
 
 
 @dataclass(slots=True)
@@ -69,14 +71,43 @@ class StepCounter:
 
 
 @dataclass(slots=True)
+class FailureCount:
+    """A number of consecutive failures in a worker's heartbeats, 0 after a success.
+
+    Attributes:
+        events: the names of the events about a failure and about the next success.
+    """
+
+    events: tuple[str, str]
+    remedy: str
+    count: int = 0
+    _next_event_s: float = -math.inf
+    _is_announced: bool = False
+
+    def update(self, name: str, count: int, now_s: float) -> list[LogEvent]:
+        self.count = count
+        if count and now_s >= self._next_event_s:
+            self._next_event_s, self._is_announced = now_s + CHECKPOINT_EVENT_INTERVAL_S, True
+            fields = {"name": name, "failed": count, "remedy": self.remedy}
+            return [LogEvent("warning", self.events[0], fields)]
+        if self._is_announced and not count:
+            self._next_event_s, self._is_announced = now_s + RECOVERED_INTERVAL_S, False
+            return [LogEvent("info", self.events[1], {"name": name})]
+        return []
+
+
+@dataclass(slots=True)
 class WorkerProblems:
     """The problems of one worker."""
 
     _skips: StepCounter = field(default_factory=StepCounter)
     _missed: StepCounter = field(default_factory=StepCounter)
-    _failed_checkpoints: int = 0
-    _next_checkpoint_event_s: float = -math.inf
-    _is_failure_announced: bool = False
+    _checkpoints: FailureCount = field(
+        default_factory=lambda: FailureCount(("checkpoint_failed", "checkpoint_written"), CHECKPOINT_REMEDY)
+    )
+    _uploads: FailureCount = field(
+        default_factory=lambda: FailureCount(("upload_failed", "checkpoint_uploaded"), UPLOAD_REMEDY)
+    )
 
     def update(self, name: str, step: int, figures: Mapping[str, float], now_s: float) -> list[LogEvent]:
         """Read the figures of a heartbeat of the worker `name`, which has committed `step` steps."""
@@ -91,20 +122,8 @@ class WorkerProblems:
             step, reason = self._missed.latest_step, MISSED_REASON
             fields = {"name": name, "step": step, "missed": missed, "reason": reason}
             events.append(LogEvent("info", "step_missed", fields))
-        return events + self._update_checkpoints(name, _count(figures, m.FAILED_CHECKPOINTS), now_s)
-
-    def _update_checkpoints(self, name: str, failed: int, now_s: float) -> list[LogEvent]:
-        self._failed_checkpoints = failed
-        if failed and now_s >= self._next_checkpoint_event_s:
-            self._next_checkpoint_event_s = now_s + CHECKPOINT_EVENT_INTERVAL_S
-            self._is_failure_announced = True
-            fields = {"name": name, "failed": failed, "remedy": CHECKPOINT_REMEDY}
-            return [LogEvent("warning", "checkpoint_failed", fields)]
-        if self._is_failure_announced and not failed:
-            self._next_checkpoint_event_s = now_s + RECOVERED_INTERVAL_S
-            self._is_failure_announced = False
-            return [LogEvent("info", "checkpoint_written", {"name": name})]
-        return []
+        events += self._checkpoints.update(name, _count(figures, m.FAILED_CHECKPOINTS), now_s)
+        return events + self._uploads.update(name, _count(figures, m.FAILED_UPLOADS), now_s)
 
     def text(self, now_s: float) -> str:
         """Describe the problems for the status; return "" if there are none."""
@@ -113,10 +132,10 @@ class WorkerProblems:
             texts.append(f"made the group skip {self._skips.describe()}: {SKIP_REASON}")
         if self._missed.is_shown(now_s):
             texts.append(f"was left out of {self._missed.describe()}: {MISSED_REASON}")
-        if self._failed_checkpoints:
-            texts.append(
-                f"could not write {self._failed_checkpoints} checkpoints in a row: {CHECKPOINT_REMEDY}"
-            )
+        if failed := self._checkpoints.count:
+            texts.append(f"could not write {failed} checkpoints in a row: {CHECKPOINT_REMEDY}")
+        if failed := self._uploads.count:
+            texts.append(f"could not upload a checkpoint in {failed} attempts: {UPLOAD_REMEDY}")
         return "; ".join(texts)
 
 

@@ -168,6 +168,9 @@ MISSED_STEPS = "missed_steps"
 FAILED_CHECKPOINTS = "failed_checkpoints"
 """Heartbeat metric: number of consecutive checkpoints, up to the latest, that this worker could not write."""
 
+FAILED_UPLOADS = "failed_uploads"
+"""Heartbeat metric: number of consecutive failed attempts, up to the latest, to upload a checkpoint."""
+
 
 @message(13)
 @dataclass(frozen=True, slots=True)

@@ -403,6 +403,15 @@ WORKER: tuple[Option, ...] = (
         is_join_option=True,
     ),
     Option(
+        "checkpoints",
+        TEXT,
+        "Upload checkpoints to this URL as well.",
+        default="",
+        default_description="none",
+        metavar="URL",
+        is_join_option=True,
+    ),
+    Option(
         "handover_mib",
         COUNT,
         "Maximum residual to send on leaving.",

@@ -4,6 +4,7 @@ flat_gradient        the gradients of a model as one vector, in a fixed order
 frozen_base          the frozen parameters, which no state contains, and their digest
 serialization        the replicated state for joining workers, digests to compare replicas
 checkpoint_store     checkpoints on a worker's disk; stage_checkpoint_store: those of pipeline stages
+remote_store         checkpoints at a URL; checkpoint_upload: uploads them in the background
 checkpoint_merge     a stage from checkpoints of another partition
 model_export         the model as .safetensors or .pt; pretrained: as a directory that `from_pretrained` loads
 """

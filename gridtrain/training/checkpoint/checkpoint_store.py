@@ -87,6 +87,38 @@ class CheckpointContent:
     pretrained: Any = None
 
 
+ReportFigures = Callable[[Mapping[str, float]], None]
+
+
+class FailureCounter:
+    """Counts consecutive failures, and decides which of them are logged: new errors at once, and a persistent
+    error at intervals.
+
+    Args:
+        figure: the name of the figure that reports the count.
+    """
+
+    def __init__(self, figure: str, report_figures: ReportFigures, clock: Callable[[], float]) -> None:
+        self._figure, self._report_figures, self._clock = figure, report_figures, clock
+        self.count, self._error, self._warned_s = 0, "", -math.inf
+
+    def add(self, error: str) -> bool:
+        """Count a failure; return whether to log it."""
+        self.count += 1
+        now_s = self._clock()
+        is_due = error != self._error or now_s >= self._warned_s + WARNING_INTERVAL_S
+        self._error, self._warned_s = error, now_s if is_due else self._warned_s
+        self._report_figures({self._figure: float(self.count)})
+        return is_due
+
+    def clear(self) -> bool:
+        """Record a success; return whether there were failures before."""
+        had_failed, self.count, self._error, self._warned_s = self.count > 0, 0, "", -math.inf
+        if had_failed:
+            self._report_figures({self._figure: 0.0})
+        return had_failed
+
+
 class CheckpointStore:
     """The checkpoints of one worker in one run.
 
@@ -97,6 +129,8 @@ class CheckpointStore:
         report_figures: a function that is called, from a thread, with the number of consecutive checkpoints
             that failed.
         clock: a function that returns monotonic seconds.
+        on_written: a function that is called, from a thread, with the folder of each checkpoint that was
+            written.
     """
 
     def __init__(
@@ -105,8 +139,9 @@ class CheckpointStore:
         *,
         every: int,
         keep: int,
-        report_figures: Callable[[Mapping[str, float]], None] = lambda figures: None,
+        report_figures: ReportFigures = lambda figures: None,
         clock: Callable[[], float] = time.monotonic,
+        on_written: Callable[[Path], None] = lambda path: None,
     ) -> None:
         if every < 0 or keep < 1:
             raise ConfigError(
@@ -116,8 +151,8 @@ class CheckpointStore:
         self.folder = folder
         self._every, self._keep = every, keep
         self._writer: threading.Thread | None = None
-        self._report_figures, self._clock = report_figures, clock
-        self._failed, self._failed_count, self._warned_s = "", 0, -math.inf
+        self._failures = FailureCounter(FAILED_CHECKPOINTS, report_figures, clock)
+        self._on_written = on_written
         self._latest: int | None = None
         self._own: list[Path] = []  # oldest first; other checkpoints on disk may belong to another history
         self._lock: int | None = None
@@ -214,12 +249,10 @@ class CheckpointStore:
                 continue
             if matches_facts(checkpoint.facts, facts):
                 return checkpoint
-            there, here = dict(checkpoint.facts), dict(facts)
-            other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
             log.warning(
                 "the checkpoint %s was written with different training settings (%s), and is not used",
                 path,
-                ", ".join(f"{name}: {there.get(name, 'missing')}" for name in other),
+                describe_difference(checkpoint.facts, facts),
             )
         return None
 
@@ -237,30 +270,17 @@ class CheckpointStore:
             while len(self._own) > self._keep:
                 shutil.rmtree(self._own.pop(0), ignore_errors=True)
         except OSError as error:
-            self._record_failure(step, str(error))
+            if self._failures.add(str(error)):
+                log.error(
+                    "the checkpoint of step %d cannot be written to %s: %s (failed checkpoints in a row: "
+                    "%d); training continues without it; free space on that disk, or start this worker with "
+                    "another --state-dir",
+                    *(step, self.folder, error, self._failures.count),
+                )
             return
-        if self._failed_count:
+        if self._failures.clear():
             log.info("checkpoints can be written again; the latest is of step %d: %s", step, self.folder)
-            self._failed, self._failed_count, self._warned_s = "", 0, -math.inf
-            self._report_figures({FAILED_CHECKPOINTS: 0.0})
-
-    def _record_failure(self, step: int, error: str) -> None:
-        """Log a new error at once, and repeat a persistent error at intervals."""
-        self._failed_count += 1
-        now_s = self._clock()
-        if error != self._failed or now_s >= self._warned_s + WARNING_INTERVAL_S:
-            log.error(
-                "the checkpoint of step %d cannot be written to %s: %s (failed checkpoints in a row: %d); "
-                "training continues without it; free space on that disk, or start this worker with another "
-                "--state-dir",
-                step,
-                self.folder,
-                error,
-                self._failed_count,
-            )
-            self._warned_s = now_s
-        self._failed = error
-        self._report_figures({FAILED_CHECKPOINTS: float(self._failed_count)})
+        self._on_written(step_folder(self.folder, step))
 
 
 def matches_facts(written: Facts, facts: Facts) -> bool:
@@ -273,6 +293,13 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
     return written == tuple(fact for fact in facts if fact[0] in known or fact[0] not in LATER_FACTS)
 
 
+def describe_difference(written: Facts, facts: Facts) -> str:
+    """Return the training settings of a file that differ from these."""
+    there, here = dict(written), dict(facts)
+    other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
+    return ", ".join(f"{name}: {there.get(name, 'missing')}" for name in other)
+
+
 def step_folder(folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` steps."""
     return folder / checkpoint_folder_name(step)
@@ -282,9 +309,14 @@ def checkpoint_folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def partial_folder(path: Path, use: str = "") -> Path:
+    """Return the folder in which a checkpoint is prepared; `claim` removes what killed processes left."""
+    return path.with_name(f".{path.name}{use}.partial")
+
+
 def save(content: CheckpointContent, path: Path) -> None:
     """Write a checkpoint to the new folder `path`, completely or not at all.  Raises `OSError`."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_folder(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:

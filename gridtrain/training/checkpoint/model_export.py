@@ -1,8 +1,9 @@
 """Write the model of a checkpoint so that other programs can load it without gridtrain.
 
-gridtrain export FOLDER OUT        FOLDER: one checkpoint, or any folder above checkpoints
+gridtrain export FOLDER OUT        FOLDER: one checkpoint, any folder above checkpoints, or their URL
                                    OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True),
-                                           or a folder that `from_pretrained` of PEFT or transformers loads
+                                           or a folder that `from_pretrained` of PEFT or transformers loads;
+                                           also as a URL
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import safetensors.torch
@@ -27,11 +29,13 @@ from gridtrain.training.checkpoint.flat_gradient import canonical_names
 from gridtrain.training.checkpoint.frozen_base import is_base
 from gridtrain.training.checkpoint.pretrained import (
     MAX_SHARD_BYTES,
+    REPLACED_NAME,
     PretrainedLayout,
     unwritable,
     write_directory,
     write_safetensors,
 )
+from gridtrain.training.checkpoint.remote_store import RemoteStore, is_url, upload
 from gridtrain.training.checkpoint.serialization import model_tensors
 from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
 
@@ -44,11 +48,36 @@ class ExportResult:
     """The result of an export: the checkpoint that was read, the number of tensors that were written, and the
     names of an adapter's frozen tensors that the checkpoint lacks."""
 
-    source: Path
+    source: Path | str
     step: int
     tensors: int
     elements: int
     left_out: Sequence[str] = ()
+
+
+def export_by_url(
+    source: str, out: str, step: int | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> ExportResult:
+    """Do what `export_model` does, where `source` and `out` may also be URLs.
+
+    Files of URLs are on this machine's temporary folder in between.
+    """
+    with tempfile.TemporaryDirectory(prefix="gridtrain-export-") as scratch:
+        folder, target = Path(source), Path(out)
+        if is_url(source):
+            store, folder = RemoteStore(source), Path(scratch) / "checkpoints"
+            if not store.fetch_latest(folder, step=step):
+                raise ConfigError(
+                    f"there is no complete checkpoint{'' if step is None else f' of step {step}'} at "
+                    f"{store.shown}",
+                    remedy="pass the URL that the run's workers had as --checkpoints",
+                )
+        if is_url(out):
+            target = Path(scratch) / PurePosixPath(out).name
+        done = export_model(folder, target, step, max_shard_bytes)
+        if is_url(out):
+            upload(target, out, REPLACED_NAME)
+        return replace(done, source=f"{store.shown}, step {done.step}") if is_url(source) else done
 
 
 def export_model(

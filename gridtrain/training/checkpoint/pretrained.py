@@ -48,10 +48,11 @@ _PEFT_MODEL = ("peft.peft_model", "PeftModel")
 _PLACE_OF_BASE = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
 """Settings of an adapter that may differ on workers."""
 _TRANSFORMERS_MODEL = ("transformers.modeling_utils", "PreTrainedModel")
-_REPLACED_NAME = re.compile(
+REPLACED_NAME = re.compile(
     r"adapter_config\.json|adapter_model\.safetensors|model\.safetensors(\.index\.json)?"
     r"|model-\d{5}-of-\d{5}\.safetensors"
 )
+"""The names of the files that an export to the same folder replaces or removes."""
 
 MAX_FILES, MAX_TEXT_BYTES = 64, 16 << 20
 """The most files that a description may name, and the most bytes of each configuration file in it."""
@@ -404,7 +405,7 @@ def _publish(folder: Path, write: Callable[[Path], None]) -> None:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / path, target / path)
         for path in target.iterdir():
-            if _REPLACED_NAME.fullmatch(path.name) and Path(path.name) not in written:
+            if REPLACED_NAME.fullmatch(path.name) and Path(path.name) not in written:
                 path.unlink()
     except (OSError, safetensors.SafetensorError) as error:
         raise unwritable(folder, error) from None

@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,12 @@ from gridtrain.core.messages import MAX_STAGE_CHECKPOINTS, CheckpointInfo, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store, serialization
-from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent, CheckpointStore
+from gridtrain.training.checkpoint.checkpoint_store import (
+    Checkpoint,
+    CheckpointContent,
+    CheckpointStore,
+    ReportFigures,
+)
 
 log = logging.getLogger("gridtrain")
 
@@ -41,6 +46,8 @@ class StageCheckpointStore:
         pack_state: a function that copies the layers of a checkpoint if they are in memory, and otherwise
             returns None.
         report_figures: the same argument as that of `CheckpointStore`.
+        on_written: a function that is called, from a thread, with the folder of each checkpoint of this
+            worker's stage that was written, and with the name of the stage's folder.
     """
 
     def __init__(
@@ -53,10 +60,11 @@ class StageCheckpointStore:
         report: Callable[[tuple[CheckpointInfo, ...]], None],
         load_state: Callable[[Sequence[Checkpoint], Span], None],
         pack_state: Callable[[CheckpointInfo], CheckpointContent | None] = lambda held: None,
-        report_figures: Callable[[Mapping[str, float]], None] = lambda figures: None,
+        report_figures: ReportFigures = lambda figures: None,
+        on_written: Callable[[Path, str], None] = lambda path, stage: None,
     ) -> None:
         self.folder, self._facts, self._report, self._load_state = folder, facts, report, load_state
-        self._pack_state, self._report_figures = pack_state, report_figures
+        self._pack_state, self._report_figures, self._on_written = pack_state, report_figures, on_written
         self._every, self._keep = every, keep
         self._lock = CheckpointStore(folder, every=every, keep=keep)
         self._stores: dict[Span, CheckpointStore] = {}
@@ -271,6 +279,7 @@ class StageCheckpointStore:
                 every=self._every,
                 keep=self._keep,
                 report_figures=self._report_figures,
+                on_written=lambda path: self._on_written(path, path.parent.name),
             )
         return self._stores[blocks]
 

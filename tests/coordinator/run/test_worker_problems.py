@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gridtrain.core import messages as m
 from gridtrain_coordinator.run.worker_problems import WorkerProblems
 
@@ -63,20 +65,40 @@ def test_steps_that_did_not_wait_are_counted_apart_from_skipped_ones() -> None:
     assert problems.text(630.0) == ""
 
 
-def test_checkpoints_that_fail_are_repeated_every_ten_minutes_until_one_is_written() -> None:
+@pytest.mark.parametrize(
+    ("figure", "failure", "success", "remedy", "text"),
+    [
+        (
+            m.FAILED_CHECKPOINTS,
+            "checkpoint_failed",
+            "checkpoint_written",
+            "free space on its disk; its log names the folder",
+            "could not write 1 checkpoints in a row",
+        ),
+        (
+            m.FAILED_UPLOADS,
+            "upload_failed",
+            "checkpoint_uploaded",
+            "check the storage and its credentials; its log names the URL",
+            "could not upload a checkpoint in 1 attempts",
+        ),
+    ],
+)
+def test_failures_are_repeated_every_ten_minutes_until_there_is_a_success(
+    figure: str, failure: str, success: str, remedy: str, text: str
+) -> None:
     problems = WorkerProblems()
     history = [(0.0, 1.0), (0.5, 1.0), (599.0, 7.0), (600.0, 8.0), (700.0, 0.0), (800.0, 0.0), (801.0, 1.0)]
-    remedy = "free space on its disk; its log names the folder"
-    assert [told(problems, at_s, 0, failed_checkpoints=failed) for at_s, failed in history] == [
-        [f"checkpoint_failed anna 1 {remedy}"],
+    assert [told(problems, at_s, 0, **{figure: failed}) for at_s, failed in history] == [
+        [f"{failure} anna 1 {remedy}"],
         [],
         [],
-        [f"checkpoint_failed anna 8 {remedy}"],
-        ["checkpoint_written anna"],
+        [f"{failure} anna 8 {remedy}"],
+        [f"{success} anna"],
         [],
-        [f"checkpoint_failed anna 1 {remedy}"],
+        [f"{failure} anna 1 {remedy}"],
     ]
-    assert problems.text(801.0) == f"could not write 1 checkpoints in a row: {remedy}"
+    assert problems.text(801.0) == f"{text}: {remedy}"
 
 
 def test_a_worker_that_claims_something_else_in_each_heartbeat_does_not_fill_the_log() -> None:
@@ -92,6 +114,8 @@ def test_a_worker_that_claims_something_else_in_each_heartbeat_does_not_fill_the
 def test_figures_that_are_no_counts_say_nothing() -> None:
     problems = WorkerProblems()
     for value in (-1.0, float("inf"), float("nan"), 1e300):
-        figures = dict.fromkeys((m.OWN_SKIPPED_STEPS, m.MISSED_STEPS, m.FAILED_CHECKPOINTS), value)
+        figures = dict.fromkeys(
+            (m.OWN_SKIPPED_STEPS, m.MISSED_STEPS, m.FAILED_CHECKPOINTS, m.FAILED_UPLOADS), value
+        )
         assert told(problems, 0.0, 0, **figures) == []
     assert problems.text(0.0) == ""

@@ -1,0 +1,37 @@
+"""The last step of a pipeline is on the disks and in the storage before its workers exit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pipeline_group import Workers, undisturbed
+from safetensors.torch import load_file
+
+from gridtrain.training.checkpoint.model_export import export_model
+from gridtrain.training.checkpoint.remote_store import RemoteStore
+
+
+def test_other_workers_go_on_from_the_last_step_of_a_finished_run(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/storage"
+    _, calm = undisturbed(tmp_path / "calm", steps=17)
+    with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
+        for name in ("anna", "bert"):
+            workers.urls[name] = url
+            workers.add(name)
+        workers.finish("anna", "bert")
+        whole = workers.whole()
+        quorum: Any = workers.group.coordinator._membership._checkpoints.quorum
+        workers.wait(lambda: max(state[0] for state in dict(quorum._confirmed)) == 11)
+    done = export_model(tmp_path / "a", tmp_path / "exported.safetensors")
+    exported = load_file(tmp_path / "exported.safetensors")
+    assert done.step == 12 and all(torch.equal(exported[name], value) for name, value in whole.items())
+    assert sorted(part.part for part in RemoteStore(url).complete(12)) == ["blocks-000-002", "blocks-002-004"]
+    with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5) as workers:
+        workers.urls["carl"] = url  # dora gets her stage from him
+        workers.add("carl")
+        workers.add("dora")
+        workers.finish("carl", "dora")
+        assert [min(workers.seen[name].losses) for name in ("carl", "dora")] == [12, 12]
+        assert all(torch.equal(calm[name], value) for name, value in workers.whole().items())
