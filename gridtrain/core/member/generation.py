@@ -466,7 +466,8 @@ class Generation:
         assignment, checkpoints = self.rank_assignment, self._context.checkpoints
         match message:
             case m.StateRequest():
-                return self.incoming_state.serve(peer, message)
+                # Before START all members hold the state.  A later request would only keep the trainer busy.
+                return self.incoming_state.serve(peer, message) if not self._is_running else []
             case m.CheckpointRequest():
                 return checkpoints.serve(assignment, peer, message)
             case m.StateBlock():

@@ -11,10 +11,13 @@ from scripted_coordinator import ME, SETUP, A, B, C, D, E, ScriptedCoordinator
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
+from gridtrain.core.commit import data_ledger
 from gridtrain.core.planning.batch_shares import WorkerSpeeds
+from gridtrain.network.wire.codec import MAX_HEADER_BYTES, encode
 from gridtrain_coordinator.membership.catch_up import choose_snapshot_step
 from gridtrain_coordinator.membership.complaints import StalledStep
 from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.membership.worker_admission import max_workers
 from gridtrain_coordinator.run.events import (
     DialBack,
     DialBackResult,
@@ -56,6 +59,22 @@ def test_the_journal_comes_before_what_it_decides() -> None:
     assert kinds.index(JournalEntry) < kinds.index(Send)
     views = [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.MembershipView)]
     assert {e.peer for e in views} == {A, B}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("shards", [(), (2**40,) * 4096], ids=["whole", "shards"])
+def test_the_ledger_of_a_full_run_fits_into_a_message(delay: int, shards: tuple[int, ...]) -> None:
+    size = sum(shards) or 2**61
+    spec = m.LedgerSpec(size, 1, steps=2**40, delay=delay, shards=shards)
+    begun = 2**61 // size * size + 2**32  # positions and steps of the largest encoding
+    shares = [(number.to_bytes(32, "big"), 8) for number in range(max_workers(spec))]
+    ledger = m.LedgerState(2**33, begun, (), begun)
+    for _ in range(3):
+        ledger = data_ledger.commit(spec, ledger, data_ledger.assign(spec, ledger, shares), skipped=False)
+    ledger = data_ledger.reassign(spec, ledger, data_ledger.assign(spec, ledger, shares), dict(shares).keys())
+    report = m.FreezeReport(1, 1, True, ledger.step - 1, bytes(32), ledger, None, b"", 0)
+    (header,) = encode(report)
+    assert len(header) > MAX_HEADER_BYTES // 2, "it is full"
 
 
 def test_two_workers_of_one_name_are_told_apart() -> None:

@@ -161,6 +161,16 @@ def test_a_worker_is_paused_while_an_earlier_coordinator_answers() -> None:
         assert bool(worker.core.pause_reason) == is_paused
 
 
+def test_the_state_is_sent_until_the_generation_starts() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.hear(io.PeerConnected(A))
+    sent = [any(isinstance(e, io.SendState) for e in worker.say(m.StateRequest(1, 1), A))]
+    worker.say(m.StartGeneration(1, 1))
+    sent += [any(isinstance(e, io.SendState) for e in worker.say(m.StateRequest(1, 1), A))]
+    assert sent == [True, False]
+
+
 def test_a_root_that_aborts_and_requests_no_freeze_is_reported() -> None:
     worker = Worker()
     worker.view(1, a="")
