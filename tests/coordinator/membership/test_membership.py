@@ -797,13 +797,33 @@ def test_whom_it_follows_are_gone_for_good() -> None:
 def test_a_suspect_that_has_left_is_no_member_to_dismiss() -> None:
     run = Run(A, B, C)
     step, left = StalledStep(run.core.run), b"x" * 32
-    for number in range(1, 4):
-        assert step.record(7, m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")) == number
     stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")
-    assert step.find_at_fault(stalled, run.now_s) == {B: "delayed step 7 3 times: voted NO"}
-    assert step.record(8, stalled) == 1 and step.find_at_fault(stalled, run.now_s) == {}
+    for number in range(1, 4):
+        assert step.record(7, stalled, A) == number
+    assert step.find_at_fault(stalled, A, run.now_s) == {B: "delayed step 7 3 times: voted NO"}
+    assert step.record(8, stalled, A) == 1 and step.find_at_fault(stalled, A, run.now_s) == {}
     silent = replace(stalled, suspects=(left,), silent_s=5.0)
-    assert step.find_at_fault(silent, run.now_s + 1000.0) == {}
+    assert step.find_at_fault(silent, A, run.now_s + 1000.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("reporters", "suspect", "dismissed"),
+    [(A + A + A, C, C), (B + B + B, A, A), (B + B + B, C, B), (B + D + B, C, C)],
+    ids=["of the root", "about the root", "of one member", "of two members"],
+)
+def test_nobody_but_the_root_has_a_member_dismissed_alone(
+    reporters: bytes, suspect: m.PeerId, dismissed: m.PeerId
+) -> None:
+    run = Run(A, B, C, D)
+    step, found = StalledStep(run.core.run), {}
+    assert run.core.run.member_order[0] == A
+    for at in range(0, len(reporters), 32):
+        reporter = reporters[at : at + 32]
+        silent_s = 0.0 if A in (reporter, suspect) else 5.0  # of others it is not believed
+        stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (suspect,), silent_s, "lost")
+        step.record(7, stalled, reporter)
+        found = step.find_at_fault(stalled, reporter, run.now_s + 1000.0)
+        assert found.keys() == ({dismissed} if at == 64 else set()), at
 
 
 def test_after_the_end_a_setup_is_answered_by_that() -> None:
