@@ -126,6 +126,7 @@ class MemberRecovery:
             run.view_change.replace_reason("workers came back from a later coordinator")
             self._freeze_phase.delay_freeze(now_s)
         run.view_change.forget_installation()
+        self._later_members = frozenset()
         return self._later_term
 
     def _has_majority(self) -> bool:
