@@ -61,6 +61,27 @@ def test_the_journal_comes_before_what_it_decides() -> None:
     assert {e.peer for e in views} == {A, B}
 
 
+def test_newcomers_that_join_again_and_again_hold_up_nobody() -> None:
+    """A new address is dialled back before a generation is made, but not without end."""
+    run = Run(A, B)
+    run.join(C)
+    run.join(D)
+    assert run.core.run.view_change.is_freezing
+    for peer in (C, D):
+        run.say(peer, m.Join("r", "", f"memory://{peer.hex()}", True, True, 0))
+    run.report(A, B)
+    began_s, generation = run.now_s, run.core.generation
+    for number in range(50):
+        peer = (C, D)[number % 2]
+        run.hear(DialBackResult(peer, ""))
+        run.say(peer, m.Join("r", "", f"memory://{number}", True, True, 0))
+        run.tick()
+        if run.core.generation > generation:
+            break
+    assert run.core.generation > generation and run.now_s - began_s < 2 * Deadlines().reach_s
+    assert run.roster == "a b c d"
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("shards", [(), (2**40,) * 4096], ids=["whole", "shards"])
 def test_the_ledger_of_a_full_run_fits_into_a_message(delay: int, shards: tuple[int, ...]) -> None:
