@@ -5,6 +5,7 @@ often as the loop's thread gets round to it, which is always.  Knows the insides
 attacker would.
 
     the core's effects --> send: what leaves instead
+    the round's digest --> digest: what she votes for instead
     the loop's poll    --> burst: at line rate, what no honest worker sends at all
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import zmq
 
 from gridtrain.core import messages as m
+from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.zmq import sockets
 from gridtrain.network.wire import codec
@@ -117,6 +119,10 @@ class Attack:
 
     def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
         return [message]
+
+    def digest(self, digest: bytes) -> bytes:
+        """What she votes for.  Raises `RemoteProtocolError` for a NO."""
+        return digest
 
     def burst(self) -> None: ...
 
@@ -253,10 +259,8 @@ class FalseVotes(Attack):
 
     legal = True
 
-    def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
-        if isinstance(message, m.Vote) and message.yes:
-            return [replace(message, digest=os.urandom(32))]
-        return [message]
+    def digest(self, digest: bytes) -> bytes:
+        return os.urandom(32)
 
 
 class NoVotes(Attack):
@@ -264,10 +268,8 @@ class NoVotes(Attack):
 
     legal = True
 
-    def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
-        if isinstance(message, m.Vote):
-            return [replace(message, yes=False, digest=b"", reason="on purpose")]
-        return [message]
+    def digest(self, digest: bytes) -> bytes:
+        raise RemoteProtocolError("on purpose")
 
 
 # -- memory ------------------------------------------------------------------------------------------

@@ -80,9 +80,10 @@ class Hands:
         self.doors: dict[bytes, str] = {}
         self.attack: Attack = ATTACKS[name](self._place)
         self._name, self._began = name, False
-        self._poll, self._send = credit.poll, credit.send
+        self._poll, self._send, rounds = credit.poll, credit.send, driver.step_rounds
+        self._digest = rounds.compute_vote_digest
         self._from_step: int | None = None
-        credit.poll, credit.send = self.poll, self.send
+        credit.poll, credit.send, rounds.compute_vote_digest = self.poll, self.send, self.digest
 
     def poll(self, timeout_s: float) -> Any:
         if not self._attacks():
@@ -100,6 +101,11 @@ class Hands:
             return  # what her floods upset in her own software is nobody's fault
         for changed in self.attack.send(peer, message) if self._attacks() else [message]:
             self._send(peer, changed)
+
+    def digest(self, flags: int) -> bytes | None:
+        """Not in `send`: the root counts its own vote, which it sends to nobody."""
+        digest: bytes | None = self._digest(flags)
+        return digest if digest is None or not self._attacks() else self.attack.digest(digest)
 
     def _attacks(self) -> bool:
         core = self._place.core

@@ -143,9 +143,14 @@ def test_promises_hold_with_stalls(seeds: Seeds) -> None:
         assert all(totals[name] for name in ("absences", "late", "declined", "aborted", "skipped")), totals
 
 
-def test_a_member_whose_received_state_is_lost_stops_instead_of_waiting() -> None:
-    """All members restart before a generation begins; one of them has already loaded a later step's state."""
-    seed = 862
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(862, id="a member whose received state is lost stops instead of waiting"),
+        pytest.param(4633, id="a leaver is killed when its residual is accepted, and comes back"),
+    ],
+)
+def test_promises_hold_when_all_members_restart(seed: int) -> None:
     kinds = group.KINDS + group.OTHER_KINDS
     world, book = history(seed, kinds[seed % len(kinds)])
     group.check(world, book, SAMPLES)

@@ -11,7 +11,7 @@ A report by one member against another is never enough to dismiss either of them
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 from gridtrain.core import messages as m
 from gridtrain_coordinator.membership.departures import Departures
@@ -96,10 +96,10 @@ class Complaints:
             return []
         # The generation's first step identifies the stall, because no reporter can choose it.
         step, reason = run.view.applied + 1, stalled.reason
-        times = self._stalled_step.record(step, stalled)
+        times = self._stalled_step.record(step, stalled, worker.peer)
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
         effects: list[Effect] = [LogEvent("warning", "stalled", fields)]
-        for peer, why in self._stalled_step.find_at_fault(stalled, now_s).items():
+        for peer, why in self._stalled_step.find_at_fault(stalled, worker.peer, now_s).items():
             effects += self._departures.dismiss(peer, why)
         run.view_change.request(f"{worker.name} reports a stall: {reason}")
         return effects
@@ -132,34 +132,39 @@ class Complaints:
 
 
 class StalledStep:
-    """The latest stalled step, with its stalled generations and the number of suspicions against each member.
+    """The latest stalled step, with its stalled generations and the members that suspect each member.
 
-    stall of step 7   suspect    made progress   dismissed
-    1st               bert       no              bert
-    1st, 2nd          clara      yes             nobody
-    3rd               clara      yes             clara      she was suspected three times
-    6th               dora       yes             erik       the newest member, because a member is at fault
+    stall of step 7   reporter   suspect    made progress   dismissed
+    1st               root       bert       no              bert
+    1st, 2nd          root       clara      yes             nobody
+    3rd               root       clara      yes             clara      she was suspected three times
+    3rd               dora       clara      no              dora       she alone says so, and not the root
+    6th               root       dora       yes             erik       the newest, as a member is at fault
+
+    The root, which counts the votes, knows which member is late.  Other members know it only of the root; of
+    all others, they know only that they have no connection to them.
     """
 
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._step = -1
         self._stall_count = 0
-        self._suspicions: Counter[m.PeerId] = Counter()
+        self._accusers: defaultdict[m.PeerId, list[m.PeerId]] = defaultdict(list)
 
-    def record(self, step: int, stalled: m.RoundStalled) -> int:
+    def record(self, step: int, stalled: m.RoundStalled, reporter: m.PeerId) -> int:
         """Record a stall; return the number of generations in which the step has stalled."""
         if step != self._step:
             self._step, self._stall_count = step, 0
-            self._suspicions.clear()
+            self._accusers.clear()
         self._stall_count += 1
-        self._suspicions.update(self._run.members & set(stalled.suspects))
+        for peer in self._run.members & set(stalled.suspects):
+            self._accusers[peer].append(reporter)
         return self._stall_count
 
-    def find_at_fault(self, stalled: m.RoundStalled, now_s: float) -> dict[m.PeerId, str]:
+    def find_at_fault(self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float) -> dict[m.PeerId, str]:
         """Return the members to dismiss, with the reasons."""
         workers, step, reason = self._run.workers, self._step, stalled.reason
-        present = self._run.present_members
+        present, root = self._run.present_members, self._run.member_order[0]
         if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(present) > 1:
             times = self._stall_count
             text = f"is the newest member, and step {step} failed in {times} generations: {reason}"
@@ -169,8 +174,14 @@ class StalledStep:
         for peer in stalled.suspects:
             if peer not in workers:
                 continue
-            if stalled.silent_s > 0 and patience_s <= now_s - workers[peer].progressed_s:
+            accusers, may_know = self._accusers[peer], root in (reporter, peer)
+            if may_know and stalled.silent_s > 0 and patience_s <= now_s - workers[peer].progressed_s:
                 found[peer] = "made no progress while other members waited"
-            elif self._suspicions[peer] >= STALLS_BEFORE_REMOVAL:
-                found[peer] = f"delayed step {step} {self._suspicions[peer]} times: {reason}"
+            elif len(accusers) >= STALLS_BEFORE_REMOVAL and (may_know or set(accusers) != {reporter}):
+                found[peer] = f"delayed step {step} {len(accusers)} times: {reason}"
+            elif len(accusers) >= STALLS_BEFORE_REMOVAL:
+                name = workers.display_name(peer)
+                found[reporter] = (
+                    f"alone reported {len(accusers)} times that {name} delays step {step}: {reason}"
+                )
         return found

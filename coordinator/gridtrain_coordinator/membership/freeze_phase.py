@@ -49,6 +49,7 @@ class FreezePhase:
         self._is_awaiting_members = False  # all members are absent, and awaited
         self._return_deadline_s = -math.inf
         self._has_delayed = False  # absent members have had their time to return
+        self._addressing_until_s = math.inf  # how long dial-backs are awaited; infinite: none is
 
     # -- beginning ---------------------------------------------------------------------------------
 
@@ -169,11 +170,17 @@ class FreezePhase:
             view_change.wait_until(now_s + run.limits.report_s)  # back while the run was paused
         if awaited and now_s < view_change.deadline_s:
             return []
-        if self._has_unaddressed_worker():
-            # `DialBackResult` always follows.  Nothing can be planned without it, and a worker admitted after
-            # the view would begin to measure its links, and never become ready.
-            view_change.extend_deadline(now_s + run.limits.settle_s)
-            return []
+        if unaddressed := self._unaddressed_workers():
+            # Nothing can be planned without them, and a worker admitted after the view would begin to measure
+            # its links, and never become ready.  Workers that join again and again are not awaited forever.
+            until_s = now_s + run.limits.reach_s + run.limits.settle_s
+            self._addressing_until_s = min(self._addressing_until_s, until_s)
+            if now_s < self._addressing_until_s:
+                view_change.extend_deadline(now_s + run.limits.settle_s)
+                return []
+            for worker in unaddressed:
+                worker.mark_addressable(True)  # as one that cannot be dialled
+        self._addressing_until_s = math.inf
         may_wait = self._is_awaiting_members and no_holder and awaited and run.has_started
         if may_wait and self._keeps_waiting(absent, now_s):
             return []
@@ -209,12 +216,13 @@ class FreezePhase:
             absent |= self._generation_reports.journaled_members - arrived  # may report another generation
         return absent
 
-    def _has_unaddressed_worker(self) -> bool:
-        """Return whether the dial-back of a member of the next generation is still in progress."""
+    def _unaddressed_workers(self) -> list[Worker]:
+        """Return the members of the next generation whose dial-back is still in progress."""
         # Reports count as well: they include members whose process was replaced.
         run = self._run
         candidates = {*run.view_change.reports, *run.eligible_workers()}
-        return any(not run.workers[peer].is_addressable for peer in candidates if peer in run.workers)
+        workers = [run.workers[peer] for peer in candidates if peer in run.workers]
+        return [worker for worker in workers if not worker.is_addressable]
 
     def _keeps_waiting(self, absent: frozenset[m.PeerId], now_s: float) -> bool:
         """Return whether to keep waiting for the members that hold the model, which are all disconnected.

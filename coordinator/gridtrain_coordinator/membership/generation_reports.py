@@ -39,9 +39,13 @@ class GenerationReports:
     """
 
     def __init__(self, members: frozenset[m.PeerId] = frozenset(), generation: int = 0) -> None:
+        self.highest_generation = 0  # the next generation has a higher number
+        self.begin(members, generation)
+
+    def begin(self, members: frozenset[m.PeerId], generation: int) -> None:
+        """Discard all reports; the arguments are those of the constructor."""
         self.journaled_members = members
         self.journaled_generation = generation
-        self.highest_generation = 0  # the next generation has a higher number
         self._reports: dict[m.PeerId, GenerationReport] = {}
         self._reporters: set[m.PeerId] = set()
 

@@ -3,6 +3,7 @@
     CurrentGeneration(term 3, generation 9)   known here -------------------> nothing
                                               not credible -----------------> a violation
                                               of a later coordinator -------> a warning: the later one decides
+                                              ... and all its members stay --> a higher term, after a while
                                               lost from the journal --------> a higher term, and Freeze
 
 This module makes no generation: members of the recovered generation are frozen and report, as after any
@@ -10,6 +11,8 @@ restart.
 """
 
 from __future__ import annotations
+
+import math
 
 from gridtrain.core import messages as m
 from gridtrain.quantities import format_count
@@ -29,11 +32,14 @@ class MemberRecovery:
         self._run, self._freeze_phase = run, freeze_phase
         self._generation_reports = generation_reports
         self._term_raise = TermRaise()
+        self._later_term = 0  # of a later coordinator, to which workers have moved
+        self._later_members: frozenset[m.PeerId] = frozenset()
+        self._take_over_s = math.inf  # when to take over from it if all members are here
 
     @property
     def deadline_s(self) -> float:
-        """The time at which the term will be raised; infinite if no higher term is reported."""
-        return self._term_raise.deadline_s
+        """The time at which to call `raise_term`; infinite if no higher term is reported."""
+        return min(self._term_raise.deadline_s, self._take_over_s)
 
     def handle_report(self, worker: Worker, claim: m.CurrentGeneration, now_s: float) -> list[Effect]:
         """Handle a worker's report of its generation."""
@@ -48,6 +54,9 @@ class MemberRecovery:
         followed_us = worker.peer in run.accepted_workers or (has_installed and not self._has_majority())
         if followed_us and claim.term > run.term:
             # Not a backup: earlier workers have moved to a later coordinator, which now makes all decisions.
+            self._later_term = max(self._later_term, claim.term)
+            self._later_members |= dict(claim.members).keys()
+            self._take_over_s = min(self._take_over_s, now_s + run.limits.regather_s)
             return [LogEvent("warning", "superseded", {"name": worker.name, "term": claim.term})]
         effects: list[Effect] = []
         is_first = not reports.is_journal_behind
@@ -87,6 +96,8 @@ class MemberRecovery:
         """Raise the term above the reported terms if a reported term takes effect now."""
         run, view_change = self._run, self._run.view_change
         reported = self._term_raise.due_term(now_s)
+        if now_s >= self._take_over_s:
+            reported = self._take_over(now_s) or reported
         if reported is None:
             return []
         run.raise_term(reported)
@@ -95,6 +106,28 @@ class MemberRecovery:
             if view_change.is_forming:
                 view_change.reset()
         return [run.term_entry(), *(run.welcome_message(peer) for peer in run.workers)]
+
+    def _take_over(self, now_s: float) -> int | None:
+        """Return the term of a later coordinator that all workers have left again, and continue as after a
+        restart; return None if some may still be there, so that there would be two runs.
+
+        Otherwise workers that come back, for example because an address was changed back, would wait here
+        forever: they obey only the later coordinator.
+        """
+        run, self._take_over_s = self._run, math.inf
+        if self._later_term <= run.term:
+            return None
+        here = {worker.peer for worker in run.workers.values() if worker.disconnected_s is None}
+        if not run.members | self._later_members <= here:
+            self._take_over_s = now_s + run.limits.regather_s
+            return None
+        if run.member_list:
+            self._generation_reports.begin(run.members, run.generation)
+            run.view_change.replace_reason("workers came back from a later coordinator")
+            self._freeze_phase.delay_freeze(now_s)
+        run.view_change.forget_installation()
+        self._later_members = frozenset()
+        return self._later_term
 
     def _has_majority(self) -> bool:
         """Return whether more than half of the generation is connected to this coordinator."""

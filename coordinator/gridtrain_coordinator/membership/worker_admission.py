@@ -15,6 +15,7 @@ from typing import Any
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.ledger_record import spec_entry
+from gridtrain.core.commit.shard_leases import MAX_LEASES
 from gridtrain.core.stages.repartition import check_setup
 from gridtrain.errors import ConfigError
 from gridtrain_coordinator.membership.departures import Departures
@@ -31,6 +32,23 @@ MAX_WORKERS = 1000  # capacity of the lists in one message
 MAX_PROBES = 256
 MAX_NAMES = 3
 """The number of workers that the refusal of a setup names."""
+
+LEDGER_BYTES = 60 * 1024  # of the 64 KiB of a header, for a ledger that fixes the batches of all members
+HELD_BYTES, PENDING_BYTES, LEASE_BYTES, SPAN_BYTES = 55, 69, 54, 19  # largest encodings of its entries
+
+
+def max_workers(spec: m.LedgerSpec | None) -> int:
+    """Return the largest number of workers of a run, so that every ledger of the run fits into a message.
+
+    Args:
+        spec: None while the run is not defined.
+    """
+    room, each = LEDGER_BYTES, HELD_BYTES
+    if spec is not None and spec.delay:
+        each += PENDING_BYTES
+    if spec is not None and spec.shards:  # what only some members can lease, the others leave re-queued
+        room, each = room - MAX_LEASES * LEASE_BYTES, each + SPAN_BYTES
+    return min(MAX_WORKERS, room // each)
 
 
 class WorkerAdmission:
@@ -61,8 +79,9 @@ class WorkerAdmission:
             )
         if run.is_finished:
             return self._departures.refuse_late(peer)
-        if len(run.workers) >= MAX_WORKERS and peer not in run.workers:
-            reason = f"the run has {len(run.workers)} workers; it can have at most {MAX_WORKERS}"
+        most = max_workers(run.definition.ledger if run.definition is not None else None)
+        if len(run.workers) >= most and peer not in run.workers:
+            reason = f"the run has {len(run.workers)} workers; it can have at most {most}"
             return self._departures.refuse(peer, "full", reason, "try again when a worker has left")
         return []
 

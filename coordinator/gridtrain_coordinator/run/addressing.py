@@ -60,10 +60,10 @@ class AddressBook:
         current = PeerLocation(worker.address, self._hosts.get(worker.peer, ""), "", can_relay)
         known = self._route_table.location(worker.peer)
         if known is not None and replace(known, verified_address="") == current:
-            worker.is_addressable = True
+            worker.mark_addressable(True)
             return []
         self._route_table.set_location(worker.peer, current)
-        worker.is_addressable = False
+        worker.mark_addressable(False)
         return [DialBack(worker.peer, dial_back_addresses(current))]
 
     def on_dial_back_result(self, worker: Worker, address: str) -> list[Effect]:
@@ -71,12 +71,12 @@ class AddressBook:
         location = self._route_table.location(worker.peer)
         if (
             location is None
-            or worker.is_addressable
+            or (worker.is_addressable and (not address or location.verified_address))
             or (address and address not in dial_back_addresses(location))
         ):
             return []  # in the last case the worker has joined again, and another result follows
         self._route_table.set_location(worker.peer, replace(location, verified_address=address))
-        worker.is_addressable = True
+        worker.mark_addressable(True)
         fields = {
             "name": worker.name,
             "reachable": bool(address),

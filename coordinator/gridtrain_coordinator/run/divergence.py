@@ -21,7 +21,8 @@ from gridtrain.core.messages import PeerId
 from gridtrain_coordinator.run.events import Effect, Send
 
 MAX_OPEN_COMPARISONS = 4
-"""The largest number of comparisons in progress; the oldest is abandoned first."""
+"""The largest number of comparisons in progress; the oldest is abandoned first, or the oldest of those that
+only the reporting member has joined."""
 
 
 class DigestComparison:
@@ -46,7 +47,9 @@ class DigestComparison:
         if step not in self._digests:
             diverged += self._decide([old for old in self._digests if old < step])
             if len(self._digests) >= MAX_OPEN_COMPARISONS:
-                del self._digests[min(self._digests)]
+                # A member that invents steps displaces only its own.
+                alone = [old for old, known in self._digests.items() if known.keys() == {self._ranks[peer]}]
+                del self._digests[min(alone or self._digests)]
         self._digests.setdefault(step, {})[self._ranks[peer]] = digest
         if len(self._digests[step]) == len(self._ranks):
             diverged += self._decide([step])

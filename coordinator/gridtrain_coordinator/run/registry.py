@@ -170,6 +170,9 @@ class Worker:
     def admit(self) -> None:
         self.is_admitted = True
 
+    def mark_addressable(self, is_addressable: bool) -> None:
+        self.is_addressable = is_addressable
+
     def mark_caught_up(self) -> None:
         self.has_caught_up = True
 

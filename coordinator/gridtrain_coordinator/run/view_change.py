@@ -57,8 +57,12 @@ class ViewChange:
 
     @property
     def has_installed(self) -> bool:
-        """Whether this coordinator has installed a generation since it started."""
+        """Whether this coordinator has installed a generation since it started or took over."""
         return self.last_installed_s > -math.inf
+
+    def forget_installation(self) -> None:
+        """Record that members may hold a later generation than this coordinator has installed."""
+        self.last_installed_s = -math.inf
 
     # -- phases ------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def decide_outcome(
         in_stages: whether the model is in stages.  The members of a pipeline then share a gradient, so an
             aborted step is assigned and computed again as a whole.
     """
-    applied = _highest_credible_step([report.applied for report in reports.values()])
+    applied = _highest_credible_step(list(reports.values()))
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}
     first = _majority_report([report for report in reports.values() if report.applied == applied])
     history, state = first.history, first.ledger
@@ -73,15 +73,26 @@ def decide_outcome(
     return Outcome(verdict, decided, applied, history, state, holders)
 
 
-def _highest_credible_step(applied: Sequence[int]) -> int:
-    """Return the highest credible step in `applied`, which begins with the longest-serving member's step.
+def _highest_credible_step(reports: Sequence[m.FreezeReport]) -> int:
+    """Return the highest credible step of the reports, which begin with the longest-serving member's.
 
-    A step requires the YES of all members, so correct members of a generation are at most one step apart.  A
-    step that exceeds the median by more than one is ignored.  Of two members, the longer-serving one is
-    trusted.
+    A step requires the YES of all members, so correct members of a generation are at most one step apart, and
+    those behind are prepared for the step that the others have applied.  A step that exceeds the median by
+    more than one is ignored, and so is a step for which most others are not prepared.  Of two members, the
+    longer-serving one is trusted.
     """
+    applied = [report.applied for report in reports]
     median = applied[0] if len(applied) == 2 else sorted(applied)[(len(applied) - 1) // 2]
-    return max(claim for claim in applied if claim <= median + 1)
+    highest = max(claim for claim in applied if claim <= median + 1)
+    history = _majority_report([report for report in reports if report.applied == highest]).history
+    doubts = [
+        report
+        for report in reports
+        if report.applied == highest - 1 and not _will_hold(report, highest, history)
+    ]
+    believes = sum(report.applied in (highest - 1, highest) for report in reports) - len(doubts)
+    is_doubted = len(doubts) > believes or (len(doubts) == believes and reports[0] in doubts)
+    return highest - 1 if is_doubted else highest
 
 
 def _majority_report(reports: Sequence[m.FreezeReport]) -> m.FreezeReport:

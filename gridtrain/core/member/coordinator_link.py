@@ -32,6 +32,7 @@ class CoordinatorLink:
     Attributes:
         term: the highest known term; 0 if none is known.
         is_welcomed: whether this connection has received a Welcome of a valid term.
+        is_fenced: whether the coordinator has answered in a term that is over, so that it is ignored.
         run_state: the last (state, reason) that the coordinator has sent.
     """
 
@@ -41,7 +42,7 @@ class CoordinatorLink:
         self.is_welcomed = False
         self.run_state = ("", "")
         self._join = join
-        self._is_fenced = False  # the coordinator answers in a term that is over
+        self.is_fenced = False
 
     @property
     def name(self) -> str:
@@ -59,10 +60,10 @@ class CoordinatorLink:
 
     def is_outdated(self, message: m.Message) -> bool:
         """Return whether `message` comes from a coordinator whose term is over."""
-        return self._is_fenced and not isinstance(message, _CARRIES_TERM)
+        return self.is_fenced and not isinstance(message, _CARRIES_TERM)
 
     def connected(self, generation: int) -> list[MemberEffect]:
-        self._is_fenced = False  # until it announces its term
+        self.is_fenced = False  # until it announces its term
         return [self._join_message(generation)]
 
     def disconnected(self, reason: str) -> list[MemberEffect]:
@@ -73,8 +74,8 @@ class CoordinatorLink:
 
     def accept_welcome(self, term: int) -> bool:
         """Accept a Welcome and its term; return False, and ignore the coordinator, if the term is over."""
-        self._is_fenced = term < self.term
-        if self._is_fenced:
+        self.is_fenced = term < self.term
+        if self.is_fenced:
             return False
         self.term, self.is_welcomed = term, True
         return True

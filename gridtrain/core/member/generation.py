@@ -104,6 +104,7 @@ class Generation:
         )
         self._is_ready_sent = False
         self._is_stall_reported = False
+        self._attempt_ended_s = now_s
 
     @property
     def _is_running(self) -> bool:
@@ -465,7 +466,8 @@ class Generation:
         assignment, checkpoints = self.rank_assignment, self._context.checkpoints
         match message:
             case m.StateRequest():
-                return self.incoming_state.serve(peer, message)
+                # Before START all members hold the state.  A later request would only keep the trainer busy.
+                return self.incoming_state.serve(peer, message) if not self._is_running else []
             case m.CheckpointRequest():
                 return checkpoints.serve(assignment, peer, message)
             case m.StateBlock():
@@ -517,6 +519,11 @@ class Generation:
         if not self._is_running or not (has_moved or event.is_waiting):
             return []
         effects: list[MemberEffect] = []
+        timeout_s = self._context.step_pace.timeout_s
+        is_overdue = attempts.is_stuck and now_s >= self._attempt_ended_s + timeout_s
+        if is_overdue and not self._is_stall_reported:  # the root has not reported it
+            reason = f"step {attempts.next_round.step} was aborted, but not frozen, for {timeout_s:.1f} s"
+            effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
         if attempts.rank == ROOT:
             own = ProgressReceived(ROOT, has_moved)
@@ -649,6 +656,7 @@ class Generation:
                 case EarlyViolation(peer, reason):
                     out += self.protocol_violation(peer, reason, now_s)
                 case ResolveRound():
+                    self._attempt_ended_s = now_s
                     self.stragglers.attempt_ended()
                     out.append(effect)
                 case _:

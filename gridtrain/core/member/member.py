@@ -155,7 +155,10 @@ class MemberCore:
     @property
     def pause_reason(self) -> str:
         """The reason why training must wait for the coordinator (commit rule 10); empty if there is none."""
-        if self.coordinator in self._context.peer_links.connected or not self.term or self.is_finished:
+        is_obeyed = not self.coordinator_link.is_fenced  # otherwise it is as good as away
+        if self.coordinator in self._context.peer_links.connected and is_obeyed:
+            return ""
+        if not self.term or self.is_finished:
             return ""
         generation = self._view_changes.generation
         return (

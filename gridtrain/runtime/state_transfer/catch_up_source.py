@@ -28,9 +28,9 @@ from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 
 log = logging.getLogger("gridtrain")
 
-MAX_UPDATE_REQUESTS = 32
-"""Largest number of update requests that are answered for one receiver.  A correct receiver repeats its
-request only when a source has left."""
+MAX_REQUESTS = 64
+"""Largest number of requests, for the table of a snapshot or for updates, that are answered for one receiver.
+A correct receiver repeats its requests only when a source has left."""
 
 MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
 """Largest size of an encoded update in bytes.  An update is the sum of many members' entries, in float32."""
@@ -138,17 +138,15 @@ class CatchUpSource:
         """Handle a receiver's message; return the messages to send in reply immediately."""
         if self.disabled_reason:
             return [m.SnapshotUnavailable(self.disabled_reason)]
+        if not isinstance(message, m.SnapshotBlocksRequest):
+            self._request_counts[peer] += 1
+            if exceeds_request_limit(self._request_counts[peer]):
+                reason = f"the snapshot or the updates were requested {self._request_counts[peer]} times"
+                return [m.SnapshotUnavailable(reason)]
         match message:
             case m.SnapshotRequest() | m.SnapshotBlocksRequest():
                 return self._snapshot_sender.handle_request(peer, message)
             case m.UpdatesRequest(applied):
-                self._request_counts[peer] += 1
-                if exceeds_request_limit(self._request_counts[peer]):
-                    return [
-                        m.SnapshotUnavailable(
-                            f"the updates were requested {self._request_counts[peer]} times"
-                        )
-                    ]
                 if not self._log.has_all_after(applied):
                     return [m.SnapshotUnavailable(f"the updates after step {applied} are not available")]
                 self._next_step[peer] = applied + 1
@@ -215,6 +213,7 @@ class CatchUpSource:
 def exceeds_request_limit(requests: int) -> bool:
     """Return whether a receiver has sent too many requests.
 
-    A limit is needed because a request has only a few bytes, while its answer may be hundreds of updates.
+    A limit is needed because a request has only a few bytes, while its answer may be hundreds of updates, or
+    the table of a large snapshot, neither of which the rate cap delays.
     """
-    return requests > MAX_UPDATE_REQUESTS
+    return requests > MAX_REQUESTS

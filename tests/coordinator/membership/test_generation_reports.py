@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events
@@ -224,6 +226,33 @@ def test_what_a_coordinator_made_itself_binds() -> None:
     assert view is not None and view.applied == 6
     assert view.generation == 10 and view.term == 3, "so that it follows the View"
     assert [member.joining for member in standby.core.run.member_list if member.peer == C] == [True]
+
+
+@pytest.mark.parametrize("all_are_back", [True, False])
+def test_workers_of_a_later_coordinator_are_taken_back_if_all_of_them_stay(all_are_back: bool) -> None:
+    """Otherwise the later coordinator may go on with the others."""
+    standby = Coordinator(backup(), term=2)
+    for peer in (A, B):
+        standby.join(peer)
+    for peer in (A, B):
+        standby.report(peer, 5, at_step(5))
+    standby.start(A, B)
+    later = ((A, 4), (B, 4)) if all_are_back else ((A, 4), (B, 4), (C, 4))
+    for peer in (A, B):
+        standby.join(peer, m.CurrentGeneration(7, 9, later))
+    standby.wait(LIMITS.regather_s - 1.0)
+    assert standby.core.term == 2
+    standby.wait(3 * LIMITS.regather_s)
+    assert (standby.core.term > 7) == all_are_back
+    if all_are_back:
+        for peer in (A, B):
+            standby.hear(peer, m.CurrentGeneration(standby.core.term, 9, later))
+        freeze = standby.last(m.Freeze, A)
+        assert isinstance(freeze, m.Freeze) and (freeze.term, freeze.generation) == (standby.core.term, 9)
+        for peer in (A, B):
+            standby.report(peer, 8, at_step(8))
+        view = standby.core.run.view
+        assert view is not None and (view.generation, view.applied) == (10, 8)
 
 
 def test_an_ordinary_restart_takes_nothing_from_it() -> None:

@@ -11,10 +11,13 @@ from scripted_coordinator import ME, SETUP, A, B, C, D, E, ScriptedCoordinator
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
+from gridtrain.core.commit import data_ledger
 from gridtrain.core.planning.batch_shares import WorkerSpeeds
+from gridtrain.network.wire.codec import MAX_HEADER_BYTES, encode
 from gridtrain_coordinator.membership.catch_up import choose_snapshot_step
 from gridtrain_coordinator.membership.complaints import StalledStep
 from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.membership.worker_admission import max_workers
 from gridtrain_coordinator.run.events import (
     DialBack,
     DialBackResult,
@@ -57,6 +60,43 @@ def test_the_journal_comes_before_what_it_decides() -> None:
     assert kinds.index(JournalEntry) < kinds.index(Send)
     views = [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.MembershipView)]
     assert {e.peer for e in views} == {A, B}
+
+
+def test_newcomers_that_join_again_and_again_hold_up_nobody() -> None:
+    """A new address is dialled back before a generation is made, but not without end."""
+    run = Run(A, B)
+    run.join(C)
+    run.join(D)
+    assert run.core.run.view_change.is_freezing
+    for peer in (C, D):
+        run.say(peer, m.Join("r", "", f"memory://{peer.hex()}", True, True, 0))
+    run.report(A, B)
+    began_s, generation = run.now_s, run.core.generation
+    for number in range(50):
+        peer = (C, D)[number % 2]
+        run.hear(DialBackResult(peer, ""))
+        run.say(peer, m.Join("r", "", f"memory://{number}", True, True, 0))
+        run.tick()
+        if run.core.generation > generation:
+            break
+    assert run.core.generation > generation and run.now_s - began_s < 2 * Deadlines().reach_s
+    assert run.roster == "a b c d"
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("shards", [(), (2**40,) * 4096], ids=["whole", "shards"])
+def test_the_ledger_of_a_full_run_fits_into_a_message(delay: int, shards: tuple[int, ...]) -> None:
+    size = sum(shards) or 2**61
+    spec = m.LedgerSpec(size, 1, steps=2**40, delay=delay, shards=shards)
+    begun = 2**61 // size * size + 2**32  # positions and steps of the largest encoding
+    shares = [(number.to_bytes(32, "big"), 8) for number in range(max_workers(spec))]
+    ledger = m.LedgerState(2**33, begun, (), begun)
+    for _ in range(3):
+        ledger = data_ledger.commit(spec, ledger, data_ledger.assign(spec, ledger, shares), skipped=False)
+    ledger = data_ledger.reassign(spec, ledger, data_ledger.assign(spec, ledger, shares), dict(shares).keys())
+    report = m.FreezeReport(1, 1, True, ledger.step - 1, bytes(32), ledger, None, b"", 0)
+    (header,) = encode(report)
+    assert len(header) > MAX_HEADER_BYTES // 2, "it is full"
 
 
 def test_two_workers_of_one_name_are_told_apart() -> None:
@@ -862,13 +902,33 @@ def test_whom_it_follows_are_gone_for_good() -> None:
 def test_a_suspect_that_has_left_is_no_member_to_dismiss() -> None:
     run = Run(A, B, C)
     step, left = StalledStep(run.core.run), b"x" * 32
-    for number in range(1, 4):
-        assert step.record(7, m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")) == number
     stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")
-    assert step.find_at_fault(stalled, run.now_s) == {B: "delayed step 7 3 times: voted NO"}
-    assert step.record(8, stalled) == 1 and step.find_at_fault(stalled, run.now_s) == {}
+    for number in range(1, 4):
+        assert step.record(7, stalled, A) == number
+    assert step.find_at_fault(stalled, A, run.now_s) == {B: "delayed step 7 3 times: voted NO"}
+    assert step.record(8, stalled, A) == 1 and step.find_at_fault(stalled, A, run.now_s) == {}
     silent = replace(stalled, suspects=(left,), silent_s=5.0)
-    assert step.find_at_fault(silent, run.now_s + 1000.0) == {}
+    assert step.find_at_fault(silent, A, run.now_s + 1000.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("reporters", "suspect", "dismissed"),
+    [(A + A + A, C, C), (B + B + B, A, A), (B + B + B, C, B), (B + D + B, C, C)],
+    ids=["of the root", "about the root", "of one member", "of two members"],
+)
+def test_nobody_but_the_root_has_a_member_dismissed_alone(
+    reporters: bytes, suspect: m.PeerId, dismissed: m.PeerId
+) -> None:
+    run = Run(A, B, C, D)
+    step, found = StalledStep(run.core.run), {}
+    assert run.core.run.member_order[0] == A
+    for at in range(0, len(reporters), 32):
+        reporter = reporters[at : at + 32]
+        silent_s = 0.0 if A in (reporter, suspect) else 5.0  # of others it is not believed
+        stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (suspect,), silent_s, "lost")
+        step.record(7, stalled, reporter)
+        found = step.find_at_fault(stalled, reporter, run.now_s + 1000.0)
+        assert found.keys() == ({dismissed} if at == 64 else set()), at
 
 
 def test_after_the_end_a_setup_is_answered_by_that() -> None:

@@ -65,6 +65,17 @@ def test_the_oldest_of_too_many_open_comparisons_is_abandoned() -> None:
     assert [group.add(B, step, b"y") for step in range(2, MAX_OPEN_COMPARISONS + 1)] == [[B]] * 3
 
 
+@pytest.mark.parametrize("invented", [range(1, 9), range(900, 990, 10)], ids=["earlier", "later"])
+def test_invented_steps_hide_no_difference(invented: range) -> None:
+    """A comparison that some members have joined stays open, whatever another member sends meanwhile."""
+    group = DigestComparison((A, B, C, D, E))
+    assert group.add(A, 500, b"x") == group.add(C, 500, b"x") == []
+    for step in invented:
+        assert group.add(E, step, b"y") == []
+    assert group.add(B, 500, b"z") == group.add(D, 500, b"x") == []
+    assert group.add(A, 1000, b"x") == [B]
+
+
 def test_a_notice_is_repeated_until_its_member_holds_a_later_state() -> None:
     detector = DivergenceDetector()
     detector.begin_generation([(A, B), (C,)])

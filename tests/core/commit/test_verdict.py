@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from gridtrain.core import messages as m
+from gridtrain.core.commit.two_phase_commit import extend_history
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 
 SPEC = m.LedgerSpec(1000, 0, epochs=1)
@@ -13,6 +18,16 @@ def report(applied: int, history: bytes = TRUE) -> m.FreezeReport:
     step = applied + 1
     ledger = m.LedgerState(step, 4 * step, (), 4 * step, 0, None)
     return m.FreezeReport(1, 1, True, applied, history, ledger, None, b"", 0)
+
+
+def prepared(applied: int) -> m.FreezeReport:
+    """Of a member that has voted for the next step, and waits for the decision."""
+    return replace(report(applied), prepared=m.RoundId(1, 1, applied + 1, 0), digest=b"d" * 32)
+
+
+def after(behind: m.FreezeReport) -> m.FreezeReport:
+    """Of a member that has applied the step for which another one is prepared."""
+    return report(behind.applied + 1, extend_history(behind.history, behind.digest))
 
 
 def judged(*reports: m.FreezeReport) -> Outcome:
@@ -26,15 +41,32 @@ def holders(outcome: Outcome) -> str:
 
 
 def test_honest_members_are_one_step_apart_and_the_later_one_counts() -> None:
-    outcome = judged(report(9), report(10), report(9))
-    assert (outcome.applied, holders(outcome)) == (10, "b")
+    behind = prepared(9)
+    outcome = judged(behind, after(behind), behind)
+    assert (outcome.applied, holders(outcome)) == (10, "abc")
 
 
 def test_a_claim_far_ahead_of_the_others_is_not_believed() -> None:
     outcome = judged(report(9), report(50, FALSE), report(9))
     assert (outcome.applied, outcome.history, holders(outcome)) == (9, TRUE, "ac")
-    outcome = judged(report(2**62, FALSE), report(9), report(10))
-    assert (outcome.applied, holders(outcome)) == (10, "c")
+    outcome = judged(report(2**62, FALSE), prepared(9), after(prepared(9)))
+    assert (outcome.applied, holders(outcome)) == (10, "bc")
+
+
+@pytest.mark.parametrize(("others", "applied"), [(report(9), 9), (prepared(9), 10)], ids=["idle", "prepared"])
+def test_a_step_that_the_others_have_not_voted_for_is_not_believed(
+    others: m.FreezeReport, applied: int
+) -> None:
+    outcome = judged(report(10, FALSE), others, others)
+    assert (outcome.applied, holders(outcome)) == (applied, "bc")
+    assert judged(others, report(10, FALSE)).history != FALSE
+    assert judged(report(10, FALSE), others).history == FALSE, "of two, the longer-serving one is believed"
+
+
+def test_a_member_that_denies_its_vote_undoes_no_step() -> None:
+    behind = prepared(9)
+    outcome = judged(report(9), after(behind), behind)
+    assert (outcome.applied, holders(outcome)) == (10, "bc")
 
 
 def test_the_majority_history_is_the_runs() -> None:

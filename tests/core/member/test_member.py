@@ -150,6 +150,45 @@ def test_a_worker_that_never_reached_its_coordinator_is_not_paused() -> None:
     assert "needs the coordinator" in worker.core.pause_reason
 
 
+def test_a_worker_is_paused_while_an_earlier_coordinator_answers() -> None:
+    """Otherwise it would wait without end for a later one that has gone."""
+    worker = Worker()
+    worker.say(m.Welcome(3, "r", ""))
+    for term, is_paused in ((2, True), (3, False)):
+        worker.hear(io.PeerDisconnected(COORDINATOR, "line"))
+        worker.hear(io.PeerConnected(COORDINATOR))
+        worker.say(m.Welcome(term, "r", ""))
+        assert bool(worker.core.pause_reason) == is_paused
+
+
+def test_the_state_is_sent_until_the_generation_starts() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.hear(io.PeerConnected(A))
+    sent = [any(isinstance(e, io.SendState) for e in worker.say(m.StateRequest(1, 1), A))]
+    worker.say(m.StartGeneration(1, 1))
+    sent += [any(isinstance(e, io.SendState) for e in worker.say(m.StateRequest(1, 1), A))]
+    assert sent == [True, False]
+
+
+def test_a_root_that_aborts_and_requests_no_freeze_is_reported() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.hear(io.PeerConnected(A))
+    worker.say(m.StartGeneration(1, 1))
+    for attempt in range(2):
+        assert worker.core.next_round == m.RoundId(1, 1, 0, attempt)
+        worker.hear(io.SubmitRound(m.RoundId(1, 1, 0, attempt), {}))
+        worker.say(m.Decision(m.RoundId(1, 1, 0, attempt), m.Verdict.ABORT, "on purpose"), A)
+    assert worker.core.next_round is None
+    stalled: list[tuple[float, m.RoundStalled]] = []
+    for beat in range(1, 5):
+        worker.now_s = beat * LIMITS.first_step_s / 2
+        sent = [e.message for e in worker.hear(io.HeartbeatDue(0, True, ())) if isinstance(e, io.Send)]
+        stalled += [(worker.now_s, message) for message in sent if isinstance(message, m.RoundStalled)]
+    assert [(at_s, report.suspects) for at_s, report in stalled] == [(LIMITS.first_step_s, (A,))]
+
+
 def test_members_that_a_freeze_removes_are_disconnected_at_once() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")

@@ -26,7 +26,7 @@ from gridtrain.runtime.state_transfer.catch_up_receiver import (
     progress_line,
 )
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
-from gridtrain.runtime.state_transfer.catch_up_source import MAX_UPDATE_REQUESTS, CatchUpSource
+from gridtrain.runtime.state_transfer.catch_up_source import MAX_REQUESTS, CatchUpSource
 from gridtrain.runtime.state_transfer.state_snapshot import StateSnapshot
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 
@@ -237,14 +237,15 @@ def test_a_donor_that_changes_a_block_is_found_out() -> None:
         assert attack()._snapshot.progress[0] == 1
 
 
-def test_updates_are_not_sent_again_and_again() -> None:
+@pytest.mark.parametrize(("request_", "answers"), [(m.UpdatesRequest(4), 7), (m.SnapshotRequest(), 1)])
+def test_nothing_is_sent_again_and_again(request_: m.Message, answers: int) -> None:
     donor = Donor()
-    for _ in range(MAX_UPDATE_REQUESTS):
-        assert len(donor.answers([(A, m.UpdatesRequest(4))])) == 7
-    (refused,) = donor.answers([(A, m.UpdatesRequest(4))])[:1]
+    for _ in range(MAX_REQUESTS):
+        assert len(donor.answers([(A, request_)])) == answers
+    (refused,) = donor.answers([(A, request_)])[:1]
     assert isinstance(refused, m.SnapshotUnavailable)
     with disable_defences("update-asks"):
-        assert len(donor.answers([(A, m.UpdatesRequest(4))])) == 7
+        assert len(donor.answers([(A, request_)])) == answers
 
 
 def test_who_is_no_follower_any_more_gets_no_updates() -> None:
