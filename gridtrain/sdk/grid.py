@@ -331,6 +331,7 @@ class Grid:
         wait: str | None = None,
         base: str | None = None,
         send_frozen: Sequence[str] = (),
+        exchange_device: torch.device | str | None = None,
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
@@ -358,6 +359,9 @@ class Grid:
             send_frozen: names of frozen parameters, or patterns such as `*.projection`, that are sent to
                 joining workers and saved in checkpoints like trained ones, because each process initializes
                 or changes them; all other frozen parameters are never sent.
+            exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in the
+                memory of the host, so that a GPU has only the model's own tensors; entries are then selected
+                by the CPU.  It may differ between workers.  The default is the device of the parameters.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -374,6 +378,7 @@ class Grid:
             "compare_every": compare_every,
             "overlap": overlap,
             "wait": wait,
+            "exchange_device": exchange_device,
             "base": FrozenBase(model, sent=send_frozen, rule=self._config.base if base is None else base),
         }
         if isinstance(chosen, LocalSteps):

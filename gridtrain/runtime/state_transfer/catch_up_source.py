@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
@@ -38,9 +38,6 @@ MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
 BACKLOG_BYTES = 2 << 20
 """While at least this many bytes are queued in the transport for a receiver, no more messages are queued for
 it."""
-
-SnapshotParts = tuple[bytes, bytes]
-"""The private and the shared part of a state; see `gridtrain.training.checkpoint.serialization`."""
 
 
 class CatchUpSource:
@@ -76,13 +73,13 @@ class CatchUpSource:
         """Stop serving catch-ups, because the updates alone do not determine the effect of a step."""
         self.disabled_reason = reason
 
-    def store_copy(self, applied: int, history: bytes, parts: Callable[[], SnapshotParts]) -> None:
-        """Start building a snapshot from the trainer's copy of its state.
+    def store_copy(self, applied: int, history: bytes, parts: Sequence[bytes | memoryview]) -> None:
+        """Start building a snapshot from the trainer's copy of its state, in a separate thread.
 
         Args:
             applied: the step of the state.
             history: the history of the state.
-            parts: a function that converts the copy to bytes; it is called in a separate thread.
+            parts: the private and the shared part; see `gridtrain.training.checkpoint.serialization`.
         """
 
         def start() -> None:
@@ -92,7 +89,7 @@ class CatchUpSource:
         def build() -> None:
             snapshot = None
             try:
-                snapshot = StateSnapshot.build(applied, history, *parts())
+                snapshot = StateSnapshot.build(applied, history, *parts)
             except Exception:  # the receivers then receive the state while the members wait
                 log.exception("cannot build the snapshot of step %d", applied)
             self._submit(lambda: self._store_built(snapshot))
