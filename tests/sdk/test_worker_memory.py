@@ -6,8 +6,10 @@ Two workers in one process are held back at the same places, so that each number
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ import torch
 from torch import nn
 
 import gridtrain
+from gridtrain.config import JoinConfig
 from gridtrain.core.planning.worker_memory import MOST_LOGGED_BYTES, MOST_LOGGED_STEPS, worker_memory
+from gridtrain.errors import ConfigError
 from gridtrain.runtime.state_transfer import update_log
 from gridtrain.runtime.step_rounds import StepRounds
 
@@ -111,6 +115,19 @@ def test_workers_hold_what_the_table_says(case: str, together: Any, monkeypatch:
         assert found["exchange"] == pytest.approx(told.always + told.exchange, abs=0.5)
 
 
+def test_the_documented_table_is_that_of_the_function() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    rows = re.findall(r"^\| `(.+?)`.* \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for text, *cells in rows:
+        exchange = eval(text, vars(gridtrain))  # in this repository's own document
+        local = exchange if isinstance(exchange, gridtrain.LocalSteps) else None
+        wire = exchange if local is None else local.exchange
+        found = worker_memory(wire, parameters=10**8, workers=4, optimizer_values=0, local=local)
+        figures = (found.flat_gradient, found.residual, found.local_steps, found.exchange)
+        assert cells == [f"{figure:.3g}" for figure in figures], text
+
+
 def test_a_state_is_captured_with_one_copy() -> None:
     from gridtrain.training.checkpoint import serialization
 
@@ -127,5 +144,22 @@ def test_a_state_is_captured_with_one_copy() -> None:
     assert size > 12 * N and peak < 1.05 * size
 
 
-def test_the_update_log_is_as_long_as_the_table_says() -> None:
+def test_the_update_log_is_as_long_as_its_setting_says(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (update_log.MOST_UPDATES, update_log.MOST_BYTES) == (MOST_LOGGED_STEPS, MOST_LOGGED_BYTES)
+    assert JoinConfig("", "").update_log_bytes == MOST_LOGGED_BYTES
+    for wrong in ("0", "-1", "1.5", "much", "16385"):
+        with pytest.raises(ConfigError, match=f"update_log_mib is '{wrong}'; it must be from 1 to 16384"):
+            assert JoinConfig("", "", update_log_mib=wrong).update_log_bytes
+    monkeypatch.setattr(JoinConfig, "update_log_bytes", property(lambda config: 1 << 20))
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        model = nn.Linear(250, 250, bias=False)  # an update has 0.5 MB
+        optimizer = grid.optimizer(make("sgd", model), model, exchange=gridtrain.TopK(density=1.0))
+        for _ in grid.batches(DATA, batch_size=1, steps=6):
+            model(torch.ones(1, 250)).square().sum().backward()
+            optimizer.step()
+        return len(grid._session.connection.loop.catch_up_source._log._updates)
+
+    assert together(train, WORKERS) == [2, 2]

@@ -46,16 +46,22 @@ class CatchUpSource:
     Args:
         rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
         submit: schedules a callable on the I/O thread; `submit` may be called from any thread.
+        log_bytes: the largest size of the update log in memory.
 
     Attributes:
         disabled_reason: why no worker can catch up from this worker; empty if workers can catch up from it.
     """
 
-    def __init__(self, rate_Bps: float | None, submit: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        rate_Bps: float | None,
+        submit: Callable[[Callable[[], None]], None],
+        log_bytes: int = update_log.MOST_BYTES,
+    ) -> None:
         self._rate_Bps = rate_Bps
         self._submit = submit
         self._snapshot_sender = SnapshotSender()
-        self._log = UpdateLog()
+        self._log = UpdateLog(max_bytes=log_bytes)
         self._n = 0
         self._request_counts: Counter[m.PeerId] = Counter()
         self._next_step: dict[m.PeerId, int] = {}  # by receiver that has requested updates
