@@ -51,7 +51,8 @@ def held_bytes(models: list[nn.Module]) -> int:
     """
     gc.collect()
     gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)] + gradients
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)] + gradients
+    tensors = [each for each in tensors if each.layout is torch.strided and each.device.type == "cpu"]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     traces = tracemalloc.take_snapshot().traces if tracemalloc.is_tracing() else ()
     return sum(storages.values()) + sum(each.size for each in traces if each.size >= LEAST_BYTES)
