@@ -450,6 +450,9 @@ class Deadlines:
 # -- how a worker joins its run --------------------------------------------------------------------
 
 
+MOST_UPDATE_LOG_MIB = 1 << 14
+
+
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
     """The settings of `gridtrain.join`; the defaults are read from the environment that the agent sets.
@@ -474,6 +477,8 @@ class JoinConfig:
         base: the default of `Grid.optimizer(base=)`, one of `BASES`.
         checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
         faults: the faults to inject (see `gridtrain.testing.Faults`); "" injects none.
+        update_log_mib: the memory in MiB for the updates of the latest steps, with which a joining worker
+            catches up; with less, the group may have to wait while a slow one receives the state.
     """
 
     coordinator: str
@@ -498,7 +503,18 @@ class JoinConfig:
     wait: str = "all"
     base: str = "exact"
     checkpoints: str = ""
+    update_log_mib: str = "128"
     deadlines: Deadlines = field(default_factory=Deadlines)
+
+    @property
+    def update_log_bytes(self) -> int:
+        """The memory for the update log; raises `ConfigError` if it is not a whole number of MiB."""
+        if not self.update_log_mib.isdecimal() or not 1 <= int(self.update_log_mib) <= MOST_UPDATE_LOG_MIB:
+            raise ConfigError(
+                f"update_log_mib is {self.update_log_mib[:40]!r}; it must be from 1 to {MOST_UPDATE_LOG_MIB}",
+                remedy=f"set {ENV_PREFIX}UPDATE_LOG_MIB to a whole number of MiB, such as 32",
+            )
+        return int(self.update_log_mib) << 20
 
     @classmethod
     def from_environment(

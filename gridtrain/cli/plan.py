@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gridtrain.cli.live_network import LiveNetwork
     from gridtrain.cli.network_file import DescribedNetwork
     from gridtrain.core.planning.exchange_comparison import ExchangeEstimate
+    from gridtrain.core.planning.worker_memory import WorkerMemory
 
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 DENSE_EXCHANGES = ("dense", "dense-direct", "star")
@@ -300,6 +302,13 @@ def _print(
     for row in (rows[-1], rows[0]) if len(rows) > 1 else rows:
         console.print(recommend_exchange(row)[1], markup=False, highlight=False, soft_wrap=True)
         console.print(recommend_local_steps(row, computing), markup=False, highlight=False, soft_wrap=True)
+    console.print("Memory of a worker, bytes for each trainable parameter (AdamW, float32):", highlight=False)
+    for each in rows[-1]:
+        memory = _memory(each)
+        text = (
+            f"  {each.load.name} {memory.total:.3g} ({_bytes(memory.total * each.load.parameters)}): {memory}"
+        )
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
         if rows[-1][0].world_size > described.workers and _is_live(described):
@@ -349,6 +358,24 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
     return table
 
 
+def _memory(each: ExchangeEstimate) -> WorkerMemory:
+    from gridtrain.config import Dense, Exchange, GTopK, LocalSteps, TopK
+    from gridtrain.core.planning.worker_memory import worker_memory
+    from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
+
+    load = each.load
+    wire: Exchange = Dense(values=load.dense_values)
+    if load.kind.is_sparse:
+        wire = TopK(load.density) if load.kind == "topk" else GTopK(load.density)
+    return worker_memory(
+        wire,
+        parameters=load.parameters,
+        workers=each.world_size,
+        optimizer_values=OPTIMIZER_STATE_COPIES["adamw"],
+        local=LocalSteps(each.local_steps, wire) if each.local_steps > 1 else None,
+    )
+
+
 def _figures(each: ExchangeEstimate, computing: float) -> dict[str, Any]:
     from gridtrain.core.planning.exchange_comparison import propose_for
 
@@ -360,6 +387,7 @@ def _figures(each: ExchangeEstimate, computing: float) -> dict[str, Any]:
         "sent_bytes": each.cost.sent_bytes,
         "received_bytes": each.cost.received_bytes,
         "cpu_s": each.cost.cpu_s,
+        "memory_bytes_per_parameter": asdict(_memory(each)),
         "efficiency": each.efficiency,
         "speedup": each.speedup,
         "proposed_local_steps": propose_for(each, computing, overlap=False).every,

@@ -127,7 +127,7 @@ class IoLoop:
         donate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
         deadlines = config.deadlines
         self.mailbox = Mailbox(transport.wake, should_interrupt)
-        self.catch_up_source = CatchUpSource(donate_Bps, self.mailbox.submit)
+        self.catch_up_source = CatchUpSource(donate_Bps, self.mailbox.submit, config.update_log_bytes)
         self.heartbeat = HeartbeatSource(self.mailbox)
         self.step_rounds = StepRounds(
             self.mailbox, self.catch_up_source.record_step, self.heartbeat.count_missed_step

@@ -334,6 +334,7 @@ class StepRounds:
         if ended is not None:
             if committed:
                 self._record_update(ended, flags)
+                ended.buffers, ended.voted_buffers = {}, ()  # `last_submitted` would keep them for a step
             else:
                 ended.failure_reason = reason
             self._ended.append((ended, RoundOutcome(committed, is_skipped(flags))))

@@ -33,7 +33,6 @@ from gridtrain.runtime.mailbox.worker_task import (
 from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.state_transfer.blobs import MAX_STATE_BYTES
 from gridtrain.runtime.state_transfer.catch_up_receiver import SnapshotWork
-from gridtrain.runtime.state_transfer.catch_up_source import SnapshotParts
 from gridtrain.runtime.state_transfer.checkpoint_copy import CheckpointDisk
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
 from gridtrain.runtime.step_rounds import MakeEmpty
@@ -45,7 +44,6 @@ CaptureBlobs = Callable[[WorkerSnapshot, bool], Sequence[bytes | memoryview] | N
 RestoreState = Callable[[Sequence[bytes | memoryview]], None]
 ReplayUpdate = Callable[[StepUpdate], None]
 ApplyMissed = Callable[[Sequence[MissedStep]], None]
-CopyState = Callable[[], Callable[[], SnapshotParts]]
 AddResidual = Callable[[m.PeerId, SparseVector], None]
 
 LOAD_TASKS = (LoadState, io.LoadCheckpoints)
@@ -72,7 +70,7 @@ class StageCheckpointDisk(CheckpointDisk, Protocol):
         """Write this worker's state as a checkpoint before returning.  Raises `OSError`."""
         ...
 
-    def read_for_peer(self, held: m.CheckpointInfo) -> Sequence[bytes]:
+    def read_for_peer(self, held: m.CheckpointInfo) -> Sequence[bytes | memoryview]:
         """Read a checkpoint, and return it as blobs for a member that will load it.  Raises `ConfigError`."""
         ...
 
@@ -92,7 +90,6 @@ class TrainerTasks:
         self._loop = loop
         self._capture: CaptureBlobs | None = None
         self._restore: RestoreState | None = None
-        self._copy: CopyState | None = None
         self._replay: ReplayUpdate | None = None
         self._make_empty: MakeEmpty | None = None
         self._apply_missed: ApplyMissed | None = None
@@ -129,19 +126,14 @@ class TrainerTasks:
         self._capture, self._restore, self._max_state_bytes = capture, restore, max_state_bytes
         self.connect(self._loop)
 
-    def attach_catch_up(
-        self, copy: CopyState, replay: ReplayUpdate, max_state_bytes: int, elements: int
-    ) -> None:
-        """Set the functions that copy this worker's state between two steps and apply the update of a step.
+    def attach_catch_up(self, replay: ReplayUpdate, max_state_bytes: int, elements: int) -> None:
+        """Set the function that applies the update of a step; `attach_state` sets the one for a snapshot.
 
         Args:
-            copy: copies the state and returns a function that converts the copy to bytes.  That function is
-                called in another thread.
-            replay: applies an update.
             max_state_bytes: the largest state that this worker's model can have.
             elements: the number of elements of the flat gradient.
         """
-        self._copy, self._replay = copy, replay
+        self._replay = replay
         self._catch_up_limits = (max_state_bytes, elements)
         self.connect(self._loop)
 
@@ -218,14 +210,12 @@ class TrainerTasks:
         match task:
             case ApplyMissedSteps():
                 return self._apply_missed is not None
-            case DoCatchUpWork():
+            case DoCatchUpWork() | CopySnapshot():
                 return self._replay is not None
             case AddResiduals():
                 return self._add_residual is not None
             case CaptureState():
                 return self._capture is not None
-            case CopySnapshot():
-                return self._copy is not None
             case LoadState():
                 return True
             case _:
@@ -261,8 +251,9 @@ class TrainerTasks:
                     assert self._capture is not None
                     loop.state_sender.supply_state(task, self._capture(snapshot, is_whole))
                 case CopySnapshot():
-                    assert self._copy is not None
-                    loop.catch_up_source.store_copy(snapshot.applied, snapshot.history, self._copy())
+                    assert self._capture is not None
+                    if (blobs := self._capture(snapshot, True)) is not None:
+                        loop.catch_up_source.store_copy(snapshot.applied, snapshot.history, blobs)
         finally:
             loop.mailbox.finish_task(task)
             loop.heartbeat.set_busy(False)

@@ -340,6 +340,7 @@ class Grid:
         base: str | None = None,
         send_frozen: Sequence[str] = (),
         weigh_by: str = "samples",
+        exchange_device: torch.device | str | None = None,
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
@@ -369,6 +370,9 @@ class Grid:
                 or changes them; all other frozen parameters are never sent.
             weigh_by: "samples" weights a worker's gradient by its samples; "tokens" by the counts that the
                 loop passes to `weigh`, the same on all workers.
+            exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in the
+                memory of the host, so that a GPU has only the model's own tensors; entries are then selected
+                by the CPU.  It may differ between workers.  The default is the device of the parameters.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -385,6 +389,7 @@ class Grid:
             "compare_every": compare_every,
             "overlap": overlap,
             "wait": wait,
+            "exchange_device": exchange_device,
             "base": FrozenBase(model, sent=send_frozen, rule=self._config.base if base is None else base),
             "weigh_by": weigh_by,
         }

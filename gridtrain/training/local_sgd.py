@@ -142,6 +142,7 @@ class LocalSGDOptimizer(GridOptimizer):
         wait: str = "all",
         base: FrozenBase | None = None,
         weigh_by: str = "samples",
+        exchange_device: torch.device | str | None = None,
     ) -> None:
         if overlap is not None:
             raise ConfigError(
@@ -163,6 +164,7 @@ class LocalSGDOptimizer(GridOptimizer):
             wait=wait,
             base=base,
             weigh_by=weigh_by,
+            exchange_device=exchange_device,
         )
         self._every = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)
@@ -228,7 +230,8 @@ class LocalSGDOptimizer(GridOptimizer):
     def _copy_to_anchor(self) -> None:
         parameters = [parameter for _, parameter in self._flat.views]
         if not self._anchor:
-            self._anchor = [parameter.detach().clone() for parameter in parameters]
+            device = self._flat.flat_N.device
+            self._anchor = [parameter.detach().to(device, copy=True) for parameter in parameters]
             return
         for anchor, parameter in zip(self._anchor, parameters, strict=True):
             anchor.copy_(parameter)

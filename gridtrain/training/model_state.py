@@ -17,7 +17,7 @@ import logging
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -377,9 +377,7 @@ class WholeModelState(ModelState):
         if optimizer.wait == "auto":
             absence = optimizer.absence
             session.tasks.attach_absence(absence.make_empty_buffers, absence.apply, absence.drop)
-        session.tasks.attach_catch_up(
-            self._copy_state, optimizer.replay_update, largest_bytes, optimizer.flat_size
-        )
+        session.tasks.attach_catch_up(optimizer.replay_update, largest_bytes, optimizer.flat_size)
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
         self._define(facts, spec)
@@ -479,11 +477,6 @@ class WholeModelState(ModelState):
             self._residual.clear()
             self._is_resumed = False
         self._optimizer.restore_state(blobs)
-
-    def _copy_state(self) -> Callable[[], tuple[bytes, bytes]]:
-        """Copy the state between two steps; return a function that serializes the copy."""
-        copy = self._optimizer.copy_state()
-        return lambda: (copy.private_bytes(), copy.shared_bytes())
 
     def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool:
         return self.checkpoints.is_due(snapshot.applied + 1)

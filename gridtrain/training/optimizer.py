@@ -90,6 +90,8 @@ class GridOptimizer(WrappingOptimizer):
         base: the frozen parameters of the model, which are not part of the state; by default all of them.
         weigh_by: "samples" to weight a worker's gradient by its samples; "tokens" to weight it by the counts
             that the script passes to `weigh`.
+        exchange_device: the device of the flat gradient, the residual and what local steps keep: "cpu" for
+            the memory of the host; by default the device of the parameters.
 
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
@@ -122,6 +124,7 @@ class GridOptimizer(WrappingOptimizer):
         wait: str = "all",
         base: FrozenBase | None = None,
         weigh_by: str = "samples",
+        exchange_device: torch.device | str | None = None,
     ) -> None:
         check_weighting(weigh_by, exchange, overlap, wait)
         check_compatible(inner, exchange, clip_norm)
@@ -135,7 +138,7 @@ class GridOptimizer(WrappingOptimizer):
         self.replicated = inner
         self._session = session
         self._clip_norm = clip_norm
-        self._flat = FlatGradient(model, inner)
+        self._flat = FlatGradient(model, inner, exchange_device)
         self.base = base or FrozenBase(model)
         self.overlap_config = overlap
         self._overlapper: Overlapper | None = None
@@ -494,11 +497,6 @@ class GridOptimizer(WrappingOptimizer):
     def initial_digest(self) -> bytes:
         """Return a digest of the state before the first step; see `serialization.initial_digest`."""
         return serialization.initial_digest(self.model, self.replicated, self._trackers)
-
-    def copy_state(self) -> serialization.StateCopy:
-        """Copy the replicated state without serializing it."""
-        self.base.check_unchanged()
-        return serialization.copy_state(self.model, *self._turn_start_view())
 
     def _turn_start_view(self) -> tuple[torch.optim.Optimizer, serialization.Trackers]:
         """Return the optimizer and the trackers as they were when the turn in progress began."""

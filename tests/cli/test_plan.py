@@ -60,6 +60,23 @@ def test_the_table_can_be_checked_by_hand() -> None:
     assert "Use gtopk at density 0.001 with 4 workers: a step takes" in done.output
 
 
+def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
+    """16 for model and AdamW, 4 for the flat gradient, 8 for a residual, 4 for where local steps began."""
+    usual = ("--parameters", "1e6", "--workers", "2,4", "--exchange", "dense,topk", "--density", "0.01")
+    shown = run(*usual).output.splitlines()
+    start = shown.index("Memory of a worker, bytes for each trainable parameter (AdamW, float32):")
+    dense = "parameter 4, gradient 4, optimizer 8, flat gradient 4, exchange 4, state 12"
+    assert shown[start + 1] == f"  dense 36 (36 MB): {dense}"
+    assert shown[start + 2].startswith(
+        "  topk 175 (175 MB): parameter 4, gradient 4, optimizer 8, flat gradient 4, "
+    )
+    assert "residual 8, update log 134, exchange 0.96, state 12" in shown[start + 2], (
+        "512 steps of 40,000 entries"
+    )
+    found = figures(*usual, "--local-steps", "5")["dense", 4]["memory_bytes_per_parameter"]
+    assert found["local_steps"] == 4 and found["state"] == 4 and sum(found.values()) == 32
+
+
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
 def test_a_narrow_terminal_gets_several_tables_and_whole_figures(
     monkeypatch: pytest.MonkeyPatch, width: int

@@ -35,8 +35,8 @@ def backward(model, seed, size=6):
         torch.randn(size, 5, generator=generator),
         torch.randint(0, 3, (size,), generator=generator),
     )
-    dtype = next(model.parameters()).dtype
-    F.cross_entropy(model(inputs.to(dtype)).float(), labels).backward()
+    first = next(model.parameters())
+    F.cross_entropy(model(inputs.to(first)).float(), labels.to(first.device)).backward()
 
 
 def train_step(model, optimizer, seed):
@@ -93,6 +93,43 @@ def test_all_workers_hold_the_same_bits_after_every_exchange(network, exchange, 
     assert len({tuple(shared) for shared, _ in results}) == 1
     assert len(set(results[0][0])) == 5, "every exchange moved the model"
     assert len({tuple(moments) for _, moments in results}) == world_size, "moments are each worker's own"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("local", [False, True])
+def test_the_exchange_has_the_same_bits_in_the_memory_of_the_host(network, local, dtype, device):
+    exchange = GTopK(density=0.5, momentum=0.0 if local else 0.5)
+
+    def worker(session, exchange_device):
+        model = small_model(dtype).to(device)
+        options = {"exchange_device": exchange_device}
+        if local:
+            turns = LocalSteps(EVERY, exchange, outer_momentum=0.9)
+            optimizer = LocalSGDOptimizer(adamw(model), model, turns, session, **options)
+        else:
+            optimizer = GridOptimizer(sgd(model), model, exchange, session, **options)
+        for step in range(4 * EVERY):
+            train_step(model, optimizer, 100 * step + session.rank)
+        held = [
+            optimizer._flat.flat_N,
+            optimizer._exchanger.feedback.residual_N,
+            *getattr(optimizer, "_anchor", []),
+        ]
+        assert {each.device.type for each in held} == {exchange_device or device}
+        return flat(model).cpu()
+
+    usual, on_host = (
+        network(world_size=2).train(lambda session, where=where: worker(session, where))
+        for where in (None, "cpu")
+    )
+    assert all(torch.equal(one, other) for one, other in zip(usual, on_host, strict=True))
+
+
+def test_the_exchange_on_another_device_is_refused(network):
+    model = small_model()
+    with pytest.raises(ConfigError, match="exchange_device is cuda:1; the model is on cpu"):
+        GridOptimizer(sgd(model), model, Dense(), network().session(), exchange_device="cuda:1")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -6,8 +6,9 @@ Contains pure functions of measurements, and the state of one run's choice; no m
     network_model         links, latencies and rates;  workload: bytes and CPU time of an exchange
     message_schedule      an exchange as a list of messages that depend on each other
     exchange_simulation   the times of these messages on a network;  cost_model: the cost of an exchange
-    rank_order_search     the fastest order of ranks;  rank_order: the order from workers' reports, and its
-    reason entry_shares          which members select fewer entries, because their uploads are thin
+    rank_order_search     the fastest order of ranks;  rank_order: the order from workers' reports
+    entry_shares          which members select fewer entries, because their uploads are thin
     exchange_comparison   the fastest exchange, ring or direct;  exchange_choice: the choice of a run
+    worker_memory         bytes of a worker for each trainable parameter
     batch_shares          samples of a step for each worker;  local_steps_proposal: steps between exchanges
 """

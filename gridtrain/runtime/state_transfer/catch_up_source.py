@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
@@ -39,9 +39,6 @@ BACKLOG_BYTES = 2 << 20
 """While at least this many bytes are queued in the transport for a receiver, no more messages are queued for
 it."""
 
-SnapshotParts = tuple[bytes, bytes]
-"""The private and the shared part of a state; see `gridtrain.training.checkpoint.serialization`."""
-
 
 class CatchUpSource:
     """Sends the snapshot and the updates to the receivers that the coordinator has named.
@@ -49,16 +46,22 @@ class CatchUpSource:
     Args:
         rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
         submit: schedules a callable on the I/O thread; `submit` may be called from any thread.
+        log_bytes: the largest size of the update log in memory.
 
     Attributes:
         disabled_reason: why no worker can catch up from this worker; empty if workers can catch up from it.
     """
 
-    def __init__(self, rate_Bps: float | None, submit: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        rate_Bps: float | None,
+        submit: Callable[[Callable[[], None]], None],
+        log_bytes: int = update_log.MOST_BYTES,
+    ) -> None:
         self._rate_Bps = rate_Bps
         self._submit = submit
         self._snapshot_sender = SnapshotSender()
-        self._log = UpdateLog()
+        self._log = UpdateLog(max_bytes=log_bytes)
         self._n = 0
         self._request_counts: Counter[m.PeerId] = Counter()
         self._next_step: dict[m.PeerId, int] = {}  # by receiver that has requested updates
@@ -76,13 +79,13 @@ class CatchUpSource:
         """Stop serving catch-ups, because the updates alone do not determine the effect of a step."""
         self.disabled_reason = reason
 
-    def store_copy(self, applied: int, history: bytes, parts: Callable[[], SnapshotParts]) -> None:
-        """Start building a snapshot from the trainer's copy of its state.
+    def store_copy(self, applied: int, history: bytes, parts: Sequence[bytes | memoryview]) -> None:
+        """Start building a snapshot from the trainer's copy of its state, in a separate thread.
 
         Args:
             applied: the step of the state.
             history: the history of the state.
-            parts: a function that converts the copy to bytes; it is called in a separate thread.
+            parts: the private and the shared part; see `gridtrain.training.checkpoint.serialization`.
         """
 
         def start() -> None:
@@ -92,7 +95,7 @@ class CatchUpSource:
         def build() -> None:
             snapshot = None
             try:
-                snapshot = StateSnapshot.build(applied, history, *parts())
+                snapshot = StateSnapshot.build(applied, history, *parts)
             except Exception:  # the receivers then receive the state while the members wait
                 log.exception("cannot build the snapshot of step %d", applied)
             self._submit(lambda: self._store_built(snapshot))

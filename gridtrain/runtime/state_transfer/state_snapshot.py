@@ -87,7 +87,9 @@ class StateSnapshot:
     table: bytes
 
     @classmethod
-    def build(cls, applied: int, history: bytes, private: bytes, shared: bytes) -> StateSnapshot:
+    def build(
+        cls, applied: int, history: bytes, private: bytes | memoryview, shared: bytes | memoryview
+    ) -> StateSnapshot:
         """Build a snapshot and its table.  This takes about one second per gigabyte."""
         parts = memoryview(shared), memoryview(private)
         digests = [

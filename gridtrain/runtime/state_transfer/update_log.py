@@ -16,7 +16,8 @@ import hashlib
 import struct
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ parameter may have its own group."""
 _DIGEST_BYTES = 32
 _FLAGS_BYTES = 8
 _FIXED_BYTES = 4 + _FLAGS_BYTES + 1  # besides settings, digests and the update
-_ENTRY_BYTES = 12  # an int64 index and a float32 value in memory
+_ENTRY_BYTES = 8  # an index and a float32 value in memory
 _REMEDY = "request the updates from another member"
 
 
@@ -79,7 +80,7 @@ def matches_history(history: bytes, voted: bytes) -> bool:
 
 
 class UpdateLog:
-    """The updates of the last steps, oldest first and without a gap."""
+    """The updates of the last steps, oldest first and without a gap; indices are kept in 4 bytes."""
 
     def __init__(self, max_count: int = MOST_UPDATES, max_bytes: int = MOST_BYTES) -> None:
         self._max_count, self._max_bytes = max_count, max_bytes
@@ -89,7 +90,7 @@ class UpdateLog:
     def add(self, update: StepUpdate) -> None:
         if self._updates and update.step != self._updates[-1].step + 1:
             self.clear()  # this member has missed steps, so the older updates do not lead up to this step
-        self._updates.append(update)
+        self._updates.append(_with_indices(update, np.uint32))
         self._bytes += _memory_bytes(update)
         while len(self._updates) > self._max_count or (
             self._bytes > self._max_bytes and len(self._updates) > 1
@@ -115,7 +116,7 @@ class UpdateLog:
     def get(self, step: int) -> StepUpdate | None:
         if not self._updates or not self._updates[0].step <= step <= self._updates[-1].step:
             return None
-        return self._updates[step - self._updates[0].step]
+        return _with_indices(self._updates[step - self._updates[0].step], np.int64)
 
 
 def encode_update(update: StepUpdate, n: int) -> bytes:
@@ -157,6 +158,15 @@ def decode_update(step: int, payload: bytes | memoryview, n: int) -> StepUpdate:
     others = tuple(bytes(data[i : i + _DIGEST_BYTES]) for i in range(first, start, _DIGEST_BYTES))
     update = None if skipped else decode(data[start:], n=n, max_entries=n, kind=ValueKind.FP32)
     return StepUpdate(step, bytes(data[4:end]), flags, update, others)
+
+
+def _with_indices(
+    update: StepUpdate, dtype: type[np.unsignedinteger[Any] | np.signedinteger[Any]]
+) -> StepUpdate:
+    """Return the update with indices of another type; they are below 2**32 in every exchange."""
+    if update.update is None:
+        return update
+    return replace(update, update=replace(update.update, indices=update.update.indices.astype(dtype)))
 
 
 def _memory_bytes(update: StepUpdate) -> int:

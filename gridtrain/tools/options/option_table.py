@@ -486,6 +486,7 @@ OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_CONFIG": "the run.toml to read instead of the one in the working folder",
     "GRIDTRAIN_DEBUG": "1: show tracebacks",
     "GRIDTRAIN_FAULTS": "faults to inject; see docs/reliability.md",
+    "GRIDTRAIN_UPDATE_LOG_MIB": "size of the update log, 128 by default; see docs/planning.md",
     # set by the worker's agent for its script
     "GRIDTRAIN_COORDINATOR": "",
     "GRIDTRAIN_COORDINATOR_KEY": "",

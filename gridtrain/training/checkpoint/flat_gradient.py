@@ -1,6 +1,6 @@
 """One flat float32 vector of the gradients of all trainable parameters of a model.
 
-    named_parameters, tied ones once, frozen ones not         flat_N, float32, on the first parameter's device
+    named_parameters, tied ones once, frozen ones not         flat_N, float32, on one device
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
     head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... ]
 
@@ -65,19 +65,33 @@ class FlatGradient:
         model: the model whose trainable parameters take part.
         optimizer: the model's optimizer; it must have all of these parameters, and none that the model
             lacks.
+        device: the device of the vector, which is that of the first parameter, by default, or the CPU.
 
     Raises:
-        ConfigError: model and optimizer do not match, or a parameter cannot take part.
+        ConfigError: model and optimizer do not match, a parameter cannot take part, or the device is another.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str | None = None
+    ) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         _check_trainable(model, held)
         self._optimizer, self._optimizer_parameters = optimizer, [id(p) for p in held]
         self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
         self._frozen = [(name, p) for name, p in canonical_parameters(model) if not p.requires_grad]
         sizes = [p.numel() for _, p in self._named]
-        self.flat_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self._named[0][1].device)
+        own = self._named[0][1].device
+        if device is not None and str(device) not in ("cpu", str(own)):
+            raise ConfigError(
+                f"exchange_device is {device}; the model is on {own}",
+                remedy='use exchange_device="cpu" for the memory of the host, or leave it out',
+            )
+        self.flat_N = torch.zeros(
+            sum(sizes),
+            dtype=torch.float32,
+            device=own if device is None else device,
+            pin_memory=str(device) == "cpu" and own.type == "cuda",  # a faster copy, each step
+        )
         pieces = torch.split(self.flat_N, sizes)
         self._views_P = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
         self.scale = 1.0  # factor of the gradients when they are gathered

@@ -20,7 +20,6 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -41,7 +40,7 @@ from gridtrain.training.checkpoint.frozen_base import (
 
 _T = TypeVar("_T")
 
-_LENGTHS = struct.Struct("<2Q")
+_LENGTHS, _WORD = struct.Struct("<2Q"), struct.Struct("<Q")
 _MAX_DEPTH = 32
 _PARTS = ("parameters", "buffers", "optimizer", "settings")
 _PACKED = ("parameters", "buffers", "optimizer", "trackers")
@@ -65,67 +64,77 @@ received state lacks them (because it comes from an older version, or from a wor
 # -- the whole state -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StateCopy:
-    """A copy of the state at one moment; the methods serialize the copy, which takes time."""
-
-    private_part: tuple[dict[str, Any], dict[str, Tensor]]
-    shared_part: tuple[dict[str, Any], dict[str, Tensor]]
-
-    def private_bytes(self) -> bytes:
-        return _frame(*self.private_part)
-
-    def shared_bytes(self) -> bytes:
-        return _frame(*self.shared_part)
-
-
-def copy_state(
+def capture_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
-) -> StateCopy:
-    """Copy the state, or only its private part.
+) -> list[memoryview]:
+    """Copy and serialize the state: the private part and, if `whole`, the shared part.
 
     Raises:
         ConfigError: a state_dict contains a value that is neither a tensor nor plain data.
     """
-    own, common = _Packer(), _Packer()
-    private_document = {
+    own, common = _Packer(copies=False), _Packer(copies=False)
+    private = {
         "buffers": own.pack(dict(buffers_of(model)), "model"),
         "trackers": {name: own.pack(item.state_dict(), name) for name, item in trackers.items()},
         "settings": own.pack(_plain_groups(optimizer), "optimizer"),
     }
-    shared_document = (
-        {
-            "parameters": common.pack(dict(state_parameters(model)), "model"),
-            "optimizer": common.pack(optimizer.state_dict(), "optimizer"),
-        }
-        if whole
-        else {}
-    )
-    return StateCopy((private_document, own.tensors), (shared_document, common.tensors))
+    if not whole:
+        return [_frame(private, own.tensors)]
+    shared = {
+        "parameters": common.pack(dict(state_parameters(model)), "model"),
+        "optimizer": common.pack(optimizer.state_dict(), "optimizer"),
+    }
+    return [_frame(private, own.tensors), _frame(shared, common.tensors)]
 
 
-def capture_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
-) -> list[bytes]:
-    """Copy and serialize the state: the private part and, if `whole`, the shared part.
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+"""The names of dtypes in safetensors; a file has the tensors in the reverse order of their dtypes here."""
 
-    Raises the errors of `copy_state`.
+
+def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memoryview:
+    """Serialize a part of the state, with the tensors as `safetensors.torch.save` writes them.
+
+    Each tensor is copied once, into the result, because the state may need most of the memory.
     """
-    copy = copy_state(model, optimizer, trackers, whole=whole)
-    return [copy.private_bytes(), copy.shared_bytes()] if whole else [copy.private_bytes()]
-
-
-def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    text = json.dumps(document, separators=(",", ":")).encode()
-    data = safetensors.torch.save(dict(tensors))
-    return b"".join((_LENGTHS.pack(len(text), len(data)), text, data))
+    kinds = list(_DTYPES)
+    order = sorted(tensors, key=lambda name: (-kinds.index(tensors[name].dtype), name))
+    table: dict[str, dict[str, Any]] = {}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        shape, dtype = list(tensors[name].shape), _DTYPES[tensors[name].dtype]
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text, header = (json.dumps(each, separators=(",", ":")).encode() for each in (document, table))
+    header += b" " * (-len(header) % _WORD.size)
+    lengths = _LENGTHS.pack(len(text), _WORD.size + len(header) + end)
+    head = b"".join((lengths, text, _WORD.pack(len(header)), header))
+    frame: npt.NDArray[np.uint8] = np.empty(len(head) + end, np.uint8)
+    frame[: len(head)] = np.frombuffer(head, np.uint8)
+    for name in order:
+        at = len(head) + table[name]["data_offsets"][0]
+        frame[at : at + tensors[name].nbytes] = tensor_bytes(tensors[name])
+    return frame.data.toreadonly()
 
 
 def pack_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Copy the state; return a JSON document and the tensors that it names.  Raises the errors of
-    `copy_state`."""
+    `capture_state`."""
     packer = _Packer()
     document = {
         "parameters": packer.pack(dict(state_parameters(model)), "model"),
@@ -147,7 +156,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: packed[id(x)] for name, x in named if packed.get(id(x), name) != name}
 
 
-def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes]:
+def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """Serialize the result of `pack_state` for `restore_state`."""
     return [_frame({name: document[name] for name in document if name in _PACKED}, tensors), b""]
 
@@ -433,16 +442,27 @@ def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class _Packer:
-    """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered and copied."""
+    """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered.
 
-    def __init__(self) -> None:
+    Args:
+        copies: whether to copy the tensors to the CPU; otherwise they are those of the state.
+    """
+
+    def __init__(self, *, copies: bool = True) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._copies = copies
 
     def pack(self, value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
             name = str(len(self.tensors))
-            # A clone, because safetensors refuses memory that two tensors share.
-            self.tensors[name] = value.detach().cpu().contiguous().clone()
+            if self._copies:  # always, because safetensors refuses memory that two tensors share
+                value = value.to("cpu", copy=True).contiguous()
+            elif value.dtype not in _DTYPES:
+                raise ConfigError(
+                    f"{where} is a tensor of {value.dtype}, which cannot be sent to a joining worker",
+                    remedy="keep it as another dtype in state_dict()",
+                )
+            self.tensors[name] = value.detach()
             return {"tensor": name}
         if isinstance(value, np.generic):
             value = value.item()
@@ -492,7 +512,7 @@ def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 
     Buffers are left out, because they may differ between two averagings.
     """
-    packer = _Packer()
+    packer = _Packer(copies=False)
     layout = {
         "parameters": packer.pack(dict(state_parameters(model)), "model"),
         "state": packer.pack(_sorted(optimizer.state_dict()["state"]), "optimizer"),

@@ -177,7 +177,7 @@ class StageCheckpointStore:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         checkpoint_store.save(content, self._replace(held.layers, held))
 
-    def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes]:
+    def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes | memoryview]:
         """Read a checkpoint for a peer, in the form that `serialization.restore_state` accepts.  Raises
         `ConfigError`."""
         found = self.load(held)

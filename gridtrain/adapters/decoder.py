@@ -1,0 +1,278 @@
+"""Language models of transformers as chains of blocks, for `grid.pipeline`.
+
+    pipe = grid.pipeline(decoder_blueprint(config), adamw, stages=4, loss_fn=next_token_loss)
+
+    LlamaForCausalLM       blocks                            value between two blocks
+    model.embed_tokens     model.embed_tokens                hidden states (B, T, H), or
+    model.layers           model.layers.0, ..1, ..           {"hidden_states": .., "attention_mask": ..}
+    model.rotary_emb       computed again in each layer
+    model.norm, lm_head    model.norm, lm_head               the output: logits (B, T, V)
+
+The blocks are the model's own modules under their own names, so that a state has the names of the whole
+model.  Each layer computes the mask and the rotary embeddings itself: they are not sent between stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline.blueprint import Blueprint, Init, find_tied_parameters
+from gridtrain.pipeline.model_blocks import blocks_of
+
+MODEL_TYPES = ("gemma", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""The `model_type` of the models whose forward is known to be this chain."""
+
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_HIDDEN = "hidden_states"
+
+
+def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
+    """Return a chain of blocks that computes the model's logits, bit for bit, with the model's parameters.
+
+    Its input is the token numbers, (B, T) int64, or a dict with `input_ids` and, if samples are padded or
+    packed, `attention_mask` and `position_ids`, each (B, T).  The model itself stays as it is.
+
+    Raises:
+        ConfigError: the model is not one of `MODEL_TYPES` with a language modeling head.
+    """
+    config = getattr(model, "config", None)
+    head, base = getattr(model, "lm_head", None), getattr(model, "base_model", None)
+    if getattr(config, "model_type", None) not in MODEL_TYPES or head is None or base is model:
+        raise ConfigError(
+            f"a {type(model).__name__} is not known to be a chain of decoder layers",
+            remedy=f"use a ...ForCausalLM whose model_type is one of {', '.join(MODEL_TYPES)}; write another "
+            "model as a gridtrain.pipeline.Sequence of its parts",
+        )
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        raise ConfigError(
+            f"transformers {transformers.__version__} computes masks in another way",
+            remedy="install transformers 5 or newer",
+        )
+    names = (
+        ("wte", "wpe", "drop", "h", "ln_f") if hasattr(base, "wpe") else ("embed_tokens", "layers", "norm")
+    )
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    for name in names:
+        part = getattr(base, name)
+        if isinstance(part, nn.ModuleList):
+            positions = LayerPositions(config, getattr(base, "rotary_emb", None))
+            layers = [_block(_Layer, layer) for layer in part]
+            for number, layer in enumerate(layers):
+                layer.positions, layer.number = positions, number
+            parts[name] = nn.Sequential(*layers)
+        else:
+            parts[name] = _block(_KINDS.get(name, _Plain), part)
+    return nn.Sequential(
+        OrderedDict({model.base_model_prefix: nn.Sequential(parts), "lm_head": _block(_Head, head)})
+    )
+
+
+def decoder_blueprint(source: PretrainedConfig | str | Path, *, seed: int = 0) -> Blueprint:
+    """Return the blueprint of a language model, of which each worker builds only its own stage.
+
+    Args:
+        source: the model's configuration, for initial values as transformers draws them; or the folder of a
+            pretrained model, from whose safetensors files each worker reads the values of its blocks.
+        seed: the seed of the run's initial values.
+
+    Raises:
+        ConfigError: the folder has no such model, or the model cannot be used; see `decoder_blocks`.
+    """
+    folder = None if isinstance(source, PretrainedConfig) else Path(source)
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} is not the folder of a pretrained model: it has no config.json",
+            remedy="pass a folder that save_pretrained or `hf download` has written",
+        )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            source if folder is None else AutoConfig.from_pretrained(folder)
+        )
+    chain = decoder_blocks(model)
+    init = _draw_values(model) if folder is None else _read_values(folder, model, blocks_of(chain))
+    return Blueprint(chain, seed=seed, init=init)
+
+
+def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+    """Return the mean cross-entropy of each token after the first; targets of -100 are ignored."""
+    return nn.functional.cross_entropy(
+        logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten(), ignore_index=-100
+    )
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+class LayerPositions:
+    """Computes what a layer needs besides the hidden states: the attention mask and the rotary embeddings.
+
+    Args:
+        rotary: the model's module for rotary embeddings; None if it has none.  Its buffers are in no state,
+            so a model on the meta device gets new ones.
+    """
+
+    def __init__(self, config: PretrainedConfig, rotary: nn.Module | None) -> None:
+        self._config, self._rotary = config, rotary
+
+    def arguments(self, number: int, hidden_BTH: Tensor, others: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the keyword arguments of layer `number`, as the model's own forward passes them."""
+        positions = _positions(hidden_BTH, others)
+        arguments: dict[str, Any] = {"position_ids": positions, "use_cache": False, "attention_mask": None}
+        if not hidden_BTH.is_meta:  # where only shapes are wanted, and a mask depends on values
+            mask = create_masks_for_generate(
+                self._config, hidden_BTH, others.get("attention_mask"), None, positions
+            )
+            is_by_type = isinstance(mask, dict)
+            arguments["attention_mask"] = mask[self._config.layer_types[number]] if is_by_type else mask
+        if self._rotary is not None:
+            arguments["position_embeddings"] = self._rotary_at(hidden_BTH.device)(hidden_BTH, positions)
+        return arguments
+
+    def _rotary_at(self, device: torch.device) -> nn.Module:
+        assert self._rotary is not None
+        if next(self._rotary.buffers()).device != device:
+            with torch.device("cpu"):
+                self._rotary = type(self._rotary)(self._config).to(device)
+        return self._rotary
+
+
+def _positions(hidden_BTH: Tensor, others: Mapping[str, Tensor]) -> Tensor:
+    if "position_ids" in others:
+        return others["position_ids"]
+    return torch.arange(hidden_BTH.shape[1], device=hidden_BTH.device).unsqueeze(0)
+
+
+class _Plain(nn.Module):
+    """A module that changes only the hidden states.
+
+    Each block is of a class that is derived from this class, or from one of the following, and from the class
+    of the model's own module.
+    """
+
+    def forward(self, x: Any) -> Any:
+        hidden, others = (x, {}) if isinstance(x, Tensor) else (x[_HIDDEN], x)
+        hidden = self._change(hidden, others)
+        return {**others, _HIDDEN: hidden} if others else hidden
+
+    def _change(self, hidden: Tensor, others: Mapping[str, Tensor]) -> Tensor:
+        return super().forward(hidden)  # type: ignore[no-any-return]
+
+
+class _Tokens(_Plain):
+    """The embedding of the tokens."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return super().forward(x)
+        if not isinstance(x, Mapping) or not {"input_ids"} <= x.keys() <= set(_INPUTS):
+            given = ", ".join(map(str, x)) if isinstance(x, Mapping) else type(x).__name__
+            raise ConfigError(
+                f"the input of the model is {given}",
+                remedy=f"pass the token numbers, or a dict of {', '.join(_INPUTS)}; labels are the targets",
+            )
+        others = {name: x[name] for name in _INPUTS[1:] if name in x}
+        return super().forward({**others, _HIDDEN: x["input_ids"]} if others else x["input_ids"])
+
+
+class _Positions(_Plain):
+    """The embedding of the positions in GPT-2, which is added to the embedding of the tokens."""
+
+    def _change(self, hidden: Tensor, others: Mapping[str, Tensor]) -> Tensor:
+        return hidden + super()._change(_positions(hidden, others), {})
+
+
+class _Layer(_Plain):
+    """A decoder layer."""
+
+    positions: LayerPositions
+    number: int
+
+    def _change(self, hidden: Tensor, others: Mapping[str, Tensor]) -> Tensor:
+        arguments = self.positions.arguments(self.number, hidden, others)
+        return super(_Plain, self).forward(hidden, **arguments)  # type: ignore[no-any-return]
+
+
+class _Head(_Plain):
+    """The language modeling head, whose result is the logits alone."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x if isinstance(x, Tensor) else x[_HIDDEN])
+
+
+_KINDS: dict[str, type[_Plain]] = {"embed_tokens": _Tokens, "wte": _Tokens, "wpe": _Positions}
+
+
+def _block(kind: type[_Plain], module: nn.Module) -> Any:
+    """Return a module of the given kind that shares parameters, buffers and children with `module`."""
+    block: Any = object.__new__(type(f"{kind.__name__}{type(module).__name__}", (kind, type(module)), {}))
+    vars(block).update(vars(module))
+    for held in ("_parameters", "_buffers", "_modules"):
+        vars(block)[held] = dict(vars(module)[held])
+    return block
+
+
+# -- initial values --------------------------------------------------------------------------------
+
+
+def _draw_values(model: PreTrainedModel) -> Init:
+    """Return a function that gives a block the initial values of its model's class."""
+
+    @torch.no_grad()
+    def init(block: nn.Module, number: int) -> None:
+        for child in block.children():
+            init(child, number)
+        model._init_weights(block)
+
+    return init
+
+
+def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> Init:
+    """Return a function that reads a block's values from the model's safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            files = dict(json.loads(index.read_text())["weight_map"])
+        else:
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                files = dict.fromkeys(file.keys(), "model.safetensors")
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(
+            f"the tensors in {folder} cannot be read: {error}",
+            remedy="the folder must contain model.safetensors, or its index and all of its files",
+        ) from error
+    names, prefix = tuple(blocks), f"{model.base_model_prefix}."
+    tied = {place for each in find_tied_parameters(tuple(blocks.values())) for place in each.places[1:]}
+
+    @torch.no_grad()
+    def init(block: nn.Module, number: int) -> None:
+        _draw_values(model)(block, number)  # of buffers that are in no file
+        for name, tensor in block.state_dict().items():
+            full = f"{names[number]}.{name}"
+            stored = full if full in files else full.removeprefix(prefix)  # files of GPT-2 lack the prefix
+            if stored not in files:
+                if (number, name) in tied:
+                    continue  # its value comes from an earlier block
+                raise ConfigError(f"{folder} has no tensor {full!r}", remedy="download all of its files")
+            with safe_open(folder / files[stored], "pt") as file:
+                value = file.get_tensor(stored)
+            if value.shape != tensor.shape:
+                raise ConfigError(
+                    f"{full!r} has the shape {tuple(value.shape)} in {folder}, but {tuple(tensor.shape)} in "
+                    "the model",
+                    remedy="use the config.json that belongs to the files",
+                )
+            tensor.copy_(value)
+
+    return init

@@ -1,0 +1,118 @@
+"""The memory of a worker in bytes for each trainable parameter.
+
+    always                parameter, gradient, optimizer's state, flat gradient, residual, local steps, log
+    during an exchange    the buffers of the exchange
+    for a joining worker  a copy of the state, until that worker has it
+
+Activations, frozen parameters and buffers of layers are not included, nor what kernels need while they run.
+`tests/sdk/test_worker_memory.py` compares these figures with the memory of real workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from gridtrain.config import Dense, Exchange, GTopK, LocalSteps
+
+_FLOAT = 4
+_ENTRY_BYTES = 12
+"""An index and a value of a sparse vector in memory."""
+
+_LOGGED_ENTRY_BYTES, _LOGGED_STEP_BYTES = 8, 800
+"""Bytes of an entry in the update log, and of a step besides its entries."""
+
+MOST_LOGGED_STEPS, MOST_LOGGED_BYTES = 512, 128 << 20
+"""The length of the update log."""
+
+ROUNDED_BYTES = {"fp32": 0.0, "bf16": 2.0, "int8": 1.0 + 2.0 / 256}
+"""Bytes of an element of a dense exchange that is kept as it was sent, if it was rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Bytes for each trainable parameter.
+
+    Attributes:
+        parameter, gradient, optimizer: the model's, as without gridtrain.
+        flat_gradient: the flat gradient, always float32.
+        residual: the residual and its momentum, each with the copy that an exchange writes.
+        local_steps: the parameters of the last exchange, the outer velocity, and the change that is being
+            exchanged.
+        update_log: the updates of the latest steps.
+        exchange: the buffers of an exchange, while it runs.
+        state: the copy of the state that a joining worker receives.
+    """
+
+    parameter: float
+    gradient: float
+    optimizer: float
+    flat_gradient: float
+    residual: float
+    local_steps: float
+    update_log: float
+    exchange: float
+    state: float
+
+    @property
+    def always(self) -> float:
+        """What a worker holds between two exchanges."""
+        return self.total - self.exchange - self.state
+
+    def __str__(self) -> str:
+        values = [(each.name.replace("_", " "), getattr(self, each.name)) for each in fields(self)]
+        return ", ".join(f"{name} {value:.3g}" for name, value in values if value)
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, each.name) for each in fields(self)))
+
+
+def worker_memory(
+    wire: Exchange,
+    *,
+    parameters: int,
+    workers: int,
+    optimizer_values: float,
+    parameter_bytes: float = _FLOAT,
+    local: LocalSteps | None = None,
+    logged_steps: int = MOST_LOGGED_STEPS,
+) -> WorkerMemory:
+    """Return the bytes for each trainable parameter that a worker of this run holds.
+
+    Args:
+        parameters: the number of trainable parameters.
+        workers: the number of workers.
+        optimizer_values: the number of values that the optimizer keeps for each parameter, such as 2 for
+            AdamW (`stage_cost.OPTIMIZER_STATE_COPIES`).
+        parameter_bytes: the bytes of a parameter, and of each of these values.
+        local: the local steps, if the change of the parameters is exchanged instead of the gradient.
+        logged_steps: the number of steps in the update log.
+    """
+    velocity = _FLOAT if local is not None and local.outer_momentum else 0.0
+    own = 0.0 if local is None else parameter_bytes + velocity + _FLOAT * local.overlap
+    moments = optimizer_values * parameter_bytes
+    residual = log = 0.0
+    if isinstance(wire, Dense):
+        rounded = ROUNDED_BYTES[wire.values]
+        residual = 2.0 * _FLOAT if rounded else 0.0
+        # The sum; and if it is rounded the residual as it was sent, the rounding errors and what was sent.
+        buffers = 3.0 * _FLOAT + rounded if rounded else 1.0 * _FLOAT
+    else:
+        copies = 4.0 if wire.momentum else 2.0
+        residual = copies * _FLOAT
+        share = wire.k_at(10**9, parameters) / parameters
+        summed = min(1.0, share if isinstance(wire, GTopK) else share * workers)
+        buffers = 2.0 * _ENTRY_BYTES * summed
+        step_bytes = _LOGGED_STEP_BYTES + _LOGGED_ENTRY_BYTES * summed * parameters
+        log = min(logged_steps * step_bytes, MOST_LOGGED_BYTES) / parameters
+    return WorkerMemory(
+        parameter=parameter_bytes,
+        gradient=parameter_bytes,
+        optimizer=moments,
+        flat_gradient=_FLOAT,
+        residual=residual,
+        local_steps=own,
+        update_log=log,
+        exchange=buffers,
+        state=parameter_bytes + (velocity if local is not None else moments),
+    )

@@ -1,0 +1,166 @@
+"""The memory of real workers, counted tensor by tensor and array by array, beside `worker_memory`.
+
+Two workers in one process are held back at the same places, so that each number is twice that of one worker.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.config import JoinConfig
+from gridtrain.core.planning.worker_memory import MOST_LOGGED_BYTES, MOST_LOGGED_STEPS, worker_memory
+from gridtrain.errors import ConfigError
+from gridtrain.runtime.state_transfer import update_log
+from gridtrain.runtime.step_rounds import StepRounds
+
+WIDTH = 1200
+N = WIDTH * WIDTH
+STEPS, WORKERS, WITHIN_S, LEAST_BYTES = 3, 2, 60.0, 1 << 14
+DATA = [(torch.ones(WIDTH), torch.ones(WIDTH) * i) for i in range(64)]
+GTOPK = gridtrain.GTopK(density=0.01)
+CASES: dict[str, tuple[Any, str, float]] = {  # the exchange, the optimizer, the values that it keeps
+    "dense, sgd": (gridtrain.Dense(), "sgd", 0),
+    "dense, int8": (gridtrain.Dense(values="int8", topology="ring"), "momentum", 1),
+    "gtopk with momentum": (gridtrain.GTopK(density=0.001, momentum=0.9), "sgd", 0),
+    "topk": (gridtrain.TopK(density=0.01), "sgd", 0),
+    "local steps": (gridtrain.LocalSteps(2, gridtrain.Dense(), outer_momentum=0.9), "adamw", 2),
+    "overlapped local steps": (gridtrain.LocalSteps(2, GTOPK, overlap=True), "adamw", 2),
+}
+
+
+def make(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if name == "momentum" else 0.0)
+
+
+def held_bytes(models: list[nn.Module]) -> int:
+    """Of all tensors, and of all arrays and bytes that were allocated since `tracemalloc` was started.
+
+    Smaller ones than `LEAST_BYTES` are left out: modules are imported meanwhile.
+    """
+    gc.collect()
+    gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)] + gradients
+    tensors = [each for each in tensors if each.layout is torch.strided and each.device.type == "cpu"]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    traces = tracemalloc.take_snapshot().traces if tracemalloc.is_tracing() else ()
+    return sum(storages.values()) + sum(each.size for each in traces if each.size >= LEAST_BYTES)
+
+
+class Meter:
+    """Counts while both workers wait for each other."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.counts: dict[str, int] = {}
+        self._barrier = threading.Barrier(WORKERS)
+
+    def count(self, what: str) -> None:
+        if self._barrier.wait(WITHIN_S) == 0:
+            self.counts[what] = held_bytes(self.models)
+        self._barrier.wait(WITHIN_S)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_workers_hold_what_the_table_says(case: str, together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, optimizer_name, values = CASES[case]
+    meter, resolve = Meter(), StepRounds.resolve
+
+    def resolve_counted(self: StepRounds, round_id: Any, committed: bool, flags: int, reason: str) -> None:
+        if round_id.step == STEPS - 1:
+            meter.count("exchange")  # its buffers are complete
+        resolve(self, round_id, committed, flags, reason)
+
+    monkeypatch.setattr(StepRounds, "resolve", resolve_counted)
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = nn.Linear(WIDTH, WIDTH, bias=False)
+        meter.models.append(model)
+        optimizer = grid.optimizer(make(optimizer_name, model), model, exchange=exchange, compare_every=0)
+        for x, y in grid.batches(DATA, batch_size=1, steps=STEPS):
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        meter.count("always")
+        state = optimizer.capture_state()
+        meter.count("state")
+        del state
+
+    warm = nn.Linear(1, 1)
+    warm(torch.ones(1, 1)).sum().backward()
+    make(optimizer_name, warm).step()  # imports much, which takes long when it is traced
+    before = held_bytes([])
+    tracemalloc.start()
+    try:
+        together(train, WORKERS)
+    finally:
+        tracemalloc.stop()
+    local = exchange if isinstance(exchange, gridtrain.LocalSteps) else None
+    wire = exchange if local is None else local.exchange
+    size = {"parameters": N, "workers": WORKERS, "optimizer_values": values}
+    told = worker_memory(wire, **size, local=local, logged_steps=STEPS)
+    found = {what: (count - before) / (WORKERS * N) for what, count in meter.counts.items()}
+    assert found["always"] == pytest.approx(told.always, abs=0.3)
+    assert found["state"] - found["always"] == pytest.approx(told.state, abs=0.05)
+    if local is None or not local.overlap:  # otherwise the next turn computes meanwhile
+        assert found["exchange"] == pytest.approx(told.always + told.exchange, abs=0.5)
+
+
+def test_the_documented_table_is_that_of_the_function() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    rows = re.findall(r"^\| `(.+?)`.* \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for text, *cells in rows:
+        exchange = eval(text, vars(gridtrain))  # in this repository's own document
+        local = exchange if isinstance(exchange, gridtrain.LocalSteps) else None
+        wire = exchange if local is None else local.exchange
+        found = worker_memory(wire, parameters=10**8, workers=4, optimizer_values=0, local=local)
+        figures = (found.flat_gradient, found.residual, found.local_steps, found.exchange)
+        assert cells == [f"{figure:.3g}" for figure in figures], text
+
+
+def test_a_state_is_captured_with_one_copy() -> None:
+    from gridtrain.training.checkpoint import serialization
+
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = make("adamw", model)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    tracemalloc.start()
+    try:
+        size = sum(len(part) for part in serialization.capture_state(model, optimizer, {}))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size > 12 * N and peak < 1.05 * size
+
+
+def test_the_update_log_is_as_long_as_its_setting_says(
+    together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (update_log.MOST_UPDATES, update_log.MOST_BYTES) == (MOST_LOGGED_STEPS, MOST_LOGGED_BYTES)
+    assert JoinConfig("", "").update_log_bytes == MOST_LOGGED_BYTES
+    for wrong in ("0", "-1", "1.5", "much", "16385"):
+        with pytest.raises(ConfigError, match=f"update_log_mib is '{wrong}'; it must be from 1 to 16384"):
+            assert JoinConfig("", "", update_log_mib=wrong).update_log_bytes
+    monkeypatch.setattr(JoinConfig, "update_log_bytes", property(lambda config: 1 << 20))
+
+    def train(grid: gridtrain.Grid, number: int) -> int:
+        model = nn.Linear(250, 250, bias=False)  # an update has 0.5 MB
+        optimizer = grid.optimizer(make("sgd", model), model, exchange=gridtrain.TopK(density=1.0))
+        for _ in grid.batches(DATA, batch_size=1, steps=6):
+            model(torch.ones(1, 250)).square().sum().backward()
+            optimizer.step()
+        return len(grid._session.connection.loop.catch_up_source._log._updates)
+
+    assert together(train, WORKERS) == [2, 2]
