@@ -98,8 +98,13 @@ def read(path: Path) -> list[dict[str, float]]:
 
 
 def summary(
-    records: Sequence[dict[str, float]], workload: Workload, rate: str, contender: str, target: float
+    records: Sequence[dict[str, float]],
+    workload: Workload,
+    rate: str,
+    contender: str,
+    target: float | None = None,
 ) -> Run:
+    target = workload.target if target is None else target
     measured = [r for r in records if r["held_out"] is not None]
     there = next((r for r in measured if r["held_out"] <= target), None)
     seconds = [r["seconds"] for r in records]

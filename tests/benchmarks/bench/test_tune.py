@@ -83,5 +83,5 @@ def test_the_best_of_each_family_is_marked() -> None:
 
 def test_what_is_set_is_in_the_grid() -> None:
     for workload in WORKLOADS.values():
-        for family, rates in RATES.items():
-            assert workload.settings[family].learning_rate in rates, (workload, family)
+        for family, settings in workload.settings.items():
+            assert settings.learning_rate in RATES[family], (workload, family)
