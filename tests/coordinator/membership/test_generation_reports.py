@@ -255,6 +255,16 @@ def test_workers_of_a_later_coordinator_are_taken_back_if_all_of_them_stay(all_a
         assert view is not None and (view.generation, view.applied) == (10, 8)
 
 
+def test_a_coordinator_that_all_workers_have_left_takes_over_from_nobody() -> None:
+    standby = Coordinator()
+    standby.hear(A, m.Join("r", "a", "memory://a", True))
+    standby.hear(A, SETUP)
+    standby.hear(A, m.CurrentGeneration(7, 0, ()))
+    standby.hear(A, m.Leave("goes back"))
+    standby.wait(2 * LIMITS.regather_s)
+    assert standby.core.term == 1
+
+
 def test_an_ordinary_restart_takes_nothing_from_it() -> None:
     restarted = Coordinator(backup(), term=2)
     restarted.join(A, m.CurrentGeneration(1, 1, ((A, 4), (B, 4))))
