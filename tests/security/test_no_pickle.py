@@ -357,7 +357,7 @@ def test_a_part_of_a_state_that_is_something_else_is_refused(key: str, junk: Any
     state = serialization.capture_state(net, optimizer, {})
     which = 0 if key in ("buffers", "trackers") else 1
     text, tensors = opened(state[which])
-    document = json.loads(text)
+    document = json.loads(bytes(text))
     document[key] = junk
     state[which] = part(json.dumps(document).encode(), tensors)
     with pytest.raises(RemoteProtocolError):
@@ -375,7 +375,7 @@ def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str
     optimizer.step()
     own, common = serialization.capture_state(net, optimizer, {})
     text, tensors = opened(common)
-    document = json.loads(text)
+    document = json.loads(bytes(text))
     for entry in document["optimizer"]["dict"]:
         if entry[0] == at:
             entry[1] = junk
@@ -393,7 +393,7 @@ def test_settings_that_are_something_else_are_refused(junk: Any) -> None:
     net, optimizer = model()
     (own,) = serialization.capture_state(net, optimizer, {}, whole=False)
     text, tensors = opened(own)
-    document = json.loads(text) | {"settings": junk}
+    document = json.loads(bytes(text)) | {"settings": junk}
     with pytest.raises(RemoteProtocolError):
         serialization.restore_state([part(json.dumps(document).encode(), tensors)], net, optimizer, {})
     assert isinstance(optimizer.param_groups[0]["lr"], float)
