@@ -83,14 +83,17 @@ class Site:
         self._optimizer: SiteOptimizer | None = None
         self._weight = 0.0  # the weight of this process's gradient in the site's gradient
         self._listening = self._is_end_received = self._has_ended = False
+        self._owns_group = False  # torch.distributed was set up by `enter`
 
     @classmethod
     def enter(cls, invitation: str | None = None, **options: Any) -> Site:
         """Set up torch.distributed from torchrun's variables, and join the run on rank 0.
 
-        Without torchrun the site consists of this process only.  The arguments are those of `gridtrain.join`.
+        Without torchrun the site consists of this process only.  What was set up here ends with the `with`
+        statement.  The arguments are those of `gridtrain.join`.
         """
-        if not dist.is_initialized():
+        owns_group = not dist.is_initialized()
+        if owns_group:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             if "RANK" in os.environ:
                 dist.init_process_group(backend)
@@ -98,6 +101,7 @@ class Site:
                 dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         channel = GlooChannel(dist.new_group(backend="gloo"))
         site = cls(None, channel)
+        site._owns_group = owns_group
         site._stop_cleanly()
         if channel.rank == LEADER:
             try:
@@ -328,6 +332,8 @@ class Site:
                 self.grid.close(reason)
         finally:
             self._end(reason)
+        if error is None and self._owns_group:  # gloo may abort a process that exits with a group
+            dist.destroy_process_group()
 
 
 class SiteOptimizer(WrappingOptimizer):
