@@ -79,10 +79,9 @@ class WorkerAdmission:
             )
         if run.is_finished:
             return self._departures.refuse_late(peer)
-        most = max_workers(run.definition.ledger if run.definition is not None else None)
-        if len(run.workers) >= most and peer not in run.workers:
-            reason = f"the run has {len(run.workers)} workers; it can have at most {most}"
-            return self._departures.refuse(peer, "full", reason, "try again when a worker has left")
+        spec = run.definition.ledger if run.definition is not None else None
+        if peer not in run.workers and (full := _fullness(len(run.workers), spec)):
+            return self._departures.refuse(peer, *full)
         return []
 
     def register(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -181,6 +180,9 @@ class WorkerAdmission:
             reason = "this worker's training setup differs from the run's: " + "; ".join(differing)
             anew = _how_to_define_anew([] if self._run.has_committed else others)
             return "different-run", reason, f"{_remedy(reference, setup)}; {anew}"
+        # More may have joined before the run was defined.
+        if full := _fullness(len(others), reference.ledger):
+            return full
         own = setup.checkpoint
         if own is not None and not (
             data_ledger.is_balanced(own.ledger) and own.ledger.step == own.applied + 1
@@ -222,6 +224,15 @@ class WorkerAdmission:
         others = [w for w in self._run.workers.values() if w.is_introduced and w is not worker]
         others.sort(key=lambda other: -other.probe_deadline_s)
         return self._addresses.introduce(worker.peer, [other.peer for other in others[:MAX_PROBES]])
+
+
+def _fullness(count: int, spec: m.LedgerSpec | None) -> tuple[str, str, str] | None:
+    """Return the code, reason and remedy of the refusal of one more worker; None if there is room beside
+    `count` workers."""
+    if count < (most := max_workers(spec)):
+        return None
+    reason = f"the run has {count} workers; it can have at most {most}"
+    return "full", reason, "try again when a worker has left"
 
 
 def _how_to_define_anew(others: list[str]) -> str:

@@ -99,6 +99,23 @@ def test_the_ledger_of_a_full_run_fits_into_a_message(delay: int, shards: tuple[
     assert len(header) > MAX_HEADER_BYTES // 2, "it is full"
 
 
+def test_workers_that_join_before_the_run_is_defined_do_not_exceed_its_limit() -> None:
+    spec = m.LedgerSpec(4096, 1, steps=100, delay=1, shards=(1,) * 4096)
+    setup, most = replace(SETUP, ledger=spec), max_workers(spec)
+    peers = [number.to_bytes(32, "big") for number in range(1, most + 3)]
+    run = ScriptedCoordinator(event_s=0.0, min_workers=2)
+    for peer in peers:
+        run.say(peer, m.Join("r", "w", "memory://x", True, False, 0))
+    refused = {}
+    for peer in peers:
+        for effect in run.say(peer, setup):
+            if isinstance(effect, Send) and isinstance(effect.message, m.Refused):
+                refused[peer] = effect.message.code, effect.message.reason
+    reason = f"the run has {most} workers; it can have at most {most}"
+    assert refused == dict.fromkeys(peers[most:], ("full", reason))
+    assert not any(isinstance(effect, Disconnect) for effect in run.say(peers[0], setup)), "it is counted"
+
+
 def test_two_workers_of_one_name_are_told_apart() -> None:
     run = Run(A)
     for peer in (B, C):
