@@ -183,7 +183,8 @@ class FrozenBase:
         name, revision = getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None)
         if not self._named or not isinstance(name, str) or not name:
             return ""
-        if os.path.isdir(name):
+        is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+        if is_path or os.path.isdir(name):  # a folder may have been removed since
             return os.path.basename(os.path.abspath(name))
         return f"{name}@{revision[:12]}" if isinstance(revision, str) else name
 

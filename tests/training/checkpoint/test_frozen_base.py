@@ -428,6 +428,9 @@ def test_a_script_that_changes_frozen_parameters_is_told() -> None:
         ("Qwen/Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca", "Qwen/Qwen3-0.6B@c1899de289a0"),
         ("gpt2", None, "gpt2"),
         ("FOLDER", None, "my-model"),
+        ("/private/removed/model", None, "model"),
+        ("../private/removed", None, "removed"),
+        ("private/removed/model/", None, "model"),
         (None, None, ""),
     ],
 )
