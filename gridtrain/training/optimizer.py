@@ -249,15 +249,12 @@ class GridOptimizer(WrappingOptimizer):
 
         The accumulated gradient is scaled, so that micro-batches count by their weights.  The last factor, at
         most 1 if weights never rise, is applied in the step, so that a clipped gradient stays clipped.  In a
-        run that weighs by tokens, `weigh` does that.
+        run that weighs by tokens, `weigh` scales gradients, before the loop can clip them.
         """
         self._fraction = min(1.0, weights[number])  # below 1 for a sample that is in several micro-batches
         if self.weigh_by == "samples":
-            self._scale_micro_batch(number, weights)
-
-    def _scale_micro_batch(self, number: int, weights: Sequence[float]) -> None:
-        self._flat.rescale(weights[number - 1] / weights[number] if number else 1.0)
-        self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
+            self._flat.rescale(weights[number - 1] / weights[number] if number else 1.0)
+            self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
 
     def weigh(self, count: int) -> None:
         """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; see
@@ -273,7 +270,12 @@ class GridOptimizer(WrappingOptimizer):
                 remedy="pass the number of tokens of which the loss is the mean",
             )
         self._counts.append(count * self._fraction)
-        self._scale_micro_batch(len(self._counts) - 1, [max(each, 1e-6) for each in self._counts])
+        # The gradient is the weighted mean after each backward pass, so that a loop can clip it.
+        number, total = len(self._counts), sum(self._counts)
+        share = self._counts[-1] / total if total else 0.0
+        if number > 1:
+            self._flat.rescale(number / (number - 1) * (1.0 - share))
+        self._flat.scale_backward(number * share)
         if len(self._counts) == self._backwards and self.local_calls + 1 == self.calls_per_turn:
             self._session.announce_weight(round(self._counted + sum(self._counts)))
 
@@ -290,6 +292,7 @@ class GridOptimizer(WrappingOptimizer):
             raise error
         self._counted += sum(self._counts) if has_samples else 0.0
         self._counts.clear()
+        self._flat.scale_backward(1.0)
 
     def _weighed(self, plan: StepPlan) -> StepPlan:
         """Return the plan with counted tokens in place of samples; wait for the other members' counts."""

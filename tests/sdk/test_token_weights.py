@@ -8,6 +8,7 @@ worker-2   2 + 1 tokens    mean loss c    weight 3 of 12 ---+
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +130,43 @@ def test_a_step_is_that_of_one_process_with_all_tokens(exchange: Any, accumulate
     counts = {count for each in group.gradients.values() for _, count in each.values()}
     assert len(counts) > 6 and (accumulate > 1 or 0 in counts), "batches have different numbers of tokens"
     group.check_equals_one_process()
+
+
+@pytest.mark.parametrize("counts", [(500, 100), (5, 500), (500, 0), (0, 500), (0, 0)])
+@pytest.mark.parametrize("clip", [1.0, 1e9])
+def test_a_loop_clips_the_weighted_gradient(counts: tuple[int, int], clip: float) -> None:
+    """What the loop clips is what the local step uses; without tokens nothing counts, not even NaN."""
+    model = _model()
+    gradients = []
+    for (x_TD, y_T, _), count in zip(DATA, counts, strict=False):
+        loss = (model(x_TD)[..., 0] - y_T).square().mean()
+        gradients.append(
+            torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]) * count
+        )
+    mean_N = sum(gradients) / max(1, sum(counts))
+    expected_N = mean_N * min(1.0, clip / max(float(mean_N.norm()), 1e-9))
+
+    def train(grid: gridtrain.Grid) -> None:
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        exchange = gridtrain.LocalSteps(every=1, exchange=gridtrain.Dense())
+        optimizer = grid.optimizer(inner, model, exchange=exchange, weigh_by="tokens")
+        for number, _ in enumerate(grid.batches(DATA, batch_size=2, steps=1, accumulate=2)):
+            x_TD, y_T, _ = DATA[number]
+            grid.weigh(counts[number])
+            squares_T = (model(x_TD)[..., 0] - y_T).square()
+            (squares_T.mean() / 2 * (1.0 if counts[number] else math.nan)).backward()
+            if number == 1:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+
+    local(train, workers=1)
+    change_N = torch.cat(
+        [
+            (old - new).detach().flatten()
+            for old, new in zip(START.parameters(), model.parameters(), strict=True)
+        ]
+    )
+    torch.testing.assert_close(change_N, expected_N, rtol=1e-4, atol=1e-6)
 
 
 def test_local_steps_are_weighted_by_the_tokens_of_all_of_them() -> None:

@@ -3,6 +3,7 @@ not exchanged is kept."""
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
+from gridtrain.training.checkpoint.flat_gradient import exchange_device
 from gridtrain.training.checkpoint.serialization import replica_digest
 from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
@@ -130,6 +132,29 @@ def test_the_exchange_on_another_device_is_refused(network):
     model = small_model()
     with pytest.raises(ConfigError, match="exchange_device is cuda:1; the model is on cpu"):
         GridOptimizer(sgd(model), model, Dense(), network().session(), exchange_device="cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "chosen"),
+    [
+        ("cpu", "cuda:0", "cpu"),
+        (torch.device("cpu"), "cpu", "cpu"),
+        ("cuda", "cuda:1", "cuda:1"),
+        (torch.device("cuda", 0), "cuda:0", "cuda:0"),
+        ("cuda", "cuda:0", None),
+        ("cuda:1", "cuda:0", None),
+        ("host", "cuda:0", None),
+    ],
+)
+def test_a_device_without_an_index_is_the_current_one(monkeypatch, asked, own, chosen):
+    monkeypatch.setattr(
+        torch, "empty", lambda *_, device: SimpleNamespace(device=torch.device(device.type, 1))
+    )
+    if chosen is not None:
+        assert exchange_device(asked, torch.device(own)) == torch.device(chosen)
+        return
+    with pytest.raises(ConfigError, match=f"exchange_device is {asked}; the model is on {own}"):
+        exchange_device(asked, torch.device(own))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

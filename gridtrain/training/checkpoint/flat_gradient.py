@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gridtrain.errors import ConfigError
 from gridtrain.network.wire.sparse_payload import SparseVector
@@ -81,20 +82,17 @@ class FlatGradient:
         self._frozen = [(name, p) for name, p in canonical_parameters(model) if not p.requires_grad]
         sizes = [p.numel() for _, p in self._named]
         own = self._named[0][1].device
-        if device is not None and str(device) not in ("cpu", str(own)):
-            raise ConfigError(
-                f"exchange_device is {device}; the model is on {own}",
-                remedy='use exchange_device="cpu" for the memory of the host, or leave it out',
-            )
+        chosen = own if device is None else exchange_device(device, own)
         self.flat_N = torch.zeros(
             sum(sizes),
             dtype=torch.float32,
-            device=own if device is None else device,
-            pin_memory=str(device) == "cpu" and own.type == "cuda",  # a faster copy, each step
+            device=chosen,
+            pin_memory=chosen.type == "cpu" and own.type == "cuda",  # a faster copy, each step
         )
         pieces = torch.split(self.flat_N, sizes)
         self._views_P = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
         self.scale = 1.0  # factor of the gradients when they are gathered
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def n(self) -> int:
@@ -163,10 +161,26 @@ class FlatGradient:
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients of the parameters in place."""
+        """Multiply the gradients of the parameters in place; 0 sets them to 0 even if they are not finite."""
         for _, parameter in self._named:
             if factor != 1.0 and parameter.grad is not None:
-                parameter.grad.mul_(factor)
+                if factor:
+                    parameter.grad.mul_(factor)
+                else:
+                    parameter.grad.zero_()
+
+    def scale_backward(self, factor: float) -> None:
+        """Multiply what the following backward passes add to the gradients, as `rescale` does."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+        def scaled(gradient: Tensor) -> Tensor:
+            return gradient * factor if factor else torch.zeros_like(gradient)
+
+        if factor != 1.0:
+            trained = [parameter for _, parameter in self._named if parameter.requires_grad]
+            self._hooks += [p.register_hook(scaled) for p in trained]  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def has_changed(self, indices: Sequence[int]) -> bool:
@@ -200,6 +214,31 @@ class FlatGradient:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(view)
+
+
+def exchange_device(asked: torch.device | str, own: torch.device) -> torch.device:
+    """Return the device that is asked for: the CPU, or `own`, that of the model.
+
+    Args:
+        asked: without an index it is the current device of its type.
+
+    Raises:
+        ConfigError: it is another device.
+    """
+    try:
+        device = torch.device(asked)
+    except RuntimeError:  # no name of a device
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == own.type and device.index is None:
+        device = torch.empty(0, device=device).device
+    if device == own:
+        return own
+    raise ConfigError(
+        f"exchange_device is {asked}; the model is on {own}",
+        remedy='use exchange_device="cpu" for the memory of the host, or leave it out',
+    )
 
 
 def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
