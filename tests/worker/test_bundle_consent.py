@@ -261,6 +261,20 @@ def test_data_is_known_by_its_digest(tmp_path: Path) -> None:
     assert bundle_consent.find_data_file(replace(run, data=None), data_dir, files) is None
 
 
+def test_a_file_of_the_volunteer_is_never_removed(tmp_path: Path) -> None:
+    path = tmp_path / "data" / ("ab" * 32)
+    path.parent.mkdir()
+    path.write_bytes(b"the volunteer's")
+    (tmp_path / "data" / "link").symlink_to(path)
+    for name in (path.name, "link"):
+        described = DatasetDescription(name, f"sha256:{path.name}", url="https://example.org/c", bytes=5)
+        with pytest.raises(ConfigError, match="but the run's data set has"):
+            bundle_consent.find_data_file(
+                RunDescription(script="t.py", data=described), path.parent, tmp_path / "files"
+            )
+        assert path.read_bytes() == b"the volunteer's"
+
+
 def test_the_script_is_told_where_the_data_lies(
     owner: Owner, invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,8 +49,8 @@ class BundleOffer:
         entry: the worker's admission to the run.
         folder: the folder with the bundle's files, for the user to read.
         previous_digest: the digest that was accepted last; empty if there is none.
-        data: the data set's file, with its digest checked; None if the run names no such file, or if it is
-            still to be fetched.
+        data: the data set's file, with its digest checked unless it is in the cache; None if the run names no
+            such file, or if it is still to be fetched.
         index: the index of the data set, whose files the script fetches; None if the run names none.
     """
 
@@ -193,7 +193,7 @@ def _number(text: str) -> tuple[int, ...]:
 
 def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | None:
     """Find the data set's file and check its digest; return None if the run names no file, or one that is
-    still to be fetched.
+    still to be fetched.  A file that was fetched is not checked here, but by `fetch_data_file`.
 
     Raises:
         ConfigError: the file is missing or has another digest.
@@ -202,11 +202,10 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
         return None
     for path in (data_dir / run.data.file, files / run.data.file):
         if path.is_file():
+            if run.data.url and _is_fetched(path, files):
+                return path
             with path.open("rb") as file:
                 found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-            if found != run.data.digest and path.resolve().name == run.data.digest.removeprefix("sha256:"):
-                path.resolve().unlink()  # the damaged file of the cache; see `fetch_data_file`
-                continue
             if found != run.data.digest:
                 raise ConfigError(
                     f"{path} has the digest {found}, but the run's data set has {run.data.digest}",
@@ -222,6 +221,11 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
     )
 
 
+def _is_fetched(path: Path, files: Path) -> bool:
+    """Return whether the path is a link in the bundle's folder, which only `fetch_data_file` makes."""
+    return path.is_symlink() and path.is_relative_to(files)
+
+
 def fetch_data_file(
     offer: BundleOffer, cache: ShardCache, say: Callable[[str], None] | None = None
 ) -> BundleOffer:
@@ -234,7 +238,9 @@ def fetch_data_file(
         DataError: the file cannot be fetched, has another digest, or does not fit into the cache.
     """
     described = offer.bundle.run.data
-    if described is None or not described.url or offer.data is not None:
+    if described is None or not described.url:
+        return offer
+    if offer.data is not None and not _is_fetched(offer.data, offer.folder):
         return offer
     digest = described.digest.removeprefix("sha256:")
     shard = ShardFile(described.url, 0, described.bytes, digest)

@@ -20,7 +20,7 @@ import posixpath
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -207,7 +207,8 @@ class ShardCache:
 
         Args:
             convert: writes the file in another form, which is opened instead.
-            as_stored: whether to decompress nothing; a remote file is then `folder / expected.sha256`.
+            as_stored: whether to decompress nothing; a remote file is then `folder / expected.sha256`, and
+                its digest is compared even if it was fetched earlier.
             copy: copies a remote file.
 
         Raises:
@@ -221,9 +222,15 @@ class ShardCache:
             return file
         with self._locked(expected.sha256):
             kept = self.folder / f"{expected.sha256}{suffix}"
-            if kept.exists() and (suffix or kept.stat().st_size == expected.bytes):
+            with suppress(FileNotFoundError):
                 os.utime(kept)
-                return kept.open("rb")
+                opened = kept.open("rb")
+                is_whole = suffix or os.fstat(opened.fileno()).st_size == expected.bytes
+                if is_whole and (not as_stored or _sha256(opened) == expected.sha256):
+                    opened.seek(0)
+                    return opened
+                opened.close()
+                kept.unlink()
             raw = self._fetch(place, expected, copy)
             with raw.open("rb") as file:
                 try:
