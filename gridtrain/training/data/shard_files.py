@@ -20,11 +20,12 @@ import posixpath
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
+from functools import partial
+from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.extras import require
@@ -44,8 +45,8 @@ DEFAULT_LIMIT_BYTES = 20 * 10**9
 LIMIT = "GRIDTRAIN_CACHE_LIMIT"
 """The variable with the volunteer's limit of the cache, which precedes the script's."""
 
-STALE_PART_S = 24 * 3600.0
-"""The age at which a partly fetched file counts as abandoned."""
+_UNFINISHED = (".part", ".expanding")
+"""The suffixes of files that a worker writes while it has the lock of the same name."""
 
 _CHANGED = (
     "fetch the file again; if the new file is the right one, write the index again with "
@@ -243,11 +244,10 @@ class ShardCache:
                 self._expand(raw, kept, place, expand_file, convert or copy_plain)
             else:
                 raw.replace(kept)
-            if not is_local(place):
-                raw.unlink(missing_ok=True)
-            opened = kept.open("rb")
-            self._make_room(0, kept)
-            return opened
+            if suffix and not is_local(place):
+                raw.unlink()
+            self._make_room(0, expected.sha256)
+            return kept.open("rb")
 
     def open_unknown(
         self, place: str, convert: Convert | None = None, copy: Copy = copy_rest
@@ -304,8 +304,9 @@ class ShardCache:
         if is_local(place):
             self._open_local(place).close()
             return Path(local_path(place))
-        self._make_room(expected.bytes, None)
         part = self.folder / f"{expected.sha256}.part"
+        present = part.stat().st_size if part.exists() else 0
+        self._make_room(max(0, expected.bytes - present), expected.sha256)
         waits_s, furthest = iter(self._retry_after_s), 0
         while True:  # at most so many attempts without another `CHUNK_BYTES`
             try:
@@ -342,12 +343,17 @@ class ShardCache:
         expand_file: Callable[..., BinaryIO] | None,
         convert: Convert,
     ) -> None:
-        """Write the decompressed or converted form of a file."""
+        """Write the decompressed or converted form of a file, within the limit of the cache."""
         temporary = kept.with_suffix(".expanding")
+        what = f"{place}, with its decompressed or converted form,"
+        make_room = partial(self._make_room, own=kept.stem, what=what)
         try:
-            with raw.open("rb") as file, temporary.open("wb") as plain:
+            with (
+                raw.open("rb") as file,
+                BufferedWriter(_BoundedFile(temporary, make_room), CHUNK_BYTES) as plain,
+            ):
                 convert(file if expand_file is None else expand_file(file, mode="rb"), plain)
-        except ConfigError:  # a package is missing
+        except (ConfigError, DataError):  # a package is missing, or there is no room
             temporary.unlink(missing_ok=True)
             raise
         except Exception as error:  # each compression and format has errors of its own
@@ -359,30 +365,40 @@ class ShardCache:
             ) from None
         temporary.replace(kept)
 
-    def _make_room(self, nbytes: int, kept: Path | None) -> None:
-        """Remove the least recently used files until `nbytes` more fit."""
-        if nbytes > self._limit_bytes:
-            raise DataError(
-                f"a shard of {format_bytes(nbytes)} does not fit into the cache of "
-                f"{format_bytes(self._limit_bytes)}",
-                remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
-            )
-        files = []
-        for path in self.folder.iterdir():
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue  # another worker has removed it
-            is_recent_part = path.suffix == ".part" and time.time() - status.st_mtime < STALE_PART_S
-            if path.suffix != ".lock" and path != kept and not is_recent_part:
-                files.append((status.st_mtime, status.st_size, path))
-        free = self._limit_bytes - nbytes - sum(size for _, size, _ in files)
-        free -= kept.stat().st_size if kept is not None else 0
-        for _, size, path in sorted(files):
-            if free >= 0:
-                break
-            path.unlink(missing_ok=True)  # a worker that has it open can still read it
-            free += size
+    def _make_room(self, nbytes: int, own: str, what: str = "a shard") -> None:
+        """Remove the least recently used files until `nbytes` more fit.
+
+        Files that other workers are writing count, but are not removed, and may exceed the limit.
+
+        Args:
+            own: the digest of the file that needs the room, whose lock the caller has.
+            what: the file, for the message.
+
+        Raises:
+            DataError: the cache is too small.
+        """
+        with self._locked("room"):  # so that no lock is found that another worker takes here
+            files, needed = [], nbytes
+            for path in self.folder.iterdir():
+                try:
+                    status = path.stat()
+                except FileNotFoundError:
+                    continue  # a worker has renamed or removed it
+                if path.stem == own:
+                    needed += status.st_size
+                elif path.suffix != ".lock":
+                    files.append((status.st_mtime, status.st_size, path))
+            if needed > self._limit_bytes:
+                raise DataError(
+                    f"{what} of {format_bytes(needed)} does not fit into the cache of "
+                    f"{format_bytes(self._limit_bytes)}",
+                    remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
+                )
+            free = self._limit_bytes - needed - sum(size for _, size, _ in files)
+            for _, size, path in sorted(files):
+                if free >= 0:
+                    break
+                free += size if _remove(path) else 0
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -398,6 +414,31 @@ class ShardCache:
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+class _BoundedFile(FileIO):
+    """A file that makes room in the cache for what is written to it."""
+
+    def __init__(self, path: Path, make_room: Callable[[int], None]) -> None:
+        super().__init__(path, "wb")
+        self._make_room = make_room
+
+    def write(self, data: Any, /) -> int:
+        self._make_room(memoryview(data).nbytes)
+        return super().write(data)
+
+
+def _remove(path: Path) -> bool:
+    """Remove a file of the cache unless another worker is writing it; return whether it is removed."""
+    with ExitStack() as stack:
+        if path.suffix in _UNFINISHED:
+            try:
+                lock = stack.enter_context(path.with_suffix(".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        path.unlink(missing_ok=True)  # a worker that has it open can still read it
+    return True
 
 
 def _sha256(file: BufferedReader) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -155,6 +156,36 @@ def test_the_least_recently_used_files_make_room(remote: Remote, tmp_path: Path)
 def test_a_file_that_is_larger_than_the_cache_is_refused(remote: Remote, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a shard of 1\d\d B does not fit into the cache of 50 B"):
         open_at_once(ShardCache(tmp_path / "cache", 50), read_index(URL).shards[1])
+
+
+@pytest.mark.parametrize("abandoned", [0, 300_000])
+def test_what_a_compressed_file_becomes_is_bounded_too(abandoned: int, tmp_path: Path) -> None:
+    stored, folder = gzip.compress(bytes(750_000)), tmp_path / "cache"
+    (tmp_path / "a.txt.gz").write_bytes(stored)
+    shard = ShardFile("a.txt.gz", 1, len(stored), hashlib.sha256(stored).hexdigest())
+    folder.mkdir()
+    (folder / "aa.part").write_bytes(bytes(abandoned))
+    with pytest.raises(DataError, match=r"a\.txt\.gz, with its decompressed .* does not fit"):
+        ShardCache(folder, 700_000).open(str(tmp_path / "a.txt.gz"), shard)
+    assert not list(folder.glob("*.expanding"))
+    ShardCache(folder, 1_000_000).open(str(tmp_path / "a.txt.gz"), shard).close()
+    assert (folder / "aa.part").exists() == (not abandoned)
+    assert sum(path.stat().st_size for path in folder.iterdir()) == 750_000
+
+
+def test_a_file_that_another_worker_is_writing_is_not_removed(remote: Remote, tmp_path: Path) -> None:
+    one, other = (ShardCache(tmp_path / "cache", 300) for _ in range(2))
+    first, second = read_index(URL).shards[:2]
+
+    def convert(file: BinaryIO, rows: BinaryIO) -> None:
+        rows.write(bytes(200))
+        rows.flush()
+        assert open_at_once(other, second).count(b"\n") == 9
+
+    with one.open(f"memory://corpus/{first.url}", first, convert=convert) as rows:
+        assert rows.read() == bytes(200)
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
+    assert kept == 200, "the other file made room"
 
 
 def test_workers_on_one_machine_fetch_a_file_once(remote: Remote, tmp_path: Path) -> None:
