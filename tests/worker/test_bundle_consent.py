@@ -343,6 +343,32 @@ def test_data_is_fetched_once_it_is_accepted(
     assert [asked for _, asked in server.stop()] == ["-", "bytes=100-", "bytes=200-", "-"]
 
 
+NEEDS_ROOM = """
+import os, pathlib, sys
+from gridtrain.errors import DataError
+from gridtrain.training.data.shard_files import ShardCache
+
+try:
+    ShardCache(limit_bytes=800)._make_room(100, "another")
+except DataError as error:
+    path = pathlib.Path(os.environ["GRIDTRAIN_DATA_DIR"]) / "sets" / "corpus.txt"
+    pathlib.Path(sys.argv[1]).write_text(f"{path.stat().st_size} {error}")
+"""
+
+
+def test_no_other_run_removes_the_data_while_the_script_runs(
+    owner: Owner, invitation: Invitation, server: Server
+) -> None:
+    (owner.folder / "train.py").write_text(NEEDS_ROOM)
+    owner.describe(described(f"{server.url}/plain"))
+    digest = owner.serve()
+    for _ in ("fetched", "from the cache"):
+        assert supervise(Job((), invitation, accept=digest)) == 0
+        assert re.match("720 .*in which other runs use 720 B", owner.ran())
+    ShardCache(limit_bytes=800)._make_room(100, "another")
+    assert not (ShardCache().folder / digest_of(CORPUS)[7:]).exists()
+
+
 @pytest.mark.parametrize(
     ("fault", "limit", "words"),
     [

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -226,10 +226,13 @@ def _is_fetched(path: Path, files: Path) -> bool:
     return path.is_symlink() and path.is_relative_to(files)
 
 
+@contextlib.contextmanager
 def fetch_data_file(
     offer: BundleOffer, cache: ShardCache, say: Callable[[str], None] | None = None
-) -> BundleOffer:
-    """Fetch the data set's file into the cache, unless it is here; return the offer with its path.
+) -> Iterator[BundleOffer]:
+    """Fetch the data set's file into the cache, unless it is here; yield the offer with its path.
+
+    No other run removes the file from the cache within the context.
 
     Args:
         say: see `copy_rest`.
@@ -238,20 +241,22 @@ def fetch_data_file(
         DataError: the file cannot be fetched, has another digest, or does not fit into the cache.
     """
     described = offer.bundle.run.data
-    if described is None or not described.url:
-        return offer
-    if offer.data is not None and not _is_fetched(offer.data, offer.folder):
-        return offer
+    is_here = offer.data is not None and not _is_fetched(offer.data, offer.folder)
+    if described is None or not described.url or is_here:
+        yield offer
+        return
     digest = described.digest.removeprefix("sha256:")
     shard = ShardFile(described.url, 0, described.bytes, digest)
-    with _disk(cache.folder):
-        cache.open(described.url, shard, as_stored=True, copy=partial(copy_rest, say=say)).close()
-        link = offer.folder / described.file
-        link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may do the same
-        partial_link.symlink_to((cache.folder / digest).absolute())
-        partial_link.replace(link)
-    return replace(offer, data=link)
+    with contextlib.ExitStack() as stack:
+        with _disk(cache.folder):
+            copy = partial(copy_rest, say=say)
+            stack.enter_context(cache.open(described.url, shard, as_stored=True, copy=copy))
+            link = offer.folder / described.file
+            link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may do the same
+            partial_link.symlink_to((cache.folder / digest).absolute())
+            partial_link.replace(link)
+        yield replace(offer, data=link)
 
 
 # -- files --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import posixpath
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader, BufferedWriter, FileIO
@@ -208,8 +208,8 @@ class ShardCache:
 
         Args:
             convert: writes the file in another form, which is opened instead.
-            as_stored: whether to decompress nothing; a remote file is then `folder / expected.sha256`, and
-                its digest is compared even if it was fetched earlier.
+            as_stored: whether to decompress nothing; a remote file is then `folder / expected.sha256` as long
+                as it is open, and its digest is compared even if it was fetched earlier.
             copy: copies a remote file.
 
         Raises:
@@ -224,8 +224,7 @@ class ShardCache:
         with self._locked(expected.sha256):
             kept = self.folder / f"{expected.sha256}{suffix}"
             with suppress(FileNotFoundError):
-                os.utime(kept)
-                opened = kept.open("rb")
+                opened = self._open_kept(kept, as_stored)
                 is_whole = suffix or os.fstat(opened.fileno()).st_size == expected.bytes
                 if is_whole and (not as_stored or _sha256(opened) == expected.sha256):
                     opened.seek(0)
@@ -240,14 +239,34 @@ class ShardCache:
                     if not is_local(place):
                         raw.unlink()  # so that the next attempt does not resume it
                     raise
-            if suffix:
-                self._expand(raw, kept, place, expand_file, convert or copy_plain)
-            else:
-                raw.replace(kept)
+            new = self._expand(raw, kept, place, expand_file, convert or copy_plain) if suffix else raw
             if suffix and not is_local(place):
                 raw.unlink()
-            self._make_room(0, expected.sha256)
-            return kept.open("rb")
+            opened = self._open_kept(kept, as_stored, new)
+            try:
+                self._make_room(0, expected.sha256)
+            except DataError:
+                opened.close()
+                raise
+            return opened
+
+    def _open_kept(self, kept: Path, stays: bool, new: Path | None = None) -> BufferedReader:
+        """Open a file of the cache; it is not removed while it is open if it `stays`.
+
+        Args:
+            new: the file that becomes `kept` before.
+
+        Raises:
+            FileNotFoundError: it is not in the cache.
+        """
+        with self._locked("room"):  # nothing is removed in the meantime
+            if new is not None:
+                new.replace(kept)
+            os.utime(kept)
+            opened = kept.open("rb")
+            if stays:
+                fcntl.flock(opened, fcntl.LOCK_SH)
+            return opened
 
     def open_unknown(
         self, place: str, convert: Convert | None = None, copy: Copy = copy_rest
@@ -342,8 +361,9 @@ class ShardCache:
         place: str,
         expand_file: Callable[..., BinaryIO] | None,
         convert: Convert,
-    ) -> None:
-        """Write the decompressed or converted form of a file, within the limit of the cache."""
+    ) -> Path:
+        """Write the decompressed or converted form of a file, within the limit of the cache; return its
+        path."""
         temporary = kept.with_suffix(".expanding")
         what = f"{place}, with its decompressed or converted form,"
         make_room = partial(self._make_room, own=kept.stem, what=what)
@@ -363,12 +383,13 @@ class ShardCache:
             raise DataError(
                 f"{place} cannot be {what}: {type(error).__name__}: {error}", remedy=_CHANGED
             ) from None
-        temporary.replace(kept)
+        return temporary
 
     def _make_room(self, nbytes: int, own: str, what: str = "a shard") -> None:
         """Remove the least recently used files until `nbytes` more fit.
 
-        Files that other workers are writing count, but are not removed, and may exceed the limit.
+        Files in use count, but are not removed; only those that other workers are writing may exceed the
+        limit.
 
         Args:
             own: the digest of the file that needs the room, whose lock the caller has.
@@ -388,17 +409,21 @@ class ShardCache:
                     needed += status.st_size
                 elif path.suffix != ".lock":
                     files.append((status.st_mtime, status.st_size, path))
-            if needed > self._limit_bytes:
-                raise DataError(
-                    f"{what} of {format_bytes(needed)} does not fit into the cache of "
-                    f"{format_bytes(self._limit_bytes)}",
-                    remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
-                )
-            free = self._limit_bytes - needed - sum(size for _, size, _ in files)
-            for _, size, path in sorted(files):
+            free, used = self._limit_bytes - needed - sum(size for _, size, _ in files), 0
+            for _, size, path in sorted(files) if needed <= self._limit_bytes else ():
                 if free >= 0:
                     break
-                free += size if _remove(path) else 0
+                if _remove(path):
+                    free += size
+                elif path.suffix not in _UNFINISHED:
+                    used += size
+            if needed + used > self._limit_bytes:
+                others = f", in which other runs use {format_bytes(used)}" if used else ""
+                raise DataError(
+                    f"{what} of {format_bytes(needed)} does not fit into the cache of "
+                    f"{format_bytes(self._limit_bytes)}{others}",
+                    remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
+                )
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -429,15 +454,14 @@ class _BoundedFile(FileIO):
 
 
 def _remove(path: Path) -> bool:
-    """Remove a file of the cache unless another worker is writing it; return whether it is removed."""
-    with ExitStack() as stack:
-        if path.suffix in _UNFINISHED:
-            try:
-                lock = stack.enter_context(path.with_suffix(".lock").open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        path.unlink(missing_ok=True)  # a worker that has it open can still read it
+    """Remove a file of the cache unless it is in use; return whether it is removed."""
+    lock = path.with_suffix(".lock") if path.suffix in _UNFINISHED else path
+    try:
+        with lock.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)  # a worker that has it open can still read it
+    except BlockingIOError:
+        return False
     return True
 
 

@@ -188,6 +188,18 @@ def test_a_file_that_another_worker_is_writing_is_not_removed(remote: Remote, tm
     assert kept == 200, "the other file made room"
 
 
+def test_a_file_that_is_used_by_its_path_stays_as_long_as_it_is_open(remote: Remote, tmp_path: Path) -> None:
+    first, second = read_index(URL).shards[:2]
+    one, other = (ShardCache(tmp_path / "cache", second.bytes + 1) for _ in range(2))
+    for _ in ("fetched", "in the cache"):
+        with one.open(f"memory://corpus/{first.url}", first, as_stored=True):
+            with pytest.raises(DataError, match=f"in which other runs use {first.bytes} B"):
+                open_at_once(other, second)
+            assert (tmp_path / "cache" / first.sha256).stat().st_size == first.bytes
+    assert open_at_once(other, second).count(b"\n") == 9
+    assert not (tmp_path / "cache" / first.sha256).exists()
+
+
 def test_workers_on_one_machine_fetch_a_file_once(remote: Remote, tmp_path: Path) -> None:
     shard, found = read_index(URL).shards[1], []
 
