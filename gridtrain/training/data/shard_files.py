@@ -11,6 +11,7 @@ is fetched once, and the least recently used ones are removed when it is full.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -48,6 +49,7 @@ LIMIT = "GRIDTRAIN_CACHE_LIMIT"
 _UNFINISHED = (".part", ".expanding")
 """The suffixes of files that a worker writes while it has the lock of the same name."""
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _CHANGED = (
     "fetch the file again; if the new file is the right one, write the index again with "
     "`gridtrain data index` and give it to all workers"
@@ -336,6 +338,8 @@ class ShardCache:
                 if isinstance(error, DataError | ConfigError):
                     part.unlink(missing_ok=True)
                     raise
+                if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                    raise self._unwritable(error) from None
                 done = part.stat().st_size if part.exists() else 0
                 if done >= furthest + CHUNK_BYTES:
                     waits_s, furthest = iter(self._retry_after_s), done
@@ -379,6 +383,8 @@ class ShardCache:
         except Exception as error:  # each compression and format has errors of its own
             temporary.unlink(missing_ok=True)
             self.failed_reads += 1
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                raise self._unwritable(error) from None
             what = "decompressed" if expand_file else "converted"
             raise DataError(
                 f"{place} cannot be {what}: {type(error).__name__}: {error}", remedy=_CHANGED
@@ -432,13 +438,16 @@ class ShardCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / f"{name}.lock").open("w")
         except OSError as error:
-            raise DataError(
-                f"the cache {self.folder} cannot be written to: {error.strerror}",
-                remedy="set XDG_CACHE_HOME to a folder on a disk with space, or pass cache=",
-            ) from None
+            raise self._unwritable(error) from None
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(
+            f"the cache {self.folder} cannot be written to: {error.strerror}",
+            remedy="free space on that disk, or set XDG_CACHE_HOME (or cache=) to a folder on another disk",
+        )
 
 
 class _BoundedFile(FileIO):

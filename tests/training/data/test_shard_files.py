@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import hashlib
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -281,3 +284,21 @@ def test_a_cache_that_cannot_be_written_to_is_named(remote: Remote, tmp_path: Pa
     (tmp_path / "cache").write_text("in the way")
     with pytest.raises(DataError, match=r"the cache .* cannot be written to: .*XDG_CACHE_HOME"):
         gridtrain.Shards(URL, cache=tmp_path / "cache")[0]
+
+
+@pytest.mark.parametrize("at", ["copy", "convert"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_takes_no_more_is_named_at_once(
+    at: str, number: int, remote: Remote, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    shard, cache = read_index(URL).shards[1], ShardCache(tmp_path / "cache", retry_after_s=(60.0,))
+    words = f"the cache {tmp_path / 'cache'} cannot be written to: {os.strerror(number)} -> free space"
+    with pytest.raises(DataError, match=re.escape(words)):
+        if at == "copy":
+            cache.open(f"memory://corpus/{shard.url}", shard, copy=fails)
+        else:
+            cache.open(f"memory://corpus/{shard.url}", shard, convert=fails)
+    assert cache.failed_reads == 1 and not list((tmp_path / "cache").glob("*.expanding"))
