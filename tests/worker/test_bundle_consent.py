@@ -261,6 +261,20 @@ def test_data_is_known_by_its_digest(tmp_path: Path) -> None:
     assert bundle_consent.find_data_file(replace(run, data=None), data_dir, files) is None
 
 
+def test_a_file_of_the_volunteer_is_never_removed(tmp_path: Path) -> None:
+    path = tmp_path / "data" / ("ab" * 32)
+    path.parent.mkdir()
+    path.write_bytes(b"the volunteer's")
+    (tmp_path / "data" / "link").symlink_to(path)
+    for name in (path.name, "link"):
+        described = DatasetDescription(name, f"sha256:{path.name}", url="https://example.org/c", bytes=5)
+        with pytest.raises(ConfigError, match="but the run's data set has"):
+            bundle_consent.find_data_file(
+                RunDescription(script="t.py", data=described), path.parent, tmp_path / "files"
+            )
+        assert path.read_bytes() == b"the volunteer's"
+
+
 def test_the_script_is_told_where_the_data_lies(
     owner: Owner, invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +341,32 @@ def test_data_is_fetched_once_it_is_accepted(
     (tmp_path / "cache" / "gridtrain" / "shards" / digest_of(CORPUS)[7:]).write_bytes(CORPUS[::-1])
     assert supervise(job) == 0 and (Path(folder) / "sets" / "corpus.txt").read_bytes() == CORPUS
     assert [asked for _, asked in server.stop()] == ["-", "bytes=100-", "bytes=200-", "-"]
+
+
+NEEDS_ROOM = """
+import os, pathlib, sys
+from gridtrain.errors import DataError
+from gridtrain.training.data.shard_files import ShardCache
+
+try:
+    ShardCache(limit_bytes=800)._make_room(100, "another")
+except DataError as error:
+    path = pathlib.Path(os.environ["GRIDTRAIN_DATA_DIR"]) / "sets" / "corpus.txt"
+    pathlib.Path(sys.argv[1]).write_text(f"{path.stat().st_size} {error}")
+"""
+
+
+def test_no_other_run_removes_the_data_while_the_script_runs(
+    owner: Owner, invitation: Invitation, server: Server
+) -> None:
+    (owner.folder / "train.py").write_text(NEEDS_ROOM)
+    owner.describe(described(f"{server.url}/plain"))
+    digest = owner.serve()
+    for _ in ("fetched", "from the cache"):
+        assert supervise(Job((), invitation, accept=digest)) == 0
+        assert re.match("720 .*in which other runs use 720 B", owner.ran())
+    ShardCache(limit_bytes=800)._make_room(100, "another")
+    assert not (ShardCache().folder / digest_of(CORPUS)[7:]).exists()
 
 
 @pytest.mark.parametrize(

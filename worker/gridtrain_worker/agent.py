@@ -198,7 +198,8 @@ def supervise(
         DataError: the data set's file cannot be fetched.
     """
     machine = MachineInfo.detect(job.name)
-    with enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted) as entry:
+    enrolled = enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted)
+    with enrolled as entry, contextlib.ExitStack() as stack:
         check_joinable(entry)
         job = replace(job, name=machine.name)
         offer = None if job.command else fetch_offer(entry, job.settings.get("data_dir", ""), job.connect_s)
@@ -209,7 +210,7 @@ def supervise(
             require_consent(offer, job.accept, ask)
             say = None if isinstance(console, TerminalConsole) else tell
             cache = ShardCache(limit_bytes=job.cache_limit_bytes())
-            job = with_bundle(job, fetch_data_file(offer, cache, say))
+            job = with_bundle(job, stack.enter_context(fetch_data_file(offer, cache, say)))
         stats = ContributionStats(entry.identity, console)
         tell(
             f'{machine.name} ({machine.cpus} CPU cores) is joining the run "{entry.run}" at '

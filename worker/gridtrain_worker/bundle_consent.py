@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -49,8 +49,8 @@ class BundleOffer:
         entry: the worker's admission to the run.
         folder: the folder with the bundle's files, for the user to read.
         previous_digest: the digest that was accepted last; empty if there is none.
-        data: the data set's file, with its digest checked; None if the run names no such file, or if it is
-            still to be fetched.
+        data: the data set's file, with its digest checked unless it is in the cache; None if the run names no
+            such file, or if it is still to be fetched.
         index: the index of the data set, whose files the script fetches; None if the run names none.
     """
 
@@ -193,7 +193,7 @@ def _number(text: str) -> tuple[int, ...]:
 
 def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | None:
     """Find the data set's file and check its digest; return None if the run names no file, or one that is
-    still to be fetched.
+    still to be fetched.  A file that was fetched is not checked here, but by `fetch_data_file`.
 
     Raises:
         ConfigError: the file is missing or has another digest.
@@ -202,11 +202,10 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
         return None
     for path in (data_dir / run.data.file, files / run.data.file):
         if path.is_file():
+            if run.data.url and _is_fetched(path, files):
+                return path
             with path.open("rb") as file:
                 found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-            if found != run.data.digest and path.resolve().name == run.data.digest.removeprefix("sha256:"):
-                path.resolve().unlink()  # the damaged file of the cache; see `fetch_data_file`
-                continue
             if found != run.data.digest:
                 raise ConfigError(
                     f"{path} has the digest {found}, but the run's data set has {run.data.digest}",
@@ -222,10 +221,18 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
     )
 
 
+def _is_fetched(path: Path, files: Path) -> bool:
+    """Return whether the path is a link in the bundle's folder, which only `fetch_data_file` makes."""
+    return path.is_symlink() and path.is_relative_to(files)
+
+
+@contextlib.contextmanager
 def fetch_data_file(
     offer: BundleOffer, cache: ShardCache, say: Callable[[str], None] | None = None
-) -> BundleOffer:
-    """Fetch the data set's file into the cache, unless it is here; return the offer with its path.
+) -> Iterator[BundleOffer]:
+    """Fetch the data set's file into the cache, unless it is here; yield the offer with its path.
+
+    No other run removes the file from the cache within the context.
 
     Args:
         say: see `copy_rest`.
@@ -234,18 +241,22 @@ def fetch_data_file(
         DataError: the file cannot be fetched, has another digest, or does not fit into the cache.
     """
     described = offer.bundle.run.data
-    if described is None or not described.url or offer.data is not None:
-        return offer
+    is_here = offer.data is not None and not _is_fetched(offer.data, offer.folder)
+    if described is None or not described.url or is_here:
+        yield offer
+        return
     digest = described.digest.removeprefix("sha256:")
     shard = ShardFile(described.url, 0, described.bytes, digest)
-    with _disk(cache.folder):
-        cache.open(described.url, shard, as_stored=True, copy=partial(copy_rest, say=say)).close()
-        link = offer.folder / described.file
-        link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may do the same
-        partial_link.symlink_to((cache.folder / digest).absolute())
-        partial_link.replace(link)
-    return replace(offer, data=link)
+    with contextlib.ExitStack() as stack:
+        with _disk(cache.folder):
+            copy = partial(copy_rest, say=say)
+            stack.enter_context(cache.open(described.url, shard, as_stored=True, copy=copy))
+            link = offer.folder / described.file
+            link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may do the same
+            partial_link.symlink_to((cache.folder / digest).absolute())
+            partial_link.replace(link)
+        yield replace(offer, data=link)
 
 
 # -- files --------------------------------------------------------------------------------------------

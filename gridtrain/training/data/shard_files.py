@@ -11,6 +11,7 @@ is fetched once, and the least recently used ones are removed when it is full.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -20,11 +21,12 @@ import posixpath
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
+from functools import partial
+from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.extras import require
@@ -44,9 +46,10 @@ DEFAULT_LIMIT_BYTES = 20 * 10**9
 LIMIT = "GRIDTRAIN_CACHE_LIMIT"
 """The variable with the volunteer's limit of the cache, which precedes the script's."""
 
-STALE_PART_S = 24 * 3600.0
-"""The age at which a partly fetched file counts as abandoned."""
+_UNFINISHED = (".part", ".expanding")
+"""The suffixes of files that a worker writes while it has the lock of the same name."""
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _CHANGED = (
     "fetch the file again; if the new file is the right one, write the index again with "
     "`gridtrain data index` and give it to all workers"
@@ -207,7 +210,8 @@ class ShardCache:
 
         Args:
             convert: writes the file in another form, which is opened instead.
-            as_stored: whether to decompress nothing; a remote file is then `folder / expected.sha256`.
+            as_stored: whether to decompress nothing; a remote file is then `folder / expected.sha256` as long
+                as it is open, and its digest is compared even if it was fetched earlier.
             copy: copies a remote file.
 
         Raises:
@@ -221,9 +225,14 @@ class ShardCache:
             return file
         with self._locked(expected.sha256):
             kept = self.folder / f"{expected.sha256}{suffix}"
-            if kept.exists() and (suffix or kept.stat().st_size == expected.bytes):
-                os.utime(kept)
-                return kept.open("rb")
+            with suppress(FileNotFoundError):
+                opened = self._open_kept(kept, as_stored)
+                is_whole = suffix or os.fstat(opened.fileno()).st_size == expected.bytes
+                if is_whole and (not as_stored or _sha256(opened) == expected.sha256):
+                    opened.seek(0)
+                    return opened
+                opened.close()
+                kept.unlink()
             raw = self._fetch(place, expected, copy)
             with raw.open("rb") as file:
                 try:
@@ -232,14 +241,33 @@ class ShardCache:
                     if not is_local(place):
                         raw.unlink()  # so that the next attempt does not resume it
                     raise
-            if suffix:
-                self._expand(raw, kept, place, expand_file, convert or copy_plain)
-            else:
-                raw.replace(kept)
-            if not is_local(place):
-                raw.unlink(missing_ok=True)
+            new = self._expand(raw, kept, place, expand_file, convert or copy_plain) if suffix else raw
+            if suffix and not is_local(place):
+                raw.unlink()
+            opened = self._open_kept(kept, as_stored, new)
+            try:
+                self._make_room(0, expected.sha256)
+            except DataError:
+                opened.close()
+                raise
+            return opened
+
+    def _open_kept(self, kept: Path, stays: bool, new: Path | None = None) -> BufferedReader:
+        """Open a file of the cache; it is not removed while it is open if it `stays`.
+
+        Args:
+            new: the file that becomes `kept` before.
+
+        Raises:
+            FileNotFoundError: it is not in the cache.
+        """
+        with self._locked("room"):  # nothing is removed in the meantime
+            if new is not None:
+                new.replace(kept)
+            os.utime(kept)
             opened = kept.open("rb")
-            self._make_room(0, kept)
+            if stays:
+                fcntl.flock(opened, fcntl.LOCK_SH)
             return opened
 
     def open_unknown(
@@ -297,8 +325,9 @@ class ShardCache:
         if is_local(place):
             self._open_local(place).close()
             return Path(local_path(place))
-        self._make_room(expected.bytes, None)
         part = self.folder / f"{expected.sha256}.part"
+        present = part.stat().st_size if part.exists() else 0
+        self._make_room(max(0, expected.bytes - present), expected.sha256)
         waits_s, furthest = iter(self._retry_after_s), 0
         while True:  # at most so many attempts without another `CHUNK_BYTES`
             try:
@@ -309,6 +338,8 @@ class ShardCache:
                 if isinstance(error, DataError | ConfigError):
                     part.unlink(missing_ok=True)
                     raise
+                if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                    raise self._unwritable(error) from None
                 done = part.stat().st_size if part.exists() else 0
                 if done >= furthest + CHUNK_BYTES:
                     waits_s, furthest = iter(self._retry_after_s), done
@@ -334,48 +365,71 @@ class ShardCache:
         place: str,
         expand_file: Callable[..., BinaryIO] | None,
         convert: Convert,
-    ) -> None:
-        """Write the decompressed or converted form of a file."""
+    ) -> Path:
+        """Write the decompressed or converted form of a file, within the limit of the cache; return its
+        path."""
         temporary = kept.with_suffix(".expanding")
+        what = f"{place}, with its decompressed or converted form,"
+        make_room = partial(self._make_room, own=kept.stem, what=what)
         try:
-            with raw.open("rb") as file, temporary.open("wb") as plain:
+            with (
+                raw.open("rb") as file,
+                BufferedWriter(_BoundedFile(temporary, make_room), CHUNK_BYTES) as plain,
+            ):
                 convert(file if expand_file is None else expand_file(file, mode="rb"), plain)
-        except ConfigError:  # a package is missing
+        except (ConfigError, DataError):  # a package is missing, or there is no room
             temporary.unlink(missing_ok=True)
             raise
         except Exception as error:  # each compression and format has errors of its own
             temporary.unlink(missing_ok=True)
             self.failed_reads += 1
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                raise self._unwritable(error) from None
             what = "decompressed" if expand_file else "converted"
             raise DataError(
                 f"{place} cannot be {what}: {type(error).__name__}: {error}", remedy=_CHANGED
             ) from None
-        temporary.replace(kept)
+        return temporary
 
-    def _make_room(self, nbytes: int, kept: Path | None) -> None:
-        """Remove the least recently used files until `nbytes` more fit."""
-        if nbytes > self._limit_bytes:
-            raise DataError(
-                f"a shard of {format_bytes(nbytes)} does not fit into the cache of "
-                f"{format_bytes(self._limit_bytes)}",
-                remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
-            )
-        files = []
-        for path in self.folder.iterdir():
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue  # another worker has removed it
-            is_recent_part = path.suffix == ".part" and time.time() - status.st_mtime < STALE_PART_S
-            if path.suffix != ".lock" and path != kept and not is_recent_part:
-                files.append((status.st_mtime, status.st_size, path))
-        free = self._limit_bytes - nbytes - sum(size for _, size, _ in files)
-        free -= kept.stat().st_size if kept is not None else 0
-        for _, size, path in sorted(files):
-            if free >= 0:
-                break
-            path.unlink(missing_ok=True)  # a worker that has it open can still read it
-            free += size
+    def _make_room(self, nbytes: int, own: str, what: str = "a shard") -> None:
+        """Remove the least recently used files until `nbytes` more fit.
+
+        Files in use count, but are not removed; only those that other workers are writing may exceed the
+        limit.
+
+        Args:
+            own: the digest of the file that needs the room, whose lock the caller has.
+            what: the file, for the message.
+
+        Raises:
+            DataError: the cache is too small.
+        """
+        with self._locked("room"):  # so that no lock is found that another worker takes here
+            files, needed = [], nbytes
+            for path in self.folder.iterdir():
+                try:
+                    status = path.stat()
+                except FileNotFoundError:
+                    continue  # a worker has renamed or removed it
+                if path.stem == own:
+                    needed += status.st_size
+                elif path.suffix != ".lock":
+                    files.append((status.st_mtime, status.st_size, path))
+            free, used = self._limit_bytes - needed - sum(size for _, size, _ in files), 0
+            for _, size, path in sorted(files) if needed <= self._limit_bytes else ():
+                if free >= 0:
+                    break
+                if _remove(path):
+                    free += size
+                elif path.suffix not in _UNFINISHED:
+                    used += size
+            if needed + used > self._limit_bytes:
+                others = f", in which other runs use {format_bytes(used)}" if used else ""
+                raise DataError(
+                    f"{what} of {format_bytes(needed)} does not fit into the cache of "
+                    f"{format_bytes(self._limit_bytes)}{others}",
+                    remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
+                )
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -384,13 +438,40 @@ class ShardCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / f"{name}.lock").open("w")
         except OSError as error:
-            raise DataError(
-                f"the cache {self.folder} cannot be written to: {error.strerror}",
-                remedy="set XDG_CACHE_HOME to a folder on a disk with space, or pass cache=",
-            ) from None
+            raise self._unwritable(error) from None
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(
+            f"the cache {self.folder} cannot be written to: {error.strerror}",
+            remedy="free space on that disk, or set XDG_CACHE_HOME (or cache=) to a folder on another disk",
+        )
+
+
+class _BoundedFile(FileIO):
+    """A file that makes room in the cache for what is written to it."""
+
+    def __init__(self, path: Path, make_room: Callable[[int], None]) -> None:
+        super().__init__(path, "wb")
+        self._make_room = make_room
+
+    def write(self, data: Any, /) -> int:
+        self._make_room(memoryview(data).nbytes)
+        return super().write(data)
+
+
+def _remove(path: Path) -> bool:
+    """Remove a file of the cache unless it is in use; return whether it is removed."""
+    lock = path.with_suffix(".lock") if path.suffix in _UNFINISHED else path
+    try:
+        with lock.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)  # a worker that has it open can still read it
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sha256(file: BufferedReader) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
+import hashlib
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -157,6 +161,48 @@ def test_a_file_that_is_larger_than_the_cache_is_refused(remote: Remote, tmp_pat
         open_at_once(ShardCache(tmp_path / "cache", 50), read_index(URL).shards[1])
 
 
+@pytest.mark.parametrize("abandoned", [0, 300_000])
+def test_what_a_compressed_file_becomes_is_bounded_too(abandoned: int, tmp_path: Path) -> None:
+    stored, folder = gzip.compress(bytes(750_000)), tmp_path / "cache"
+    (tmp_path / "a.txt.gz").write_bytes(stored)
+    shard = ShardFile("a.txt.gz", 1, len(stored), hashlib.sha256(stored).hexdigest())
+    folder.mkdir()
+    (folder / "aa.part").write_bytes(bytes(abandoned))
+    with pytest.raises(DataError, match=r"a\.txt\.gz, with its decompressed .* does not fit"):
+        ShardCache(folder, 700_000).open(str(tmp_path / "a.txt.gz"), shard)
+    assert not list(folder.glob("*.expanding"))
+    ShardCache(folder, 1_000_000).open(str(tmp_path / "a.txt.gz"), shard).close()
+    assert (folder / "aa.part").exists() == (not abandoned)
+    assert sum(path.stat().st_size for path in folder.iterdir()) == 750_000
+
+
+def test_a_file_that_another_worker_is_writing_is_not_removed(remote: Remote, tmp_path: Path) -> None:
+    one, other = (ShardCache(tmp_path / "cache", 300) for _ in range(2))
+    first, second = read_index(URL).shards[:2]
+
+    def convert(file: BinaryIO, rows: BinaryIO) -> None:
+        rows.write(bytes(200))
+        rows.flush()
+        assert open_at_once(other, second).count(b"\n") == 9
+
+    with one.open(f"memory://corpus/{first.url}", first, convert=convert) as rows:
+        assert rows.read() == bytes(200)
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
+    assert kept == 200, "the other file made room"
+
+
+def test_a_file_that_is_used_by_its_path_stays_as_long_as_it_is_open(remote: Remote, tmp_path: Path) -> None:
+    first, second = read_index(URL).shards[:2]
+    one, other = (ShardCache(tmp_path / "cache", second.bytes + 1) for _ in range(2))
+    for _ in ("fetched", "in the cache"):
+        with one.open(f"memory://corpus/{first.url}", first, as_stored=True):
+            with pytest.raises(DataError, match=f"in which other runs use {first.bytes} B"):
+                open_at_once(other, second)
+            assert (tmp_path / "cache" / first.sha256).stat().st_size == first.bytes
+    assert open_at_once(other, second).count(b"\n") == 9
+    assert not (tmp_path / "cache" / first.sha256).exists()
+
+
 def test_workers_on_one_machine_fetch_a_file_once(remote: Remote, tmp_path: Path) -> None:
     shard, found = read_index(URL).shards[1], []
 
@@ -238,3 +284,21 @@ def test_a_cache_that_cannot_be_written_to_is_named(remote: Remote, tmp_path: Pa
     (tmp_path / "cache").write_text("in the way")
     with pytest.raises(DataError, match=r"the cache .* cannot be written to: .*XDG_CACHE_HOME"):
         gridtrain.Shards(URL, cache=tmp_path / "cache")[0]
+
+
+@pytest.mark.parametrize("at", ["copy", "convert"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_takes_no_more_is_named_at_once(
+    at: str, number: int, remote: Remote, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    shard, cache = read_index(URL).shards[1], ShardCache(tmp_path / "cache", retry_after_s=(60.0,))
+    words = f"the cache {tmp_path / 'cache'} cannot be written to: {os.strerror(number)} -> free space"
+    with pytest.raises(DataError, match=re.escape(words)):
+        if at == "copy":
+            cache.open(f"memory://corpus/{shard.url}", shard, copy=fails)
+        else:
+            cache.open(f"memory://corpus/{shard.url}", shard, convert=fails)
+    assert cache.failed_reads == 1 and not list((tmp_path / "cache").glob("*.expanding"))
