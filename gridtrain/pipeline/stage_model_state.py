@@ -109,9 +109,8 @@ class StageModelState(ModelState):
             describe_machine(defined.device, held.base),
         )
 
-    def _wait_for_writer(self, timeout_s: float) -> None:
-        if self._store is not None:
-            self._store.wait(timeout_s)
+    def _wait_for_writer(self, timeout_s: float) -> bool:
+        return self._store is None or self._store.wait(timeout_s)
 
     def _release_folder(self) -> None:
         if self._store is not None:

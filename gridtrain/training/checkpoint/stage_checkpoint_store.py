@@ -149,9 +149,11 @@ class StageCheckpointStore:
             if checkpoint_store.checkpoint_step(path) % self._every:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as `CheckpointStore.wait` does."""
         if self._writer is not None:
             self._writer.join(timeout_s)
+        return self._writer is None or not self._writer.is_alive()
 
     def reload(self, held: Sequence[CheckpointInfo], blocks: Span) -> None:
         """Load checkpoints.  Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError`

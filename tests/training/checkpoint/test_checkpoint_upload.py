@@ -53,6 +53,7 @@ class Uploads:
             start_step=start_step,
             report_figures=lambda figures: self.figures.extend(figures.values()),
             retry_after_s=(0.0,),
+            final_turn_s=0.0,
         )
 
     def add(self, step: int, part: str = MODEL_PART, **options: Any) -> None:
@@ -92,6 +93,19 @@ def test_a_worker_takes_over_from_one_that_has_missed_a_checkpoint(
     late = Uploads(store, tmp_path / "cora", start_step=30, keep=9)
     late.add(40)
     assert store.steps() == [40, 30, 10], "a new group does not know that bert is gone"
+
+
+def test_the_last_checkpoint_is_uploaded_although_the_worker_of_the_previous_one_is_gone(
+    store: RemoteStore, tmp_path: Path
+) -> None:
+    anna, bert = Uploads(store, tmp_path / "anna"), Uploads(store, tmp_path / "bert")
+    anna.add(10)
+    bert.uploader.add(save(tmp_path / "bert", 15), MODEL_PART, is_final=True)
+    bert.uploader.close(WITHIN_S, MAX_FINAL_ATTEMPTS)
+    assert store.steps() == [15, 10]
+    anna.uploader.add(save(tmp_path / "anna", 15), MODEL_PART, is_final=True)
+    anna.uploader.close(WITHIN_S, MAX_FINAL_ATTEMPTS)
+    assert [found.worker for found in store.manifests(15)] == [bert.uploader._worker], "it is there already"
 
 
 def test_stages_count_together_and_an_incomplete_checkpoint_is_no_reason_to_remove_one(
