@@ -85,9 +85,7 @@ class StageModelState(ModelState):
             on_written=self._upload,
         )
         self._store.claim()
-        self._fetch_checkpoint(
-            max((held.applied + 1 for held in self._store.stored_checkpoints()), default=0)
-        )
+        self._fetch_checkpoint(self._store.latest_complete_step(len(defined.blueprint)))
         self._session.tasks.attach_stage_checkpoints(self._store)
         model = describe_staged_model(
             defined, options, held.template, self._profile, sizes.batch_size, held.trackers.values()
@@ -109,9 +107,8 @@ class StageModelState(ModelState):
             describe_machine(defined.device, held.base),
         )
 
-    def _wait_for_writer(self, timeout_s: float) -> None:
-        if self._store is not None:
-            self._store.wait(timeout_s)
+    def _wait_for_writer(self, timeout_s: float) -> bool:
+        return self._store is None or self._store.wait(timeout_s)
 
     def _release_folder(self) -> None:
         if self._store is not None:

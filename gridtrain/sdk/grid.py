@@ -110,8 +110,8 @@ CHECKPOINT_TIMEOUT_S = 30.0
 """The seconds for which `Grid.close` waits for a checkpoint that is being written or uploaded."""
 
 FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
-"""The seconds for which the end of a run waits for the checkpoint of the last step to be written, and then to
-be uploaded."""
+"""The seconds for which the end of a run waits for the previous checkpoint, for that of the last step, and
+for its upload."""
 
 
 def join(
@@ -819,10 +819,14 @@ class Grid:
             )
             return
         assert self._model_state is not None
-        self._model_state.write_final_checkpoint()
         exports = self._is_exporter()
         if exports:
-            self._export()
+            self._export()  # first, because a checkpoint may wait for a slow disk, or fail
+        failure: Exception | None = None
+        try:
+            self._model_state.write_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
+        except Exception as error:  # such as a changed base, or no memory for a copy
+            failure = error
         if not self._session.wait_for_members():
             log.warning("this worker left before the coordinator had declared the run finished")
         if not exports:
@@ -831,6 +835,8 @@ class Grid:
                 exports = self._is_exporter()
             if exports:
                 self._export()
+        if failure is not None:
+            raise failure
         self._model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
 
     def _is_exporter(self) -> bool:

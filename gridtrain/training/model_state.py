@@ -49,6 +49,7 @@ from gridtrain.training.checkpoint import pretrained
 from gridtrain.training.checkpoint.checkpoint_store import (
     CheckpointContent,
     CheckpointStore,
+    checkpoint_step,
     step_folder,
 )
 from gridtrain.training.checkpoint.checkpoint_upload import MAX_FINAL_ATTEMPTS, CheckpointUploader
@@ -101,6 +102,8 @@ class ModelState(ABC):
         self._received_magnitude = 0.0
         self._has_initial_weights = True
         self._uploader: CheckpointUploader | None = None
+        self._written_step: int | None = None  # of the checkpoint that was written last
+        self._final_step: int | None = None  # the run's last step, if its checkpoint is being written
 
     # -- joining -------------------------------------------------------------------------------------
 
@@ -150,8 +153,9 @@ class ModelState(ABC):
 
     def _upload(self, path: Path, part: str = MODEL_PART) -> None:
         """Upload a checkpoint that was written.  May be called from any thread."""
+        self._written_step = checkpoint_step(path)
         if self._uploader is not None:
-            self._uploader.add(path, part)
+            self._uploader.add(path, part, is_final=self._written_step == self._final_step)
 
     # -- between two steps -----------------------------------------------------------------------------
 
@@ -163,20 +167,32 @@ class ModelState(ABC):
         if self._is_checkpoint_due(snapshot):
             self._write_checkpoint(snapshot)
 
-    def write_final_checkpoint(self) -> None:
+    def write_final_checkpoint(self, timeout_s: float) -> None:
         """Begin to write the checkpoint of the last step, if this worker writes checkpoints and has the model
-        or a stage."""
+        or a stage, and if the previous checkpoint is written within `timeout_s`."""
         snapshot = self._session.snapshot
-        if self._has_checkpoints and snapshot.is_synced and snapshot.world_size and snapshot.applied >= 0:
-            self._write_checkpoint(snapshot)
+        if not (
+            self._has_checkpoints and snapshot.is_synced and snapshot.world_size and snapshot.applied >= 0
+        ):
+            return
+        if not self._wait_for_writer(timeout_s):
+            log.error(
+                "the checkpoint of the last step is not written, because the disk has not completed the "
+                "previous one within %g s: %s",
+                *(timeout_s, self._options.folder),
+            )
+            return
+        self._final_step = snapshot.applied + 1
+        self._write_checkpoint(snapshot)
 
     def finish_checkpoints(self, timeout_s: float) -> None:
-        """Wait until the final checkpoint is written, and until it is uploaded; for at most `timeout_s`
-        each."""
-        self._wait_for_writer(timeout_s)
+        """Wait until the final checkpoint, if any, is written, and until it is uploaded; for at most
+        `timeout_s` each."""
+        if self._final_step is not None:
+            self._wait_for_writer(timeout_s)
         if self._uploader is not None:
             self._uploader.close(timeout_s, MAX_FINAL_ATTEMPTS)
-        if self._has_checkpoints:
+        if self._final_step is not None and self._final_step == self._written_step:
             log.warning(
                 "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
                 self._options.folder,
@@ -244,8 +260,8 @@ class ModelState(ABC):
         """Begin to write a checkpoint in the background."""
 
     @abstractmethod
-    def _wait_for_writer(self, timeout_s: float) -> None:
-        """Wait for a checkpoint that is being written."""
+    def _wait_for_writer(self, timeout_s: float) -> bool:
+        """Wait for a checkpoint that is being written; return whether none is being written any more."""
 
     @abstractmethod
     def _release_folder(self) -> None: ...
@@ -441,8 +457,8 @@ class WholeModelState(ModelState):
         self._is_resumed, self._checkpoint_step = False, None
         super().begin_turn(snapshot)
 
-    def _wait_for_writer(self, timeout_s: float) -> None:
-        self.checkpoints.wait(timeout_s)
+    def _wait_for_writer(self, timeout_s: float) -> bool:
+        return self.checkpoints.wait(timeout_s)
 
     def _release_folder(self) -> None:
         self.checkpoints.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,23 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(tmp_path: Path
         workers.finish("carl", "dora")
         assert [min(workers.seen[name].losses) for name in ("carl", "dora")] == [12, 12]
         assert all(torch.equal(calm[name], value) for name, value in workers.whole().items())
+
+
+def test_the_parts_that_a_disk_lacks_are_fetched(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/storage"
+    with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
+        for name in ("anna", "bert"):
+            workers.urls[name] = url
+            workers.add(name)
+        workers.finish("anna", "bert")
+    shutil.rmtree(tmp_path / "a" / "bert")
+    (stage,) = (path.parent for path in (tmp_path / "a" / "anna").glob("blocks-*/step-00000012"))
+    for other in (tmp_path / "a" / "anna").glob("blocks-*"):
+        if other != stage:
+            shutil.rmtree(other)  # the copies of bert's stage; anna has only hers
+    with Workers(tmp_path / "a", 2, steps=17, checkpoint_every=5) as workers:
+        workers.urls["anna"] = url
+        workers.add("anna")
+        workers.add("dora")
+        workers.finish("anna", "dora")
+        assert [min(workers.seen[name].losses) for name in ("anna", "dora")] == [12, 12]

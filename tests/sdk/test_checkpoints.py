@@ -17,6 +17,7 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
+from gridtrain.sdk import grid as grid_module
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.model_export import export_model
@@ -34,7 +35,9 @@ torch.manual_seed(7)
 NET = nn.Linear(2, 1)
 
 
-def train(grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS) -> dict[str, Any]:
+def train(
+    grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS, *, waits: bool = True
+) -> dict[str, Any]:
     """Up to `until` steps; what the worker held at its first batch and at the end, and its samples."""
     model = copy.deepcopy(NET)  # seeding in several threads at once would give several models
     inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0 if exchange.sparse else 0.9)
@@ -44,7 +47,8 @@ def train(grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS) -
         if seen["first"] is None:
             seen["first"] = {name: value.clone() for name, value in model.state_dict().items()}
         seen["steps"].append(grid.step)
-        grid._model_state.checkpoints.wait()  # steps are faster here than a disk
+        if waits:
+            grid._model_state.checkpoints.wait()  # steps are faster here than a disk
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -161,10 +165,30 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_store, "_write_file", full)
-    (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
+    (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=-1))
     assert seen["steps"] == list(range(STEPS))
     assert caplog.text.count("cannot be written to") == 1
     assert not list((tmp_path / "worker-0").glob("step-*"))
+    assert "can continue from" not in caplog.text, "there is nothing from which it could"
+
+
+def test_a_disk_that_no_longer_answers_costs_the_last_checkpoint_and_not_the_final_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers, true_save = threading.Event(), checkpoint_store.save
+
+    def save(content: Any, path: Path) -> None:
+        assert answers.wait(WITHIN_S)
+        true_save(content, path)
+
+    monkeypatch.setattr(checkpoint_store, "save", save)
+    monkeypatch.setattr(grid_module, "FINAL_CHECKPOINT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(grid_module, "CHECKPOINT_TIMEOUT_S", 0.05)
+    (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=-1, waits=False))
+    answers.set()
+    assert seen["steps"] == list(range(STEPS)) and (tmp_path / "final.safetensors").exists()
+    assert "the checkpoint of the last step is not written" in caplog.text
+    assert "can continue from" not in caplog.text
 
 
 def test_a_state_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -321,10 +345,10 @@ def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
         assert waited_for.wait(WITHIN_S)
         true_save(snapshot, path)
 
-    def wait(self: Any, timeout_s: float | None = None) -> None:
+    def wait(self: Any, timeout_s: float | None = None) -> bool:
         if self._is_writing():
             waited_for.set()
-        true_wait(self, timeout_s)
+        return true_wait(self, timeout_s)
 
     def work(name: str, every: int) -> None:
         with group.join(name, checkpoint_every=every, state_dir=str(tmp_path / name)) as grid:

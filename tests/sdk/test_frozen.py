@@ -337,6 +337,20 @@ def test_checkpoints_and_the_exported_file_lack_the_base(tmp_path: Path) -> None
     assert sorted(exported) == sorted(name for name in MODEL.state_dict() if name not in frozen)
 
 
+def test_a_base_that_changes_at_the_end_costs_the_checkpoint_and_not_the_final_model(tmp_path: Path) -> None:
+    run = Run(gridtrain.Dense(), steps=9)
+
+    def moves_at_the_end(grid: gridtrain.Grid, model: nn.Module) -> None:
+        if grid.step == 8:
+            with torch.no_grad():
+                cast(Adapted, model).base[0].weight.mul_(0.99)
+
+    run.before_step = moves_at_the_end
+    with pytest.raises(ConfigError, match="frozen parameters have changed"):
+        resume(tmp_path, run)
+    assert (tmp_path / "final.safetensors").exists()
+
+
 def test_a_checkpoint_of_another_base_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     waits: Any = lambda grid, model: grid._model_state.checkpoints.wait()  # noqa: E731
     resume(tmp_path, Run(gridtrain.Dense(), stop_at=8, before_step=waits))

@@ -226,10 +226,11 @@ class CheckpointStore:
         with contextlib.suppress(OSError):
             (step_folder(self.folder, step) / RESIDUAL_FILE).unlink()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the checkpoint that is being written."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the checkpoint that is being written; return whether none is being written any more."""
         if self._writer is not None:
             self._writer.join(timeout_s)
+        return not self._is_writing()
 
     def latest(self, facts: Facts) -> Checkpoint | None:
         """Return the latest readable checkpoint with these settings; None if there is none.

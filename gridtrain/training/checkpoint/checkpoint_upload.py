@@ -5,7 +5,8 @@
 
 Training never waits: while an upload takes longer than the interval between checkpoints, later ones wait, up
 to the number to keep; then the oldest is dropped.  Of several workers with the same URL one uploads a part:
-the others leave it to the worker that has uploaded the previous checkpoint.
+the others leave it to the worker that has uploaded the previous checkpoint.  That of the last step, which no
+later one replaces, they upload themselves if it is not there in time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ log = logging.getLogger("gridtrain")
 RETRY_AFTER_S = (1.0, 5.0, 25.0, 60.0)
 """The seconds to wait before each further attempt; the last of them is repeated."""
 
+FINAL_TURN_S, FINAL_LOOK_S = 120.0, 1.0
+"""The time for which a worker leaves the last step's checkpoint to the worker that has uploaded the previous
+one, and the interval at which it looks for it."""
+
 MAX_FINAL_ATTEMPTS = 5
 """The number of attempts for a checkpoint when the worker is about to exit."""
 
@@ -45,12 +50,14 @@ class _Upload:
     Attributes:
         files: a folder with hard links to its files, so that they stay when the checkpoint is removed.
         part: see `remote_store.Manifest`.
+        is_final: whether it is of the run's last step.
     """
 
     files: Path
     part: str
     step: int
     history: str
+    is_final: bool
 
 
 class CheckpointUploader:
@@ -75,19 +82,24 @@ class CheckpointUploader:
         report_figures: ReportFigures = lambda figures: None,
         clock: Callable[[], float] = time.monotonic,
         retry_after_s: Sequence[float] = RETRY_AFTER_S,
+        final_turn_s: float = FINAL_TURN_S,
     ) -> None:
         self._store, self._every, self._keep, self._start_step = store, every, keep, start_step
         self._worker = hashlib.sha256(f"{platform.node()}:{folder.absolute()}".encode()).hexdigest()[:16]
         self._failures = FailureCounter(FAILED_UPLOADS, report_figures, clock)
-        self._retry_after_s = tuple(retry_after_s)
+        self._retry_after_s, self._final_turn_s = tuple(retry_after_s), final_turn_s
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []  # oldest first
         self._current: _Upload | None = None  # one of them
         self._attempts_left: int | None = None  # before this worker leaves: any number
         self._thread: threading.Thread | None = None
 
-    def add(self, folder: Path, part: str) -> None:
-        """Upload the checkpoint in `folder` when it is its turn."""
+    def add(self, folder: Path, part: str, *, is_final: bool = False) -> None:
+        """Upload the checkpoint in `folder` when it is its turn.
+
+        Args:
+            is_final: whether it is of the run's last step, so that no later one makes up for it.
+        """
         links = checkpoint_store.partial_folder(folder, f".{part}.upload")
         shutil.rmtree(links, ignore_errors=True)
         try:
@@ -103,7 +115,8 @@ class CheckpointUploader:
             shutil.rmtree(links, ignore_errors=True)
             return
         with self._changed:
-            self._waiting.append(_Upload(links, part, position.applied + 1, position.history.hex()))
+            step, history = position.applied + 1, position.history.hex()
+            self._waiting.append(_Upload(links, part, step, history, is_final))
             while len(others := [each for each in self._waiting if each != self._current]) > self._keep:
                 self._drop(others[0])
             if self._thread is None:
@@ -182,16 +195,21 @@ class CheckpointUploader:
                 f"it has a checkpoint of step {self._start_step}, from which the run has not continued",
                 remedy="start this worker with another URL",
             )
-        if self._is_superfluous(upload):
-            return
+        until_s = time.monotonic() + (self._final_turn_s if upload.is_final else 0.0)
+        while self._is_superfluous(upload, self._every):
+            if not upload.is_final or self._is_superfluous(upload, 0):
+                return
+            if time.monotonic() >= until_s:
+                break
+            time.sleep(FINAL_LOOK_S)
         self._store.put(upload.files, upload.part, self._worker)
         log.info("the checkpoint of step %d is in %s", upload.step, self._store.shown)
         self._store.prune(self._keep)
 
-    def _is_superfluous(self, upload: _Upload) -> bool:
-        """Whether this checkpoint or a later one has been uploaded, or another worker has uploaded the
-        previous one of this part."""
-        first = max(self._start_step + 1, upload.step - self._every)
+    def _is_superfluous(self, upload: _Upload, steps_before: int) -> bool:
+        """Whether this checkpoint or a later one has been uploaded, or another worker has uploaded one of
+        this part that is at most so many steps earlier."""
+        first = max(self._start_step + 1, upload.step - steps_before)
         for step in self._store.steps():
             if step > upload.step and self._store.complete(step):
                 return True

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -125,8 +126,8 @@ def is_url(place: str) -> bool:
 
 
 def shown_url(url: str) -> str:
-    """Return the URL without a user name and password, for messages."""
-    return re.sub(r"://[^/@]*@", "://", url)
+    """Return the URL without a user name with a password, and without a query, for messages."""
+    return re.sub(r"://[^/@:]*:.*@", "://", url).partition("?")[0]
 
 
 def open_url(url: str) -> tuple[Any, str]:
@@ -167,9 +168,15 @@ def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
         ConfigError: it cannot be written.
     """
     files, root = open_url(url.rstrip("/"))
+    from fsspec.implementations.local import LocalFileSystem
+
     try:
         if path.is_file():
-            files.put_file(str(path), root)
+            is_local = isinstance(files, LocalFileSystem)  # object stores replace a file at once
+            target = f"{root}.partial" if is_local else root
+            files.put_file(str(path), target)
+            if is_local:
+                os.replace(target, root)
             return
         written = [each for each in path.rglob("*") if each.is_file()]
         old = [name for name in _names(files, root) if replaced.fullmatch(name) or (path / name).exists()]
@@ -338,7 +345,7 @@ class RemoteStore:
 
         Args:
             facts: the training settings that it must have; None for any.
-            newer_than: the step of the latest checkpoint on the disk; an earlier one is not copied.
+            newer_than: the step of the latest complete checkpoint on the disk; only a later one is copied.
 
         Returns:
             its step, also if it was not copied; 0 if there is none.
@@ -385,9 +392,13 @@ class RemoteStore:
         )
 
     def _fetch(self, manifest: Manifest, folder: Path, retry_after_s: Sequence[float]) -> None:
-        """Copy a part.  Raises `ConfigError` if it is damaged."""
+        """Copy a part that is not on the disk.  Raises `ConfigError` if it is damaged."""
         parent = folder if manifest.part == MODEL_PART else folder / manifest.part
         path = checkpoint_store.step_folder(parent, manifest.step)
+        with contextlib.suppress(ConfigError):  # the disk has none, or a damaged one
+            found = checkpoint_store.read(path)
+            if (found.position.history.hex(), found.facts) == (manifest.history, manifest.facts):
+                return  # a copy would lack its residual
         copy = checkpoint_store.partial_folder(path)
         shutil.rmtree(copy, ignore_errors=True)
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)

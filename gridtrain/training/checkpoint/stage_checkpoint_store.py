@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gridtrain.core.messages import MAX_STAGE_CHECKPOINTS, CheckpointInfo, Facts, Span
+from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store, serialization
@@ -97,6 +98,15 @@ class StageCheckpointStore:
             :MAX_STAGE_CHECKPOINTS
         ]
 
+    def latest_complete_step(self, layers: int) -> int:
+        """Return the latest step of which this disk alone has all `layers` of the model; 0 if there is
+        none."""
+        spans: dict[tuple[int, bytes], list[Span]] = {}
+        for held in self.stored_checkpoints():
+            spans.setdefault((held.applied, held.history), []).append(held.layers)
+        complete = (applied + 1 for (applied, _), own in spans.items() if not uncovered_spans(own, layers))
+        return max(complete, default=0)
+
     def is_due(self, blocks: Span, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps.  It is due at the same steps on all workers,
         because a run can only continue from checkpoints of all stages."""
@@ -149,9 +159,11 @@ class StageCheckpointStore:
             if checkpoint_store.checkpoint_step(path) % self._every:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as `CheckpointStore.wait` does."""
         if self._writer is not None:
             self._writer.join(timeout_s)
+        return self._writer is None or not self._writer.is_alive()
 
     def reload(self, held: Sequence[CheckpointInfo], blocks: Span) -> None:
         """Load checkpoints.  Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError`

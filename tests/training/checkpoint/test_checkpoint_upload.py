@@ -24,7 +24,7 @@ from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent
 from gridtrain.training.checkpoint.checkpoint_upload import MAX_FINAL_ATTEMPTS, CheckpointUploader
 from gridtrain.training.checkpoint.pretrained import REPLACED_NAME
-from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, upload
+from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, shown_url, upload
 
 WITHIN_S = 60.0
 
@@ -53,6 +53,7 @@ class Uploads:
             start_step=start_step,
             report_figures=lambda figures: self.figures.extend(figures.values()),
             retry_after_s=(0.0,),
+            final_turn_s=0.0,
         )
 
     def add(self, step: int, part: str = MODEL_PART, **options: Any) -> None:
@@ -92,6 +93,19 @@ def test_a_worker_takes_over_from_one_that_has_missed_a_checkpoint(
     late = Uploads(store, tmp_path / "cora", start_step=30, keep=9)
     late.add(40)
     assert store.steps() == [40, 30, 10], "a new group does not know that bert is gone"
+
+
+def test_the_last_checkpoint_is_uploaded_although_the_worker_of_the_previous_one_is_gone(
+    store: RemoteStore, tmp_path: Path
+) -> None:
+    anna, bert = Uploads(store, tmp_path / "anna"), Uploads(store, tmp_path / "bert")
+    anna.add(10)
+    bert.uploader.add(save(tmp_path / "bert", 15), MODEL_PART, is_final=True)
+    bert.uploader.close(WITHIN_S, MAX_FINAL_ATTEMPTS)
+    assert store.steps() == [15, 10]
+    anna.uploader.add(save(tmp_path / "anna", 15), MODEL_PART, is_final=True)
+    anna.uploader.close(WITHIN_S, MAX_FINAL_ATTEMPTS)
+    assert [found.worker for found in store.manifests(15)] == [bert.uploader._worker], "it is there already"
 
 
 def test_stages_count_together_and_an_incomplete_checkpoint_is_no_reason_to_remove_one(
@@ -178,13 +192,55 @@ def test_a_storage_that_does_not_answer_is_an_error_in_time(
     silent.set()
 
 
-def test_a_password_in_a_url_is_not_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("nonsense://anna:secret@host/run", "nonsense://host/run"),
+        ("s3://KEY:SEC/RET@bucket/run", "s3://bucket/run"),
+        ("https://host/run?sig=SECRET", "https://host/run"),
+        ("abfs://container@account.dfs.core.windows.net/run", None),
+        ("s3://bucket/run", None),
+    ],
+)
+def test_a_url_is_shown_without_secrets(url: str, shown: str | None) -> None:
+    assert shown_url(url) == (shown or url)
+
+
+def test_an_unusable_url_is_named_without_secrets() -> None:
     with pytest.raises(ConfigError) as refused:
         RemoteStore("nonsense://anna:secret@host/run")
-    assert (
-        "nonsense://host/run" in str(refused.value)
-        and "secret" not in refused.value.reason.split("cannot")[0]
+    assert "nonsense://host/run" in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_a_part_on_the_disk_stays_with_its_residual(store: RemoteStore, tmp_path: Path) -> None:
+    first, second = Uploads(store, tmp_path / "anna"), Uploads(store, tmp_path / "bert")
+    first.add(10, "blocks-000-002", blocks=3)
+    second.add(10, "blocks-002-003", blocks=3)
+    assert store.fetch_latest(tmp_path / "anna") == 10
+    mine, copy = (
+        checkpoint_store.read(tmp_path / "anna" / stage / "step-00000010")
+        for stage in ("blocks-000-002", "blocks-002-003")
     )
+    assert mine.residual and not copy.residual
+
+
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new, there = tmp_path / "new.safetensors", tmp_path / "there.safetensors"
+    new.write_text("new")
+    there.write_text("old")
+
+    def put_half(self: Any, source: str, target: str) -> None:
+        Path(target).write_text("n")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(LocalFileSystem, "put_file", put_half)
+        with pytest.raises(ConfigError, match="No space left"):
+            upload(new, f"file://{there}", REPLACED_NAME)
+    assert there.read_text() == "old"
+    upload(new, f"file://{there}", REPLACED_NAME)
+    assert there.read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.safetensors", "there.safetensors"]
 
 
 KILLED = """
