@@ -28,7 +28,7 @@ from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.profiler import Profile
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent
+from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
@@ -79,7 +79,7 @@ class StageModelState(ModelState):
             every=self._options.every,
             keep=self._options.keep,
             report=self._session.tasks.report_checkpoints,
-            load_state=held.load_checkpoints,
+            load_state=self._load_checkpoints,
             pack_state=lambda info: held.pack_replaced(info, self._facts),
             report_figures=self._session.report_figures,
             on_written=self._upload,
@@ -137,6 +137,11 @@ class StageModelState(ModelState):
 
     def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         self._held.restore_state(blobs)
+
+    def _load_checkpoints(self, checkpoints: Sequence[Checkpoint], layers: Span) -> None:
+        self._held.load_checkpoints(checkpoints, layers)
+        for found in checkpoints:
+            self._upload(found.path, found.path.parent.name)  # may be missing there
 
     def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool:
         return self._checkpoints.is_due(self._held.layers_at(snapshot), snapshot.applied + 1)

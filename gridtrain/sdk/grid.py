@@ -819,14 +819,16 @@ class Grid:
             )
             return
         assert self._model_state is not None
-        exports = self._is_exporter()
-        if exports:
-            self._export()  # first, because a checkpoint may wait for a slow disk, or fail
+        exports, is_pending = self._is_exporter(), True
         failure: Exception | None = None
-        try:
-            self._model_state.write_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
-        except Exception as error:  # such as a changed base, or no memory for a copy
-            failure = error
+        for timeout_s in (0.0, FINAL_CHECKPOINT_TIMEOUT_S):  # a slow disk does not delay the export
+            if is_pending:
+                try:
+                    is_pending = not self._model_state.write_final_checkpoint(timeout_s)
+                except Exception as error:  # such as a changed base, or no memory for a copy
+                    failure, is_pending = error, False
+            if exports and not timeout_s:
+                self._export()
         if not self._session.wait_for_members():
             log.warning("this worker left before the coordinator had declared the run finished")
         if not exports:

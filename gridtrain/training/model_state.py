@@ -167,23 +167,29 @@ class ModelState(ABC):
         if self._is_checkpoint_due(snapshot):
             self._write_checkpoint(snapshot)
 
-    def write_final_checkpoint(self, timeout_s: float) -> None:
+    def write_final_checkpoint(self, timeout_s: float) -> bool:
         """Begin to write the checkpoint of the last step, if this worker writes checkpoints and has the model
-        or a stage, and if the previous checkpoint is written within `timeout_s`."""
+        or a stage.
+
+        Returns:
+            False if the previous checkpoint is not written within `timeout_s`; this is logged unless it is 0.
+        """
         snapshot = self._session.snapshot
         if not (
             self._has_checkpoints and snapshot.is_synced and snapshot.world_size and snapshot.applied >= 0
         ):
-            return
+            return True
         if not self._wait_for_writer(timeout_s):
-            log.error(
-                "the checkpoint of the last step is not written, because the disk has not completed the "
-                "previous one within %g s: %s",
-                *(timeout_s, self._options.folder),
-            )
-            return
+            if timeout_s:
+                log.error(
+                    "the checkpoint of the last step is not written, because the disk has not completed the "
+                    "previous one within %g s: %s",
+                    *(timeout_s, self._options.folder),
+                )
+            return False
         self._final_step = snapshot.applied + 1
         self._write_checkpoint(snapshot)
+        return True
 
     def finish_checkpoints(self, timeout_s: float) -> None:
         """Wait until the final checkpoint, if any, is written, and until it is uploaded; for at most

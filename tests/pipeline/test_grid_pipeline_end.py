@@ -45,14 +45,26 @@ def test_the_parts_that_a_disk_lacks_are_fetched(tmp_path: Path) -> None:
             workers.urls[name] = url
             workers.add(name)
         workers.finish("anna", "bert")
-    shutil.rmtree(tmp_path / "a" / "bert")
-    (stage,) = (path.parent for path in (tmp_path / "a" / "anna").glob("blocks-*/step-00000012"))
-    for other in (tmp_path / "a" / "anna").glob("blocks-*"):
-        if other != stage:
-            shutil.rmtree(other)  # the copies of bert's stage; anna has only hers
-    with Workers(tmp_path / "a", 2, steps=17, checkpoint_every=5) as workers:
+    path, *_ = sorted((tmp_path / "a" / "anna").glob("blocks-*/step-00000012"))
+    shutil.copytree(path, tmp_path / "b" / "anna" / path.parent.name / path.name)
+    with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5) as workers:
         workers.urls["anna"] = url
         workers.add("anna")
         workers.add("dora")
         workers.finish("anna", "dora")
         assert [min(workers.seen[name].losses) for name in ("anna", "dora")] == [12, 12]
+
+
+def test_what_lost_processes_have_not_uploaded_is_uploaded_later(tmp_path: Path) -> None:
+    url, names = f"file://{tmp_path}/storage", ("anna", "bert")
+    with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
+        for name in names:
+            workers.add(name)
+        workers.finish(*names)
+    with Workers(tmp_path / "a", 2, steps=13, checkpoint_every=5) as workers:
+        workers.before = lambda *_: workers.wait(lambda: bool(RemoteStore(url).complete(12)))
+        for name in names:
+            workers.urls[name] = url
+            workers.add(name)
+        workers.finish(*names)
+    assert RemoteStore(url).complete(13)

@@ -209,7 +209,7 @@ class CheckpointUploader:
     def _is_superfluous(self, upload: _Upload, steps_before: int) -> bool:
         """Whether this checkpoint or a later one has been uploaded, or another worker has uploaded one of
         this part that is at most so many steps earlier."""
-        first = max(self._start_step + 1, upload.step - steps_before)
+        first = min(upload.step, max(self._start_step + 1, upload.step - steps_before))
         for step in self._store.steps():
             if step > upload.step and self._store.complete(step):
                 return True
