@@ -158,7 +158,7 @@ class RunState:
     # -- transitions -------------------------------------------------------------------------------
 
     def define(self, setup: m.Setup) -> None:
-        """Set the run's definition to a worker's setup; again while no step is committed and all have left."""
+        """Set the run's definition to a worker's setup: the first, or one before the first step."""
         stages = max(setup.stages, self.definition.stages if self.definition is not None else 1)
         self.definition = setup
         self.partition.define(setup)
