@@ -13,7 +13,7 @@ from simulation import test_world as group
 from simulation.world import World
 
 SAMPLES = 360
-COVERING = (35, 37, 51, 91, 171)
+COVERING = (35, 37, 51, 91, 93, 171, 189)
 """Seeds with absences in retries and in skipped steps."""
 Seeds = Any
 Book = dict[m.RoundId, list[group.ToyTrainer.Attempt]]
