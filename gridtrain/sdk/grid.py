@@ -390,7 +390,7 @@ class Grid:
             "overlap": overlap,
             "wait": wait,
             "exchange_device": exchange_device,
-            "base": FrozenBase(model, sent=send_frozen, rule=self._config.base if base is None else base),
+            "base": FrozenBase(model, sent=send_frozen, rule=self._base_rule(base)),
             "weigh_by": weigh_by,
         }
         if isinstance(chosen, LocalSteps):
@@ -505,7 +505,7 @@ class Grid:
         frozen = FrozenBase(
             staging.whole,
             sent=send_frozen,
-            rule=self._config.base if base is None else base,
+            rule=self._base_rule(base),
             pieces=staging.frozen_blocks,
         )
         pipe = Pipeline(staging, optimizer, options, self._session, frozen)
@@ -630,6 +630,9 @@ class Grid:
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
+
+    def _base_rule(self, base: str | None) -> str:
+        return self._config.base if base is None else base
 
     def weigh(self, count: int | torch.Tensor) -> None:
         """Weight this worker's gradient by `count`, such as the number of tokens of which its loss is the

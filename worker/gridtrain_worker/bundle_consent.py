@@ -102,7 +102,7 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
     accepted = _read_consents(home)
     check_packages(bundle.run)
     data = find_data_file(bundle.run, Path(data_dir) if data_dir else folder / "files", folder / "files")
-    named = bundle.run.data.index if bundle.run.data is not None else ""
+    named = bundle.run.data_index
     index = read_index(folder / "files" / named) if named else None
     return BundleOffer(bundle, entry, folder / "files", next(reversed(accepted), ""), data, index)
 

@@ -47,16 +47,16 @@ class Bundle:
             return None
         folder = runfile.path.parent
         named = {run.script: None, **dict.fromkeys(run.files)}
-        if run.data is not None and run.data.index:
-            named[run.data.index] = None
+        if run.data_index:
+            named[run.data_index] = None
         contents = {name: _read(folder / name) for name in named}
         if RUN_FILE in contents:
             raise ConfigError(
                 f"{runfile.path}: [run] lists {RUN_FILE} itself",
                 remedy="remove it from [run], because it is always included",
             )
-        if run.data is not None and run.data.index:
-            _check_index(folder / run.data.index, contents[run.data.index])
+        if run.data_index:
+            _check_index(folder / run.data_index, contents[run.data_index])
         known = digest_of(contents[run.script])
         if run.digest and run.digest != known:
             raise ConfigError(
@@ -90,8 +90,8 @@ class Bundle:
             raise _wrong(f"its {RUN_FILE} is not in canonical form")
         if set(files) != {RUN_FILE, run.script, *run.files} or not run.script:
             raise _wrong(f"its {RUN_FILE} lists files other than those in the archive")
-        if run.data is not None and run.data.index and run.data.index not in files:
-            raise _wrong(f"it has no file {run.data.index}, the index of its data set")
+        if run.data_index and run.data_index not in files:
+            raise _wrong(f"it has no file {run.data_index}, the index of its data set")
         if digest_of(files[run.script]) != run.digest:
             raise _wrong(f"{run.script} does not have the digest that its {RUN_FILE} gives")
         return cls(digest, run, files, archive)

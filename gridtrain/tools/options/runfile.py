@@ -78,6 +78,11 @@ class RunDescription:
     image: str = ""
     data: DatasetDescription | None = None
 
+    @property
+    def data_index(self) -> str:
+        """The path of the data set's index; "" if the run names none."""
+        return "" if self.data is None else self.data.index
+
 
 @dataclass(frozen=True, slots=True)
 class RunFile:

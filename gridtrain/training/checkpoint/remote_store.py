@@ -70,6 +70,12 @@ class StoredFile:
     bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> StoredFile:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(path.name, path.stat().st_size, sha256)
+
     @property
     def stored_name(self) -> str:
         return self.sha256 + Path(self.name).suffix
@@ -288,9 +294,7 @@ class RemoteStore:
         self._files.makedirs(self._folder(step), exist_ok=True)
         for name in FILES:
             path = folder / name
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            stored = StoredFile(name, path.stat().st_size, sha256)
+            stored = StoredFile.of(path)
             target = f"{self._folder(step)}/{stored.stored_name}"
             if self._size(target) != stored.bytes:
                 self._files.put_file(str(path), target)
@@ -418,11 +422,10 @@ class RemoteStore:
             self._files.get_file(source, str(path))
         except FileNotFoundError:
             raise ConfigError(f"{source} is missing", remedy="none is needed") from None
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        if sha256 != expected.sha256:
+        found = StoredFile.of(path)
+        if found.sha256 != expected.sha256:
             raise ConfigError(
-                f"{source} has {path.stat().st_size} bytes and the SHA-256 {sha256[:12]}; "
+                f"{source} has {found.bytes} bytes and the SHA-256 {found.sha256[:12]}; "
                 f"{expected.bytes} bytes and {expected.sha256[:12]} were written",
                 remedy="none is needed",
             )
