@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
 import sys
@@ -29,6 +28,7 @@ from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.runtime.client.bundle_fetch import AnnouncedBundle, fetch_bundle
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 from gridtrain.runtime.client.enrollment import Enrollment
+from gridtrain.runtime.client.private_file import replace_private_file
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.bundle import MAX_BUNDLE_BYTES, Bundle
 from gridtrain.tools.options.runfile import RunDescription
@@ -277,21 +277,11 @@ def _fetch_archive(entry: Enrollment, announced: AnnouncedBundle, timeout_s: flo
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, unless it already has this content.
-
-    Other workers may write the same file at the same time.
-    """
+    """Write a file that only its owner can read, unless it already has this content."""
     if not path.is_symlink() and path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_private_file(path, content)
 
 
 @contextlib.contextmanager
