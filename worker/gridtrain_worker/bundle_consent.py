@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
-from gridtrain.network.transport.identity import Identity, make_private_folder
+from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.client.bundle_fetch import AnnouncedBundle, fetch_bundle
-from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 from gridtrain.runtime.client.enrollment import Enrollment
 from gridtrain.runtime.client.private_file import replace_private_file
 from gridtrain.runtime.client.worker_naming import state_directory
@@ -270,9 +269,7 @@ def _cached_archive(path: Path, announced: AnnouncedBundle) -> Bundle | None:
 
 
 def _fetch_archive(entry: Enrollment, announced: AnnouncedBundle, timeout_s: float) -> Bundle:
-    with CoordinatorClient(
-        entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted
-    ) as client:
+    with entry.connect() as client:
         return Bundle.from_archive(fetch_bundle(client, announced, timeout_s), announced.digest)
 
 

@@ -74,6 +74,11 @@ class Enrollment:
             "unencrypted": "" if self.encrypted else "yes",
         }
 
+    def connect(self) -> CoordinatorClient:
+        """Connect to the coordinator with the worker's key.  Raises `ConfigError`."""
+        key = Identity.read(self.identity)
+        return CoordinatorClient(self.coordinator, self.coordinator_key, key, encrypted=self.encrypted)
+
 
 @contextlib.contextmanager
 def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False) -> Iterator[Enrollment]:
@@ -229,9 +234,7 @@ def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
 def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
     """Return whether the coordinator still admits this worker's key; True if it does not answer."""
     try:
-        with CoordinatorClient(
-            entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted
-        ) as client:
+        with entry.connect() as client:
             client.status(timeout_s)
     except JoinRefused as refusal:
         return refusal.code != DENIED

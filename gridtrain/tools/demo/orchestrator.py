@@ -128,8 +128,8 @@ def worker_commands(
         contact = CoordinatorEndpoint.find(state=folder.resolve())
     except ConfigError:
         return None
-    with OperatorClient(contact) as operator:
-        invitation = operator.invite(count, expires_s=INVITATION_TIMEOUT_S).text()
+    operator = OperatorClient(contact)
+    invitation = operator.invite(count, expires_s=INVITATION_TIMEOUT_S).text()
     worker = (*CLI_COMMAND, "worker", invitation, *options)
     return [
         ProcessCommand(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
