@@ -18,6 +18,7 @@ import click
 from gridtrain.cli.output import make_console
 from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
 from gridtrain.config import DENSE_VALUES, VALUES
+from gridtrain.quantities import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -319,9 +320,8 @@ def _print(
     console.print("Memory of a worker, bytes for each trainable parameter (AdamW, float32):", highlight=False)
     for each in rows[-1]:
         memory = _memory(each)
-        text = (
-            f"  {each.load.name} {memory.total:.3g} ({_bytes(memory.total * each.load.parameters)}): {memory}"
-        )
+        whole = format_bytes(memory.total * each.load.parameters)
+        text = f"  {each.load.name} {memory.total:.3g} ({whole}): {memory}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
@@ -363,12 +363,11 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
         for name in (each.load.name, "sent", "eff."):
             table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [
-            cell
-            for each in row
-            for cell in (format_seconds(each.step_s), _bytes(each.cost.sent_bytes), f"{each.efficiency:.1%}")
-        ]
-        table.add_row(str(row[0].world_size), *cells)
+        cells = [str(row[0].world_size)]
+        for each in row:
+            sent = format_bytes(each.cost.sent_bytes)
+            cells += (format_seconds(each.step_s), sent, f"{each.efficiency:.1%}")
+        table.add_row(*cells)
     return table
 
 
@@ -433,11 +432,3 @@ def _chart(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:
         ),
     )
     return draw_chart("How each exchange scales on this network", subtitle, panels)
-
-
-def _bytes(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.3g} GB" if nbytes < 1000 else f"{nbytes:,.0f} GB"
