@@ -315,7 +315,7 @@ def _print(
             highlight=False,
         )
     for row in (rows[-1], rows[0]) if len(rows) > 1 else rows:
-        console.print(recommend_exchange(row)[1], markup=False, highlight=False, soft_wrap=True)
+        console.print(recommend_exchange(row).reason, markup=False, highlight=False, soft_wrap=True)
         console.print(recommend_local_steps(row, computing), markup=False, highlight=False, soft_wrap=True)
     console.print("Memory of a worker, bytes for each trainable parameter (AdamW, float32):", highlight=False)
     for each in rows[-1]:

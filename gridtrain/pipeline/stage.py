@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.pipeline import random_seeds
 from gridtrain.pipeline.batch_norm import MiniBatchStatistics, MutatedBuffers
-from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree, split_batch
+from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tensors, split_batch, tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -138,7 +138,7 @@ class Stage:
             parameter.grad = None
 
     def _to_device(self, tree: Any) -> Any:
-        return map_tree(tree, lambda value: value.to(self.device) if isinstance(value, Tensor) else value)
+        return map_tensors(tree, lambda tensor: tensor.to(self.device))
 
     def forward(self, m: int, received: Any = None, *, backward_follows: bool = False) -> Any:
         """Run the forward of micro-batch m; return its output for the next stage, or None on the last stage.
@@ -215,9 +215,8 @@ class Stage:
                 self.output.values(x, self._sizes[m])
                 return x
             self._seed_layer(m, len(self.layers))
-            loss = self._loss_of(
-                x, map_tree(self._targets[m], _copy_tensors)
-            )  # a loss may overwrite its targets
+            # copies, because a loss may overwrite its targets
+            loss = self._loss_of(x, map_tensors(self._targets[m], Tensor.clone))
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError(
                 f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}, "
@@ -340,16 +339,10 @@ class Stage:
         self._clear_mini_batch()
 
 
-def _copy_tensors(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _without_subclass(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
 def _tensor_versions(tree: Any) -> list[int]:
     """Return the number of times that each tensor of a tree has been written to."""
-    found: list[int] = []
-    map_tree(tree, lambda value: found.append(value._version) if isinstance(value, Tensor) else None)
-    return found
+    return [tensor._version for tensor in tensors_in(tree)]
