@@ -15,7 +15,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,17 @@ class Profile:
     input_bytes: int
     samples: int
     device: str
+
+    @classmethod
+    def of(cls, given: Profile | Sequence[Layer], blocks: int) -> Profile:
+        """Return a profile of a model with that many blocks; raise `ConfigError` if it has other layers."""
+        found = given if isinstance(given, Profile) else cls(tuple(given), (), 0, 1, "elsewhere")
+        if len(found.layers) != blocks:
+            raise ConfigError(
+                f"the profile has {len(found.layers)} layers, but the model has {blocks} blocks",
+                remedy="measure this model again with gridtrain.pipeline.profile",
+            )
+        return found
 
     def toml(self) -> str:
         """Return the profile as TOML, in seconds and bytes, for a file that `gridtrain plan --layers`
