@@ -28,7 +28,7 @@ RUNTIME = f"{NETWORK} gridtrain.sparsify gridtrain.runtime numpy"
 TRAINING = f"{RUNTIME} gridtrain.training torch safetensors"
 CHILDREN = "gridtrain.tools.child_processes"
 OPTIONS = "gridtrain.tools.options gridtrain.tools.bundle"
-LIBRARY = f"{TRAINING} gridtrain.pipeline {OPTIONS} gridtrain.tools.bench.device_speed"
+LIBRARY = f"{TRAINING} gridtrain.pipeline {OPTIONS}"
 ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq torch safetensors"
 
 # fmt: off
