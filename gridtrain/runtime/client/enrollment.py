@@ -29,7 +29,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_existing_identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.invitation_store import InvitationStore
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import identity_folder
 
 UNKNOWN_INVITATION = (
     "the coordinator does not know this invitation, because it expired long ago or was made for another run"
@@ -104,7 +104,7 @@ def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = Fals
             if invitation.encrypted
             else "ask its owner for an encrypted run; use --unencrypted only for a benchmark",
         )
-    folder = state_directory(invitation.run) / "identities" / invitation.coordinator.hex()[:16]
+    folder = identity_folder(invitation.run, invitation.coordinator)
     with _admit(invitation, folder, timeout_s) as (path, status):
         yield Enrollment(
             coordinator=invitation.address,
