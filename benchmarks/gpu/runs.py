@@ -33,7 +33,8 @@ from gridtrain.tools.demo.recipe import ModelSize
 from gridtrain.tools.demo.text_corpus import load_corpus
 
 SEEDING = threading.Lock()  # workers are threads, and torch has one default generator
-WORKERS, STEPS = 2, 24
+WORKERS = 2
+STEPS = {False: 24, True: 12}  # by `Setting.small`
 OVERFLOW_STEP = 3
 RUN_S = 110.0  # of the processes of one run, from their start to their end
 SPARSE = gridtrain.GTopK(density=0.05, momentum=0.9)
@@ -171,10 +172,11 @@ def summary(workers: list[dict[str, Any]], *, learns: bool = True) -> dict[str, 
 
 
 def train(
-    grid: gridtrain.Grid, way: Way, setting: Setting, load: Load | None = None, steps: int = STEPS
+    grid: gridtrain.Grid, way: Way, setting: Setting, load: Load | None = None, steps: int = 0
 ) -> dict[str, Any]:
     """Train the demo's model on one worker; return figures, and what all workers must agree on."""
     load = load or (LOADS["tiny"] if setting.small else LOADS["threads"])
+    steps = steps or STEPS[setting.small]
     model = way.change(ByteGPT(load.size, seed=0).to(setting.device), setting)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = torch.optim.AdamW(trained, 1e-3) if way.adam else torch.optim.SGD(trained, lr=0.2)
@@ -228,7 +230,9 @@ def train_stages(grid: gridtrain.Grid, setting: Setting) -> dict[str, Any]:
         init=pipeline_model.init,
     )
     record, losses = Steps(), []
-    for x_BT, y_BT in grid.batches(Windows(load_corpus().train, size.context), batch_size=16, steps=STEPS):
+    for x_BT, y_BT in grid.batches(
+        Windows(load_corpus().train, size.context), batch_size=16, steps=STEPS[setting.small]
+    ):
         loss = pipe.step(x_BT, y_BT)
         if loss is not None:
             losses.append(loss)
@@ -306,10 +310,17 @@ def processes(setting: Setting, keep: Keep) -> None:
             told = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
         if len(told) != workers:
             raise RuntimeError(f"{name}: {len(told)} of {workers} workers ended")
-        found[name] = summary(told, learns=name == "demo")  # the others take few steps
+        found[name] = summary(told, learns=name == "demo") | {"share": shares(told[0])}
         keep("runs", found)
         if "error" in found[name]:
             raise RuntimeError(f"{name}: {found[name]['error']}")
+
+
+def shares(figures: dict[str, Any]) -> dict[str, float]:
+    """The phases' shares of a step; "copies" between host and device are part of them."""
+    copied_ms = sum(each["us"] for each in figures["copies"].values()) / 1e3
+    phases_ms = figures["phases_ms"] | {"copies": copied_ms}
+    return {name: ms / figures["step_ms"] for name, ms in phases_ms.items()}
 
 
 def work(device: str, small: str, name: str, folder: str) -> None:

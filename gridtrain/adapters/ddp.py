@@ -180,7 +180,7 @@ class GTopKState:
         if selected is None:
             return nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_event(selected)
         return torch.cuda.stream(self._stream)
 

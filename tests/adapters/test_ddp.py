@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,25 @@ def test_a_sum_that_half_precision_does_not_hold_leaves_residuals_alone(alone):
         seen, layer.weight.grad = layer.weight.grad[0].tolist(), None
     assert seen == [0.0, torch.inf]
     assert state.residual_of(layer.weight).tolist() == [0.0, 59_008.0]
+
+
+def test_on_a_gpu_updates_wait_for_their_selection_but_not_for_backward(alone, monkeypatch):
+    """The thread has a stream of its own, which waits for what `prepare` has queued, then works on it."""
+    told = []
+
+    class Stream:
+        def __init__(self, device):
+            told.append(f"new on {device}")
+
+        def wait_event(self, event):
+            told.append(f"waits for {event}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    state = GTopKState()
+    with state._own_stream(None, torch.device("cpu")) as nothing:
+        assert nothing is None and told == []
+    with state._own_stream("the first selection", torch.device("cuda", 1)) as first:
+        assert told == ["new on cuda:1", "waits for the first selection"]
+    with state._own_stream("the second", torch.device("cuda", 1)) as second:
+        assert told[2:] == ["waits for the second"] and second is first
