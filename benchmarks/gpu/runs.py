@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import statistics
@@ -31,6 +30,7 @@ from gridtrain.tools.demo import pipeline_model, recipe
 from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
 from gridtrain.tools.demo.recipe import ModelSize
 from gridtrain.tools.demo.text_corpus import load_corpus
+from gridtrain.training.checkpoint import serialization
 
 SEEDING = threading.Lock()  # workers are threads, and torch has one default generator
 WORKERS = 2
@@ -205,6 +205,7 @@ def train(
             step(x_BT, y_BT)
     if way.scaled and not record.skipped:
         raise RuntimeError(f"the gradient of step {OVERFLOW_STEP} was not finite, and no step was skipped")
+    digest = serialization.replica_digest(model, optimizer.replicated)
     peak = torch.cuda.max_memory_allocated() / optimizer.flat_size if setting.is_gpu else None
     return record.figures() | {
         "parameters": optimizer.flat_size,
@@ -212,7 +213,7 @@ def train(
         "copies": copies,
         "sent_bytes": grid.traffic.get("Data", (0, 0))[0] / steps,
         "peak_bytes_a_parameter": peak if load.is_profiled else None,
-        "equal": [digest(trained), scaler.get_scale(), record.skipped],
+        "equal": [digest.hex(), scaler.get_scale(), record.skipped],
     }
 
 
@@ -270,13 +271,6 @@ class Steps:
 
 def middle_ms(taken_s: list[float]) -> float:
     return 1e3 * statistics.median(taken_s[len(taken_s) // 4 :])
-
-
-def digest(parameters: list[nn.Parameter]) -> str:
-    total = hashlib.blake2b(digest_size=8)
-    for parameter in parameters:
-        total.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
 
 
 # -- processes -----------------------------------------------------------------------------------------

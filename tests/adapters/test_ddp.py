@@ -96,18 +96,20 @@ class Scaler(torch.amp.GradScaler):
         return self.scales[0]
 
 
-def test_what_was_not_sent_is_of_no_scale(alone):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_was_not_sent_is_of_no_scale(alone, device):
     """Given (4 3 2 1) five times; the scale halves after the second: applied + residual == given."""
-    layer = nn.Linear(4, 1, bias=False)
+    layer = nn.Linear(4, 1, bias=False).to(device)
     ddp = nn.parallel.DistributedDataParallel(layer)
     scaler = Scaler([1024.0, 1024.0, 512.0, 512.0, 512.0])
     state = GTopKState(gridtrain.GTopK(density=0.25, values="fp32"), scaler=scaler)
     ddp.register_comm_hook(state, gtopk_hook)
     applied = torch.zeros(4)
     while scaler.scales:
-        (ddp(torch.tensor([[4.0, 3.0, 2.0, 1.0]])).sum() * scaler.get_scale()).backward()
-        applied += layer.weight.grad[0] / scaler.scales.pop(0)
-        layer.weight.grad = None
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+            (ddp(torch.tensor([[4.0, 3.0, 2.0, 1.0]]).to(device)).sum() * scaler.get_scale()).backward()
+            applied += (layer.weight.grad[0] / scaler.scales.pop(0)).cpu()
+            layer.weight.grad = None
     assert (applied + state.residual_of(layer.weight)).tolist() == [20.0, 15.0, 10.0, 5.0]
 
 
