@@ -279,7 +279,7 @@ def record(n: int, density: float, threads: int, figures: dict[str, Figures]) ->
 
 
 def _ns(seconds: float, n: int) -> float:
-    return round(seconds / n * 1e9, 3)
+    return float(f"{seconds / n * 1e9:.4g}")  # of a GPU thousandths
 
 
 def table(block: dict[str, object], device: str) -> str:
@@ -296,8 +296,8 @@ def table(block: dict[str, object], device: str) -> str:
     ]
     for name, row in rows.items():
         lines.append(
-            f"| {name} | {row['wall_ns_min']:.2f} | {row['wall_ns_median']:.2f} | {row['cpu_ns_min']:.2f} | "
-            f"{row['cpu_ns_median']:.2f} | {row['wall_ns_min'] / copy_ns:.1f} | {row.get('x_bytes', '')} | "
+            f"| {name} | {row['wall_ns_min']:.3g} | {row['wall_ns_median']:.3g} | {row['cpu_ns_min']:.3g} | "
+            f"{row['cpu_ns_median']:.3g} | {row['wall_ns_min'] / copy_ns:.1f} | {row.get('x_bytes', '')} | "
             f"{row['misses']} |"
         )
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -95,16 +96,13 @@ def child(function: str, setting: Setting, into: Path) -> int:
 
 def machine(setting: Setting) -> dict[str, Any]:
     """What figures depend on, and nothing that names the machine."""
-    import torch
-
-    triton = importlib.util.find_spec("triton") is not None
-    found = {
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": importlib.import_module("triton").__version__ if triton else "",
-    }
+    found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    for package in ("torch", "triton", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
     if setting.is_gpu:
+        import torch
+
         properties = torch.cuda.get_device_properties(setting.device)
         found |= {"gpu": properties.name, "memory_GiB": round(properties.total_memory / 2**30, 1)}
     return found

@@ -87,13 +87,13 @@ def picture(record: Figures) -> str:
         cases = [(case, colour) for case, colour in zip(DRAWN, COLOURS, strict=True)]
         return tuple(
             ChartLine(
-                DRAWN[case], tuple((float(b["n"]), float(b["cases"][case][key])) for b in blocks), colour
+                DRAWN[case], tuple((b["n"] / 1e6, float(b["cases"][case][key])) for b in blocks), colour
             )
             for case, colour in cases
             if key in blocks[0]["cases"][case]
         )
 
-    n, goal = "elements (log scale)", (GOAL, f"goal: {GOAL:g}")
+    n, goal = "million elements (log scale)", (GOAL, f"goal: {GOAL:g}")
     panels = [
         ChartPanel("Time an element", n, "ns (log scale)", lines("wall_ns_median"), None, True, True),
         ChartPanel(

@@ -64,7 +64,7 @@ class Way:
     Attributes:
         autocast: the dtype of mixed precision.
         scaled: with a GradScaler; the first worker's gradient overflows once.
-        adam: with AdamW instead of SGD.
+        adam: the learning rate of AdamW; 0 for SGD.
         change: what is done to the model before it is trained.
         options: further arguments of `grid.optimizer`.
     """
@@ -72,7 +72,7 @@ class Way:
     exchange: gridtrain.GTopK | gridtrain.Dense | gridtrain.LocalSteps = SPARSE
     autocast: torch.dtype | None = None
     scaled: bool = False
-    adam: bool = False
+    adam: float = 0.0
     change: Callable[[nn.Module, Setting], nn.Module] = lambda model, setting: model
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -124,13 +124,13 @@ WAYS = {
     "dense, overlap": Way(gridtrain.Dense(), options={"overlap": gridtrain.Overlap(4, 1, adaptive=False)}),
     "local steps, vectors on the host": Way(
         gridtrain.LocalSteps(4, gridtrain.GTopK(density=0.05)),
-        adam=True,
+        adam=1e-3,
         options={"exchange_device": "cpu"},
     ),
     "bfloat16 autocast": Way(autocast=torch.bfloat16),
     "float16 autocast, GradScaler": Way(autocast=torch.float16, scaled=True),
-    "torch.compile": Way(change=compiled),
-    "LoRA": Way(gridtrain.Dense(), adam=True, change=with_adapters),
+    "LoRA": Way(gridtrain.Dense(), adam=2e-2, change=with_adapters),
+    "torch.compile": Way(change=compiled),  # the last one, because it may take most of the time
 }
 
 
@@ -142,9 +142,10 @@ def training(setting: Setting, keep: Keep) -> None:
     failed = []
     found: dict[str, Any] = {}
     ways: dict[str, Callable[[gridtrain.Grid], dict[str, Any]]] = {
-        name: partial(train, way=way, setting=setting) for name, way in WAYS.items()
+        "pipeline, 2 stages": partial(train_stages, setting=setting),
+        **{name: partial(train, way=way, setting=setting) for name, way in WAYS.items()},
     }
-    for name, work in (ways | {"pipeline, 2 stages": partial(train_stages, setting=setting)}).items():
+    for name, work in ways.items():
         try:
             with tempfile.TemporaryDirectory() as folder:
                 workers = gridtrain.local(work, WORKERS, export_dir=folder)
@@ -179,7 +180,7 @@ def train(
     steps = steps or STEPS[setting.small]
     model = way.change(ByteGPT(load.size, seed=0).to(setting.device), setting)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    inner = torch.optim.AdamW(trained, 1e-3) if way.adam else torch.optim.SGD(trained, lr=0.2)
+    inner = torch.optim.AdamW(trained, way.adam) if way.adam else torch.optim.SGD(trained, lr=0.2)
     optimizer = grid.optimizer(inner, model, exchange=way.exchange, **way.options)
     kind = torch.device(setting.device).type
     scaler = grid.scaler(device=kind, enabled=way.scaled)

@@ -269,7 +269,7 @@ def test_what_goes_wrong_in_a_part_is_recorded_and_the_others_go_on(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(program, "LEAST_S", 0.0)
     fakes = {name: Part(f"fakeparts:{name}", (), 60.0) for name in ("bad", "crashing", "good")}
-    fakes["hanging"] = Part("fakeparts:hanging", (), 6.0)
+    fakes["hanging"] = Part("fakeparts:hanging", (), 5.0)
     fakes["elsewhere"] = Part("fakeparts:good", ("no_such_package",), 60.0)
     monkeypatch.setattr(program, "PARTS", fakes)
     out = tmp_path / "out"
@@ -280,12 +280,12 @@ def test_what_goes_wrong_in_a_part_is_recorded_and_the_others_go_on(
         "bad": "the last line | of it",
         "crashing": "its process ended with exit code 3",
         "good": "done",
-        "hanging": "took more than 6 s",
+        "hanging": "took more than 5 s",
         "elsewhere": "needs no_such_package, not installed here",
     }
     figures = [record["parts"][name]["figures"]["answer"] for name in ("bad", "crashing", "good", "hanging")]
     assert figures == [{"before": 1}, {"before": 2}, {"device": "cpu", "small": True}, {"before": 3}]
-    assert record["machine"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(record["machine"]["torch"])
     page = (out / "gpu.md").read_text()
     assert "FAILED: the last line \\| of it |" in page and "| elsewhere |  | skipped: needs no_such" in page
 
