@@ -1,4 +1,4 @@
-"""What local steps cost in learning and save in bytes: the demo's GPT, AdamW, four workers in one process.
+"""What local steps cost in learning and save in bytes: a GPT, AdamW, four workers in one process.
 
 Decides nothing at run time; docs/local-steps.md quotes its table.  Real groups: coordinator, workers in
 threads, votes and all; only the sockets are memory.  Every setting sees the same samples in each step.
@@ -9,6 +9,7 @@ threads, votes and all; only the sockets are memory.  Every setting sees the sam
 
 Run:  python benchmarks/local_steps.py                  (about 6 minutes on two idle CPU cores)
       python benchmarks/local_steps.py --only H=16      (settings whose name holds it)
+      python benchmarks/local_steps.py --workload gpt-10m --lr 0.0005 --overlap --only H=16 --steps 384
       python benchmarks/local_steps.py --table          (the latest results as a table)
       python benchmarks/local_steps_lab.py              (share of the time that is computing, on slow lines)
 """
@@ -29,11 +30,9 @@ from typing import Any
 import torch
 
 import gridtrain
+from accuracy.workloads import WORKLOADS, Workload
 from gridtrain import Dense, GTopK, LocalSteps, TopK
 from gridtrain.config import Exchange
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
-from gridtrain.tools.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, SIZES
-from gridtrain.tools.demo.text_corpus import load_corpus
 
 WORKERS = 4
 STEPS = 256
@@ -95,15 +94,12 @@ def settings(learning_rate: float, overlap: bool) -> list[Setting]:
     return found
 
 
-def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
+def train(workload: Workload, setting: Setting, steps: int, seed: int) -> dict[str, Any]:
     """Held-out loss at `MEASURED` points, and what a worker sent until then."""
-    size, corpus = SIZES["small"], load_corpus()
-    windows = Windows(corpus.train, size.context)
-    held_out = Windows(corpus.held_out, size.context).evenly_spaced(HELD_OUT_WINDOWS)
     every = setting.exchange.every if isinstance(setting.exchange, LocalSteps) else 1
 
     def loop(grid: gridtrain.Grid) -> list[tuple[int, float, int]]:
-        model = ByteGPT(size, seed=seed)
+        model = workload.model(seed)
         inner = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the measured fact that it warns of is what is measured here
@@ -112,13 +108,15 @@ def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
         def held_out_loss() -> float:
             if not grid.is_first:
                 return float("nan")
-            with grid.evaluation(), torch.no_grad():
-                return float(model.loss(*held_out))
+            with grid.evaluation():
+                return workload.held_out(model)
 
         curve: list[tuple[int, float, int]] = []
-        batches = grid.batches(windows, batch_size=BATCH_SIZE, steps=steps // every, seed=seed)
+        batches = grid.batches(
+            workload.train, batch_size=workload.batch_size, steps=steps // every, seed=seed
+        )
         for taken, (x_BT, y_BT) in enumerate(batches, 1):
-            model.loss(x_BT, y_BT).backward()  # type: ignore[no-untyped-call]
+            workload.loss(model, x_BT, y_BT).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -163,6 +161,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=STEPS, help=f"of each worker; a multiple of {ROUND_STEPS}"
     )
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="TEXT", help="may be given several times")
     parser.add_argument("--lr", type=float, default=0.003)
@@ -176,16 +175,17 @@ def main() -> None:
         print(table(json.loads(options.out.read_text())["results"]))
         return
     torch.set_num_threads(1)
-    results = []
+    results, workload = [], WORKLOADS[options.workload]()
     chosen = settings(options.lr, options.overlap)
     for setting in (s for s in chosen if any(text in s.name for text in options.only or [""])):
-        results.append(train(setting, options.steps, options.seed))
+        results.append(train(workload, setting, options.steps, options.seed))
         print(f"{setting.name:60} {results[-1]['held_out'][-1]:.3f}  {results[-1]['seconds']} s", flush=True)
         document = {
             "date": datetime.date.today().isoformat(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
             "workers": WORKERS,
-            "batch_size": BATCH_SIZE,
+            "workload": workload.name,
+            "batch_size": workload.batch_size,
             "seed": options.seed,
             "results": results,
         }

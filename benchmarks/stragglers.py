@@ -2,21 +2,26 @@
 
     python stragglers.py one  [--out FILE]    four workers, 20 ms a batch; one stalls 3 s every 40 batches
     python stragglers.py many [--out FILE]    eight workers, 50 ms a batch; each stalls 10 % of the time
+    python stragglers.py hivemind             as `one`, with hivemind's optimizer (make rivals NAMES=hivemind)
 
-All workers are threads of one process over memory.  Computing and stalls are waits, so that they do not share
-the processors.  `one`: the seconds in which the other three take 400 batches, divided by those of the calm
-run with wait="all".  `many`: the samples per second of the whole group, divided by those of the calm run and
-by the share of the time in which workers are awake; and the held-out loss after the same samples.
+All workers are threads of one process over memory; hivemind's are processes over loopback.  Computing and
+stalls are waits, so that they do not share the processors.  `one`: the seconds in which the other three take
+400 batches, divided by those of the calm run with wait="all" (hivemind: by those of its own calm run).
+`many`: the samples per second of the whole group, divided by those of the calm run and by the share of the
+time in which workers are awake; and the held-out loss after the same samples.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
 import os
 import platform
+import subprocess
+import tempfile
 import threading
 import time
 from itertools import count
@@ -28,6 +33,8 @@ import torch
 from torch import nn
 
 import gridtrain
+from rivals import environments
+from rivals.hosts import free_port
 
 WARM_UP_BATCHES = 20
 EXCHANGES: dict[str, Any] = {
@@ -36,6 +43,7 @@ EXCHANGES: dict[str, Any] = {
     "dense": gridtrain.Dense(),
 }
 ONE_COMPUTE_S, ONE_STALL_S, ONE_EVERY = 0.02, 3.0, 40
+HIVEMIND_S = 600.0
 MANY_COMPUTE_S, MANY_STALL_S, MANY_SHARE = 0.05, 3.0, 0.1
 
 
@@ -168,17 +176,52 @@ def many(seeds: int, epochs: int) -> dict[str, Any]:
     return found
 
 
+def hivemind(batches: int) -> dict[str, Any]:
+    calm, stalled = (_hivemind_seconds(batches, is_stalled=each) for each in (False, True))
+    for name, figures in (("calm", calm), ("stalled", stalled)):
+        print(f"hivemind {name:8} {figures['seconds']:6.1f} s, {figures['epochs']} averagings", flush=True)
+    print(f"hivemind x{stalled['seconds'] / calm['seconds']:.2f}")
+    return {"calm": calm, "stalled": stalled, "ratio": stalled["seconds"] / calm["seconds"]}
+
+
+def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
+    """Run four workers; return the most of the seconds of the three that do not stall, and the averagings."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gridtrain-stragglers-") as place,
+        contextlib.ExitStack() as stack,
+    ):
+        master, processes = f"127.0.0.1:{free_port()}", []
+        results = [Path(place, f"rank-{rank}.json") for rank in range(4)]
+        for rank, result in enumerate(results):
+            words = [str(environments.python("hivemind")), "-m", "rivals.straggler", "--rank", str(rank)]
+            words += ["--world", "4", "--master", master, "--out", str(result), "--batches", str(batches)]
+            words += ["--compute", str(ONE_COMPUTE_S), "--stall", str(ONE_STALL_S), "--every", str(ONE_EVERY)]
+            process = subprocess.Popen(
+                words + ["--stalled"] * is_stalled, env=environments.environment_of("hivemind", "lo")
+            )
+            stack.callback(process.kill)
+            processes.append(process)
+        for process in processes:
+            if code := process.wait(HIVEMIND_S):
+                raise RuntimeError(f"a hivemind worker ended with exit code {code}; its output is above")
+        others = [json.loads(result.read_text()) for result in results[:3]]
+    return {name: max(each[name] for each in others) for name in ("seconds", "epochs")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("one", "many"))
+    parser.add_argument("what", choices=("one", "many", "hivemind"))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = one(options.steps) if options.what == "one" else many(options.seeds, options.epochs)
+    if options.what == "many":
+        found = many(options.seeds, options.epochs)
+    else:
+        found = one(options.steps) if options.what == "one" else hivemind(options.steps)
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     if options.out is not None:
         options.out.write_text(json.dumps({"machine": machine, options.what: found}, indent=1) + "\n")

@@ -98,6 +98,7 @@ class GTopKState:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._channel = GlooChannel(group)
+        weakref.finalize(self, self._channel.close)  # before the interpreter ends
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, until its bucket is made
         self._exchanged: list[tuple[ErrorFeedback, PreparedState, ButterflyBuffer]] = []

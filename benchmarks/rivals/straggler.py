@@ -1,0 +1,93 @@
+"""One worker of `stragglers.py hivemind`: hivemind's optimizer while one training loop stalls.
+
+    python -m rivals.straggler --rank R --world P --master HOST:PORT --out FILE [--stalled] ...
+
+The model, the data, the waits and what is measured are those of `stragglers.py one`.  hivemind's settings
+favour it: the group is complete before the first batch, progress is exchanged as often as it permits, and its
+virtual batch (`--epoch-batches` of each worker) is so large that matchmaking does not dominate the calm run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import hivemind
+import torch
+from torch import nn
+
+from rivals.contract import Request
+from rivals.hivemind import start_dht
+from rivals.rendezvous import Rendezvous
+
+REFRESH_S = {"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refresh_period": 0.5}
+"""How often a worker asks for the others' progress."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--master", required=True, metavar="HOST:PORT")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stalled", action="store_true", help="the last rank stalls")
+    parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--epoch-batches", type=int, default=40)
+    parser.add_argument("--compute", type=float, default=0.02, metavar="SECONDS")
+    parser.add_argument("--stall", type=float, default=3.0, metavar="SECONDS")
+    parser.add_argument("--every", type=int, default=40, metavar="BATCHES")
+    parser.add_argument("--matchmaking", type=float, default=0.5, metavar="SECONDS")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    request = Request(options.rank, options.world, options.master, "all_reduce", 1, options.out)
+    is_stalled = options.stalled and options.rank == options.world - 1
+    with Rendezvous(request) as group:
+        dht = start_dht(request, group)
+        optimizer = hivemind.Optimizer(
+            dht=dht,
+            run_id="stragglers",
+            params=model.parameters(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            batch_size_per_step=options.batch_size,
+            target_batch_size=options.batch_size * options.world * options.epoch_batches,
+            matchmaking_time=options.matchmaking,
+            averaging_timeout=30.0,
+            tracker_opts={
+                "min_refresh_period": 0.1,
+                "default_refresh_period": 0.2,
+                "max_refresh_period": 0.5,
+            },
+        )
+        group.exchange(None)
+        began_s, began_epoch = 0.0, 0
+        for batch in range(1, options.batches + 1):
+            if batch == options.warm_up:
+                began_s, began_epoch = time.monotonic(), optimizer.local_epoch
+            time.sleep(options.compute)  # the emulated work of a batch
+            if is_stalled and batch % options.every == 0:
+                time.sleep(options.stall)  # the emulated stall
+            inputs = torch.randn(options.batch_size, 20)
+            labels = torch.randint(0, 10, (options.batch_size,))
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds, epochs = time.monotonic() - began_s, optimizer.local_epoch - began_epoch
+        options.out.write_text(json.dumps({"seconds": seconds, "epochs": epochs}))
+        group.exchange(None)  # nobody leaves while another still averages
+        optimizer.shutdown()
+        dht.shutdown()
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # its threads and processes wait for each other at the interpreter's end
