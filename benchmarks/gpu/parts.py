@@ -45,7 +45,7 @@ _SELECTION = ("numpy",)
 TRAINING = (*_SELECTION, "msgpack", "nacl", "safetensors", "zmq")
 
 PARTS = {
-    "bits": Part("gpu.exact:bits", _SELECTION, 90.0),
+    "bits": Part("gpu.exact:bits", _SELECTION, 120.0),
     "selection": Part("gpu.speed:selection", _SELECTION, 120.0),
     "transfers": Part("gpu.speed:transfers", _SELECTION, 60.0),
     "streams": Part("gpu.speed:streams", _SELECTION, 60.0),

@@ -52,7 +52,7 @@ def selection(setting: Setting, keep: Keep) -> None:
                 n, DENSITY, torch.device(setting.device), TIMED_STEPS, 20.0, alternate=n <= TOGETHER
             )
             blocks.append(bench.record(n, DENSITY, 1, figures))
-        except torch.OutOfMemoryError as error:
+        except torch.cuda.OutOfMemoryError as error:
             blocks.append({"n": n, "error": str(error).splitlines()[0]})
         keep("blocks", blocks)
         gc.collect()

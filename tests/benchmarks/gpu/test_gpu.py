@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -76,6 +77,19 @@ def test_bits_are_compared_and_a_difference_is_found(monkeypatch: pytest.MonkeyP
     assert found["bits"]["differing"]  # written before the part failed
 
 
+@pytest.mark.integration
+@pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton is not installed, so that its kernels cannot be interpreted"
+)
+def test_interpreted_kernels_give_the_same_bits(tmp_path: Path) -> None:
+    into = tmp_path / "outcome.json"
+    command = [sys.executable, "-m", "gpu", "--child", "gpu.exact:bits", "--into", str(into)]
+    environment = program.environment() | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([*command, "--device", "cpu", "--small"], env=environment, timeout=280)
+    figures = json.loads(into.read_text())["figures"]["bits"]
+    assert (done.returncode, figures["differing"]) == (0, []) and "triton" in figures["ways"]
+
+
 def test_kernels_that_cannot_be_used_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(exact, "are_kernels_correct", lambda device: True)
@@ -102,7 +116,7 @@ def test_a_length_for_which_the_memory_does_not_suffice_is_named(monkeypatch: py
 
     def limited(n: int, *arguments: Any, **options: Any) -> Any:
         if n > 4096:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
         return measure(n, *arguments, **options)
 
     monkeypatch.setattr(selection, "measure", limited)
