@@ -195,7 +195,7 @@ def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, S
 
 
 def _copy_to_host(packed: Tensor) -> Tensor:
-    """Return a copy in the memory of the host, pinned for a GPU, which then writes it several times as fast.
+    """Return the values in host memory, which is pinned if they come from a GPU: it copies faster then.
 
     torch keeps pinned memory that is freed, so only the first call has to pin some.
     """
