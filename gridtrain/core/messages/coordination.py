@@ -12,6 +12,7 @@ from gridtrain.core.messages.declaration import (
     Count,
     Digest,
     Flops,
+    Message,
     Name,
     PeerId,
     Positive,
@@ -41,7 +42,7 @@ from gridtrain.core.messages.types import (
 
 @message(1)
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message):
     """First message on every connection: the dialling peer's key, protocol version and software."""
 
     peer: PeerId
@@ -51,7 +52,7 @@ class Hello:
 
 @message(5)
 @dataclass(frozen=True, slots=True)
-class Enrol:
+class Enrol(Message):
     """Request, sent under an invitation's key, to admit `peer`, which is the sender's own public key."""
 
     peer: PeerId
@@ -59,7 +60,7 @@ class Enrol:
 
 @message(10)
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(Message):
     """Request to take part in `run`.
 
     Attributes:
@@ -80,7 +81,7 @@ class Join:
 
 @message(11)
 @dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(Message):
     """The model that this worker will train, its data, and the worker's capabilities.
 
     Attributes:
@@ -115,7 +116,7 @@ class Setup:
 
 @message(77)
 @dataclass(frozen=True, slots=True)
-class StageCheckpointList:
+class StageCheckpointList(Message):
     """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
     `generation` is the generation of the last VIEW that the worker had received when it sent this list.
@@ -127,7 +128,7 @@ class StageCheckpointList:
 
 @message(12)
 @dataclass(frozen=True, slots=True)
-class LinkLatencies:
+class LinkLatencies(Message):
     """Round-trip times in seconds between this worker and the peers that it was asked to probe."""
 
     rtt_s: Annotated[tuple[tuple[PeerId, Seconds], ...], AtMost(256)]
@@ -135,7 +136,7 @@ class LinkLatencies:
 
 @message(26)
 @dataclass(frozen=True, slots=True)
-class LinkRates:
+class LinkRates(Message):
     """Measured rates of bulk messages: (peer, rate to the peer, rate from the peer).
 
     The rates are in bytes per second; 0 means that a rate was not measured.  If the two ends of a link report
@@ -147,7 +148,7 @@ class LinkRates:
 
 @message(80)
 @dataclass(frozen=True, slots=True)
-class WorkerInfo:
+class WorkerInfo(Message):
     """This worker's device and software versions, only for display."""
 
     texts: Annotated[tuple[tuple[Name, Text], ...], AtMost(16)]
@@ -174,7 +175,7 @@ FAILED_UPLOADS = "failed_uploads"
 
 @message(13)
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Message):
     """Report that a worker is alive, sent twice a second, with the values that `gridtrain status` displays.
 
     `progress` grows whenever the trainer or an exchange makes progress, so that a hung trainer is detected.
@@ -189,7 +190,7 @@ class Heartbeat:
 
 @message(14)
 @dataclass(frozen=True, slots=True)
-class FreezeReport:
+class FreezeReport(Message):
     """Answer to FREEZE: the worker's state (commit rule 5).
 
     Attributes:
@@ -215,7 +216,7 @@ class FreezeReport:
 
 @message(23)
 @dataclass(frozen=True, slots=True)
-class CurrentGeneration:
+class CurrentGeneration(Message):
     """The worker's generation: members and shares in rank order, and partition; sent after each Welcome.
 
     A coordinator that was restored from a backup may not know that generation (commit rule 11).
@@ -229,7 +230,7 @@ class CurrentGeneration:
 
 @message(15)
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Message):
     """Report that the sender has executed the VIEW's verdict, is synced, and is connected (commit rule 8)."""
 
     term: UInt
@@ -239,7 +240,7 @@ class Ready:
 
 @message(16)
 @dataclass(frozen=True, slots=True)
-class RoundStalled:
+class RoundStalled(Message):
     """Report that a round does not end because the suspects are silent, are not connected, or disagree.
 
     `silent_s` is the time for which the suspects made no progress, or 0 if they are suspected for another
@@ -254,7 +255,7 @@ class RoundStalled:
 
 @message(20)
 @dataclass(frozen=True, slots=True)
-class ViolationReport:
+class ViolationReport(Message):
     """Report that `peer` violated the protocol and that the sender has disconnected it."""
 
     peer: PeerId
@@ -263,7 +264,7 @@ class ViolationReport:
 
 @message(22)
 @dataclass(frozen=True, slots=True)
-class ConnectionLost:
+class ConnectionLost(Message):
     """Report, in any phase, that the sender's connection to this member of its generation broke."""
 
     term: UInt
@@ -273,7 +274,7 @@ class ConnectionLost:
 
 @message(21)
 @dataclass(frozen=True, slots=True)
-class PeersUnreachable:
+class PeersUnreachable(Message):
     """Report that the sender cannot reach these peers at the addresses that the coordinator sent."""
 
     term: UInt
@@ -283,7 +284,7 @@ class PeersUnreachable:
 
 @message(24)
 @dataclass(frozen=True, slots=True)
-class ReplicaDigest:
+class ReplicaDigest(Message):
     """Digest of this member's parameters, optimizer state and settings after step `step`."""
 
     term: UInt
@@ -294,7 +295,7 @@ class ReplicaDigest:
 
 @message(17)
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Message):
     """Notice that the worker leaves the run."""
 
     reason: Reason
@@ -302,7 +303,7 @@ class Leave:
 
 @message(83)
 @dataclass(frozen=True, slots=True)
-class TemporaryLeave:
+class TemporaryLeave(Message):
     """Notice that the worker leaves the run until its owner's rules allow it to rejoin."""
 
     reason: Reason
@@ -310,7 +311,7 @@ class TemporaryLeave:
 
 @message(18)
 @dataclass(frozen=True, slots=True)
-class RunFinished:
+class RunFinished(Message):
     """Notice that the run has ended according to the data ledger of this worker."""
 
     applied: AppliedStep
@@ -319,7 +320,7 @@ class RunFinished:
 
 @message(30)
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Message):
     """Answer to Join; `term` fences off older coordinators (commit rule 11)."""
 
     term: UInt
@@ -329,7 +330,7 @@ class Welcome:
 
 @message(31)
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Message):
     """Refusal of a Join or a Setup, or a dismissal.  `code` is stable; the other fields are for display."""
 
     code: Name
@@ -339,7 +340,7 @@ class Refused:
 
 @message(41)
 @dataclass(frozen=True, slots=True)
-class Enrolled:
+class Enrolled(Message):
     """Answer to Enrol: the key may now connect and join `run`."""
 
     run: Name
@@ -347,7 +348,7 @@ class Enrolled:
 
 @message(43)
 @dataclass(frozen=True, slots=True)
-class Reachability:
+class Reachability(Message):
     """Result of the coordinator's attempt to dial this worker; `address` is empty if the attempt failed."""
 
     address: Address
@@ -355,7 +356,7 @@ class Reachability:
 
 @message(47)
 @dataclass(frozen=True, slots=True)
-class ReplicaDiverged:
+class ReplicaDiverged(Message):
     """Notice that the receiver's replica digest after `step` differs from the majority's.
 
     The next generation replaces the receiver's state.
@@ -368,7 +369,7 @@ class ReplicaDiverged:
 
 @message(44)
 @dataclass(frozen=True, slots=True)
-class ExpectProbes:
+class ExpectProbes(Message):
     """Announcement of workers that will measure their links to the receiver.
 
     The receiver dials the workers that have an address (see `Member.address`).
@@ -379,7 +380,7 @@ class ExpectProbes:
 
 @message(32)
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Message):
     """Answer to an accepted Setup: the receiver measures its round-trip times to `probe_targets`.
 
     It reports the times with LinkLatencies.  The addresses are as in `Member`.
@@ -390,7 +391,7 @@ class Admitted:
 
 @message(33)
 @dataclass(frozen=True, slots=True)
-class HeartbeatReply:
+class HeartbeatReply(Message):
     """Answer to Heartbeat."""
 
     term: UInt
@@ -399,7 +400,7 @@ class HeartbeatReply:
 
 @message(34)
 @dataclass(frozen=True, slots=True)
-class Freeze:
+class Freeze(Message):
     """FREEZE: order to stop voting and applying updates in this generation (commit rule 5).
 
     The receiver answers with FreezeReport.  `removed` lists members that left or were removed, which are
@@ -420,7 +421,7 @@ MAX_MEMBER_PAGES = 256
 
 @message(35)
 @dataclass(frozen=True, slots=True)
-class MemberListPage:
+class MemberListPage(Message):
     """One page of the next VIEW's members in rank order; all pages are sent before the MembershipView."""
 
     term: UInt
@@ -440,7 +441,7 @@ class MemberListPage:
 
 @message(36)
 @dataclass(frozen=True, slots=True)
-class MembershipView:
+class MembershipView(Message):
     """VIEW: the next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     Attributes:
@@ -467,7 +468,7 @@ class MembershipView:
 
 @message(78)
 @dataclass(frozen=True, slots=True)
-class StandbyNotice:
+class StandbyNotice(Message):
     """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
 
     `applied`, `history` and `ledger` are as in the VIEW, so that a former member executes the same verdict.
@@ -483,7 +484,7 @@ class StandbyNotice:
 
 @message(37)
 @dataclass(frozen=True, slots=True)
-class StartGeneration:
+class StartGeneration(Message):
     """START: order to begin training, because all members are READY (commit rule 8)."""
 
     term: UInt
@@ -492,7 +493,7 @@ class StartGeneration:
 
 @message(38)
 @dataclass(frozen=True, slots=True)
-class RunStateUpdate:
+class RunStateUpdate(Message):
     """State of the run (`waiting`, `training`, `paused` or `finished`), and the reason for it."""
 
     state: RunStateWord
@@ -501,46 +502,7 @@ class RunStateUpdate:
 
 @message(40)
 @dataclass(frozen=True, slots=True)
-class Rejoin:
+class Rejoin(Message):
     """Order to send Join again, because the receiver is not registered."""
 
     reason: Reason
-
-
-CoordinationMessage = (
-    Hello
-    | Enrol
-    | Join
-    | Setup
-    | StageCheckpointList
-    | LinkLatencies
-    | LinkRates
-    | WorkerInfo
-    | Heartbeat
-    | FreezeReport
-    | CurrentGeneration
-    | Ready
-    | RoundStalled
-    | ViolationReport
-    | ConnectionLost
-    | PeersUnreachable
-    | ReplicaDigest
-    | Leave
-    | TemporaryLeave
-    | RunFinished
-    | Welcome
-    | Refused
-    | Enrolled
-    | Reachability
-    | ReplicaDiverged
-    | ExpectProbes
-    | Admitted
-    | HeartbeatReply
-    | Freeze
-    | MemberListPage
-    | MembershipView
-    | StandbyNotice
-    | StartGeneration
-    | RunStateUpdate
-    | Rejoin
-)
