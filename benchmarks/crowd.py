@@ -36,6 +36,7 @@ from gridtrain.core import messages as m
 from gridtrain.network.wire.codec import decode, encode
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.membership.worker_admission import MAX_WORKERS
+from gridtrain_coordinator.message_batch import MessageBatch
 from gridtrain_coordinator.run.events import (
     DialBack,
     DialBackResult,
@@ -136,9 +137,10 @@ class Crowd:
             self._due_s = (
                 self.core.deadline_s
             )  # as the daemon's loop asks when it has dealt with all that came
+        batch = MessageBatch()  # as the daemon's loop encodes them
         for effect in effects:
             if isinstance(effect, Send):
-                encode(effect.message)
+                batch.encode(effect.message)
         latency_s = self._busy(at_s, time.perf_counter() - began_s)
         for effect in effects:
             self._answer(effect)

@@ -60,7 +60,8 @@ class CatchUp:
     def advance(self, now_s: float) -> list[Effect]:
         """Notify newcomers and state sources of changes; called while the members train."""
         run = self._run
-        newcomers = [w for w in run.workers.values() if w.is_catching_up and w.peer not in run.members]
+        lacking = (w for w in run.workers.values() if not w.has_caught_up)
+        newcomers = [w for w in lacking if w.is_catching_up and w.peer not in run.members]
         if not newcomers and not self.is_active:
             return []  # the common case, and this is called after every message
         # All members were ready: those that joined with this generation hold the state by now.

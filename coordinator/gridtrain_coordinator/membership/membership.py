@@ -104,6 +104,7 @@ class Membership:
         # None: not determined since the last other event.
         self._settled_reason: str | None = None
         self._cached_deadline_s: float | None = None  # None: to be computed
+        self._workers_deadline_s: float | None = None  # at most the earliest of all workers; None: likewise
         recovered = recovered or RecoveredRun()
         reports = GenerationReports(frozenset(x.peer for x in recovered.roster), recovered.generation)
         self._addresses = AddressBook(me)
@@ -172,7 +173,7 @@ class Membership:
         warnings = self._compensate_own_stall(now_s)
         if not (isinstance(event, MessageReceived) and isinstance(event.message, m.Heartbeat)):
             self._settled_reason, self._cached_deadline_s = None, None
-        worker = self.run.workers.get(event.peer)
+        worker, generation = self.run.workers.get(event.peer), self.run.generation
         effects: list[Effect] = []
         match event:
             case PeerConnected(peer, host):
@@ -196,6 +197,7 @@ class Membership:
         effects = warnings + effects + self._advance(now_s)
         if self._settled_reason is None:
             self._cached_deadline_s = None
+        self._lower_workers_deadline(event, generation, now_s)
         return self._log_events(effects, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -215,7 +217,7 @@ class Membership:
         effects += self._advance(now_s)
         if run.view_change.is_idle and run.view_change.deadline_s <= now_s:
             run.view_change.reset()  # the awaited or requesting worker has left
-        self._cached_deadline_s = None
+        self._cached_deadline_s = self._workers_deadline_s = None
         return self._log_events(effects, now_s)
 
     def introduce_pending_member(
@@ -289,7 +291,10 @@ class Membership:
         Heartbeats only postpone this time, so it is cached until it passes or another event arrives.
         """
         run, view_change, delayed_s = self.run, self.run.view_change, self._freeze_phase.delayed_until_s
-        times = [view_change.deadline_s, *(worker.deadline_s(run.limits) for worker in run.workers.values())]
+        if self._workers_deadline_s is None:
+            deadlines_s = (worker.deadline_s(run.limits) for worker in run.workers.values())
+            self._workers_deadline_s = min(deadlines_s, default=math.inf)
+        times = [view_change.deadline_s, self._workers_deadline_s]
         if delayed_s is not None:
             times.append(delayed_s)
         if view_change.is_forming and view_change.unrouted_reason:
@@ -297,13 +302,29 @@ class Membership:
         if run.is_finished:
             return min(times)
         times.append(self._member_recovery.deadline_s)
-        if view_change.is_idle and run.connected_members:
-            times.append(self._catch_up.deadline_s())
-        admitted = sum(worker.is_admitted for worker in run.workers.values())
-        has_enough = run.member_list or admitted >= run.required_workers
-        if view_change.is_idle and view_change.reason and has_enough:
-            times.append(self._earliest_view_change_s())
+        catch_up_s = self._catch_up.deadline_s() if view_change.is_idle else math.inf
+        if catch_up_s < math.inf and run.connected_members:
+            times.append(catch_up_s)
+        if view_change.is_idle and view_change.reason:
+            admitted = sum(worker.is_admitted for worker in run.workers.values())
+            if run.member_list or admitted >= run.required_workers:
+                times.append(self._earliest_view_change_s())
         return min(times)
+
+    def _lower_workers_deadline(self, event: Event, generation: int, now_s: float) -> None:
+        """Keep `_workers_deadline_s` at or below the deadlines of all workers after an event.
+
+        Args:
+            generation: the generation before the event.  Only a new one, and a report of a broken connection,
+                bring forward the deadlines of other workers than the event's.
+        """
+        message = event.message if isinstance(event, MessageReceived) else None
+        known_s, worker = self._workers_deadline_s, self.run.workers.get(event.peer)
+        if known_s is None or generation != self.run.generation or isinstance(message, m.ConnectionLost):
+            self._workers_deadline_s = None
+        elif not isinstance(message, m.Heartbeat):  # which only puts it off
+            own_s = worker.deadline_s(self.run.limits) if worker is not None else math.inf
+            self._workers_deadline_s = min(known_s, own_s) if now_s < known_s else None
 
     def _earliest_view_change_s(self) -> float:
         """Return the earliest time of the next generation.

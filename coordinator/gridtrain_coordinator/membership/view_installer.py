@@ -86,6 +86,8 @@ class ViewInstaller:
         self._run, self._planner, self._readiness, self._sources = run, planner, readiness, sources
         self._addresses, self._divergence = addresses, divergence
         self._generation_reports, self._initial_state = generation_reports, InitialState()
+        self._last_shared: tuple[m.MembershipView | None, tuple[m.Member, ...], list[m.MemberListPage]]
+        self._last_shared = None, (), []
 
     # -- initial state -----------------------------------------------------------------------------
 
@@ -232,14 +234,20 @@ class ViewInstaller:
         run = self._run
         if run.view is None:
             return []  # only the members have this generation
-        members = self._addresses.members_for(viewer, run.member_list)
-        size = MEMBERS_PER_PAGE if not any(member.pieces for member in members) else MEMBERS_PER_PAGE // 8
-        pages = [members[i : i + size] for i in range(0, len(members), size)]
-        listed = [
-            m.MemberListPage(run.term, run.generation, number, len(pages), page)
-            for number, page in enumerate(pages)
-        ]
-        return [*(Send(viewer, page) for page in listed), Send(viewer, run.view)]
+        pages = (
+            self._shared_pages()
+            if self._addresses.has_shared_list(viewer)
+            else _pages(run.view, self._addresses.members_for(viewer, run.member_list))
+        )
+        return [*(Send(viewer, page) for page in pages), Send(viewer, run.view)]
+
+    def _shared_pages(self) -> list[m.MemberListPage]:
+        """Return the pages of the list for all members that can be dialled: one object, so encoded once."""
+        view, members = self._run.view, self._addresses.shared_list(self._run.member_list)
+        assert view is not None
+        if self._last_shared[:2] != (view, members):
+            self._last_shared = view, members, _pages(view, members)
+        return self._last_shared[2]
 
     def resend_view(self, peer: m.PeerId) -> list[Effect]:
         """Return the messages that a member may have missed while its connection was broken.
@@ -255,6 +263,15 @@ class ViewInstaller:
         if run.view_change.is_forming:
             return view
         return [*view, Send(peer, m.StartGeneration(run.term, run.generation))]
+
+
+def _pages(view: m.MembershipView, members: tuple[m.Member, ...]) -> list[m.MemberListPage]:
+    size = MEMBERS_PER_PAGE if not any(member.pieces for member in members) else MEMBERS_PER_PAGE // 8
+    parts = [members[i : i + size] for i in range(0, len(members), size)]
+    return [
+        m.MemberListPage(view.term, view.generation, number, len(parts), part)
+        for number, part in enumerate(parts)
+    ]
 
 
 def initial_outcome() -> Outcome:

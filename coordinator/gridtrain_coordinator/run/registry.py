@@ -217,7 +217,8 @@ class Worker:
     @property
     def is_eligible(self) -> bool:
         """Whether the worker may be in the next generation."""
-        return self.is_admitted and not self.is_catching_up
+        setup = self.setup  # as `is_catching_up`, for all workers after each message
+        return self.is_admitted and (self.has_caught_up or setup is None or not setup.can_catch_up)
 
     def failure_reason(self, limits: Deadlines, now_s: float) -> str:
         """Return the reason why this worker is considered lost; empty if it is not lost."""

@@ -220,7 +220,8 @@ class Member:
         address: the address at which the receiver of this list reaches the member; the coordinator chooses
             it for each pair.  "tcp://host:port" is dialled; "relay:" and a key in hexadecimal names the
             member, or the coordinator, that relays end-to-end encrypted messages; if the address is empty,
-            the member dials.
+            the member dials.  If the receiver itself has an address in the list, the list is the same for
+            all members that can be dialled; of two members with addresses the one with the larger key dials.
         share: the member's batch size in samples.
         joining: whether the member must first receive the state.
         donor: rank of the member's state source; -1 stands for the lowest rank that holds the state.
