@@ -30,7 +30,7 @@ from gridtrain_coordinator.run.journal_recovery import generation_entry
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
-MEMBERS_PER_PAGE = 128
+MEMBERS_PER_PAGE = 256
 
 
 class InitialState:

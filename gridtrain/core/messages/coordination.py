@@ -26,6 +26,7 @@ from gridtrain.core.messages.declaration import (
     message,
 )
 from gridtrain.core.messages.types import (
+    MAX_GENERATION_MEMBERS,
     MAX_STAGE_CHECKPOINTS,
     CheckpointInfo,
     Facts,
@@ -223,7 +224,7 @@ class CurrentGeneration:
 
     term: UInt
     generation: UInt
-    members: Annotated[tuple[tuple[PeerId, Count], ...], AtMost(1024)]
+    members: Annotated[tuple[tuple[PeerId, Count], ...], AtMost(MAX_GENERATION_MEMBERS)]
     stage_bounds: StageBounds = ()
 
 
@@ -247,7 +248,7 @@ class RoundStalled:
     """
 
     round: RoundId
-    suspects: Annotated[tuple[PeerId, ...], AtMost(1024)]
+    suspects: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)]
     silent_s: Seconds
     reason: Reason
 
@@ -278,7 +279,7 @@ class PeersUnreachable:
 
     term: UInt
     generation: UInt
-    peers: Annotated[tuple[PeerId, ...], AtMost(1024)]
+    peers: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)]
 
 
 @message(24)
@@ -409,10 +410,10 @@ class Freeze:
     term: UInt
     generation: UInt
     reason: Reason
-    removed: Annotated[tuple[PeerId, ...], AtMost(1024)] = ()
+    removed: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
 
 
-MAX_MEMBERS_PER_PAGE = 192
+MAX_MEMBERS_PER_PAGE = 384
 """Number of members that fit into a header even if all names and addresses have their maximum length."""
 
 MAX_MEMBER_PAGES = 256

@@ -28,6 +28,9 @@ from gridtrain.core.messages.declaration import (
 
 PROTOCOL_VERSION = 3
 
+MAX_GENERATION_MEMBERS = 2048
+"""Largest number of entries in a list with one entry for each member."""
+
 MAX_STAGE_CHECKPOINTS = 16
 """Largest number of stage checkpoints that one worker reports."""
 
@@ -206,10 +209,10 @@ class LedgerState:
     requeued: Spans = ()
     consumed: UInt = 0
     skipped: UInt = 0
-    holders: Annotated[tuple[tuple[PeerId, Spans], ...], AtMost(1024)] | None = None
-    late: Annotated[tuple[DeferredBatch, ...], AtMost(1024)] = ()
-    pending: Annotated[tuple[DeferredBatch, ...], AtMost(1024)] = ()
-    leases: Annotated[tuple[tuple[PeerId, Span], ...], AtMost(1024)] = ()
+    holders: Annotated[tuple[tuple[PeerId, Spans], ...], AtMost(MAX_GENERATION_MEMBERS)] | None = None
+    late: Annotated[tuple[DeferredBatch, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
+    pending: Annotated[tuple[DeferredBatch, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
+    leases: Annotated[tuple[tuple[PeerId, Span], ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
