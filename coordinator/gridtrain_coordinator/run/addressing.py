@@ -93,7 +93,7 @@ class AddressBook:
         for other in others:
             route = self._route_table.address(other, newcomer, relays)
             relay = relay_of(route)
-            expected = ((newcomer, route),)
+            expected: tuple[tuple[m.PeerId, str], ...] = ((newcomer, route),)
             if relay is not None and relay in others:
                 expected += ((relay, self._route_table.address(other, relay, relays)),)
             effects.append(Send(other, notices.setdefault(expected, m.ExpectProbes(expected))))
