@@ -128,8 +128,7 @@ class RunState:
 
     def newcomers(self) -> list[Worker]:
         """Return the workers that may enter the next generation and are not in the current one."""
-        members = self.members
-        return [w for peer, w in self.workers.items() if peer not in members and w.is_eligible]
+        return self.workers.candidates(self.members).newcomers
 
     def stage_of(self, peer: m.PeerId) -> int:
         """Return the stage of a member by its rank.
