@@ -47,6 +47,8 @@ class FreezePhase:
         self._divergence, self._generation_reports = divergence, generation_reports
         self.delayed_until_s: float | None = None
         self._is_awaiting_members = False  # all members are absent, and awaited
+        # The last ledger that was found to be sound: most members report the same one.
+        self._sound_ledger: tuple[m.LedgerSpec, m.LedgerState, frozenset[m.PeerId]] | None = None
         self._silent = b""  # a member that had not reported at the last look
         self._return_deadline_s = -math.inf
         self._has_delayed = False  # absent members have had their time to return
@@ -130,7 +132,10 @@ class FreezePhase:
             return []  # a new process with its key, whose `Setup` lists its checkpoints
         assert run.definition is not None
         spec, ledger = run.definition.ledger, report.ledger
-        is_sound = data_ledger.is_sound(spec, ledger, run.members) and ledger.step == report.applied + 1
+        checked = spec, ledger, run.members
+        if checked != self._sound_ledger and data_ledger.is_sound(spec, ledger, run.members):
+            self._sound_ledger = checked
+        is_sound = checked == self._sound_ledger and ledger.step == report.applied + 1
         is_sound = is_sound and run.partition.can_hold(report.layers)
         least = run.view.applied if run.view is not None else -1
         if report.is_synced and (not is_sound or report.applied < least):

@@ -176,6 +176,8 @@ class AddressBook:
         Copies are cached, because each of N members receives a list of N members.  Copies with the address of
         a relay are not cached, because different viewers rarely use the same relay.
         """
+        if address == member.address:
+            return member
         if address.startswith(RELAY_PREFIX):
             return replace(member, address=address)
         known = self._address_cache.get((member.peer, address))

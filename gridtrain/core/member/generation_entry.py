@@ -26,14 +26,14 @@ from gridtrain.errors import JoinRefused, RemoteProtocolError
 
 
 def make_rank_assignment(
-    own_id: m.PeerId, view: m.MembershipView, pages: Sequence[m.MemberListPage], trainer: TrainerJoined | None
+    own_id: m.PeerId, view: m.MembershipView, listed: Sequence[m.Member], trainer: TrainerJoined | None
 ) -> RankAssignment:
-    """Return the rank assignment of a VIEW.
+    """Return the rank assignment of a VIEW, whose member list is `listed`.
 
     Raises:
         RemoteProtocolError: a correct coordinator would not have sent this VIEW.
     """
-    members = with_own_addresses(own_id, [member for page in pages for member in page.members])
+    members = with_own_addresses(own_id, listed)
     bounds = _stage_bounds(view, trainer)
     stages = max(1, len(bounds) - 1)
     assignment = RankAssignment(own_id, view.term, view.generation, members, stages, view.exchange, bounds)

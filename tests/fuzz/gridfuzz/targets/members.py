@@ -71,6 +71,7 @@ OF_COORDINATOR = (
         m.Admitted,
         m.Freeze,
         m.MemberListPage,
+        m.MemberListChanges,
         m.MembershipView,
         m.StartGeneration,
     ),
