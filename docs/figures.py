@@ -290,7 +290,7 @@ def crowd(workers: int, fields: Sequence[str], factor: float) -> Figure:
         (row,) = (row for row in result("crowd")["results"] if row["workers"] == workers)
         numbers = (row[field][1] if isinstance(row[field], list) else row[field] for field in fields)
         number = max(numbers) * factor
-        return f"{number:.2g}" if number < 10 else f"{number:.0f}"
+        return f"{number:.3g}"
 
     return value
 
