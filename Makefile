@@ -4,7 +4,8 @@
 #   make test TORCH_INDEX=https://download.pytorch.org/whl/cu126  torch for an older CUDA driver
 #   make test PYTHON=/opt/python3.12/bin/python3                  this Python
 #
-# PYTHON and TORCH_INDEX matter when .venv is made; after `make clean` they can be chosen again.
+# PYTHON and TORCH_INDEX matter when .venv is made; after `make clean` they can be chosen again.  `make gpu`
+# with PYTHON makes no .venv.
 
 READY := .venv/.ready
 BIN := .venv/bin
@@ -29,7 +30,7 @@ $(READY): pyproject.toml constraints.txt scripts/setup
 demo: $(READY) ## four workers on this machine train a small GPT, dense and gTop-k (under 3 minutes)
 	@$(BIN)/gridtrain demo
 
-.PHONY: bench bench-quick
+.PHONY: bench bench-quick gpu
 SUITE ?= goals
 
 bench: $(READY) ## exchanges over shaped links beside rivals, SUITE=goals (minutes; needs root); BENCH="--help"
@@ -37,6 +38,10 @@ bench: $(READY) ## exchanges over shaped links beside rivals, SUITE=goals (minut
 
 bench-quick: $(READY) ## what got slower: ratios to gloo and to a memory copy (under 3 minutes)
 	@cd benchmarks && ../$(BIN)/python -m bench quick $(BENCH)
+
+gpu: $(if $(PYTHON),,$(READY)) ## all that waits for a CUDA device (under 10 minutes); PYTHON=python3 as it is, without .venv; GPU="--help"
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/coordinator:$(CURDIR)/worker:$(CURDIR)/benchmarks:$$PYTHONPATH" \
+		$(or $(PYTHON),$(BIN)/python) -m gpu $(GPU)
 
 test: $(READY) ## the test suite, in two halves side by side; TESTS=tests/network/wire for a part of it
 ifeq ($(strip $(TESTS)),tests)

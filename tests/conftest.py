@@ -2,6 +2,7 @@
 
 GRIDTRAIN_TESTS=all     nothing is left out: slow tests, and all seeds of each test (`make test-all`)
 GRIDTRAIN_SEEDS=10000   every test over seeds runs seeds 0 to 9999 (`make sweep SEEDS=10000`)
+GRIDTRAIN_SEEDS=500-900 every test over seeds runs seeds 500 to 899
 GRIDTRAIN_SEED=123      every test over seeds runs seed 123 alone (replays a failure)
 
 Without any of them, as in `make test`, a test over seeds runs a fifth of its seeds, or those that it names
@@ -65,7 +66,8 @@ class Seeds:
         if one := os.environ.get("GRIDTRAIN_SEED"):
             return [int(one)]
         if swept := os.environ.get("GRIDTRAIN_SEEDS"):
-            more: Iterable[int] = range(int(swept))
+            first, _, end = swept.rpartition("-")
+            more: Iterable[int] = range(int(first or 0), int(end))
         elif FULL:
             more = range(default)
         elif drawn:

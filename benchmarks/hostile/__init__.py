@@ -1,6 +1,6 @@
 """What a hostile member, or 1,500 strangers, cost the honest: real processes on loopback, measured.
 
-    python -m hostile                 the tables of docs/security.md, section "Load, measured"
+    python -m hostile                 the tables of docs/reliability.md, section "Attacks and load"
 
     processes    starts the coordinator and the workers, reads what they say, samples memory and CPU
     honest       what the honest workers run

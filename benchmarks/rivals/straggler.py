@@ -65,8 +65,6 @@ def main() -> None:
                 "default_refresh_period": 0.2,
                 "max_refresh_period": 0.5,
             },
-            grad_compression=hivemind.NoCompression(),
-            state_averaging_compression=hivemind.NoCompression(),
         )
         group.exchange(None)
         began_s, began_epoch = 0.0, 0

@@ -50,11 +50,9 @@ SECTIONS = {
         "architecture",
         "local-steps",
         "overlap",
-        "selection",
+        "stragglers",
         "pipeline",
-        "pipeline-partition",
         "reliability",
-        "security",
         "comparison",
     ),
     "Project": ("project/contributing", "project/changelog"),  # and whatever is not named above

@@ -24,9 +24,12 @@ scale changes from step to step; pass the scaler to `GTopKState` for this reason
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -95,11 +98,13 @@ class GTopKState:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._channel = GlooChannel(group)
+        weakref.finalize(self, self._channel.close)  # before the interpreter ends
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, until its bucket is made
         self._exchanged: list[tuple[ErrorFeedback, PreparedState, ButterflyBuffer]] = []
         self._skipped = False
         self._thread = ThreadPoolExecutor(1, "gridtrain-ddp")
+        self._stream: torch.cuda.Stream | None = None  # of the thread, on a GPU
         weakref.finalize(self, self._thread.shutdown, wait=False)
         self._check_same_on_all()
 
@@ -126,16 +131,18 @@ class GTopKState:
         if scale != 1.0:
             gradient_B = gradient_B / scale
         prepared = held.feedback.prepare(gradient_B, k, self.kind, limit, weight=weight)
-        on_cuda: list[int | str | torch.device] | None = (
-            [mean_B.device] if mean_B.device.type == "cuda" else None
-        )
+        on_cuda: list[int | str | torch.device] | None = None
+        selected: torch.cuda.Event | None = None
+        if mean_B.device.type == "cuda":
+            on_cuda, selected = [mean_B.device], torch.cuda.current_stream(mean_B.device).record_event()
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on_cuda)
         place = bucket.index(), bucket.is_last()
-        self._thread.submit(self._finish, future, held, prepared, k, mean_B, scale, *place)
+        self._thread.submit(self._finish, selected, future, held, prepared, k, mean_B, scale, *place)
         return future
 
     def _finish(
         self,
+        selected: torch.cuda.Event | None,
         future: torch.futures.Future[Tensor],
         held: _Bucket,
         prepared: PreparedState,
@@ -152,15 +159,31 @@ class GTopKState:
             make_buffer = SPARSE_BUFFERS[self.exchange.topology]
             buffer = make_buffer(prepared.payload, n=n, k=k, kind=self.kind, decoded=prepared.decoded)
             skip = self._run(buffer, prepared.skip, encoded_bytes(k, n, self.kind))
-            update_B = _dense(buffer, mean_B, scale, skip)
+            values_K = (torch.from_numpy(buffer.update.values) * scale).to(mean_B.dtype)
             # If half precision overflows, the scaler skips the step on all processes.
-            self._skipped |= skip or not bool(torch.isfinite(update_B).all())
+            self._skipped |= skip or not bool(torch.isfinite(values_K).all())
             self._exchanged.append((held.feedback, prepared, buffer))
-            if is_last:
-                self._commit()
-            future.set_result(update_B)
+            with self._own_stream(selected, mean_B.device):
+                update_B = _dense(buffer.update.indices, values_K, mean_B, skip)
+                if is_last:
+                    self._commit()
+                future.set_result(update_B)
         except BaseException as error:  # DDP waits for the future, and raises its exception
             future.set_exception(error)  # type: ignore[arg-type]
+
+    def _own_stream(
+        self, selected: torch.cuda.Event | None, device: torch.device
+    ) -> AbstractContextManager[object]:
+        """Return a context in which a GPU works for this thread beside backward, and after `selected`.
+
+        On the stream of backward, each copy to the device would wait for what backward has queued there.
+        """
+        if selected is None:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_event(selected)
+        return torch.cuda.stream(self._stream)
 
     def _run(self, buffer: ButterflyBuffer, skip: bool, most_bytes: int) -> bool:
         """Run the collective; return whether any process skips the step."""
@@ -291,12 +314,11 @@ def _residuals_by_parameter(held: _Bucket) -> dict[int, dict[str, Tensor]]:
     }
 
 
-def _dense(buffer: ButterflyBuffer, like_B: Tensor, scale: float, skip: bool) -> Tensor:
+def _dense(indices_K: npt.NDArray[np.int64], values_K: Tensor, like_B: Tensor, skip: bool) -> Tensor:
     if skip:
         return torch.full_like(like_B, torch.nan)
     update_B = torch.zeros_like(like_B)
-    where = torch.from_numpy(buffer.update.indices).to(like_B.device)
-    update_B[where] = (torch.from_numpy(buffer.update.values) * scale).to(like_B)
+    update_B[torch.from_numpy(indices_K).to(like_B.device)] = values_K.to(like_B.device)
     return update_B
 
 

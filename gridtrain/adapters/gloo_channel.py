@@ -69,6 +69,16 @@ class GlooChannel:
         for work, _ in in_flight:
             work.wait()
 
+    def close(self) -> None:
+        """Destroy the group, unless all groups have been destroyed, which ends its threads.
+
+        A thread that releases a tensor while the interpreter ends would abort the process.
+        """
+        group = self.group
+        del self.group
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
     def _send_tensor(self, tensor: Tensor, to_rank: int) -> None:
         work = dist.isend(tensor, group=self.group, group_dst=to_rank)
         assert work is not None  # this process is in the group

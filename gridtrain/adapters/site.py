@@ -332,8 +332,10 @@ class Site:
                 self.grid.close(reason)
         finally:
             self._end(reason)
-        if error is None and self._owns_group:  # gloo may abort a process that exits with a group
-            dist.destroy_process_group()
+        if error is None:
+            self._channel.close()
+            if self._owns_group:
+                dist.destroy_process_group()
 
 
 class SiteOptimizer(WrappingOptimizer):

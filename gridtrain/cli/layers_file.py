@@ -71,7 +71,7 @@ def read_layers(path: Path) -> tuple[list[Layer], int]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: {error}", remedy="see docs/pipeline-partition.md for the format of the file"
+            f"{path}: {error}", remedy="see docs/pipeline.md for the format of the file"
         ) from None
     entries = document.get("layer", [])
     unknown = set(document) - {"input", "layer"}

@@ -23,6 +23,7 @@ from gridtrain.errors import ConfigError, LineBroken, RemoteProtocolError
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec, split_batch
 from gridtrain.pipeline.validation import FaultOrigin, find_fault_origin, sender_fault
+from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
 
 log = logging.getLogger("gridtrain")
 
@@ -240,6 +241,7 @@ class _StepExecution:
             sent = self._stage.forward(m, received, backward_follows=backward_follows)
         except Exception as error:  # a user's code may raise anything
             sent = self._substitute_output(m, received, error)
+        finish_queued_work(self._stage.device)
         self._spent_s[plan.ActionKind.FORWARD] += time.perf_counter() - began_s
         if self._stage.output is not None:
             if m == 0:
@@ -257,6 +259,7 @@ class _StepExecution:
                 self._round_trip_s = now_s - self._first_sent_s
         began_s = time.perf_counter()
         sent = self._stage.backward(m, received)
+        finish_queued_work(self._stage.device)
         self._spent_s[plan.ActionKind.BACKWARD] += time.perf_counter() - began_s
         if self._stage.input is not None:
             self._send(

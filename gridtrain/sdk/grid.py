@@ -451,7 +451,7 @@ class Grid:
             exchange: the exchange among the replicas of a stage; `GTopK()` by default.
             cuts: (S + 1,) the number of the first block of each stage, and the number of blocks; the same on
                 all workers, for example `gridtrain.pipeline.partition(...).cuts`.  By default the cuts are
-                chosen by the bytes of the parameters.
+                chosen by the bytes of the parameters, or by the coordinator if the workers' devices differ.
             schedule: "1f1b", or "fill-drain" as in GPipe, which stores more micro-batches.
             ahead: with 1F1B, the number of additional micro-batches in flight per following stage, so that
                 the latency of links does not keep a stage waiting (`gridtrain.core.stages.schedule`).

@@ -186,12 +186,22 @@ def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, S
     where_K = key_indices(keys_K).sort().values  # keys of 0 come last
     values_K = acc_N[where_K.clamp(max=acc_N.numel() - 1)]
     packed = torch.cat((count, where_K.to(torch.int32), values_K.view(torch.int32)))
-    host = packed.cpu().numpy()
+    host = _copy_to_host(packed).numpy()
     seen, size = int(host[:1].view(np.uint32)[0]), where_K.numel()
     found = min(seen, size)
     indices_K = host[1 : 1 + size].view(np.uint32)[:found].astype(np.int64)
     values = host[1 + size :].view(np.float32)[:found].copy()
     return seen, SelectedEntries(indices_K, values, where_K[:found])
+
+
+def _copy_to_host(packed: Tensor) -> Tensor:
+    """Return the values in host memory, which is pinned if they come from a GPU: it copies faster then.
+
+    torch keeps pinned memory that is freed, so only the first call has to pin some.
+    """
+    if packed.device.type != "cuda":
+        return packed
+    return torch.empty_like(packed, device="cpu", pin_memory=True).copy_(packed)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

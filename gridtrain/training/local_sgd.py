@@ -109,7 +109,8 @@ class OuterOptimizer(torch.optim.Optimizer):
         if self._velocity_N is not None:
             self._velocity_N.mul_(self._momentum).add_(step_N)
             step_N.add_(self._velocity_N * self._momentum)
-        step_N.mul_(self._rate)
+        if self._rate != 1.0:
+            step_N.mul_(self._rate)
         for view, parameter in self._flat.views:
             subtract(parameter, view, parameter)
 

@@ -39,7 +39,7 @@ from gridtrain.training.absence import Absence
 from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import serialization
-from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
@@ -349,6 +349,7 @@ class GridOptimizer(WrappingOptimizer):
             self._counted = 0.0
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
+        finish_queued_work(self._flat.flat_N.device)  # backward belongs to this worker's measured speed
         self._stopwatch.lap("computing_s")
         attempt: ExchangeAttempt | None = None
         plan: StepPlan | None

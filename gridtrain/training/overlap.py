@@ -26,7 +26,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.runtime.buffers.buckets import BucketedBuffer, bucket_bounds
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
-from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, make_exchanger
 from gridtrain.training.overlap_trial import OverlapTrial
 from gridtrain.training.session_interface import TrainingSession
@@ -123,6 +123,7 @@ class Overlapper:
             self._plan = plan if plan is not None and self._trial.is_overlapped(plan) else None
         if self._plan is None:
             return
+        finish_queued_work(self._flat.flat_N.device)  # selection would wait for it, too
         began_s = time.perf_counter()
         members = self._bucket_parameters[bucket]
         self._flat.gather(members)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -95,18 +96,20 @@ class Scaler(torch.amp.GradScaler):
         return self.scales[0]
 
 
-def test_what_was_not_sent_is_of_no_scale(alone):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_was_not_sent_is_of_no_scale(alone, device):
     """Given (4 3 2 1) five times; the scale halves after the second: applied + residual == given."""
-    layer = nn.Linear(4, 1, bias=False)
+    layer = nn.Linear(4, 1, bias=False).to(device)
     ddp = nn.parallel.DistributedDataParallel(layer)
     scaler = Scaler([1024.0, 1024.0, 512.0, 512.0, 512.0])
     state = GTopKState(gridtrain.GTopK(density=0.25, values="fp32"), scaler=scaler)
     ddp.register_comm_hook(state, gtopk_hook)
     applied = torch.zeros(4)
     while scaler.scales:
-        (ddp(torch.tensor([[4.0, 3.0, 2.0, 1.0]])).sum() * scaler.get_scale()).backward()
-        applied += layer.weight.grad[0] / scaler.scales.pop(0)
-        layer.weight.grad = None
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+            (ddp(torch.tensor([[4.0, 3.0, 2.0, 1.0]]).to(device)).sum() * scaler.get_scale()).backward()
+            applied += (layer.weight.grad[0] / scaler.scales.pop(0)).cpu()
+            layer.weight.grad = None
     assert (applied + state.residual_of(layer.weight)).tolist() == [20.0, 15.0, 10.0, 5.0]
 
 
@@ -133,3 +136,25 @@ def test_a_sum_that_half_precision_does_not_hold_leaves_residuals_alone(alone):
         seen, layer.weight.grad = layer.weight.grad[0].tolist(), None
     assert seen == [0.0, torch.inf]
     assert state.residual_of(layer.weight).tolist() == [0.0, 59_008.0]
+
+
+def test_on_a_gpu_updates_wait_for_their_selection_but_not_for_backward(alone, monkeypatch):
+    """The thread has a stream of its own, which waits for what `prepare` has queued, then works on it."""
+    told = []
+
+    class Stream:
+        def __init__(self, device):
+            told.append(f"new on {device}")
+
+        def wait_event(self, event):
+            told.append(f"waits for {event}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    state = GTopKState()
+    with state._own_stream(None, torch.device("cpu")) as nothing:
+        assert nothing is None and told == []
+    with state._own_stream("the first selection", torch.device("cuda", 1)) as first:
+        assert told == ["new on cuda:1", "waits for the first selection"]
+    with state._own_stream("the second", torch.device("cuda", 1)) as second:
+        assert told[2:] == ["waits for the second"] and second is first

@@ -1,9 +1,8 @@
-"""docs/architecture.md names every event, effect and message, and nothing that does not exist."""
+"""docs/architecture.md names every event and effect; it and CONTRIBUTING.md name no missing file."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,6 @@ from types import ModuleType
 import pytest
 
 from gridtrain.core.group import member_events
-from gridtrain.core.messages import MESSAGE_TYPES
 from gridtrain_coordinator.run import events as coordinator_events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +54,6 @@ def missing_files(text: str) -> list[str]:
 CATALOGUE = {
     "Events of a worker's core, Effects of a worker's core": classes(member_events),
     "The coordinator's core": classes(coordinator_events),
-    "Messages": {kind.__name__ for kind in MESSAGE_TYPES.values()},
 }
 
 
@@ -70,6 +67,8 @@ def test_the_catalogue_has_every_class_and_no_other(titles: str) -> None:
 
 def test_files_exist() -> None:
     assert missing_files(TEXT) == []
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert missing_files(contributing.split("\n## How to add\n")[1].split("\n## ")[0]) == []
     assert missing_files("`core/no_such_file.py` and `core/member/member.py`") == ["core/no_such_file.py"]
 
 
@@ -89,14 +88,3 @@ def test_the_path_of_a_gradient_names_methods_of_these_files() -> None:
                 body = re.split(r"^class ", found[0], flags=re.MULTILINE)[0] if found else ""
                 wrong += [] if f"def {method}(" in body else [code]
     assert wrong == []
-
-
-def test_packages_of_the_table_exist() -> None:
-    spec = importlib.util.spec_from_file_location("imports", ROOT / "tests" / "repo" / "test_imports.py")
-    assert spec is not None and spec.loader is not None
-    imports = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(imports)
-    cells = re.findall(r"^\| (`\w+`.*?) \|", section("Parts"), flags=re.MULTILINE)
-    named = {code for cell in cells for code in _CODE.findall(cell)}
-    missing = [name for name in named if f"gridtrain.{name}" not in imports.TABLE]
-    assert missing == []

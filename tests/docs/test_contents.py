@@ -40,9 +40,9 @@ def test_links_out_of_docs_lead_to_a_page_a_file_or_a_name() -> None:
 
 
 def test_a_borrowed_file_links_from_where_it_is_shown() -> None:
-    text = "[a](docs/security.md) [b](gridtrain/network/wire/PROTOCOL.md) ![c](docs/images/demo-loss.svg)"
+    text = "[a](docs/data.md) [b](gridtrain/network/wire/PROTOCOL.md) ![c](docs/images/demo-loss.svg)"
     assert repository.relinked(text, ROOT / "CHANGELOG.md", "project/changelog") == (
-        "[a](../security.md) [b](protocol.md) ![c](../images/demo-loss.svg)"
+        "[a](../data.md) [b](protocol.md) ![c](../images/demo-loss.svg)"
     )
 
 

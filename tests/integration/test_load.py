@@ -1,6 +1,6 @@
 """Load: a member that sends garbage at line rate, and 1,500 strangers at the door.
 
-Bounds that hold on any machine; what it really costs is measured by `python -m hostile` (docs/security.md).
+Bounds that hold on any machine; `python -m hostile` measures what it really costs (docs/reliability.md).
 """
 
 from __future__ import annotations

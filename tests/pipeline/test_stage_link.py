@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,14 @@ from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule as plan
 from gridtrain.core.stages.schedule import fill_drain
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError
-from gridtrain.pipeline.executor import PayloadBuffers, ScheduleFactory, StageExecutor, share_tied_parameters
+from gridtrain.pipeline import executor
+from gridtrain.pipeline.executor import (
+    PayloadBuffers,
+    ScheduleFactory,
+    StageExecutor,
+    StepResult,
+    share_tied_parameters,
+)
 from gridtrain.pipeline.stage import Stage
 
 SIZES = (2, 2, 2, 2)
@@ -259,9 +267,10 @@ def of_one(loss: Any, **options: Any) -> Stage:
     return Stage([nn.Linear(2, 1)], loss=loss, **options)
 
 
-def run_alone(stage: Stage, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+def run_alone(stage: Stage, inputs: torch.Tensor, targets: torch.Tensor) -> StepResult:
     given = {"seed": 1, "sizes": (1,) * len(inputs), "inputs": inputs, "targets": targets}
-    StageExecutor(stage, 0, 1, schedule=fill_drain).run(memory_stage_links(1)[0], **given)  # type: ignore[arg-type]
+    alone = StageExecutor(stage, 0, 1, schedule=fill_drain)
+    return alone.run(memory_stage_links(1)[0], **given)  # type: ignore[arg-type]
 
 
 def test_a_loss_without_a_gradient_is_refused() -> None:
@@ -294,3 +303,16 @@ def test_the_batch_is_not_overwritten_where_nothing_is_computed_anew() -> None:
     stage = Stage([Shifts(), nn.Linear(2, 1)], loss=nn.functional.mse_loss, rematerialise=False)
     with pytest.raises(ConfigError, match="overwrote its input"):
         run_alone(stage, torch.ones(2, 2), torch.ones(2, 1))
+
+
+def test_a_micro_batch_takes_until_the_device_has_computed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU only queues the work: a clock that is read at once would make micro-batches look cheap."""
+    clock_s = [0.0]
+
+    def finish(device: torch.device) -> None:
+        clock_s[0] += 2.0
+
+    monkeypatch.setattr(executor, "finish_queued_work", finish)
+    monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    result = run_alone(of_one(nn.functional.mse_loss), torch.ones(2, 2), torch.ones(2, 1))
+    assert (result.forward_s, result.backward_s, result.computed_s) == (2.0, 2.0, 8.0)  # two of one sample

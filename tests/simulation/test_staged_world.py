@@ -301,6 +301,11 @@ def test_promises_hold_under_churn(seeds: Seeds) -> None:
     sweep(seeds(60, always=COVERING, drawn=15), history, () if seeds.is_replay else SEEN)
 
 
+def test_stages_are_created_anew_by_other_workers_if_no_step_was_committed() -> None:
+    """The only worker with stage 0 is left out by a plan for the speeds of the cards."""
+    check(*history(798943))
+
+
 def reached_by(world: StagedWorld) -> dict[str, int]:
     """What happened in a history, and how often."""
     cuts = list(pairwise(world.stage_bounds))

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = HAS_TRITON and torch.cuda.is_available()
 
+pytestmark = [pytest.mark.gpu] if ON_CUDA else []  # elsewhere interpreted
 needs_kernels = pytest.mark.skipif(
     not (INTERPRETED or ON_CUDA), reason="no Triton with a CUDA device, and it does not interpret here"
 )
@@ -134,6 +136,20 @@ def test_a_launch_that_fails_leaves_torch(device, monkeypatch):
 def test_a_gpu_gets_kernels_or_torch():
     chosen = make_selection(torch.device("cuda"))
     assert isinstance(chosen, CudaSelection if HAS_TRITON else TensorSelection)
+
+
+def test_what_a_gpu_has_selected_is_copied_to_pinned_memory(monkeypatch):
+    made = []
+
+    def empty_like(values, **options):
+        made.append(options)
+        return SimpleNamespace(copy_=lambda source: ("copied", source))
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    on_host, on_gpu = torch.ones(3), SimpleNamespace(device=torch.device("cuda"))
+    assert device_module._copy_to_host(on_host) is on_host and made == []
+    assert device_module._copy_to_host(on_gpu) == ("copied", on_gpu)
+    assert made == [{"device": "cpu", "pin_memory": True}]
 
 
 def test_host_memory_is_selected_from_by_numpy():

@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.training import optimizer as optimizer_module
+from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
 from gridtrain.training.checkpoint.serialization import replica_digest
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.optimizer import GridOptimizer
@@ -576,3 +579,36 @@ def test_residuals_are_saved_apart(network):
     train_step(twin, other, 1)
     assert same(model, twin)
     assert wrap(sgd).residual_state() == {}
+
+
+# -- times ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", [Dense(), GTopK(density=0.5)])
+def test_what_a_gpu_still_computes_when_step_is_called_counts_as_computing(network, monkeypatch, exchange):
+    """A GPU only queues backward; the coordinator would otherwise take it for many times as fast."""
+    clock_s = [0.0]
+
+    def finish(device):
+        clock_s[0] += 2.0
+
+    monkeypatch.setattr(optimizer_module, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(optimizer_module, "finish_queued_work", finish)
+    model = small_model()
+    optimizer = GridOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, exchange, network().session())
+    backward(model, 1)
+    optimizer.step()
+    assert optimizer.timings["computing_s"] == 2.0 and sum(optimizer.timings.values()) == 2.0
+
+
+def test_only_a_gpu_is_waited_for_and_on_the_stream_of_the_thread(monkeypatch):
+    finished = []
+
+    def current_stream(device):
+        return SimpleNamespace(synchronize=lambda: finished.append(device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    finish_queued_work(torch.device("cpu"))
+    assert finished == []
+    finish_queued_work(torch.device("cuda", 1))
+    assert finished == [torch.device("cuda", 1)]

@@ -59,15 +59,19 @@ class StateSources:
         """Return the holders of the state that have not failed to serve this member."""
         return [holder for holder in holders if holder not in self._failed.get(receiver, ())]
 
-    def choose(self, holders: Iterable[PeerId], receivers: Collection[PeerId]) -> PeerId | None:
-        """Return the source for these members; None if no holder is known to have failed.
+    def choose(
+        self, holders: Iterable[PeerId], receivers: Collection[PeerId], stalled: Collection[PeerId] = ()
+    ) -> PeerId | None:
+        """Return the source for these members; None if any holder may serve them.
 
         Args:
             holders: members that hold the state, in order of preference.
             receivers: members that lack the state.
+            stalled: members whose trainers have stalled, so that they can serve nobody until they return.
         """
         ranked = {
             holder: (
+                holder in stalled,
                 sum(holder in self._failed.get(x, ()) for x in receivers),
                 self._unreliable.get(holder, 0),
             )

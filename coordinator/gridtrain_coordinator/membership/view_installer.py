@@ -173,7 +173,8 @@ class ViewInstaller:
         if placement is None:
             lacking = set(order) - outcome.holders
             holders = [peer for peer in order if peer in outcome.holders]
-            source = source or self._sources.choose(holders, lacking)
+            stalled = {batch.peer for batch in outcome.ledger.late}
+            source = source or self._sources.choose(holders, lacking, stalled)
             placement = _replicated_placement(order, outcome, source)
         else:
             lacking = set(placement.state_sources)

@@ -13,7 +13,7 @@ so that a state of one partition can be used in another; in this table a stage i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.verdict import Outcome
@@ -49,9 +49,10 @@ def locate_state(
     }
     stages_on_disk = {p: {number[span] for span in spans if span in number} for p, spans in on_disk.items()}
     held = {p: tuple(dict.fromkeys([*([own[p]] if p in own else []), *on_disk[p]])) for p in reported}
-    found = {*in_memory.values(), *(stage for stages in stages_on_disk.values() for stage in stages)}
-    missing = set(number.values()) - found
-    return StateLocations(in_memory, stages_on_disk, missing if outcome.applied < 0 else (), held_spans=held)
+    is_initial = outcome.applied < 0
+    locations = StateLocations(in_memory, stages_on_disk, held_spans=held, is_initial=is_initial)
+    missing = set(number.values()) - locations.exact_stages
+    return replace(locations, initial_stages=missing) if is_initial else locations
 
 
 def missing_stages(locations: StateLocations, bounds: Sequence[int]) -> list[int]:

@@ -8,8 +8,6 @@ ViewChanges --- Generation     rank assignment, attempts, means, incoming state 
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import Disconnect, LogEvent, MemberEffect, Send, TrainerJoined
@@ -20,7 +18,7 @@ from gridtrain.core.member.peer_links import PeerLinks
 from gridtrain.core.member.replica_state import ReplicaState
 from gridtrain.core.member.residual_transfer import ResidualTransfer
 from gridtrain.core.member.step_pace import StepPace
-from gridtrain.core.member.stragglers import UsualDelay, UsualDelays
+from gridtrain.core.member.stragglers import UsualDelays
 from gridtrain.core.member.worker_catch_up import WorkerCatchUp
 
 
@@ -41,7 +39,7 @@ class MemberContext:
         self.catch_up = WorkerCatchUp(self.peer_links, deadlines.route_s)
         self.residual_transfer = ResidualTransfer()
         self.step_pace = StepPace(deadlines)
-        self.usual_delays: UsualDelays = defaultdict(UsualDelay)
+        self.usual_delays = UsualDelays()
         self.trainer: TrainerJoined | None = None
 
     @property

@@ -67,8 +67,17 @@ class UsualDelay:
             self.limit_s = middle_s + margin_s
 
 
-UsualDelays = defaultdict[m.PeerId, UsualDelay]
-"""By member: the delay from a commit to the submission of its trainer."""
+class UsualDelays:
+    """The delays that one member knows; they outlive the generations.
+
+    Attributes:
+        compute: by member, from a commit to the submission of its trainer.
+        wait: from this member's submission to the commit.
+    """
+
+    def __init__(self) -> None:
+        self.compute: defaultdict[m.PeerId, UsualDelay] = defaultdict(UsualDelay)
+        self.wait = UsualDelay()
 
 
 class Stragglers:
@@ -76,7 +85,7 @@ class Stragglers:
 
     Args:
         count_samples: returns the number of samples of each rank in the open step.
-        delays: the delays of all members, which outlive the generation.
+        delays: the delays that this member knows from earlier generations.
         is_enabled: whether steps may continue without members in this run.
 
     Attributes:
@@ -95,8 +104,8 @@ class Stragglers:
     ) -> None:
         self._assignment, self._count_samples = assignment, count_samples
         self.is_enabled = is_enabled and 1 < assignment.world_size <= MAX_RANKS and assignment.stages == 1
-        self._compute = [delays[member.peer] for member in assignment.members]
-        self._wait = UsualDelay()  # from this member's submission to the commit
+        self._compute = [delays.compute[member.peer] for member in assignment.members]
+        self._wait = delays.wait
         self.absent: frozenset[int] = frozenset()
         self.absence: tuple[int, bytes] | None = None
         self._earliest_s = -math.inf  # no deadline passes before this time
@@ -218,7 +227,7 @@ class Stragglers:
         """The time at which to call `tick`."""
         due_s = [self._report_due_s, self._absence_due_s]
         if self._has_quorum:
-            due_s += [self._late_s(rank) for rank in self._candidates]
+            due_s += [self._request_due_s(rank) for rank in self._candidates]
         return max(self._earliest_s, min(due_s))
 
     def tick(self, now_s: float) -> list[MemberEffect]:
@@ -234,7 +243,7 @@ class Stragglers:
             else:
                 effects.append(Send(self._assignment.members[ROOT].peer, m.Waiting(round_id, settings)))
         if self._has_quorum:
-            late = [rank for rank in self._candidates if now_s >= self._late_s(rank)]
+            late = [rank for rank in self._candidates if now_s >= self._request_due_s(rank)]
             effects += [effect for rank in late for effect in self._request(rank)]
         if now_s >= self._absence_due_s and self._requested_settings is not None:
             self.absence, self._returned_s = (self._step, self._requested_settings), math.inf
@@ -292,6 +301,15 @@ class Stragglers:
     def _late_s(self, rank: int) -> float:
         """The time from which this rank is late."""
         return self._opened_s + (0.0 if rank in self.absent else self._compute[rank].limit_s)
+
+    def _request_due_s(self, rank: int) -> float:
+        """The time from which the root requests this rank to be absent.
+
+        A member reports its delays to the root only.  A new root may not know the member's limit, but the
+        member follows no request before its own limit, so the root applies its own limit instead.
+        """
+        late_s = self._late_s(rank)
+        return late_s if math.isfinite(late_s) else self._opened_s + self._own_compute.limit_s
 
     def _request(self, rank: int) -> list[MemberEffect]:
         """Request that this rank, which may be this member's own, be absent from the step."""

@@ -54,6 +54,7 @@ class StateLocations:
         initial_stages: the stages whose first replica creates the state, as at step 0.
         last_stage: the stage of each member of the last generation.
         held_spans: the layers whose state each worker has in memory or on disk, in any partition.
+        is_initial: whether no step has been committed, so that a stage that no worker has can be created.
     """
 
     in_memory: Mapping[PeerId, int] = field(default_factory=dict)
@@ -61,6 +62,12 @@ class StateLocations:
     initial_stages: Collection[int] = ()
     last_stage: Mapping[PeerId, int] = field(default_factory=dict)
     held_spans: Mapping[PeerId, tuple[Span, ...]] = field(default_factory=dict)
+    is_initial: bool = False
+
+    @property
+    def exact_stages(self) -> set[int]:
+        """The stages whose state at least one worker has."""
+        return {*self.in_memory.values(), *(stage for own in self.on_disk.values() for stage in own)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,22 +364,20 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
 
 
 def restricted_to(locations: StateLocations, members: Sequence[PeerId]) -> StateLocations:
-    """Return `locations` restricted to these members."""
-    return replace(
+    """Return `locations` restricted to these members, who create the initial state that only others have."""
+    mine = replace(
         locations,
         in_memory={p: n for p, n in locations.in_memory.items() if p in members},
         on_disk={p: n for p, n in locations.on_disk.items() if p in members},
         held_spans={p: spans for p, spans in locations.held_spans.items() if p in members},
     )
+    created = locations.exact_stages - mine.exact_stages if locations.is_initial else ()
+    return replace(mine, initial_stages={*locations.initial_stages, *created})
 
 
 def _missing_stages(locations: StateLocations, stages: int) -> list[int]:
     """Return the stages whose exact state no worker has."""
-    exact = (
-        set(locations.in_memory.values())
-        | {n for own in locations.on_disk.values() for n in own}
-        | set(locations.initial_stages)
-    )
+    exact = locations.exact_stages | set(locations.initial_stages)
     return [n for n in range(stages) if n not in exact]
 
 

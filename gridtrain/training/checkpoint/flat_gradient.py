@@ -216,6 +216,12 @@ class FlatGradient:
             parameter.grad.copy_(view)
 
 
+def finish_queued_work(device: torch.device) -> None:
+    """Wait until a GPU has done what this thread has queued, so that a clock that is read next counts it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def exchange_device(asked: torch.device | str, own: torch.device) -> torch.device:
     """Return the device that is asked for: the CPU, or `own`, that of the model.
 

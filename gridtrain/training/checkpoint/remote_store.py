@@ -132,8 +132,10 @@ def is_url(place: str) -> bool:
 
 
 def shown_url(url: str) -> str:
-    """Return the URL without a user name with a password, and without a query, for messages."""
-    return re.sub(r"://[^/@:]*:.*@", "://", url).partition("?")[0]
+    """Return the URL for messages: without a query, and without a user name that has a password or could be
+    a token.  (In abfs://container@account the part before @ is not a user name.)"""
+    text = re.sub(r"://[^/@:]*:.*@", "://", url).partition("?")[0]
+    return re.sub(r"^(https?|s?ftp)://[^/]*@", r"\1://", text)
 
 
 def open_url(url: str) -> tuple[Any, str]:

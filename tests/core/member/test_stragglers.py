@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -39,12 +38,13 @@ class Group:
         shares: tuple[int, ...] = (4, 4, 4, 4),
         counts: tuple[int, ...] = (4, 4, 4, 4),
         is_enabled: bool = True,
+        delays: UsualDelays | None = None,
     ) -> None:
         members = [replace(member, share=share) for member, share in zip(MEMBERS, shares, strict=True)]
         assignment = RankAssignment(PEERS[rank], 1, 1, tuple(members))
         self.rank, self.now_s, self.step = rank, 10.0, 0
-        delays: UsualDelays = defaultdict(UsualDelay)
-        self.subject = Stragglers(assignment, lambda: counts, delays, is_enabled=is_enabled)
+        self.delays = UsualDelays() if delays is None else delays
+        self.subject = Stragglers(assignment, lambda: counts, self.delays, is_enabled=is_enabled)
         self.subject.started([], self.now_s)
 
     def round_id(self) -> m.RoundId:
@@ -132,6 +132,36 @@ def test_the_root_requests_those_who_are_late_once_half_of_the_samples_wait() ->
         Send(PEERS[3], m.ProceedWithout(root.round_id(), SETTINGS)),
     ]
     assert root.subject.tick(due_s + 1) == [], "requested once"
+
+
+def test_the_first_step_of_a_generation_waits_for_nobody_whose_delay_is_usual() -> None:
+    """The root is another member than before, to which nobody has reported delays."""
+    usual = UsualDelays()
+    Group(rank=2, delays=usual).calm_steps(FEWEST_DELAYS)
+    usual.compute[PEERS[3]] = usual.compute[PEERS[0]] = usual.compute[PEERS[2]]
+    limit_s = STEP_S / 2 + LEAST_MARGIN_S
+    member, late = Group(rank=2, delays=usual), Group(rank=3, delays=usual)
+    member.submit(0.1)
+    assert member.subject.tick(member.subject.deadline_s) == [
+        Send(PEERS[0], m.Waiting(member.round_id(), SETTINGS))
+    ]
+    own = UsualDelays()
+    own.compute[PEERS[0]] = usual.compute[PEERS[0]]
+    root = Group(rank=0, delays=own)
+    root.submit(0.1)
+    assert requests(root.waiting(1, 0.12)) + requests(root.waiting(2, 0.12)) == []
+    assert root.subject.late_s([3]) == math.inf, "an average waits, because the root knows no limit"
+    assert requests(root.subject.tick(root.now_s + limit_s)) == [PEERS[3]]
+    assert late.request(0.1) == [] and late.subject.absence is None
+    late.subject.tick(late.now_s + limit_s)
+    assert late.subject.absence == (0, SETTINGS)
+
+
+def test_a_newcomer_follows_no_request() -> None:
+    newcomer = Group(rank=3)
+    newcomer.request(0.1)
+    newcomer.subject.tick(newcomer.now_s + 60.0)
+    assert newcomer.subject.absence is None
 
 
 @pytest.mark.parametrize("group", [{"shares": (1, 1, 1, 9)}, {"counts": (0, 0, 0, 9)}])
@@ -278,7 +308,7 @@ def test_nothing_happens_where_it_is_not_allowed() -> None:
     assert member.subject.absence is None and member.subject.deadline_s == math.inf
     large = tuple(m.Member(bytes([rank]) * 32, "", "", 1, False) for rank in range(63))
     assignment = RankAssignment(bytes(32), 1, 1, large)
-    subject = Stragglers(assignment, lambda: [1] * 63, defaultdict(UsualDelay), is_enabled=True)
+    subject = Stragglers(assignment, lambda: [1] * 63, UsualDelays(), is_enabled=True)
     subject.receive(0, m.ProceedWithout(m.RoundId(1, 1, 0, 0), SETTINGS), 0, 1.0)
     assert subject.absence is None, "there are flags for 62 ranks"
 

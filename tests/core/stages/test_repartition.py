@@ -15,7 +15,7 @@ from gridtrain.core.stages import device_assignment, repartition
 from gridtrain.core.stages.rank_placement import StateLocations
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.core.stages.stage_cost import Card
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 
@@ -50,6 +50,21 @@ def test_the_picture_of_the_module() -> None:
         A: ((m.Span(0, 2), 0), (m.Span(2, 4), 1)),
         C: ((m.Span(2, 4), 1), (m.Span(4, 6), 1)),
     }
+
+
+@pytest.mark.parametrize("is_initial", [True, False])
+def test_members_create_the_initial_state_that_only_others_have(is_initial: bool) -> None:
+    """Only A has stage 0, and the plan leaves it out: before the first step B creates the stage."""
+    holds = {A: spans(0, 1), B: spans(1, 4), C: spans(1, 4)}
+    locations = StateLocations({A: 0, B: 1, C: 1}, held_spans=holds, is_initial=is_initial)
+    plan = repartition.Repartition((0, 1, 4), (B, C), {B: 0, C: 1})
+    left = repartition.restricted_to(locations, plan.members)
+    assert set(left.initial_stages) == ({0} if is_initial else set()) and left.exact_stages == {1}
+    if is_initial:
+        assert repartition.assembler_pieces(plan, (B, C), left) == {}
+    else:
+        with pytest.raises(LocalProtocolError, match="no member has layer 0 of stage 0"):
+            repartition.assembler_pieces(plan, (B, C), left)
 
 
 def test_of_many_workers_those_are_taken_who_have_the_state() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gridtrain.config import JoinConfig
+from gridtrain.config import ENV_PREFIX, JoinConfig
 from gridtrain.errors import ConfigError
 from gridtrain.tools.options import PROGRAMS, Option, OptionKind, RunFile, resolve
 from gridtrain.tools.options.option_table import (
@@ -192,19 +192,28 @@ def test_join_takes_what_the_table_says_it_takes() -> None:
 
 
 def options_markdown(program: str) -> str:
-    """The table of docs/configuration.md."""
-    lines = ["| flag | variable | run.toml | default | what it is |", "|---|---|---|---|---|"]
+    """The table of docs/configuration.md.
+
+    A variable and a key of run.toml are named only where they do not follow from the flag:
+    --upload-limit, GRIDTRAIN_UPLOAD_LIMIT, [worker] upload_limit.
+    """
+    lines = ["| flag | default | what it is |", "|---|---|---|"]
     for one in PROGRAMS[program]:
         if one.is_hidden:
             continue
         table, key = one.toml_location(program)
         flag = f"`{one.flag}`" + (f", `{one.off_flag}`" if one.off_flag else "")
+        name = one.flag[2:].replace("-", "_")
+        is_derived = one.variable == ENV_PREFIX + name.upper() and not one.has_no_flag
+        others = [] if is_derived else [f"`{one.variable}`"]
+        if (table, key) != (program, name) or one.has_no_flag:
+            others.append(f"`[{table}] {key}`")
+        if one.is_command_line_only:
+            others = ["flag only"]
         cells = (
             "(the first argument)" if one.has_no_flag else flag,
-            "" if one.is_command_line_only else f"`{one.variable}`",
-            "" if one.is_command_line_only else f"`[{table}] {key}`",
             one.default_text,
-            one.help,
+            one.help + (f" ({', '.join(others)})" if others else ""),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

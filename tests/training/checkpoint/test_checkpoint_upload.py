@@ -198,6 +198,7 @@ def test_a_storage_that_does_not_answer_is_an_error_in_time(
         ("nonsense://anna:secret@host/run", "nonsense://host/run"),
         ("s3://KEY:SEC/RET@bucket/run", "s3://bucket/run"),
         ("https://host/run?sig=SECRET", "https://host/run"),
+        ("https://TOKEN@host/run", "https://host/run"),
         ("abfs://container@account.dfs.core.windows.net/run", None),
         ("s3://bucket/run", None),
     ],

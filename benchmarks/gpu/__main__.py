@@ -1,0 +1,210 @@
+"""`make gpu`: everything that waits for a GPU, within ten minutes on one card.
+
+python -m gpu                            all parts; results/gpu.json, gpu.md and gpu.svg
+python -m gpu --part selection bits      these; the file keeps the others
+python -m gpu --device cpu --small       whether the parts run, without a GPU; files in gpu-results/
+
+Each part runs in a process of its own, so that an error on the device, or a part that hangs, ends nothing
+else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu.parts import PARTS, Part, Setting, missing_packages
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = BENCHMARKS.parent
+BUDGET_S = 540.0
+GRACE_S = 25.0  # for a part that starts processes, which ends them
+LEAST_S = 10.0
+
+Outcome = dict[str, Any]
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=[], metavar="NAME", help=", ".join(PARTS))
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu")
+    parser.add_argument("--small", action="store_true", help="sizes that take a CPU seconds")
+    parser.add_argument("--out", type=Path, help="the folder of the three files")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="of all parts together")
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # MODULE:NAME, to be run in this process
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.out is None:
+        options.out = Path("gpu-results") if options.small else BENCHMARKS / "results"
+    if options.device == "cpu" and not options.small:
+        parser.error("--device cpu needs --small, because the usual sizes take a CPU hours")
+    return options
+
+
+def why_not(device: str) -> str:
+    """Return why nothing can be measured on this device; "" if it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return f"no CUDA device: torch {torch.__version__} is {built}, and torch.cuda.is_available() is False"
+    return ""
+
+
+# -- one part, in a process of its own ---------------------------------------------------------------
+
+
+def child(function: str, setting: Setting, into: Path) -> int:
+    """Run a part's function, and write what it keeps; return the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it cleans up
+    outcome: Outcome = {"figures": {}, "machine": {}}
+
+    def keep(name: str, value: Any) -> None:
+        outcome["figures"][name] = value
+        write(into, json.dumps(outcome))
+
+    try:
+        outcome["machine"] = machine(setting)
+        module, _, name = function.partition(":")
+        getattr(importlib.import_module(module), name)(setting, keep)
+    except Exception as error:
+        traceback.print_exc()
+        outcome["error"] = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    write(into, json.dumps(outcome))
+    return 1 if "error" in outcome else 0
+
+
+def machine(setting: Setting) -> dict[str, Any]:
+    """What figures depend on, and nothing that names the machine."""
+    found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    for package in ("torch", "triton", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if setting.is_gpu:
+        import torch
+
+        properties = torch.cuda.get_device_properties(setting.device)
+        found |= {"gpu": properties.name, "memory_GiB": round(properties.total_memory / 2**30, 1)}
+    return found
+
+
+def run_part(part: Part, setting: Setting, limit_s: float) -> Outcome:
+    """Run a part in a process, which is ended after `limit_s`; return what it kept, and what went wrong."""
+    if missing := missing_packages(part.needs):
+        return {"skipped": f"needs {', '.join(missing)}, not installed here"}
+    if limit_s < LEAST_S:
+        return {"error": f"not started: only {max(0.0, limit_s):.0f} s of --budget-s were left"}
+    argv = [sys.executable, "-m", "gpu", "--child", part.function, "--device", setting.device]
+    argv += ["--small"] if setting.small else []
+    began_s, error = time.monotonic(), ""
+    with tempfile.TemporaryDirectory(prefix="gridtrain-gpu-") as folder:
+        into = Path(folder) / "outcome.json"
+        process = subprocess.Popen(
+            [*argv, "--into", str(into)], cwd=BENCHMARKS, env=environment(), start_new_session=True
+        )
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            error = f"took more than {limit_s:.0f} s"
+        finally:
+            end(process)
+        outcome: Outcome = json.loads(into.read_text()) if into.exists() else {}
+    if process.returncode and not error:
+        error = outcome.get("error", f"its process ended with exit code {process.returncode}")
+    return outcome | {"seconds": round(time.monotonic() - began_s, 1)} | ({"error": error} if error else {})
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a part's process, if it still runs, and what it has left in its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which the packages of this checkout are found without being installed."""
+    places = [ROOT, ROOT / "coordinator", ROOT / "worker", BENCHMARKS, os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if str(place))}
+
+
+# -- all of them ---------------------------------------------------------------------------------------
+
+
+def load(path: Path, setting: Setting) -> dict[str, Any]:
+    """Return the results that a run of some parts adds to: those of the same kind of device, else none."""
+    fresh = {"device": setting.device, "small": setting.small, "machine": {}, "parts": {}}
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads(path.read_text())
+        if {name: found.get(name) for name in ("device", "small")} == {
+            "device": setting.device,
+            "small": setting.small,
+        }:
+            return fresh | found
+    return fresh
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def run(options: argparse.Namespace) -> int:
+    from gpu import report
+
+    setting, out = Setting(options.device, options.small), options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    record = load(out / "gpu.json", setting) if options.part else load(Path(os.devnull), setting)
+    began_s = time.monotonic()
+    for name in options.part or PARTS:
+        print(f"make gpu: {name}", flush=True)
+        left_s = options.budget_s - (time.monotonic() - began_s)
+        outcome = run_part(PARTS[name], setting, min(PARTS[name].limit_s, left_s))
+        record["machine"] = outcome.pop("machine", {}) or record["machine"]
+        record["parts"][name] = {"date": datetime.date.today().isoformat()} | outcome
+        write(out / "gpu.json", json.dumps(record, indent=1) + "\n")
+        write(out / "gpu.md", report.markdown(record))
+        if picture := report.picture(record):
+            write(out / "gpu.svg", picture)
+        print(f"make gpu: {name}: {report.verdict(outcome)}", flush=True)
+    print(f"make gpu: results in {out}/gpu.json, gpu.md and gpu.svg")
+    return 1 if any("error" in record["parts"][name] for name in options.part or PARTS) else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
+    if options.child:
+        return child(options.child, Setting(options.device, options.small), options.into)
+    if reason := why_not(options.device):
+        print(f"make gpu: skipped, {reason}")
+        return 0
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The tests marked `gpu`, and whether a GPU and the CPU select and encode the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from unittest import mock
+from xml.etree import ElementTree
+
+import torch
+from torch import Tensor
+
+from gpu.parts import TRAINING, Keep, Setting, missing_packages
+from gridtrain.network.wire.value_encoding import ValueKind
+from gridtrain.sparsify import error_feedback
+from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct, make_selection
+from gridtrain.sparsify.error_feedback import ErrorFeedback
+from gridtrain.sparsify.selection import Selection, TensorSelection
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "mark.gpu"
+STEPS, DENSITY, WEIGHT, CHUNK = 4, 0.001, 0.3, 4096
+SPECIAL = {"inf": torch.inf, "nan": torch.nan}
+
+
+def tests(setting: Setting, keep: Keep) -> None:
+    """Run the tests marked `gpu`, those of selection alone where packages are missing that the others need.
+
+    Raises `RuntimeError` if one fails.
+    """
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in path.read_text()]
+    missing = missing_packages(TRAINING)
+    if setting.small or missing:
+        files = [path for path in files if path.parent.name == "sparsify"]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        argv = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        argv += ["--continue-on-collection-errors", f"--junitxml={report}", *map(str, files)]
+        code = subprocess.run(argv, cwd=ROOT).returncode
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    failed = [case.get("name", "") for case in cases if {each.tag for each in case} & {"failure", "error"}]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    passed = len(cases) - len(failed) - skipped
+    keep("tests", {"passed": passed, "skipped": skipped, "failed": failed, "left out, without": missing})
+    if code:
+        raise RuntimeError(f"pytest ended with exit code {code}; failed: {', '.join(failed) or 'none'}")
+
+
+def bits(setting: Setting, keep: Keep) -> None:
+    """Compare payloads, residuals and momentum with the CPU's.  Raises `RuntimeError` if any bit differs."""
+    device = torch.device(setting.device)
+    ways, problem = selections(device)
+    compared, differing = 0, []
+    for way, kind, momentum, values, n in cases(setting, list(ways)):
+        compared += 1
+        if not agree(device, ways[way], kind, momentum, values, n, chunk=CHUNK if way == "chunks" else 0):
+            differing.append(f"{way}, {kind.name}, momentum {momentum}, {values}, n = {n}")
+    keep("bits", {"ways": list(ways), "compared": compared, "differing": differing, "problem": problem})
+    if problem or differing:
+        raise RuntimeError(problem or f"{len(differing)} of {compared} differ, such as {differing[0]}")
+
+
+def selections(device: torch.device) -> tuple[dict[str, Callable[[], Selection]], str]:
+    """Return the implementations for the device, and what is wrong with Triton's kernels, if they cannot be
+    used.  "chunks" selects by itself."""
+    ways: dict[str, Callable[[], Selection]] = {
+        "torch": TensorSelection,
+        "chunks": lambda: make_selection(device, CHUNK),
+    }
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return ways, ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if are_kernels_correct(device):
+            return ways | {"triton": CudaSelection}, ""
+    return ways, "; ".join(str(warning.message) for warning in caught) or "Triton is not installed"
+
+
+def cases(setting: Setting, ways: list[str]) -> Iterator[tuple[str, ValueKind, float, str, int]]:
+    sizes = (1, 2049, 20_000) if setting.small else (1, 2049, 1_000_003)
+    kinds = (ValueKind.FP16, ValueKind.INT8) if setting.small else tuple(ValueKind)
+    yield from product(ways, kinds, (0.0, 0.9), ("normal", "ties", "zeros", *SPECIAL), sizes)
+    if not setting.small:
+        yield from product(ways, (ValueKind.FP16,), (0.9,), ("normal",), (100_000_000,))
+
+
+def agree(
+    device: torch.device,
+    way: Callable[[], Selection],
+    kind: ValueKind,
+    momentum: float,
+    values: str,
+    n: int,
+    *,
+    chunk: int = 0,
+) -> bool:
+    """Whether steps of error feedback have the same bits on the device as on the CPU."""
+    generator = torch.Generator().manual_seed(n)
+    mine, theirs = (ErrorFeedback(n, place, momentum, chunk) for place in (device, "cpu"))
+    k = max(1, round(DENSITY * n))
+    for step in range(STEPS if n < 10_000_000 else 2):
+        gradient_N = gradient(values, n, step, generator)
+        with mock.patch.object(error_feedback, "make_selection", lambda *_: way()):
+            made = mine.prepare(gradient_N.to(device), k, kind, weight=WEIGHT)
+        expected = theirs.prepare(gradient_N, k, kind, weight=WEIGHT)
+        if (made.payload, made.skip) != (expected.payload, expected.skip):
+            return False
+        truncated = [(expected.decoded.indices[:3], expected.decoded.values[:3] / 2)]
+        mine.commit(made, truncated)
+        theirs.commit(expected, truncated)
+        if not all(
+            same_bits(*pair) for pair in ((mine.residual_N, theirs.residual_N), (mine.u_N, theirs.u_N))
+        ):
+            return False
+    return True
+
+
+def gradient(values: str, n: int, step: int, generator: torch.Generator) -> Tensor:
+    if values == "ties":
+        return torch.randint(-4, 5, (n,), generator=generator).float()
+    drawn_N = torch.randn(n, generator=generator) * (1000.0 if step == 2 else 1.0)  # a threshold too low
+    if values == "zeros":
+        drawn_N[n // 2000 :] = 0.0  # fewer than k are not
+    if step == 1 and values in SPECIAL:
+        drawn_N[n // 2] = SPECIAL[values]
+    return drawn_N
+
+
+def same_bits(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    return torch.equal(mine.cpu().view(torch.int32), theirs.view(torch.int32))

@@ -1,0 +1,104 @@
+"""The results of `make gpu` for people: Markdown tables, and a picture of selection's time by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import selection as bench
+from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
+
+DRAWN = {  # case of benchmarks/selection.py: label
+    "ours: weight, momentum, carried": "gridtrain",
+    "sampled threshold (DGC), momentum": "sampled threshold",
+    "torch.topk(abs)": "torch.topk",
+    "memory copy": "copy",
+}
+GOAL = 2.0
+"""The most times as long as its memory traffic that selection may take."""
+
+Figures = dict[str, Any]
+
+
+def markdown(record: Figures) -> str:
+    """Return the report of gpu.json."""
+    machine = ", ".join(f"{name} {value}" for name, value in record["machine"].items() if value)
+    lines = ["# What was measured on a GPU", "", f"`make gpu`, device {record['device']}: {machine}."]
+    lines += ["", "**Small sizes, which say nothing about speed.**"] if record["small"] else []
+    parts = record["parts"].items()
+    heads = ("part", "seconds", "result")
+    lines += ["", *table(heads, [(name, part.get("seconds"), verdict(part)) for name, part in parts])]
+    for name, part in parts:
+        for figure, value in part.get("figures", {}).items():
+            lines += ["", f"## {name}: {figure}", "", *of_figure(figure, value, record["device"])]
+    return "\n".join(lines) + "\n"
+
+
+def verdict(part: Figures) -> str:
+    """Return what became of a part, in a few words."""
+    if "error" in part:
+        return f"FAILED: {part['error']}"
+    return f"skipped: {part['skipped']}" if "skipped" in part else "done"
+
+
+def of_figure(figure: str, value: Any, device: str) -> Iterator[str]:
+    """The lines of a figure of a part: a dict, or a dict of dicts with a row for each of them."""
+    if figure == "blocks":
+        for block in value:
+            yield bench.table(block, device) if "cases" in block else f"n = {block['n']}: {block['error']}"
+        return
+    if not isinstance(value, Mapping):
+        yield text(value)
+        return
+    rows = value if all(isinstance(row, Mapping) for row in value.values()) else {figure: value}
+    flat = {name: dict(flattened(row)) for name, row in rows.items()}
+    heads = list(dict.fromkeys(head for row in flat.values() for head in row))
+    yield from table(("", *heads), [(name, *map(row.get, heads)) for name, row in flat.items()])
+
+
+def flattened(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{name}: ")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    body = ["| " + " | ".join(map(text, row)) + " |" for row in rows]
+    return ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body]
+
+
+def text(value: object) -> str:
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    number = f"{value:,.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return number.replace("|", "\\|").replace("\n", " ")
+
+
+def picture(record: Figures) -> str:
+    """Return an SVG of selection's time by length; "" if fewer than two lengths were measured."""
+    figures = record["parts"].get("selection", {}).get("figures", {})
+    blocks = [block for block in figures.get("blocks", []) if "cases" in block]
+    if len(blocks) < 2:
+        return ""
+
+    def lines(key: str) -> tuple[ChartLine, ...]:
+        cases = [(case, colour) for case, colour in zip(DRAWN, COLOURS, strict=True)]
+        return tuple(
+            ChartLine(
+                DRAWN[case], tuple((b["n"] / 1e6, float(b["cases"][case][key])) for b in blocks), colour
+            )
+            for case, colour in cases
+            if key in blocks[0]["cases"][case]
+        )
+
+    n, goal = "million elements (log scale)", (GOAL, f"goal: {GOAL:g}")
+    panels = [
+        ChartPanel("Time an element", n, "ns (log scale)", lines("wall_ns_median"), None, True, True),
+        ChartPanel(
+            "Over the time of its memory traffic", n, "ratio (log scale)", lines("x_bytes"), goal, True, True
+        ),
+    ]
+    about = f"{record['machine'].get('gpu', record['device'])}, density {blocks[0]['density']:g}"
+    return draw_chart("Selection with residual and momentum", about, panels)

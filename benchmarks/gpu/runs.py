@@ -1,0 +1,332 @@
+"""Training on a GPU: in many ways with workers in threads, and as processes behind slow links."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo.utils
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gridtrain
+from gpu.parts import Keep, Setting
+from gpu.speed import copies_of
+from gridtrain.tools.demo import pipeline_model, recipe
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.recipe import ModelSize
+from gridtrain.tools.demo.text_corpus import load_corpus
+from gridtrain.training.checkpoint import serialization
+
+SEEDING = threading.Lock()  # workers are threads, and torch has one default generator
+WORKERS = 2
+STEPS = {False: 24, True: 12}  # by `Setting.small`
+OVERFLOW_STEP = 3
+RUN_S = 110.0  # of the processes of one run, from their start to their end
+SPARSE = gridtrain.GTopK(density=0.05, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The model and the windows of a batch; the last step is profiled if the process has one worker."""
+
+    size: ModelSize
+    batch_size: int = 8
+    is_profiled: bool = True
+
+
+LOADS = {
+    "tiny": Load(recipe.SIZES["tiny"]),
+    "demo": Load(recipe.SIZES["small"]),
+    "threads": Load(ModelSize(width=256, layers=4, heads=4, context=128), is_profiled=False),
+    "gpt": Load(ModelSize(width=512, layers=8, heads=8, context=256), batch_size=32),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Attributes:
+        autocast: the dtype of mixed precision.
+        scaled: with a GradScaler; the first worker's gradient overflows once.
+        adam: the learning rate of AdamW; 0 for SGD.
+        change: what is done to the model before it is trained.
+        options: further arguments of `grid.optimizer`.
+    """
+
+    exchange: gridtrain.GTopK | gridtrain.Dense | gridtrain.LocalSteps = SPARSE
+    autocast: torch.dtype | None = None
+    scaled: bool = False
+    adam: float = 0.0
+    change: Callable[[nn.Module, Setting], nn.Module] = lambda model, setting: model
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# -- changes of the model ------------------------------------------------------------------------------
+
+
+def compiled(model: nn.Module, setting: Setting) -> nn.Module:
+    made: nn.Module = torch.compile(model, backend="eager" if setting.small else "inductor")  # type: ignore[assignment]
+    return made
+
+
+class LowRank(nn.Module):
+    """LoRA (Hu et al. 2021, arXiv 2106.09685) by hand: a frozen linear layer, plus a product of rank r."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        generator = torch.Generator().manual_seed(rank)
+        down = torch.randn(rank, linear.in_features, generator=generator) / linear.in_features**0.5
+        self.down = nn.Parameter(down.to(linear.weight))
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank).to(linear.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) + F.linear(F.linear(x, self.down), self.up)
+        return out
+
+
+def with_adapters(model: nn.Module, setting: Setting) -> nn.Module:
+    """With PEFT if it is installed, else by hand."""
+    targets = ["query_key_value", "attention_out", "mlp_in", "mlp_out"]
+    if importlib.util.find_spec("peft") is not None:
+        import peft
+
+        with SEEDING:
+            torch.manual_seed(0)
+            made: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
+        return made
+    model.requires_grad_(False)
+    for block in model.blocks:  # type: ignore[union-attr]
+        for name in targets:
+            setattr(block, name, LowRank(getattr(block, name)))
+    return model
+
+
+WAYS = {
+    "gTop-k": Way(),
+    "dense": Way(gridtrain.Dense()),
+    "dense, overlap": Way(gridtrain.Dense(), options={"overlap": gridtrain.Overlap(4, 1, adaptive=False)}),
+    "local steps, vectors on the host": Way(
+        gridtrain.LocalSteps(4, gridtrain.GTopK(density=0.05)),
+        adam=1e-3,
+        options={"exchange_device": "cpu"},
+    ),
+    "bfloat16 autocast": Way(autocast=torch.bfloat16),
+    "float16 autocast, GradScaler": Way(autocast=torch.float16, scaled=True),
+    "LoRA": Way(gridtrain.Dense(), adam=2e-2, change=with_adapters),
+    "torch.compile": Way(change=compiled),  # the last one, because it may take most of the time
+}
+
+
+# -- workers in threads --------------------------------------------------------------------------------
+
+
+def training(setting: Setting, keep: Keep) -> None:
+    """Train in all ways.  Raises `RuntimeError` if one fails, or if workers end with different parameters."""
+    failed = []
+    found: dict[str, Any] = {}
+    ways: dict[str, Callable[[gridtrain.Grid], dict[str, Any]]] = {
+        "pipeline, 2 stages": partial(train_stages, setting=setting),
+        **{name: partial(train, way=way, setting=setting) for name, way in WAYS.items()},
+    }
+    for name, work in ways.items():
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                workers = gridtrain.local(work, WORKERS, export_dir=folder)
+            found[name] = summary(workers)
+        except Exception as error:
+            traceback.print_exc()
+            found[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        if "error" in found[name]:
+            failed.append(f"{name} ({found[name]['error']})")
+        keep("ways", found)
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(found)} failed: {'; '.join(failed)}")
+
+
+def summary(workers: list[dict[str, Any]], *, learns: bool = True) -> dict[str, Any]:
+    """The figures of the first worker, with an error if the workers differ or, where the model `learns`, the
+    loss does not fall."""
+    first = dict(workers[0])
+    if len({json.dumps(worker["equal"]) for worker in workers}) > 1:
+        first["error"] = "the workers ended with different parameters, losses or scales"
+    if learns and not first["last_loss"] < first["first_loss"]:
+        first["error"] = f"the loss went from {first['first_loss']:.3f} to {first['last_loss']:.3f}"
+    del first["equal"]
+    return first
+
+
+def train(
+    grid: gridtrain.Grid, way: Way, setting: Setting, load: Load | None = None, steps: int = 0
+) -> dict[str, Any]:
+    """Train the demo's model on one worker; return figures, and what all workers must agree on."""
+    load = load or (LOADS["tiny"] if setting.small else LOADS["threads"])
+    steps = steps or STEPS[setting.small]
+    model = way.change(ByteGPT(load.size, seed=0).to(setting.device), setting)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inner = torch.optim.AdamW(trained, way.adam) if way.adam else torch.optim.SGD(trained, lr=0.2)
+    optimizer = grid.optimizer(inner, model, exchange=way.exchange, **way.options)
+    kind = torch.device(setting.device).type
+    scaler = grid.scaler(device=kind, enabled=way.scaled)
+    record = Steps()
+
+    def step(x_BT: Tensor, y_BT: Tensor) -> None:
+        with nullcontext() if way.autocast is None else torch.autocast(kind, way.autocast):
+            logits_BTV = model(x_BT.to(setting.device))
+        loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.to(setting.device).flatten())
+        overflow = way.scaled and grid.step == OVERFLOW_STEP and grid.is_first
+        scaler.scale(loss * torch.inf if overflow else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        record.add(loss.item(), optimizer.timings, optimizer.last_overflowed)
+
+    windows = Windows(load_corpus().train, load.size.context)
+    copies: dict[str, dict[str, float]] = {}
+    for x_BT, y_BT in grid.batches(windows, batch_size=load.batch_size, steps=steps):
+        if load.is_profiled and grid.step == steps - 1:
+            copies = copies_of(partial(step, x_BT, y_BT), setting)
+        else:
+            step(x_BT, y_BT)
+    if way.scaled and not record.skipped:
+        raise RuntimeError(f"the gradient of step {OVERFLOW_STEP} was not finite, and no step was skipped")
+    digest = serialization.replica_digest(model, optimizer.replicated)
+    peak = torch.cuda.max_memory_allocated() / optimizer.flat_size if setting.is_gpu else None
+    return record.figures() | {
+        "parameters": optimizer.flat_size,
+        "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        "copies": copies,
+        "sent_bytes": grid.traffic.get("Data", (0, 0))[0] / steps,
+        "peak_bytes_a_parameter": peak if load.is_profiled else None,
+        "equal": [digest.hex(), scaler.get_scale(), record.skipped],
+    }
+
+
+def train_stages(grid: gridtrain.Grid, setting: Setting) -> dict[str, Any]:
+    """Train the pipeline demo's model on one worker of two."""
+    size = pipeline_model.QUICK_SIZE if setting.small else pipeline_model.SIZE
+    pipe = grid.pipeline(
+        lambda: pipeline_model.make_model(size),
+        pipeline_model.adam,
+        stages=WORKERS,
+        loss_fn=pipeline_model.compute_loss,
+        micro_batches=4,
+        exchange=gridtrain.Dense(),
+        device=setting.device,
+        init=pipeline_model.init,
+    )
+    record, losses = Steps(), []
+    for x_BT, y_BT in grid.batches(
+        Windows(load_corpus().train, size.context), batch_size=16, steps=STEPS[setting.small]
+    ):
+        loss = pipe.step(x_BT, y_BT)
+        if loss is not None:
+            losses.append(loss)
+            record.add(loss, pipe.timings)
+    parameters = sum(parameter.numel() for parameter in pipeline_model.make_model(size).parameters())
+    return record.figures() | {"parameters": parameters, "equal": losses}
+
+
+class Steps:
+    """What one worker's steps were: their losses, when they ended, and the seconds of their phases."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self._losses: list[float] = []
+        self._ends_s: list[float] = []
+        self._phases_s: dict[str, list[float]] = {}
+
+    def add(self, loss: float, timings: dict[str, float], overflowed: bool = False) -> None:
+        self.skipped += overflowed
+        self._losses.append(loss)
+        self._ends_s.append(time.perf_counter())
+        for name, seconds in timings.items():
+            self._phases_s.setdefault(name.removesuffix("_s"), []).append(seconds)
+
+    def figures(self) -> dict[str, Any]:
+        taken_s = [after - before for before, after in pairwise(self._ends_s)]
+        return {
+            "step_ms": middle_ms(taken_s),
+            "phases_ms": {name: middle_ms(phase_s) for name, phase_s in self._phases_s.items()},
+            "first_loss": statistics.mean(self._losses[:4]),
+            "last_loss": statistics.mean(self._losses[-4:]),
+            "skipped": self.skipped,
+        }
+
+
+def middle_ms(taken_s: list[float]) -> float:
+    return 1e3 * statistics.median(taken_s[len(taken_s) // 4 :])
+
+
+# -- processes -----------------------------------------------------------------------------------------
+
+
+RUNS = {  # load, exchange, rate of each worker's link, steps
+    "demo": ("demo", SPARSE, "20Mbit", 100),
+    "gTop-k, 1 Gbit/s": ("gpt", gridtrain.GTopK(density=0.001, momentum=0.9), "1000Mbit", 12),
+    "gTop-k, 20 Mbit/s": ("gpt", gridtrain.GTopK(density=0.001, momentum=0.9), "20Mbit", 12),
+    "dense, 1 Gbit/s": ("gpt", gridtrain.Dense(), "1000Mbit", 8),
+}
+SMALL_RUNS = {"gTop-k, 20 Mbit/s": ("tiny", SPARSE, "20Mbit", 8)}
+
+
+def processes(setting: Setting, keep: Keep) -> None:
+    """Train in processes that share the device, behind links whose rates they keep themselves.
+
+    Raises `GridtrainError` if a process fails, `RuntimeError` if the replicas differ.
+    """
+    from gridtrain.tools.demo.orchestrator import coordinator_command, supervise, worker_commands
+
+    found: dict[str, Any] = {}
+    workers = 2 if setting.small else 4
+    for name, (_, _, rate, _) in (SMALL_RUNS if setting.small else RUNS).items():
+        with tempfile.TemporaryDirectory(prefix="gridtrain-gpu-") as place:
+            folder = Path(place)
+            script = [sys.executable, "-m", "gpu.runs", setting.device, str(setting.small), name, place]
+            limits = ("--upload-limit", rate, "--download-limit", rate)
+            commands = partial(worker_commands, workers, folder, script, limits)
+            supervise(coordinator_command(workers, folder), commands, folder, lambda _: None, start_s=RUN_S)
+            told = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+        if len(told) != workers:
+            raise RuntimeError(f"{name}: {len(told)} of {workers} workers ended")
+        found[name] = summary(told, learns=name == "demo") | {"share": shares(told[0])}
+        keep("runs", found)
+        if "error" in found[name]:
+            raise RuntimeError(f"{name}: {found[name]['error']}")
+
+
+def shares(figures: dict[str, Any]) -> dict[str, float]:
+    """The phases' shares of a step; "copies" between host and device are part of them."""
+    copied_ms = sum(each["us"] for each in figures["copies"].values()) / 1e3
+    phases_ms = figures["phases_ms"] | {"copies": copied_ms}
+    return {name: ms / figures["step_ms"] for name, ms in phases_ms.items()}
+
+
+def work(device: str, small: str, name: str, folder: str) -> None:
+    """Be one worker of `processes`."""
+    setting = Setting(device, small == "True")
+    load, exchange, _, steps = (SMALL_RUNS if setting.small else RUNS)[name]
+    torch.set_num_threads(1)  # several workers share this machine's cores
+    grid = gridtrain.join()
+    figures = train(grid, Way(exchange, options={"clip_norm": 1.0}), setting, LOADS[load], steps)
+    (Path(folder) / f"rank-{grid.rank}.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])

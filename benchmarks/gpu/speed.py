@@ -1,0 +1,283 @@
+"""How fast selection is on a GPU, what is copied to the host, and what overlaps with backward."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import selection as bench
+from gpu.parts import Keep, Setting
+from gpu.report import GOAL
+from gridtrain.config import Dense, Exchange, GTopK
+from gridtrain.network.wire.value_encoding import ValueKind
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.sparsify.error_feedback import ErrorFeedback
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.exchangers import make_exchanger
+
+DENSITY = 0.001
+SIZES = (1_000_000, 16_000_000, 128_000_000, 1_000_000_000)
+TOGETHER = 200_000_000  # the vectors of all cases of this length fit into the memory of one card
+CASE_BYTES = 64  # of an element, for the largest case with its temporary tensors
+GOAL_CASES = ("ours: residual update, carried", "ours: weight, momentum, carried")
+TIMED_STEPS, WARM_UP_STEPS = 9, 5
+
+
+def synchronize(setting: Setting) -> None:
+    if setting.is_gpu:
+        torch.cuda.synchronize(setting.device)
+
+
+# -- selection beside other ways ---------------------------------------------------------------------
+
+
+def selection(setting: Setting, keep: Keep) -> None:
+    """Time selection with residual and momentum beside torch.topk, DGC's sampled threshold and a copy."""
+    blocks: list[dict[str, Any]] = []
+    for n in sizes(setting):
+        try:
+            figures = bench.measure(
+                n, DENSITY, torch.device(setting.device), TIMED_STEPS, 20.0, alternate=n <= TOGETHER
+            )
+            blocks.append(bench.record(n, DENSITY, 1, figures))
+        except torch.cuda.OutOfMemoryError as error:
+            blocks.append({"n": n, "error": str(error).splitlines()[0]})
+        keep("blocks", blocks)
+        gc.collect()
+        if setting.is_gpu:
+            torch.cuda.empty_cache()
+    measured = [block for block in blocks if "cases" in block]
+    if len(measured) < len(blocks):
+        raise RuntimeError(f"not enough memory for n = {[b['n'] for b in blocks if 'error' in b]}")
+    ratios = {name: measured[-1]["cases"][name]["x_bytes"] for name in GOAL_CASES}
+    keep("goal", {"at_most": GOAL, "n": measured[-1]["n"], "met": max(ratios.values()) <= GOAL, **ratios})
+
+
+def sizes(setting: Setting) -> list[int]:
+    if setting.small:
+        return [4096, 20_000]
+    free_bytes, _ = torch.cuda.mem_get_info(setting.device)
+    return sorted({min(n, free_bytes // CASE_BYTES) for n in SIZES})
+
+
+# -- copies, memory, the times of a step ---------------------------------------------------------------
+
+
+def transfers(setting: Setting, keep: Keep) -> None:
+    """Measure what a step copies to the host, its peak memory a parameter, and the times of its phases.
+
+    Raises `RuntimeError` if a sparse exchange copies more to the host than its entries.
+    """
+    n = 4096 if setting.small else 25_600_000
+    exchanges: dict[str, Exchange] = {
+        "gtopk": GTopK(density=DENSITY),
+        "gtopk, momentum": GTopK(density=DENSITY, momentum=0.9),
+        "dense": Dense(),
+    }
+    found = {name: one_worker(setting, n, exchange) for name, exchange in exchanges.items()}
+    keep("steps", found)
+    keep("to_host_ms", {name: to_host_ms(setting, n, name == "pinned") for name in ("pageable", "pinned")})
+    k = round(DENSITY * n)
+    for name, figures in found.items():
+        copied = sum(each["bytes"] for kind, each in figures["copies"].items() if "DtoH" in kind)
+        if name != "dense" and copied > 2 * (4 + 8 * k):  # twice after a threshold that was too high
+            raise RuntimeError(f"{name}: {copied} bytes were copied to the host for k = {k} entries")
+
+
+def one_worker(setting: Setting, n: int, exchange: Exchange) -> dict[str, Any]:
+    """Take the steps of a model of n parameters, without a network, and return their figures."""
+    device = torch.device(setting.device)
+    if setting.is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    before_bytes = torch.cuda.memory_allocated(device) if setting.is_gpu else 0
+    model = nn.ParameterList([nn.Parameter(torch.zeros(n, device=device))])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    flat = FlatGradient(model, sgd)
+    exchanger = make_exchanger(exchange, (0, n), device)
+    generator = torch.Generator(device).manual_seed(1)
+    model[0].grad = torch.randn(n, device=device, generator=generator)
+    laps: dict[str, list[float]] = {}
+
+    @contextmanager
+    def lap(name: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        synchronize(setting)
+        laps.setdefault(name, []).append(time.perf_counter() - began_s)
+
+    def step(number: int) -> None:
+        with lap("gather"):
+            flat.gather()
+        with lap("select, encode"):
+            plan = StepPlan(number, 0, 0, 2, 1, 2)
+            attempt = exchanger.prepare_bucket(0, flat.flat_N, plan, usable=True)
+        with lap("commit, load"):
+            if attempt.prepared is not None and exchanger.feedback is not None:
+                exchanger.feedback.commit(attempt.prepared, [])
+                flat.load_update(attempt.prepared.decoded)
+            else:
+                flat.load_update(exchanger.commit(attempt))
+            flat.scatter()
+        with lap("optimizer"):
+            sgd.step()
+        model[0].grad.normal_(generator=generator)
+
+    for number in range(WARM_UP_STEPS + (2 if setting.small else TIMED_STEPS)):
+        step(number)
+    peak = (torch.cuda.max_memory_allocated(device) - before_bytes) / n if setting.is_gpu else None
+    ms = {name: 1e3 * statistics.median(taken_s[WARM_UP_STEPS:]) for name, taken_s in laps.items()}
+    copies = copies_of(lambda: step(99), setting)
+    return {"n": n, "peak_bytes_a_parameter": peak, "ms": ms, "copies": copies}
+
+
+def to_host_ms(setting: Setting, n: int, pinned: bool) -> float:
+    """Median duration of the copy of a whole gradient to the host."""
+    source_N = torch.ones(n, device=setting.device)
+    target_N = torch.empty(n, pin_memory=pinned and setting.is_gpu)
+    taken_s = []
+    for _ in range(TIMED_STEPS):
+        synchronize(setting)
+        began_s = time.perf_counter()
+        target_N.copy_(source_N)
+        taken_s.append(time.perf_counter() - began_s)
+    return 1e3 * statistics.median(taken_s)
+
+
+def copies_of(run: Callable[[], object], setting: Setting) -> dict[str, dict[str, float]]:
+    """Return the copies between host and device while `run` runs; see `copies_in`."""
+    if not setting.is_gpu:
+        run()
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        synchronize(setting)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        return copies_in(json.loads(path.read_text()))
+
+
+def copies_in(trace: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Sum up the copies of a profiler's trace by kind, such as "DtoH (Device -> Pinned)"."""
+    found: dict[str, dict[str, float]] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "gpu_memcpy" and not event["name"].startswith("Memcpy DtoD"):
+            kind = found.setdefault(
+                event["name"].removeprefix("Memcpy "), {"count": 0, "bytes": 0, "us": 0.0}
+            )
+            kind["count"] += 1
+            kind["bytes"] += event["args"]["bytes"]
+            kind["us"] += event["dur"]
+    return found
+
+
+# -- overlap of selection with backward ----------------------------------------------------------------
+
+
+class Layers(nn.Sequential):
+    """Equal layers, each of which is a bucket, and the flat vector of their gradients."""
+
+    def __init__(self, count: int, width: int, device: torch.device) -> None:
+        super().__init__(*(nn.Linear(width, width, bias=False, device=device) for _ in range(count)))
+        self.size = width * width
+        self.flat_N = torch.zeros(count * self.size, device=device)
+
+    def part(self, layer: int) -> Tensor:
+        return self.flat_N[layer * self.size :][: self.size]
+
+    def gather(self, layer: int) -> Tensor:
+        gradient = self[layer].weight.grad
+        assert isinstance(gradient, Tensor)
+        return self.part(layer).copy_(gradient.view(-1))
+
+
+def streams(setting: Setting, keep: Keep) -> None:
+    """Time backward alone, with selection after it, in its hooks as `Overlap` does, and beside it on a stream
+    and a thread of its own."""
+    device = torch.device(setting.device)
+    count, width, batch = (4, 32, 8) if setting.small else (8, 4096, 8192)
+    torch.set_float32_matmul_precision("high")
+    layers = Layers(count, width, device)
+    x_BD = torch.randn(batch, width, device=device)
+    side = torch.cuda.Stream(device) if setting.is_gpu else None
+    found = {way: [] for way in ("backward alone", "after", "in hooks", "own stream")}  # type: ignore[var-annotated]
+    with ThreadPoolExecutor(1) as pool:
+        steps = {way: OverlapStep(way, layers, ErrorFeedback(layers.flat_N.numel(), device)) for way in found}
+        for number in range((2 if setting.small else TIMED_STEPS) + 2):
+            for way, step in steps.items():
+                synchronize(setting)
+                began_s = time.perf_counter()
+                step.run(x_BD, side, pool)
+                synchronize(setting)
+                if number >= 2:
+                    found[way].append(1e3 * (time.perf_counter() - began_s))
+    ms = {way: statistics.median(taken) for way, taken in found.items()}
+    selecting_ms = ms["after"] - ms["backward alone"]
+    hidden = {way: (ms["after"] - ms[way]) / selecting_ms for way in ("in hooks", "own stream")}
+    keep("overlap", {"n": layers.flat_N.numel(), "buckets": count, "ms": ms, "hidden": hidden})
+
+
+class OverlapStep:
+    """Forward, backward and the selection of each bucket, in one of the ways of `streams`."""
+
+    def __init__(self, way: str, layers: Layers, feedback: ErrorFeedback) -> None:
+        self._way, self._layers, self._feedback = way, layers, feedback
+        self._k = max(1, round(DENSITY * layers.size))
+
+    def run(self, x_BD: Tensor, side: torch.cuda.Stream | None, pool: ThreadPoolExecutor) -> None:
+        layers, made = self._layers, {}
+        futures: list[Future[None]] = []
+
+        def select(layer: int) -> None:
+            gradient_B = layers.gather(layer)
+            made[layer] = self._feedback.prepare(
+                gradient_B, self._k, ValueKind.FP16, start=layer * layers.size
+            )
+
+        def select_beside(layer: int, ready: torch.cuda.Event | None) -> None:
+            with on(side):
+                if side is not None and ready is not None:
+                    side.wait_event(ready)
+                select(layer)
+
+        def hook(layer: int) -> None:
+            if self._way == "in hooks":
+                select(layer)
+            elif self._way == "own stream":
+                ready = None if side is None else torch.cuda.current_stream(side.device).record_event()
+                futures.append(pool.submit(select_beside, layer, ready))
+
+        handles = [
+            layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: hook(number))
+            for number, layer in enumerate(layers)
+        ]
+        layers(x_BD).square().mean().backward()
+        for future in futures:
+            future.result()
+        if side is not None:
+            torch.cuda.current_stream(side.device).wait_stream(side)
+        if self._way == "after":
+            for layer in range(len(layers)):
+                select(layer)
+        if made:
+            self._feedback.commit_parts([(made[layer], []) for layer in range(len(layers))])
+        for handle in handles:
+            handle.remove()
+        layers.zero_grad()
+
+
+def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -1,0 +1,335 @@
+"""`make gpu` without a GPU: every part runs on the CPU, and what goes wrong in one is recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import selection  # noqa: E402
+from gpu import __main__ as program  # noqa: E402
+from gpu import exact, parts, report, runs, speed  # noqa: E402
+from gpu.parts import PARTS, Part, Setting  # noqa: E402
+from gridtrain.sparsify.cuda_selection import CudaSelection  # noqa: E402
+from gridtrain.sparsify.error_feedback import ErrorFeedback  # noqa: E402
+from gridtrain.sparsify.selection import AccumulationTerms, SelectedEntries, TensorSelection  # noqa: E402
+
+SMALL = Setting("cpu", small=True)
+Function = Callable[[Setting, Callable[[str, Any], None]], None]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def kept(function: Function) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    function(SMALL, found.__setitem__)
+    return found
+
+
+# -- the parts -----------------------------------------------------------------------------------------
+
+
+def test_every_part_is_a_function_and_all_fit_into_the_time() -> None:
+    for part in PARTS.values():
+        module, name = part.function.split(":")
+        assert callable(getattr({"gpu.exact": exact, "gpu.speed": speed, "gpu.runs": runs}[module], name))
+    assert program.BUDGET_S + program.GRACE_S < 600
+
+
+def test_all_files_with_tests_for_a_gpu_are_found() -> None:
+    root = Path(__file__).resolve().parents[2]
+    marked = {path.name for path in root.rglob("test_*.py") if exact.MARK in path.read_text()}
+    assert {"test_cuda_selection.py", "test_selection.py", "test_local_sgd.py", "test_gradients.py"} <= marked
+
+
+def test_bits_are_compared_and_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = kept(exact.bits)["bits"]
+    assert (figures["differing"], figures["problem"]) == ([], "")
+    assert figures["compared"] == 60 * len(figures["ways"])
+
+    class Wrong(TensorSelection):
+        def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
+            return super().select(terms, max(1, k - 1), floor)
+
+    monkeypatch.setattr(exact, "selections", lambda device: ({"wrong": Wrong}, ""))
+    found: dict[str, Any] = {}
+    with pytest.raises(
+        RuntimeError, match=r"of 60 differ, such as wrong, FP16, momentum 0.0, normal, n = 2049"
+    ):
+        exact.bits(SMALL, found.__setitem__)
+    assert found["bits"]["differing"]  # written before the part failed
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton is not installed, so that its kernels cannot be interpreted"
+)
+def test_interpreted_kernels_give_the_same_bits(tmp_path: Path) -> None:
+    into = tmp_path / "outcome.json"
+    command = [sys.executable, "-m", "gpu", "--child", "gpu.exact:bits", "--into", str(into)]
+    environment = program.environment() | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([*command, "--device", "cpu", "--small"], env=environment, timeout=280)
+    figures = json.loads(into.read_text())["figures"]["bits"]
+    assert (done.returncode, figures["differing"]) == (0, []) and "triton" in figures["ways"]
+
+
+def test_kernels_that_cannot_be_used_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(exact, "are_kernels_correct", lambda device: True)
+    assert exact.selections(torch.device("cpu"))[0]["triton"] is CudaSelection
+    monkeypatch.setattr(exact, "are_kernels_correct", lambda device: False)
+    with pytest.raises(RuntimeError, match="Triton is not installed"):
+        kept(exact.bits)
+
+
+def test_selection_is_timed_beside_other_ways() -> None:
+    figures = kept(speed.selection)
+    cases = figures["blocks"][-1]["cases"]
+    assert [block["n"] for block in figures["blocks"]] == speed.sizes(SMALL)
+    assert {"memory copy", "torch.topk(abs)", "sampled threshold (DGC), momentum"} <= set(cases)
+    goal = figures["goal"]
+    assert goal["met"] is (max(goal[name] for name in speed.GOAL_CASES) <= report.GOAL)
+    # 20 bytes an element with momentum, 8 of a copy
+    ours, copy = cases["ours: weight, momentum, carried"], cases["memory copy"]
+    assert ours["x_bytes"] == pytest.approx(ours["wall_ns_median"] / copy["wall_ns_min"] / 2.5, rel=0.05)
+
+
+def test_a_length_for_which_the_memory_does_not_suffice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = selection.measure
+
+    def limited(n: int, *arguments: Any, **options: Any) -> Any:
+        if n > 4096:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return measure(n, *arguments, **options)
+
+    monkeypatch.setattr(selection, "measure", limited)
+    found: dict[str, Any] = {}
+    with pytest.raises(RuntimeError, match=r"not enough memory for n = \[20000\]"):
+        speed.selection(SMALL, found.__setitem__)
+    assert found["blocks"][1] == {"n": 20_000, "error": "CUDA out of memory."}
+    assert "n = 20000: CUDA out of memory." in list(report.of_figure("blocks", found["blocks"], "cpu"))
+
+
+def test_sampled_selection_sends_about_k_and_keeps_the_rest() -> None:
+    vectors = selection.Vectors(20_000, torch.device("cpu"))
+    sampled = selection.Sampled(vectors, 200)
+    sampled.step()
+    sent = int((sampled._v == 0).sum())
+    assert 160 <= sent <= 260 and torch.equal(sampled._v == 0, sampled._u == 0)
+    assert torch.equal(sampled._v[sampled._v != 0], vectors.gradients[1][sampled._v != 0])
+
+
+def test_a_sparse_exchange_that_copies_whole_vectors_to_the_host_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = kept(speed.transfers)
+    assert set(figures["steps"]) == {"gtopk", "gtopk, momentum", "dense"}
+    for step in figures["steps"].values():
+        assert min(step["ms"].values()) > 0 and set(step["ms"]) == {
+            "gather",
+            "select, encode",
+            "commit, load",
+            "optimizer",
+        }
+    entries = {"DtoH (Device -> Pinned)": {"count": 1, "bytes": 4 * (1 + 2 * 4), "us": 2.0}}
+    monkeypatch.setattr(speed, "copies_of", lambda run, setting: entries)
+    assert kept(speed.transfers)["steps"]["gtopk"]["copies"] == entries
+    entries["DtoH (Device -> Pinned)"]["bytes"] = 4 * 4096
+    with pytest.raises(RuntimeError, match="gtopk: 16384 bytes were copied to the host for k = 4 entries"):
+        kept(speed.transfers)
+
+
+def test_copies_are_read_from_a_trace() -> None:
+    def copy(name: str, nbytes: int) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": f"Memcpy {name}",
+            "dur": 1.5,
+            "args": {"bytes": nbytes},
+        }
+
+    events = [copy("DtoH (Device -> Pinned)", 36), copy("DtoH (Device -> Pinned)", 4), copy("DtoD (...)", 9)]
+    events += [
+        copy("HtoD (Pageable -> Device)", 8),
+        {"ph": "X", "cat": "kernel", "name": "x", "dur": 3},
+        {"ph": "M"},
+    ]
+    assert speed.copies_in({"traceEvents": events}) == {
+        "DtoH (Device -> Pinned)": {"count": 2, "bytes": 40, "us": 3.0},
+        "HtoD (Pageable -> Device)": {"count": 1, "bytes": 8, "us": 1.5},
+    }
+
+
+def test_overlap_is_timed_and_all_ways_select_the_same() -> None:
+    figures = kept(speed.streams)["overlap"]
+    assert set(figures["ms"]) == {"backward alone", "after", "in hooks", "own stream"}
+    assert set(figures["hidden"]) == {"in hooks", "own stream"}
+    torch.manual_seed(0)
+    layers, residuals = speed.Layers(3, 16, torch.device("cpu")), []
+    x_BD = torch.randn(4, 16)
+    with ThreadPoolExecutor(1) as pool:
+        for way in ("after", "in hooks", "own stream"):
+            feedback = ErrorFeedback(layers.flat_N.numel(), "cpu")
+            speed.OverlapStep(way, layers, feedback).run(x_BD, None, pool)
+            residuals.append(feedback.residual_N)
+    assert residuals[0].any() and all(torch.equal(residuals[0], other) for other in residuals[1:])
+
+
+def test_a_way_of_training_that_fails_is_recorded_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(model: Any, setting: Setting) -> Any:
+        raise ValueError("no such kernel")
+
+    names = ("float16 autocast, GradScaler", "LoRA")
+    ways = {"broken": runs.Way(change=broken)} | {name: runs.WAYS[name] for name in names}
+    monkeypatch.setattr(runs, "WAYS", ways)
+    found: dict[str, Any] = {}
+    with pytest.raises(RuntimeError, match=r"1 of 4 failed: broken \(ValueError: no such kernel\)"):
+        runs.training(SMALL, found.__setitem__)
+    scaled, adapted = (found["ways"][name] for name in names)
+    assert scaled["skipped"] >= 1 and scaled["last_loss"] < scaled["first_loss"]
+    assert 0 < adapted["parameters"] < scaled["parameters"]
+    assert found["ways"]["pipeline, 2 stages"]["step_ms"] > 0
+
+
+def test_workers_that_differ_and_losses_that_rise_are_failures() -> None:
+    worker = {"equal": ["ab", 1.0], "first_loss": 3.0, "last_loss": 2.0}
+    assert "error" not in runs.summary([worker, worker])
+    assert "different" in runs.summary([worker, worker | {"equal": ["ab", 2.0]}])["error"]
+    worse = worker | {"last_loss": 3.5}
+    assert runs.summary([worse])["error"] == "the loss went from 3.000 to 3.500"
+    assert "error" not in runs.summary([worse], learns=False)
+
+
+@pytest.mark.integration
+def test_processes_train_and_say_how_long_each_phase_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", program.environment()["PYTHONPATH"])
+    run = kept(runs.processes)["runs"]["gTop-k, 20 Mbit/s"]
+    assert {"computing", "selecting", "communicating", "waiting", "applying", "copies"} == set(run["share"])
+    assert run["sent_bytes"] > 0 and run["step_ms"] > 0 and "error" not in run
+
+
+# -- the program ---------------------------------------------------------------------------------------
+
+
+def test_without_cuda_it_says_so_and_ends_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert program.main(["--out", str(tmp_path / "results")]) == 0
+    assert re.match(r"make gpu: skipped, no CUDA device: torch \S+ is built ", capsys.readouterr().out)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_cpu_is_too_slow_for_the_usual_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["--device", "cpu"])
+    assert "--device cpu needs --small" in capsys.readouterr().err
+
+
+def test_missing_packages_are_named_as_pip_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        parts.importlib.util, "find_spec", lambda name: None if name in ("zmq", "nacl") else 1
+    )
+    assert parts.missing_packages(("numpy", "zmq", "nacl")) == ["pyzmq", "pynacl"]
+    skipped = program.run_part(PARTS["training"], SMALL, 60.0)
+    assert skipped == {"skipped": "needs pynacl, pyzmq, not installed here"}
+
+
+FAKE = """
+import os, threading
+
+def good(setting, keep):
+    keep("answer", {"device": setting.device, "small": setting.small})
+
+def bad(setting, keep):
+    keep("answer", {"before": 1})
+    raise ValueError("first\\nthe last line | of it")
+
+def crashing(setting, keep):
+    keep("answer", {"before": 2})
+    os._exit(3)
+
+def hanging(setting, keep):
+    keep("answer", {"before": 3})
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.integration
+def test_what_goes_wrong_in_a_part_is_recorded_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "fakeparts.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(program, "LEAST_S", 0.0)
+    fakes = {name: Part(f"fakeparts:{name}", (), 60.0) for name in ("bad", "crashing", "good")}
+    fakes["hanging"] = Part("fakeparts:hanging", (), 5.0)
+    fakes["elsewhere"] = Part("fakeparts:good", ("no_such_package",), 60.0)
+    monkeypatch.setattr(program, "PARTS", fakes)
+    out = tmp_path / "out"
+    assert program.main(["--device", "cpu", "--small", "--out", str(out)]) == 1
+    record = json.loads((out / "gpu.json").read_text())
+    told = {name: part.get("error", part.get("skipped", "done")) for name, part in record["parts"].items()}
+    assert told == {
+        "bad": "the last line | of it",
+        "crashing": "its process ended with exit code 3",
+        "good": "done",
+        "hanging": "took more than 5 s",
+        "elsewhere": "needs no_such_package, not installed here",
+    }
+    figures = [record["parts"][name]["figures"]["answer"] for name in ("bad", "crashing", "good", "hanging")]
+    assert figures == [{"before": 1}, {"before": 2}, {"device": "cpu", "small": True}, {"before": 3}]
+    assert torch.__version__.startswith(record["machine"]["torch"])
+    page = (out / "gpu.md").read_text()
+    assert "FAILED: the last line \\| of it |" in page and "| elsewhere |  | skipped: needs no_such" in page
+
+    # a later run of one part adds to the file
+    fakes["bad"] = Part("fakeparts:good", (), 60.0)
+    assert program.main(["--device", "cpu", "--small", "--out", str(out), "--part", "bad"]) == 0
+    again = json.loads((out / "gpu.json").read_text())["parts"]
+    assert "error" not in again["bad"] and again["hanging"] == record["parts"]["hanging"]
+
+
+def test_a_part_for_which_no_time_is_left_is_not_started() -> None:
+    assert program.run_part(PARTS["bits"], SMALL, 3.0) == {
+        "error": "not started: only 3 s of --budget-s were left"
+    }
+
+
+def test_the_picture_has_all_ways_and_the_goal() -> None:
+    record = {"device": "cpu", "small": True, "machine": {}, "parts": {}}
+    assert report.picture(record) == ""
+    record["parts"] = {"selection": {"figures": kept(speed.selection)}}
+    words = {
+        (text.text or "")
+        for text in ElementTree.fromstring(report.picture(record)).iter("{http://www.w3.org/2000/svg}text")
+    }
+    assert {"gridtrain", "sampled threshold", "torch.topk", "copy", "goal: 2", "cpu, density 0.001"} <= words
+    assert "| ours: momentum, cold |" in report.markdown(record)
+
+
+def test_make_gpu_with_a_python_of_its_own_sets_nothing_up() -> None:
+    command = ["make", "-n", "gpu", "PYTHON=/opt/python3", "GPU=--part bits"]
+    done = subprocess.run(command, cwd=program.ROOT, capture_output=True, text=True, check=True)
+    assert "scripts/setup" not in done.stdout and "/opt/python3 -m gpu --part bits" in done.stdout
+    assert sys.executable not in done.stdout
