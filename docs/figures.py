@@ -291,6 +291,28 @@ def crowd(workers: int, fields: Sequence[str], factor: float) -> Figure:
     return value
 
 
+def scaling(exchange: str, members: int = 1000) -> Figure:
+    """Predicted seconds of an exchange."""
+    return lambda: f"{_scaling(exchange, members)['model_s']:.2g}"
+
+
+def _scaling(exchange: str, members: int) -> dict[str, Any]:
+    rows = result("scaling")["results"]
+    return next(row for row in rows if (row["exchange"], row["members"]) == (exchange, members))
+
+
+def scaling_error(at: int) -> Figure:
+    """By how many percent prediction and collectives differ, the largest difference first."""
+
+    def value() -> str:
+        rows = [row for row in result("scaling")["results"] if "simulated_s" in row]
+        return (
+            f"{100 * sorted((abs(x['model_s'] / x['simulated_s'] - 1) for x in rows), reverse=True)[at]:.1f}"
+        )
+
+    return value
+
+
 LAN, FAST = "rate=1Gbit", "rate=100Mbit"
 
 
@@ -308,6 +330,14 @@ FIGURES: dict[str, Figure] = {
     "home-gtopk": order_gain("sites_home", "home", "gtopk:density=0.01"),
     "home-star": order_gain("sites_home", "home", "gtopk:topology=star,density=0.01"),
     "sites-gtopk": order_gain("sites_sparse", "sites", "gtopk:density=0.01"),
+}
+FIGURES |= {
+    "scaling-worst-percent": scaling_error(0),
+    "scaling-second-percent": scaling_error(1),
+    "scaling-ring-s": scaling("ring"),
+    "scaling-topk-s": scaling("TopK"),
+    "scaling-gtopk-s": scaling("GTopK"),
+    "scaling-star-s": scaling("GTopK, star"),
 }
 FIGURES |= {
     f"crowd-{workers}-{name}": crowd(workers, *source)
