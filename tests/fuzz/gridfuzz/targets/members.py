@@ -71,7 +71,6 @@ OF_COORDINATOR = (
         m.Admitted,
         m.Freeze,
         m.MemberListPage,
-        m.MemberListChanges,
         m.MembershipView,
         m.StartGeneration,
     ),
