@@ -137,3 +137,12 @@ def test_where_nearly_all_entries_change_pages_are_sent(monkeypatch: pytest.Monk
     run.start(A, B, C, D)
     run.say(D, m.Leave("had enough"))
     assert run.next(A, B, C) == "a: 2 pages, b: 2 pages, c: 2 pages"
+
+
+def test_the_largest_changes_fit_into_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    most, top = member_lists.MAX_CHANGED, 2**31 - 1
+    member = m.Member(bytes(32), "n" * 64, "a" * 128, top, True, top, digest=bytes(64))
+    order = tuple(m.Span(2**62 + 2 * place, 2**62 + 2 * place + 1) for place in range(most))
+    changes = m.MemberListChanges(2**63 - 1, 2**63 - 1, 2**63 - 1, order, (member,) * most, bytes(32))
+    assert decode(encode(changes)) == changes
