@@ -33,7 +33,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gridtrain.tools.bench.bench_group import CLI_COMMAND, BenchSetting, process_environment, start_group
+from gridtrain.tools.bench.bench_group import BenchSetting, start_group
+from gridtrain.tools.child_processes import CLI_COMMAND, process_environment
 from lab.net import Host, Net
 from lab.ns import LabError, command
 
@@ -176,7 +177,7 @@ def _group(case: Case, order: str, folder: Path) -> Iterator[tuple[Uneven, objec
         ground.state = folder / "g" / "hub"
         setting = BenchSetting(case.exchange, case.workers, case.n, order=order)
         with start_group(setting, ground, folder / "g") as group:
-            yield ground, group, process_environment(folder / "g")
+            yield ground, group, process_environment(folder / "g" / "state")
 
 
 def measure(case: Case, order: str, repeats: int) -> Outcome:

@@ -6,13 +6,18 @@ The butterfly's partners come from `core.collectives.butterfly`, the pipeline's 
 
 from __future__ import annotations
 
+import sys
 from html import escape
 from pathlib import Path
 
 from gridtrain.core.collectives.butterfly import schedule as butterfly
-from gridtrain.core.stages.schedule import ActionKind, one_forward_one_backward, timetable
+from gridtrain.core.stages.schedule import ActionKind, one_forward_one_backward
 
-IMAGES = Path(__file__).resolve().parent / "images"
+HERE = Path(__file__).resolve().parent
+IMAGES = HERE / "images"
+
+sys.path.insert(0, str(HERE.parent / "benchmarks"))
+from stages.timetable import timetable  # noqa: E402  needs the path
 
 STYLE = """
 .ground { fill: #ffffff; } .box { fill: #f1f4f8; stroke: #5b6b7f; } .first { fill: #e4eefb; stroke: #2b6cb0; }

@@ -426,7 +426,7 @@ class Deadlines:
     """All timeouts, in seconds.  Progress extends the timeouts marked (+)."""
 
     beat_s: float = 0.5  # interval of heartbeats to the coordinator
-    silence_s: float = 5.0  # heartbeat timeout; for a worker that loads a state, ready_s applies
+    silence_s: float = 5.0  # longest heartbeat timeout; for a worker that loads a state, ready_s applies
     regreet_s: float = 1.0  # time within which a broken connection may be restored
     ended_s: float = 0.05  # replaces regreet_s if another member's connection to that worker broke as well
     report_s: float = 2.0  # time for the answers to a FREEZE

@@ -20,7 +20,8 @@ from bench.cells import Cell
 from bench.ground import Namespaces
 from bench.results import Sample
 from gridtrain.errors import GridtrainError
-from gridtrain.tools.bench.bench_group import end_processes, log_tail
+from gridtrain.tools.bench.bench_group import member_log_tail
+from gridtrain.tools.child_processes import end_processes
 
 FIRST_PORT = 29500
 PORTS_EACH = 20
@@ -82,7 +83,9 @@ class RivalBlock:
                 code = None
             if code != 0:
                 said = "is not done in time" if code is None else f"ended with exit code {code}"
-                text = f"{self.cell.what}: rank {rank} {said}\n{log_tail(self.folder / f'rank-{rank}')}"
+                text = (
+                    f"{self.cell.what}: rank {rank} {said}\n{member_log_tail(self.folder / f'rank-{rank}')}"
+                )
                 raise GridtrainError(text, remedy=f"see the complete logs in {self.folder}")
 
     def _samples(self) -> list[Sample]:

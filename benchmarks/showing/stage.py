@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from gridtrain.core.messages import OperatorReply, RemoveWorker, Unban
 from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
 from gridtrain_coordinator.dashboard.listen_address import bind, load_token, parse_address, url
 from gridtrain_coordinator.log import silent
 from showing.simulated import Run
+
+RecordedTick = tuple[float, Mapping[str, Any], Sequence[tuple[float, str, str, dict[str, Any]]]]
 
 
 class Stage:
@@ -42,7 +47,7 @@ class Stage:
 
     def __enter__(self) -> Stage:
         self.service.start()
-        self.service.replay([next(self._pictures) for _ in range(self._past)])
+        self._replay([next(self._pictures) for _ in range(self._past)])
         self.play()
         return self
 
@@ -50,6 +55,20 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.service.close()
+
+    def _replay(self, ticks: Sequence[RecordedTick]) -> None:
+        """Add recorded statuses and events with their own times, in the dashboard's thread."""
+        done: Future[None] = Future()
+
+        def take() -> None:
+            for at_s, status, events in ticks:
+                for event in events:
+                    self.service._board.add_event(*event)
+                self.service._board.update(status, at_s)
+            done.set_result(None)
+
+        self.service._call(take)
+        done.result(300.0)
 
     def play(self, pictures: int = 1) -> None:
         """The next seconds of the run, now; and the daemon's part, which looks for orders."""

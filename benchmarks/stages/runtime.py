@@ -29,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.core.stages.schedule import one_forward_one_backward, timetable
+from gridtrain.core.stages.schedule import one_forward_one_backward
 from lab.group import Plan, start
 from lab.net import Host, Net
 from lab.shape import rate_Bps
 from stages import torch_side
 from stages.emulated import BACKWARD_S, FORWARD_S, Emulated, elements_of, loss_of, sleep_exactly
+from stages.timetable import timetable
 
 WARM_UP_STEPS = 2
 PAYLOAD_BYTES = 125_000
@@ -140,7 +141,7 @@ class Case:
 
     @property
     def predicted_s(self) -> float:
-        """With the links too: what `protocol.schedule.timetable` says; without the vote."""
+        """With the links too: what `stages.timetable` says; without the vote."""
         made = timetable(
             one_forward_one_backward(self.stages, self.micro_batches, ahead=self.ahead),
             FORWARD_S,

@@ -22,9 +22,7 @@ def ban(who: str, reason: str, run: str, state: Path | None) -> None:
     from gridtrain.core.messages import RemoveWorker
     from gridtrain_coordinator.access.authorization_rules import clean_reason
 
-    with operator_for(run, state) as operator:
-        known = known_keys(operator.status())
-        peer = resolve_member(who, known, any_key=True)
-        click.echo(
-            with_member_name(peer, known, operator.order(RemoveWorker(peer, True, clean_reason(reason))))
-        )
+    operator = operator_for(run, state)
+    known = known_keys(operator.status())
+    peer = resolve_member(who, known, any_key=True)
+    click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, True, clean_reason(reason)))))

@@ -96,16 +96,16 @@ def invite(
 
     given = parse_coordinator_address(address) if address else ""
     old = parse(withdraw) if withdraw else None
-    with operator_for(run, state, wait) as operator:
-        if old is not None:
-            click.echo(operator.withdraw(old), err=True)
-            return
-        invitation = operator.invite(uses, expires, given)
-        click.echo(invitation.text())  # first of all, because it is valid from now on
-        has_bundle = bool(operator.status().get("bundle"))
-        click.echo(explanation(invitation, uses, expires, time.time(), has_bundle), err=True)
-        if until_joined:
-            await_members(operator.status, invitation, uses, until_joined)
+    operator = operator_for(run, state, wait)
+    if old is not None:
+        click.echo(operator.withdraw(old), err=True)
+        return
+    invitation = operator.invite(uses, expires, given)
+    click.echo(invitation.text())  # first of all, because it is valid from now on
+    has_bundle = bool(operator.status().get("bundle"))
+    click.echo(explanation(invitation, uses, expires, time.time(), has_bundle), err=True)
+    if until_joined:
+        await_members(operator.status, invitation, uses, until_joined)
 
 
 def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:

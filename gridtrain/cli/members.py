@@ -41,8 +41,7 @@ def members(run: str, state: Path | None, as_json: bool) -> None:
 
     A member is an admitted key; "away" means that its worker is not connected.
     """
-    with operator_for(run, state) as operator:
-        status = operator.status()
+    status = operator_for(run, state).status()
     if as_json:
         click.echo(json.dumps({name: status.get(name) for name in ("run", "members", "door")}))
     else:

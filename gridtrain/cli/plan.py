@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gridtrain.cli.output import make_console
 from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
-from gridtrain.config import VALUES
+from gridtrain.config import DENSE_VALUES, VALUES
+from gridtrain.quantities import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 DENSE_EXCHANGES = ("dense", "dense-direct", "star")
-PLAIN_WIDTH = 120
 MAX_ORDERED_WORKERS = 32
 """The largest number of workers for which the best order on an uneven network is searched.
 
@@ -44,10 +45,77 @@ _COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMGB]?")
 _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
+def _checked_parameters(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not _COUNT.fullmatch(text):
+        raise click.BadParameter(f'"{text}" is not a number such as 25600000, 25.6e6, 25.6M or 7B')
+    count = float(text.rstrip("kMGB")) * _MULTIPLES.get(text[-1], 1.0)
+    if not 1 <= count <= MOST_PARAMETERS:
+        raise click.BadParameter(f'"{text}" is not between 1 and {MOST_PARAMETERS:g}')
+    return round(count)
+
+
+def _worker_counts(_: click.Context, __: click.Parameter, text: str) -> list[int]:
+    first, dots, last = text.partition("..")
+    try:
+        counts = _doubled(int(first), int(last)) if dots else [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or not all(2 <= count <= MOST_WORKERS for count in counts):
+        raise click.BadParameter(f'"{text}" is not a list such as "2..4096" or "2,3,8", each from 2 to 8192')
+    return counts
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """Return `first` and its doublings up to `last`, and `last` itself; [] if the range is invalid."""
+    if not 2 <= first <= last <= MOST_WORKERS:
+        return []
+    counts = [first]
+    while counts[-1] * 2 <= last:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == last else [*counts, last]
+
+
+def _compute_seconds(_: click.Context, __: click.Parameter, text: str) -> float:
+    from gridtrain.cli.network_file import parse_seconds
+
+    compute_s = parse_seconds(text)
+    if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
+        raise click.BadParameter(f'"{text}" is not between 1e-9 s and {MOST_COMPUTE_s:g} s')
+    return compute_s
+
+
+def _named_exchanges(_: click.Context, __: click.Parameter, text: str) -> list[tuple[str, str]]:
+    """Return the name of each exchange, and its values if it is dense."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    rounded = {f"{name}:{values}": (name, values) for name in DENSE_EXCHANGES for values in DENSE_VALUES}
+    known = {name: (name, "fp32") for name in EXCHANGES} | rounded
+    if not names or not known.keys() >= set(names):
+        raise click.BadParameter(f'"{text}" is not a list of these exchanges: {", ".join(known)}')
+    return list(dict.fromkeys(known[name] for name in names))
+
+
+def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Path | None:
+    if picture and not ((folder := picture.absolute().parent).is_dir() and os.access(folder, os.W_OK)):
+        raise click.BadParameter(f"{folder} is not a writable folder")
+    return picture
+
+
 @click.command()
-@click.option("--parameters", metavar="N", help="Parameters: 25600000, 25.6e6, 25.6M or 7B.")
 @click.option(
-    "--workers", default="2..4096", metavar="LIST", help='"2,3,8", or "2..16" for doublings.  [2..4096]'
+    "--parameters",
+    callback=_checked_parameters,
+    metavar="N",
+    help="Parameters: 25600000, 25.6e6, 25.6M or 7B.",
+)
+@click.option(
+    "--workers",
+    "counts",
+    callback=_worker_counts,
+    default="2..4096",
+    metavar="LIST",
+    help='"2,3,8", or "2..16" for doublings.  [2..4096]',
 )
 @click.option("--link", default="100Mbit", metavar="RATE", help="Rate of a worker, or DOWN/UP.  [100Mbit]")
 @click.option("--latency", default="10ms", metavar="TIME", help="One-way latency between workers.  [10ms]")
@@ -64,15 +132,29 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
     metavar="FOLDER",
     help="The same, for a run on this machine.",
 )
-@click.option("--compute", default="0.5s", metavar="TIME", help="Compute time of a step.  [0.5s]")
+@click.option(
+    "--compute",
+    "compute_s",
+    callback=_compute_seconds,
+    default="0.5s",
+    metavar="TIME",
+    help="Compute time of a step.  [0.5s]",
+)
 @click.option(
     "--exchange",
     "exchanges",
+    callback=_named_exchanges,
     default="dense,topk,gtopk,star",
     metavar="LIST",
     help="Names, also dense:int8.  [dense,topk,gtopk,star]",
 )
-@click.option("--density", default=0.001, metavar="SHARE", help="Density of sparse exchanges.  [0.001]")
+@click.option(
+    "--density",
+    type=click.FloatRange(0.0, 1.0, min_open=True),
+    default=0.001,
+    metavar="SHARE",
+    help="Density of sparse exchanges.  [0.001]",
+)
 @click.option(
     "--values",
     type=click.Choice(VALUES),
@@ -94,6 +176,7 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 @click.option("--plain", is_flag=True, help="Predict without encryption.")
 @click.option(
     "--picture",
+    callback=_writable,
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Also write an SVG chart to this file.",
@@ -103,15 +186,15 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 def plan(
     context: click.Context,
     /,
-    parameters: str | None,
-    workers: str,
+    parameters: int | None,
+    counts: list[int],
     link: str,
     latency: str,
     network: Path | None,
     coordinator: str | None,
     state: Path | None,
-    compute: str,
-    exchanges: str,
+    compute_s: float,
+    exchanges: list[tuple[str, str]],
     density: float,
     values: str,
     local_steps: int,
@@ -140,33 +223,46 @@ def plan(
 
     if network and (given("link") or given("latency")):
         raise click.UsageError("--network gives each site's link and latency; leave out --link and --latency")
-    if picture and not (picture.absolute().parent.is_dir() and os.access(picture.absolute().parent, os.W_OK)):
-        raise click.BadParameter(
-            f"{picture.absolute().parent} is not a writable folder", param_hint="--picture"
-        )
     live = _live(coordinator, state) if coordinator or state else None
-    described: DescribedNetwork | LiveNetwork
-    if live is not None:
-        described, from_run = live, live.workload
-    else:
-        described = network_file.read_network(network) if network else network_file.single_site(link, latency)
-        from_run = None
-    compute_s = network_file.parse_seconds(compute)
-    if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
-        raise click.BadParameter(
-            f'"{compute}" is not between 1e-9 s and {MOST_COMPUTE_s:g} s', param_hint="--compute"
-        )
-    if not 0 < density <= 1:
-        raise click.BadParameter(f"{density:g} is not above 0 and at most 1", param_hint="--density")
+    described: DescribedNetwork | LiveNetwork = live or (
+        network_file.read_network(network) if network else network_file.single_site(link, latency)
+    )
     if pipeline["stages"]:
         links = described.network(pipeline["stages"])
-        show_plan(links, _parameters(parameters) if parameters else 0, compute_s, picture, as_json, pipeline)
+        show_plan(links, parameters or 0, compute_s, picture, as_json, pipeline)
         return
     if extra := [name for name in OPTION_NAMES if given(name)]:
         raise click.UsageError(
             f"--{extra[0].replace('_', '-')} applies only to a model in stages; specify --stages as well"
         )
-    counts = _workers(workers) if given("workers") or not (network or live) else [described.workers]
+    if live is not None:
+        if live.workload is not None:
+            parameters = parameters or live.workload.parameters
+            if live.workload.kind.is_sparse:
+                density = density if given("density") else live.workload.density
+                values = values if given("values") else live.workload.values
+        compute_s = compute_s if given("compute_s") else live.compute_s or compute_s
+        local_steps = local_steps if given("local_steps") else live.local_steps
+    if not parameters:
+        raise click.UsageError("--parameters is missing; specify the model's number of parameters")
+    counts = counts if given("counts") or not (network or live) else [described.workers]
+    _check_counts(counts, picture)
+    loads = [
+        Workload(ExchangeKind(name), parameters, density, values, not plain, dense_values)
+        for name, dense_values in exchanges
+    ]
+    rows = [[_estimate(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
+    if picture:
+        picture.write_text(_chart(rows, _subtitle(parameters, described, link, latency, compute_s)))
+    if as_json:
+        click.echo(json.dumps([_figures(each, computing) for row in rows for each in row]))
+    else:
+        _print(rows, described, computing)
+        if picture:
+            click.echo(f"picture: {picture}")
+
+
+def _check_counts(counts: list[int], picture: Path | None) -> None:
     if not 2 <= counts[-1] <= MOST_WORKERS:
         raise click.UsageError(
             f"the network has {counts[-1]} worker{'s' if counts[-1] > 1 else ''}: exchanges are predicted "
@@ -174,29 +270,6 @@ def plan(
         )
     if picture and len(counts) < 2:
         raise click.UsageError("--picture shows how exchanges scale; pass at least two numbers to --workers")
-    count = _parameters(parameters) if parameters else from_run.parameters if from_run else 0
-    if count < 1:
-        raise click.UsageError("--parameters is missing; specify the model's number of parameters")
-    if from_run is not None and from_run.kind.is_sparse:
-        density = density if given("density") else from_run.density
-        values = values if given("values") else from_run.values
-    loads = [
-        Workload(ExchangeKind(name), count, density, values, not plain, dense_values)
-        for name, dense_values in _exchanges(exchanges)
-    ]
-    if live is not None and live.compute_s and not given("compute"):
-        compute_s = live.compute_s
-    if live is not None and not given("local_steps"):
-        local_steps = live.local_steps
-    rows = [[_estimate(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
-    if picture:
-        picture.write_text(_chart(rows, _subtitle(loads[0].parameters, described, link, latency, compute_s)))
-    if as_json:
-        click.echo(json.dumps([_figures(each, computing) for row in rows for each in row]))
-    else:
-        _print(rows, described, computing)
-        if picture:
-            click.echo(f"picture: {picture}")
 
 
 def _live(coordinator: str | None, state: Path | None) -> LiveNetwork:
@@ -219,77 +292,19 @@ def _estimate(
     return estimate(load, network, CpuCosts(), compute_s, local_steps=local_steps)
 
 
-# -- the options' values ---------------------------------------------------------------------------
-
-
-def _workers(text: str) -> list[int]:
-    first, dots, last = text.partition("..")
-    try:
-        counts = _doubled(int(first), int(last)) if dots else [int(word) for word in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or not all(2 <= count <= MOST_WORKERS for count in counts):
-        raise click.BadParameter(
-            f'"{text}" is not a list such as "2..4096" or "2,3,8", each from 2 to 8192',
-            param_hint="--workers",
-        )
-    return counts
-
-
-def _doubled(first: int, last: int) -> list[int]:
-    """Return `first` and its doublings up to `last`, and `last` itself; [] if the range is invalid."""
-    if not 2 <= first <= last <= MOST_WORKERS:
-        return []
-    counts = [first]
-    while counts[-1] * 2 <= last:
-        counts.append(counts[-1] * 2)
-    return counts if counts[-1] == last else [*counts, last]
-
-
-def _parameters(text: str) -> int:
-    if not _COUNT.fullmatch(text):
-        raise click.BadParameter(
-            f'"{text}" is not a number such as 25600000, 25.6e6, 25.6M or 7B', param_hint="--parameters"
-        )
-    count = float(text.rstrip("kMGB")) * _MULTIPLES.get(text[-1], 1.0)
-    if not 1 <= count <= MOST_PARAMETERS:
-        raise click.BadParameter(
-            f'"{text}" is not between 1 and {MOST_PARAMETERS:g}', param_hint="--parameters"
-        )
-    return round(count)
-
-
-def _exchanges(text: str) -> list[tuple[str, str]]:
-    """Return the name of each exchange, and its values if it is dense."""
-    from gridtrain.config import DENSE_VALUES
-
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    rounded = {f"{name}:{values}": (name, values) for name in DENSE_EXCHANGES for values in DENSE_VALUES}
-    known = {name: (name, "fp32") for name in EXCHANGES} | rounded
-    if not names or not known.keys() >= set(names):
-        raise click.BadParameter(
-            f'"{text}" is not a list of these exchanges: {", ".join(known)}', param_hint="--exchange"
-        )
-    return list(dict.fromkeys(known[name] for name in names))
-
-
 # -- output -------------------------------------------------------------------------------------------
 
 
 def _print(
     rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwork | LiveNetwork, computing: float
 ) -> None:
-    import sys
-
-    from rich.console import Console
-
     from gridtrain.core.planning.exchange_comparison import (
         format_exchange,
         recommend_exchange,
         recommend_local_steps,
     )
 
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console = make_console()
     console.print("Step time, bytes sent by the busiest worker, scaling efficiency:", highlight=False)
     for table in _tables(rows, console):
         console.print(table, markup=False)
@@ -300,14 +315,13 @@ def _print(
             highlight=False,
         )
     for row in (rows[-1], rows[0]) if len(rows) > 1 else rows:
-        console.print(recommend_exchange(row)[1], markup=False, highlight=False, soft_wrap=True)
+        console.print(recommend_exchange(row).reason, markup=False, highlight=False, soft_wrap=True)
         console.print(recommend_local_steps(row, computing), markup=False, highlight=False, soft_wrap=True)
     console.print("Memory of a worker, bytes for each trainable parameter (AdamW, float32):", highlight=False)
     for each in rows[-1]:
         memory = _memory(each)
-        text = (
-            f"  {each.load.name} {memory.total:.3g} ({_bytes(memory.total * each.load.parameters)}): {memory}"
-        )
+        whole = format_bytes(memory.total * each.load.parameters)
+        text = f"  {each.load.name} {memory.total:.3g} ({whole}): {memory}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
@@ -349,12 +363,11 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
         for name in (each.load.name, "sent", "eff."):
             table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [
-            cell
-            for each in row
-            for cell in (format_seconds(each.step_s), _bytes(each.cost.sent_bytes), f"{each.efficiency:.1%}")
-        ]
-        table.add_row(str(row[0].world_size), *cells)
+        cells = [str(row[0].world_size)]
+        for each in row:
+            sent = format_bytes(each.cost.sent_bytes)
+            cells += (format_seconds(each.step_s), sent, f"{each.efficiency:.1%}")
+        table.add_row(*cells)
     return table
 
 
@@ -419,11 +432,3 @@ def _chart(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:
         ),
     )
     return draw_chart("How each exchange scales on this network", subtitle, panels)
-
-
-def _bytes(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.3g} GB" if nbytes < 1000 else f"{nbytes:,.0f} GB"

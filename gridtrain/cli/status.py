@@ -84,24 +84,16 @@ def client_for(
     """Connect as the operator of this machine's coordinator, or with an invitation."""
     from gridtrain.cli.worker import _read
     from gridtrain.core.group.invitation import parse
-    from gridtrain.network.transport.identity import Identity
-    from gridtrain.runtime.client.coordinator_client import CoordinatorClient
     from gridtrain.runtime.client.enrollment import enroll
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 
     if invitation is None:
-        with OperatorClient(CoordinatorEndpoint.find(run, state)) as operator:
-            yield operator
+        yield OperatorClient(CoordinatorEndpoint.find(run, state))
         return
     invited = parse(_read(invitation))
     with (
         enroll(invited, ANSWER_TIMEOUT_S, unencrypted=not invited.encrypted) as entry,
-        CoordinatorClient(
-            entry.coordinator,
-            entry.coordinator_key,
-            Identity.read(entry.identity),
-            encrypted=entry.encrypted,
-        ) as client,
+        entry.connect() as client,
     ):
         yield client
 

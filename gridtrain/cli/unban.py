@@ -20,7 +20,7 @@ def unban(who: str, run: str, state: Path | None) -> None:
     """
     from gridtrain.core.messages import Unban
 
-    with operator_for(run, state) as operator:
-        known = known_keys(operator.status(), banned=True)
-        peer = resolve_member(who, known, any_key=True)
-        click.echo(with_member_name(peer, known, operator.order(Unban(peer))))
+    operator = operator_for(run, state)
+    known = known_keys(operator.status(), banned=True)
+    peer = resolve_member(who, known, any_key=True)
+    click.echo(with_member_name(peer, known, operator.order(Unban(peer))))

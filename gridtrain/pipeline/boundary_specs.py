@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.pipeline.batch_norm import MiniBatchStatistics
-from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tree
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors
 from gridtrain.pipeline.wire_precision import WirePrecision
 
 _SAMPLES = (2, 3)
@@ -84,14 +84,10 @@ def _with_sample_count(tree: Any, samples: int, device: torch.device) -> Any:
     def resized(tensor: Tensor) -> Tensor:
         return torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
-    return _map_tensors(tree, resized)
+    return map_tensors(tree, resized)
 
 
 def _detached(tree: Any) -> Any:
     """Copy tensors so that they are not leaves, because layers after a stage's first may overwrite their
     input."""
-    return _map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())
-
-
-def _map_tensors(tree: Any, change: Any) -> Any:
-    return map_tree(tree, lambda value: change(value) if isinstance(value, Tensor) else value)
+    return map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())

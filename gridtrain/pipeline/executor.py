@@ -82,7 +82,6 @@ class StepResult:
         loss: the mean loss of the mini-batch on the last stage; None on other stages, or without samples.
         computed_s: the time spent in forward and backward.
         waited_s: the time spent waiting for payloads, because of the bubble or of slow links.
-        sent_bytes: the payload bytes passed to the link.
         forward_s, backward_s: the mean times of a micro-batch; `backward_s` includes rematerialisation.
         round_trip_s: the time from sending the first micro-batch to the next stage until its gradient
             arrives; 0 if it is unknown, because this stage did not wait for the gradient or is the last one.
@@ -91,7 +90,6 @@ class StepResult:
     loss: float | None
     computed_s: float
     waited_s: float
-    sent_bytes: int
     forward_s: float
     backward_s: float
     round_trip_s: float = 0.0
@@ -149,7 +147,6 @@ class StageExecutor:
         sizes: Sequence[int],
         inputs: Any = None,
         targets: Any = None,
-        loss_scale: float = 1.0,
     ) -> StepResult:
         """Run forward and backward of one mini-batch, and leave the gradients in `parameter.grad`.
 
@@ -160,7 +157,6 @@ class StageExecutor:
             inputs: the inputs of the whole mini-batch, samples first.  The first stage computes with them;
                 other stages use them to determine why they cannot compute with received values.
             targets: the targets of the whole mini-batch, samples first, for the loss on the last stage.
-            loss_scale: the scale of a GradScaler, by which the last stage multiplies the loss.
 
         Raises:
             LineBroken: the link broke, or a payload differs from its spec.  Gradients are unchanged.
@@ -173,7 +169,6 @@ class StageExecutor:
                 sizes,
                 inputs=inputs if first else None,
                 targets=targets if last else None,
-                loss_scale=loss_scale,
             )
             with torch.enable_grad():
                 return _StepExecution(self, link, sizes, inputs).run()
@@ -188,7 +183,7 @@ class StageExecutor:
 
 
 class _StepExecution:
-    """One `StageExecutor.run` in progress, with its times and bytes so far."""
+    """One `StageExecutor.run` in progress, with its times so far."""
 
     def __init__(
         self, executor: StageExecutor, link: StageLink, sizes: Sequence[int], inputs: Any = None
@@ -198,8 +193,7 @@ class _StepExecution:
         self._sizes = tuple(sizes)
         self._actions = executor.schedule_for(len(self._sizes)).actions[executor.number]
         self._spent_s = {plan.ActionKind.FORWARD: 0.0, plan.ActionKind.BACKWARD: 0.0}
-        self._waited_s, self._sent_bytes = 0.0, 0
-        self._first_sent_s = self._round_trip_s = 0.0
+        self._waited_s = self._first_sent_s = self._round_trip_s = 0.0
 
     def run(self) -> StepResult:
         for position, action in enumerate(self._actions):
@@ -218,7 +212,6 @@ class _StepExecution:
             self._stage.loss,
             forward_s + backward_s,
             self._waited_s,
-            self._sent_bytes,
             forward_s / count,
             backward_s / count,
             self._round_trip_s,
@@ -300,7 +293,6 @@ class _StepExecution:
             self._stage.sum_tied(tied, parts)
 
     def _send(self, to: int, channel: Channel, buffers: PayloadBuffers) -> None:
-        self._sent_bytes += sum(buffer.nbytes for buffer in buffers)
         self._link.send(to, channel, buffers)
 
     def _receive(self, source: int, channel: Channel, agreed: TensorTreeSpec, samples: int) -> Any:

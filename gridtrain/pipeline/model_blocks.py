@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
-from gridtrain.pipeline.tensor_tree import map_tree
+from gridtrain.pipeline.tensor_tree import map_tensors, tensors_in
 
 Block = nn.Module | Callable[[Any], Any]
 
@@ -207,7 +207,7 @@ class _ChainTrial:
         for name in self._names:
             known[name].register_forward_pre_hook(self._record_call(name), with_kwargs=True)
             known[name].register_forward_hook(self._record_return(name))
-        meta = map_tree(example, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
+        meta = map_tensors(example, lambda x: x.to("meta"))
         self._last = _tensor_versions(meta)
         try:
             with torch.no_grad():
@@ -259,6 +259,4 @@ class _ChainTrial:
 
 def _tensor_versions(tree: Any) -> list[Any]:
     """Return each tensor of a tree with the number of times that it was written to."""
-    found: list[Any] = []
-    map_tree(tree, lambda x: found.append((x, x._version)) if isinstance(x, Tensor) else None)
-    return found
+    return [(tensor, tensor._version) for tensor in tensors_in(tree)]

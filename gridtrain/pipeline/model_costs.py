@@ -50,7 +50,9 @@ def describe_staged_model(
         trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
             leaves out the layers, so that the model is not partitioned again.
     """
-    layers, divided = _layers(staging, profile), options.micro_batches or MIN_DIVIDED_SAMPLES * staging.stages
+    measured = None if profile is None else Profile.of(profile, len(staging.blueprint.blocks))
+    layers = _unmeasured_layers(staging) if measured is None else measured.layers
+    divided = options.micro_batches or MIN_DIVIDED_SAMPLES * staging.stages
     keeps = any(_has_tensors(tracker.state_dict()) for tracker in trackers)
     known = len(layers) <= MAX_LAYERS and not keeps
     return StagedModel(
@@ -59,7 +61,7 @@ def describe_staged_model(
         samples=-(-max(1, batch_size) // divided),
         micro_batches=divided,
         copies=_copies(options.exchange, optimizer),
-        input_bytes=profile.input_bytes if isinstance(profile, Profile) else 0,
+        input_bytes=0 if measured is None else measured.input_bytes,
         rematerialise=options.rematerialise,
         fill_drain=options.schedule_name == "fill-drain",
         ahead=options.ahead,
@@ -85,20 +87,12 @@ def training_memory_bytes(declared: int | None, device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory * USABLE_MEMORY_SHARE)
 
 
-def _layers(staging: ModelStages, profile: Profile | Sequence[Layer] | None) -> Sequence[Layer]:
-    blocks, names = staging.blueprint.blocks, staging.blueprint.names
-    if profile is None:
-        return [
-            Layer(name, 0.0, 0.0, parameter_bytes=nbytes, output_bytes=0, trainable_bytes=_trainable(block))
-            for name, nbytes, block in zip(names, staging.blueprint.parameter_bytes, blocks, strict=True)
-        ]
-    layers = profile.layers if isinstance(profile, Profile) else tuple(profile)
-    if len(layers) != len(blocks):
-        raise ConfigError(
-            f"the profile has {len(layers)} layers, but the model has {len(blocks)} blocks",
-            remedy="measure this model again with gridtrain.pipeline.profile",
-        )
-    return layers
+def _unmeasured_layers(staging: ModelStages) -> Sequence[Layer]:
+    model = staging.blueprint
+    return [
+        Layer(name, 0.0, 0.0, parameter_bytes=nbytes, output_bytes=0, trainable_bytes=_trainable(block))
+        for name, nbytes, block in zip(model.names, model.parameter_bytes, model.blocks, strict=True)
+    ]
 
 
 def _block(layer: Layer) -> LayerCosts:

@@ -31,6 +31,7 @@ from gridtrain.core.stages.stage_cost import (
 from gridtrain.core.stages.step_time import StepEstimate, propose_micro_batches
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint, Model, TiedParameterName, find_tied_parameters
+from gridtrain.pipeline.micro_batch_count import parse_micro_batches
 from gridtrain.pipeline.model_blocks import blocks_of
 from gridtrain.pipeline.profiler import Profile
 from gridtrain.pipeline.profiler import profile as profiled
@@ -138,8 +139,9 @@ def partition(
         copies=1.0 + optimizer_state_copies(optimizer) + extra_copies,
         input_bytes=measured.input_bytes,
     )
-    numbers = _micro_batch_candidates(micro_batches)
-    batch = batch_size or measured.samples * (numbers[0] if numbers else 1)
+    asked = parse_micro_batches(micro_batches)
+    batch = batch_size or measured.samples * (asked or 1)
+    numbers = () if asked is None else (asked,)
     proposal = propose_micro_batches(
         measured.layers, cards, links, running, batch, numbers=numbers, slack=TIME_TOLERANCE
     )
@@ -149,7 +151,7 @@ def partition(
         measured.layers,
         tuple(measured.boundaries[at - 1] for at in between) if measured.boundaries else (),
         find_tied_parameters(model.blocks if isinstance(model, Blueprint) else model),  # type: ignore[arg-type]
-        partition_chart.partition_reason(measured.layers, proposal, asked=bool(numbers)),
+        partition_chart.partition_reason(measured.layers, proposal, asked=asked is not None),
     )
 
 
@@ -163,14 +165,7 @@ def _profile_or_layers(
                 remedy="pass example= (an input with the size of a micro-batch) or profile=",
             )
         return profiled(model, example, device=device)
-    found = given if isinstance(given, Profile) else Profile(tuple(given), (), 0, 1, "elsewhere")
-    count = len(model.blocks if isinstance(model, Blueprint) else model)  # type: ignore[arg-type]
-    if len(found.layers) != count:
-        raise ConfigError(
-            f"the profile has {len(found.layers)} layers, but the model has {count} blocks",
-            remedy="measure this model again with gridtrain.pipeline.profile",
-        )
-    return found
+    return Profile.of(given, len(model.blocks if isinstance(model, Blueprint) else model))  # type: ignore[arg-type]
 
 
 def _parse_schedule(schedule: str) -> ScheduleKind:
@@ -181,17 +176,6 @@ def _parse_schedule(schedule: str) -> ScheduleKind:
             f'schedule is "{schedule}", which is not a known schedule',
             remedy=f"use one of {', '.join(repr(str(each)) for each in ScheduleKind)}",
         ) from None
-
-
-def _micro_batch_candidates(micro_batches: int | str) -> tuple[int, ...]:
-    if micro_batches == "auto":
-        return ()
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ConfigError(
-            f'micro_batches is {micro_batches!r}; it must be a whole number of at least 1, or "auto"',
-            remedy='use micro_batches="auto"',
-        )
-    return (micro_batches,)
 
 
 def optimizer_state_copies(

@@ -15,7 +15,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint, Model
 from gridtrain.pipeline.model_blocks import blocks_of
 from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
-from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tree
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tensors, tensors_in
 from gridtrain.pipeline.wire_precision import WirePrecision
 
 Clock = Callable[[], float]
@@ -50,6 +50,17 @@ class Profile:
     input_bytes: int
     samples: int
     device: str
+
+    @classmethod
+    def of(cls, given: Profile | Sequence[Layer], blocks: int) -> Profile:
+        """Return a profile of a model with that many blocks; raise `ConfigError` if it has other layers."""
+        found = given if isinstance(given, Profile) else cls(tuple(given), (), 0, 1, "elsewhere")
+        if len(found.layers) != blocks:
+            raise ConfigError(
+                f"the profile has {len(found.layers)} layers, but the model has {blocks} blocks",
+                remedy="measure this model again with gridtrain.pipeline.profile",
+            )
+        return found
 
     def toml(self) -> str:
         """Return the profile as TOML, in seconds and bytes, for a file that `gridtrain plan --layers`
@@ -90,10 +101,8 @@ def profile(
     """
     at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     samples = _samples(example)
-    doubled = map_tree(example, lambda x: torch.cat([x, x]) if isinstance(x, Tensor) else x)
-    flows = [
-        map_tree(each, lambda x: x.to(at) if isinstance(x, Tensor) else x) for each in (example, doubled)
-    ]
+    doubled = map_tensors(example, lambda x: torch.cat([x, x]))
+    flows = [map_tensors(each, lambda x: x.to(at)) for each in (example, doubled)]
     input_bytes = math.ceil(_nbytes(flows[0]) / samples)
     layers: list[Layer] = []
     boundaries: list[TensorTreeSpec] = []
@@ -107,13 +116,12 @@ def profile(
         layers.append(_layer(name, block, runs, samples, spec))
         boundaries.append(spec)
         kept_after.append(runs[0].keeps_output)
-        flows = [map_tree(run.result, _detached) for run in runs]
+        flows = [map_tensors(run.result, _detached) for run in runs]
     return Profile(tuple(layers), tuple(boundaries), input_bytes, samples, str(at))
 
 
 def _samples(example: Any) -> int:
-    rows: set[int] = set()
-    map_tree(example, lambda x: rows.add(x.shape[0] if x.dim() else 0) if isinstance(x, Tensor) else None)
+    rows = {x.shape[0] if x.dim() else 0 for x in tensors_in(example)}
     if len(rows) != 1 or 0 in rows:
         raise ConfigError(
             f"the example's tensors have {sorted(rows) or 'no'} rows",
@@ -131,20 +139,12 @@ def _materialised_blocks(model: Model | Blueprint, device: torch.device) -> Iter
             yield name, copy.deepcopy(block).to(device)  # so that statistics and gradients do not change
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _nbytes(tree: Any) -> int:
-    found: list[int] = []
-    map_tree(tree, lambda x: found.append(x.nbytes) if isinstance(x, Tensor) else None)
-    return sum(found)
-
-
-def _leaves(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tree(tree, lambda x: found.append(x) if isinstance(x, Tensor) else None)
-    return found
+    return sum(tensor.nbytes for tensor in tensors_in(tree))
 
 
 def _layer(name: str, block: nn.Module, runs: list[_BlockRun], samples: int, spec: TensorTreeSpec) -> Layer:
@@ -201,26 +201,24 @@ def _time_block(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, r
         began_s = now_s()
         result = block(given)
         forward_end_s = now_s()
-        roots = [leaf for leaf in _leaves(result) if leaf.requires_grad]
-        seeds = [torch.ones_like(root) for root in roots]
+        backward = _prepare_backward(result)
         backward_began_s = now_s()
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        backward()
         run.backward_s = min(run.backward_s, now_s() - backward_began_s)
         run.forward_s = min(run.forward_s, forward_end_s - began_s)
     given = fresh()
     # By now parameters have gradients, as they do from the second micro-batch on.
     with TensorMemoryMeter() as meter:
-        _backward(block(given))
+        _prepare_backward(block(given))()
     run.work_bytes = max(0, meter.peak_bytes - run.kept_bytes) + _nbytes(given)
     block.zero_grad(set_to_none=True)
     return run
 
 
-def _backward(result: Any) -> None:
-    roots = [leaf for leaf in _leaves(result) if leaf.requires_grad]
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+def _prepare_backward(result: Any) -> Callable[[], None]:
+    roots = [leaf for leaf in tensors_in(result) if leaf.requires_grad]
+    seeds = [torch.ones_like(root) for root in roots]
+    return lambda: torch.autograd.backward(roots, seeds) if roots else None
 
 
 def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
@@ -231,16 +229,16 @@ def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
     """
 
     def leaves() -> Any:
-        return map_tree(inputs, _detached)
+        return map_tensors(inputs, _detached)
 
     def copies() -> Any:
-        return map_tree(leaves(), lambda x: x.clone() if isinstance(x, Tensor) else x)
+        return map_tensors(leaves(), Tensor.clone)
 
     try:
         given = leaves()
-        before = [leaf._version for leaf in _leaves(given)]
+        before = [leaf._version for leaf in tensors_in(given)]
         block(given)
-        return leaves if [leaf._version for leaf in _leaves(given)] == before else copies
+        return leaves if [leaf._version for leaf in tensors_in(given)] == before else copies
     except RuntimeError as error:
         if "in-place" not in str(error):
             raise
@@ -258,7 +256,7 @@ def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = block(given)
     own = {_storage_key(tensor) for tensor in (*block.parameters(), *block.buffers())}
-    entered, left = ({_storage_key(leaf) for leaf in _leaves(tree)} for tree in (given, result))
+    entered, left = ({_storage_key(leaf) for leaf in tensors_in(tree)} for tree in (given, result))
     kept_bytes = sum(nbytes for place, nbytes in saved.items() if place not in own | entered)
     keeps = [bool(places & set(saved)) for places in (entered, left - entered)]
     return _BlockRun(result, math.inf, math.inf, kept_bytes, 0, *keeps)

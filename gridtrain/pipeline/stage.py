@@ -13,7 +13,7 @@ mini-batch, however it is divided.  `abort` and the next `begin` restore the gra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.pipeline import random_seeds
 from gridtrain.pipeline.batch_norm import MiniBatchStatistics, MutatedBuffers
-from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree, split_batch
+from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tensors, split_batch, tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -71,9 +71,6 @@ class Stage:
         tied: the parameters of which other stages hold copies as well.
         rematerialise: whether to store only inputs and compute the forward again before the backward (GPipe,
             section 2.3).
-        deterministic: whether no layer draws random numbers, so that the generators need not be seeded.
-        device: the device for received values; by default the device of the first parameter, or the CPU if
-            there is no parameter.
 
     Raises:
         ConfigError: the last stage has no loss, or another stage has a loss.
@@ -89,8 +86,6 @@ class Stage:
         first_layer: int = 0,
         tied: Sequence[TiedParameter] = (),
         rematerialise: bool = True,
-        deterministic: bool = False,
-        device: torch.device | None = None,
     ) -> None:
         if (loss is None) is (output is None):
             raise ConfigError(
@@ -101,9 +96,9 @@ class Stage:
         self.tied = tuple(sorted(tied, key=lambda one: one.index))
         self.loss: float | None = None
         self._loss, self._first_layer = loss, first_layer
-        self._rematerialise, self._deterministic = rematerialise, deterministic
+        self._rematerialise = rematerialise
         self.parameters = list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
-        self.device = device or (self.parameters[0].device if self.parameters else torch.device("cpu"))
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._statistics = MiniBatchStatistics(self.layers)
         self._buffers = MutatedBuffers(self.layers)
         self._gradients_before: list[Tensor | None] | None = None
@@ -115,20 +110,7 @@ class Stage:
         self._inputs: list[Any] = []
         self._targets: list[Any] = []
 
-    @property
-    def in_flight(self) -> int:
-        """The number of micro-batches between their forward and their backward."""
-        return len(self._kept)
-
-    def begin(
-        self,
-        seed: int,
-        sizes: Sequence[int],
-        *,
-        inputs: Any = None,
-        targets: Any = None,
-        loss_scale: float = 1.0,
-    ) -> None:
+    def begin(self, seed: int, sizes: Sequence[int], *, inputs: Any = None, targets: Any = None) -> None:
         """Start a mini-batch of sum(sizes) samples; an unfinished mini-batch is dropped.
 
         Args:
@@ -136,16 +118,14 @@ class Stage:
             sizes: the number of samples in each micro-batch, all at least 1.
             inputs: the inputs of the whole mini-batch; only the first stage uses them.
             targets: the targets of the whole mini-batch; only the last stage uses them.
-            loss_scale: the scale of a GradScaler.  On the last stage it multiplies the gradients, but not
-                `loss`.
 
         Raises:
             ConfigError: inputs or targets do not have sum(sizes) samples.
         """
         self.abort()
-        self._sizes, self._scale = tuple(sizes), loss_scale
+        self._sizes = tuple(sizes)
         self._weights = [size / sum(sizes) for size in sizes]
-        self._seeds = [] if self._deterministic else [self._layer_seeds(seed, m) for m in range(len(sizes))]
+        self._seeds = [self._layer_seeds(seed, m) for m in range(len(sizes))]
         self._inputs = (
             [self._to_device(part) for part in split_batch(inputs, sizes)] if self.input is None else []
         )
@@ -158,7 +138,7 @@ class Stage:
             parameter.grad = None
 
     def _to_device(self, tree: Any) -> Any:
-        return map_tree(tree, lambda value: value.to(self.device) if isinstance(value, Tensor) else value)
+        return map_tensors(tree, lambda tensor: tensor.to(self.device))
 
     def forward(self, m: int, received: Any = None, *, backward_follows: bool = False) -> Any:
         """Run the forward of micro-batch m; return its output for the next stage, or None on the last stage.
@@ -224,7 +204,8 @@ class Stage:
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
             x = self.input.map_leaves(x, lambda leaf, value: value.clone() if leaf.has_gradient else value)
         again = nullcontext() if first_time else self._buffers.restore_during(m)
-        with self._generator_scope(), self._statistics.forward(first_time=first_time), again:
+        generators = random_seeds.borrowed_generators(self.device)
+        with generators, self._statistics.forward(first_time=first_time), again:
             for i, layer in enumerate(self.layers):
                 self._seed_layer(m, i)
                 with self._buffers.observe(i, m) if first_time else nullcontext():
@@ -234,9 +215,8 @@ class Stage:
                 self.output.values(x, self._sizes[m])
                 return x
             self._seed_layer(m, len(self.layers))
-            loss = self._loss_of(
-                x, map_tree(self._targets[m], _copy_tensors)
-            )  # a loss may overwrite its targets
+            # copies, because a loss may overwrite its targets
+            loss = self._loss_of(x, map_tensors(self._targets[m], Tensor.clone))
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError(
                 f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}, "
@@ -266,19 +246,13 @@ class Stage:
                 remedy="call loss = pipe.step(inputs, targets) on all workers",
             ) from error
 
-    def _generator_scope(self) -> AbstractContextManager[None]:
-        """Return the context manager for layers that draw random numbers; one stage of a process can hold
-        it."""
-        return nullcontext() if self._deterministic else random_seeds.borrowed_generators(self.device)
-
     def _layer_seeds(self, seed: int, m: int) -> list[int]:
         """Return the seeds of each layer and of the loss for micro-batch m."""
         count = len(self.layers) + (self._loss is not None)
         return [random_seeds.derive_layer_seed(seed, m, self._first_layer + i) for i in range(count)]
 
     def _seed_layer(self, m: int, i: int) -> None:
-        if not self._deterministic:
-            random_seeds.seed_generators(self._seeds[m][i], self.device)
+        random_seeds.seed_generators(self._seeds[m][i], self.device)
 
     def backward(self, m: int, gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Run the backward of micro-batch m, and add its gradients to `parameter.grad`.
@@ -303,7 +277,7 @@ class Stage:
             return nothing
         result = self._compute(m, kept.received, first_time=False) if kept.result is None else kept.result
         if self.output is None:
-            roots, seeds = [result * self._scale if self._scale != 1.0 else result], [None]
+            roots, seeds = [result], [None]
         else:
             roots, seeds = self.output.tensors(result, self._sizes[m]), list(gradients or ())  # type: ignore[arg-type]
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
@@ -365,16 +339,10 @@ class Stage:
         self._clear_mini_batch()
 
 
-def _copy_tensors(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _without_subclass(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
 def _tensor_versions(tree: Any) -> list[int]:
     """Return the number of times that each tensor of a tree has been written to."""
-    found: list[int] = []
-    map_tree(tree, lambda value: found.append(value._version) if isinstance(value, Tensor) else None)
-    return found
+    return [tensor._version for tensor in tensors_in(tree)]

@@ -295,6 +295,18 @@ def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
+def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return the same tree with `change(tensor)` in place of every tensor."""
+    return map_tree(tree, lambda value: change(value) if isinstance(value, Tensor) else value)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree, in order."""
+    found: list[Tensor] = []
+    map_tensors(tree, found.append)
+    return found
+
+
 def _make_container(container: type, values: list[Any]) -> Any:
     return container(*values) if hasattr(container, "_fields") else container(values)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from gridtrain.core.commit.attempts import MAX_EARLY_MESSAGES
 from gridtrain.core.stages.schedule import Schedule
 from gridtrain.errors import ConfigError, GridtrainError, LineBroken
-from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree
+from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree, tensors_in
 
 _REMEDY = "run the same model on the same data on all workers; if they do, remove the worker of that stage"
 
@@ -141,8 +141,7 @@ class _SuspectValues:
     def __init__(self, agreed: TensorTreeSpec, received: Any, samples: int, own: Any) -> None:
         self._spec, self._received, self._foreign_leaves = agreed, received, set[int]()
         self.floats = self.integers = ""
-        mine: list[Tensor] = []
-        map_tree(own, lambda value: mine.append(value) if isinstance(value, Tensor) else None)
+        mine = tensors_in(own)
         for at, (leaf, value) in enumerate(agreed.values(received, samples)):
             tensor = torch.as_tensor(value).detach().cpu()
             if tensor.is_floating_point() or tensor.is_complex():

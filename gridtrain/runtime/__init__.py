@@ -17,8 +17,8 @@ the member core (`gridtrain.core.member`).
 - `step_rounds`, `open_round`, `missed_step`, `buffers/`, `activation_buffers`: the rounds in which this
   worker takes part, the steps that its trainer has missed, and the data that they exchange.
 - `state_transfer/`: sends and receives model state, snapshots, updates, checkpoints and residuals.
-- `heartbeat`, `link_probe` (`round_trip_probe`, `bandwidth_probe`), `compute_rate`, `contribution`: measure
-  this worker's progress, network, speed and contribution.
+- `heartbeat`, `link_probes/`, `compute_rate`, `contribution`: measure this worker's progress, network, speed
+  and contribution.
 - `reconnect_policy`, `process_hooks`, `event_log`: decide when a worker gives up, how a script ends, and
   which events are logged.
 - `client/`: communicates with a coordinator without being a member of its run.

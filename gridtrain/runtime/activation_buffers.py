@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -189,6 +189,7 @@ def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryvi
     return buffers
 
 
+@dataclass(frozen=True, slots=True)
 class StageSummary:
     """One member's report about its stage.
 
@@ -201,18 +202,11 @@ class StageSummary:
         figures: the times that the member has measured in this step.
     """
 
-    __slots__ = ("digest", "figures", "loss", "norm_squared", "settings")
-
-    def __init__(
-        self,
-        digest: bytes,
-        settings: bytes,
-        loss: float,
-        norm_squared: float,
-        figures: StepTimings = UNMEASURED,
-    ) -> None:
-        self.digest, self.settings, self.loss, self.norm_squared = digest, settings, loss, norm_squared
-        self.figures = figures
+    digest: bytes
+    settings: bytes
+    loss: float
+    norm_squared: float
+    figures: StepTimings = UNMEASURED
 
     def pack(self) -> bytes:
         values = (self.loss, self.norm_squared, *astuple(self.figures))

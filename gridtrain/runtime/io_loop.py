@@ -56,7 +56,7 @@ from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.zmq import tcp_options
 from gridtrain.runtime.event_log import log_event
 from gridtrain.runtime.heartbeat import HeartbeatSource
-from gridtrain.runtime.link_probe import LinkProbe
+from gridtrain.runtime.link_probes.link_probe import LinkProbe
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.reconnect_policy import ReconnectPolicy
 from gridtrain.runtime.snapshot_builder import SnapshotBuilder

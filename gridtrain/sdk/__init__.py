@@ -4,6 +4,7 @@ join() --> Grid                 grid.py: optimizer(), pipeline(), batches(), mea
             |-- Turns           turns.py: the samples of each step, and pauses between two steps
             |-- ModelState      gridtrain.training, gridtrain.pipeline: checkpoints, residual, export
             |-- GroupSession    gridtrain.runtime: rounds, votes, the I/O thread
-            '-- ReportedFigures reported_figures.py: checks of figures and names
+            |-- ReportedFigures reported_figures.py: checks of figures and names
+            '-- device_speed.py: how fast this machine multiplies, to compare it with the members
 local() --> LocalGroup          local_group.py: coordinator and workers in threads
 """

@@ -78,9 +78,9 @@ from gridtrain.runtime.client.worker_naming import (
 )
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.process_hooks import install_error_hook, install_sigterm_handler
+from gridtrain.sdk.device_speed import device_flops, float32_flops
 from gridtrain.sdk.reported_figures import ReportedFigures, check_names
 from gridtrain.sdk.turns import Turns
-from gridtrain.tools.bench.device_speed import device_flops, float32_flops
 from gridtrain.tools.options.resolve import join_settings
 from gridtrain.tools.options.runfile import RunFile
 from gridtrain.training.checkpoint import serialization

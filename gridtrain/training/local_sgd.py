@@ -35,12 +35,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gridtrain.config import LocalSteps, Overlap
+from gridtrain.config import LocalSteps
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
-from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import largest_magnitude
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.session_interface import TrainingSession
@@ -135,38 +134,19 @@ class LocalSGDOptimizer(GridOptimizer):
         model: nn.Module,
         exchange: LocalSteps,
         session: TrainingSession,
-        *,
-        clip_norm: float | None = None,
-        average_buffers_every: int = 0,
-        compare_every: int = 0,
-        overlap: Overlap | None = None,
-        wait: str = "all",
-        base: FrozenBase | None = None,
-        weigh_by: str = "samples",
-        exchange_device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
-        if overlap is not None:
+        if options.get("overlap") is not None:
             raise ConfigError(
                 "overlap was set with LocalSteps, which exchanges no gradient that could be sent early",
                 remedy="remove the argument overlap=",
             )
-        if clip_norm is not None:
+        if (clip_norm := options.get("clip_norm")) is not None:
             raise ConfigError(
                 f"clip_norm={clip_norm} was set with LocalSteps, which exchanges no gradient to clip",
                 remedy="clip each worker's gradient: clip_grad_norm_(...) between backward() and step()",
             )
-        super().__init__(
-            inner,
-            model,
-            exchange,
-            session,
-            average_buffers_every=average_buffers_every,
-            compare_every=compare_every,
-            wait=wait,
-            base=base,
-            weigh_by=weigh_by,
-            exchange_device=exchange_device,
-        )
+        super().__init__(inner, model, exchange, session, **options)
         self._every = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)
         self._initial_moments = copy.deepcopy(inner.state_dict()["state"])

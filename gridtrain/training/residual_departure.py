@@ -29,7 +29,12 @@ from gridtrain.core.messages import Facts, Span
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
-from gridtrain.training.checkpoint.checkpoint_store import matches_facts, publish_folder, sync_files
+from gridtrain.training.checkpoint.checkpoint_store import (
+    matches_facts,
+    parse_facts,
+    publish_folder,
+    sync_files,
+)
 from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
@@ -171,7 +176,7 @@ def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_
             note = json.loads(file.read(MAX_HEADER_BYTES))
         residual_N = safetensors.torch.load_file(path / RESIDUAL_FILE)["residual"].numpy()
         left = LeftResidual(int(note["applied"]), bytes.fromhex(note["history"]), residual_N, layers)
-        written = tuple((str(name), str(value)) for name, value in note["facts"])
+        written = parse_facts(note["facts"])
         if not matches_facts(written, facts) or residual_N.shape != (n,) or residual_N.dtype != np.float32:
             raise ValueError("it was written with different training settings")
         if not np.isfinite(residual_N).all():

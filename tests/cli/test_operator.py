@@ -385,21 +385,16 @@ def test_a_members_key_gives_no_orders(desk: Desk) -> None:
     contact = CoordinatorEndpoint(
         desk.contact.address, desk.contact.here, desk.keys.public, "default", True, member
     )
-    with (
-        OperatorClient(contact) as operator,
-        pytest.raises(JoinRefused, match="only the run's owner may do that"),
-    ):
-        operator.order(m.RemoveWorker(bytes.fromhex(BERT), True, ""))
+    with pytest.raises(JoinRefused, match="only the run's owner may do that"):
+        OperatorClient(contact).order(m.RemoveWorker(bytes.fromhex(BERT), True, ""))
     assert desk.standing(BERT) == "peer"
 
 
 def test_whoever_answers_with_another_key_is_no_coordinator(desk: Desk) -> None:
     stranger = EndpointFile(desk.contact.address, desk.contact.here, b"\x01" * 32, "default", True)
     stranger.write(desk.folder)
-    with (
-        OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator,
-        pytest.raises(CoordinatorUnreachable),
-    ):
+    operator = OperatorClient(CoordinatorEndpoint.find(state=desk.folder))
+    with pytest.raises(CoordinatorUnreachable):
         operator.order(m.Unban(bytes(32)), timeout_s=0.5)
 
 
@@ -410,9 +405,9 @@ def test_commands_of_one_machine_take_turns(desk: Desk) -> None:
     made: list[str] = []
 
     def invite() -> None:
-        with OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator:
-            made.append(operator.invite(1, 60.0).text())
-            assert operator.status()["run"] == "default"
+        operator = OperatorClient(CoordinatorEndpoint.find(state=desk.folder))
+        made.append(operator.invite(1, 60.0).text())
+        assert operator.status()["run"] == "default"
 
     asking = [threading.Thread(target=invite) for _ in range(6)]
     for thread in asking:
@@ -433,8 +428,8 @@ def test_a_file_system_without_locks_costs_no_time(desk: Desk, monkeypatch: pyte
     )  # it would wait for the whole time
     waited: list[float] = []
     monkeypatch.setattr("gridtrain.runtime.client.operator_client.time.sleep", waited.append)
-    with OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator:
-        assert operator.status()["run"] == "default"
+    operator = OperatorClient(CoordinatorEndpoint.find(state=desk.folder))
+    assert operator.status()["run"] == "default"
     assert waited == []
 
 

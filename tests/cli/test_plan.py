@@ -81,7 +81,7 @@ def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
 def test_a_narrow_terminal_gets_several_tables_and_whole_figures(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    monkeypatch.setattr("gridtrain.cli.plan.PLAIN_WIDTH", width)
+    monkeypatch.setattr("gridtrain.cli.output.PLAIN_WIDTH", width)
     done = run("--parameters", "25.6M", "--workers", "2,1024")
     assert done.exit_code == 0, done.output
     lines = [line for line in done.output.splitlines() if line.startswith(("│", "┃"))]

@@ -60,15 +60,13 @@ class LiveCoordinator:
         assert not self._thread.is_alive(), "the daemon notices a stop"
 
     def invitation(self, uses: int = 1) -> Invitation:
-        with self.operator_client() as operator:
-            return operator.invite(uses, 600.0)
+        return self.operator_client().invite(uses, 600.0)
 
     def access(self) -> dict[str, Any]:
         """Pending members, invitations and bans, as `gridtrain members` shows them."""
-        with self.operator_client() as operator:
-            access = operator.status()["door"]
-            assert isinstance(access, dict)
-            return access
+        access = self.operator_client().status()["door"]
+        assert isinstance(access, dict)
+        return access
 
     def operator_client(self) -> OperatorClient:
         return OperatorClient(

@@ -13,13 +13,14 @@ import torch
 from memory_stage_link import memory_stage_links, run_in_threads
 from torch import Tensor, nn
 
-from gridtrain.core.stages.schedule import Action, ActionKind, divide_samples, timetable
+from gridtrain.core.stages.schedule import Action, ActionKind, divide_samples
 from gridtrain.pipeline import Blueprint, partition
 from gridtrain.pipeline.executor import StageExecutor
 from gridtrain.pipeline.model_partition import Partition
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
 from gridtrain.pipeline.tensor_tree import map_tree
+from stages.timetable import timetable
 
 WIDTH = 48
 

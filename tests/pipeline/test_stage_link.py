@@ -106,7 +106,7 @@ def test_a_stage_that_dies_is_known_to_all_and_no_gradient_is_left(stage: int, a
             assert isinstance(error, LineBroken)
             assert (error.peer, error.reason) == (stage, f"stage {stage}: Dead: ")
     for s, one in enumerate(stages):
-        assert one.in_flight == 0
+        assert not one._kept
         expected = marks if s == stage else [None] * len(one.parameters)
         assert all(p.grad is mark for p, mark in zip(one.parameters, expected, strict=True))
 
@@ -250,17 +250,6 @@ def test_tied_parameters_follow_the_lowest_stage_bit_for_bit() -> None:
     for number in (0, 1, 2):
         share_tied_parameters(stages[number], number, lines[number])
     assert torch.equal(first, last)
-
-
-def test_a_grad_scaler_s_factor_is_in_the_gradients_and_not_in_the_loss() -> None:
-    layers, inputs_targets = layers_of(), tokens(4)
-    plain, scaled = stages_of(layers, 1)[0], stages_of(layers, 1)[0]
-    arguments = {"seed": 1, "sizes": (2, 2), "inputs": inputs_targets[0], "targets": inputs_targets[1]}
-    one = StageExecutor(plain, 0, 1).run(memory_stage_links(1)[0], **arguments)
-    two = StageExecutor(scaled, 0, 1).run(memory_stage_links(1)[0], **arguments, loss_scale=1024.0)
-    assert one.loss == two.loss
-    for p, q in zip(plain.parameters, scaled.parameters, strict=True):
-        assert torch.equal(p.grad * 1024.0, q.grad)
 
 
 def of_one(loss: Any, **options: Any) -> Stage:

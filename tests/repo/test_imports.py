@@ -26,8 +26,9 @@ SOURCES = {
 NETWORK = "gridtrain.core gridtrain.network"
 RUNTIME = f"{NETWORK} gridtrain.sparsify gridtrain.runtime numpy"
 TRAINING = f"{RUNTIME} gridtrain.training torch safetensors"
+CHILDREN = "gridtrain.tools.child_processes"
 OPTIONS = "gridtrain.tools.options gridtrain.tools.bundle"
-LIBRARY = f"{TRAINING} gridtrain.pipeline {OPTIONS} gridtrain.tools.bench.device_speed"
+LIBRARY = f"{TRAINING} gridtrain.pipeline {OPTIONS}"
 ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq torch safetensors"
 
 # fmt: off
@@ -63,9 +64,9 @@ TABLE: dict[str, str] = {
     "gridtrain.tools.options":       "",  # names, bounds, defaults of what people choose
     "gridtrain.tools.bundle":        "gridtrain.tools.options gridtrain.core.messages",
     "gridtrain.tools.templates":     "gridtrain torch transformers peft",  # users' programs
-    "gridtrain.tools.bench":         f"{LIBRARY} gridtrain rich",
+    "gridtrain.tools.bench":         f"{LIBRARY} {CHILDREN} gridtrain rich",
     "gridtrain.tools.doctor":        RUNTIME,
-    "gridtrain.tools.demo":          f"{LIBRARY} gridtrain rich",
+    "gridtrain.tools.demo":          f"{LIBRARY} {CHILDREN} gridtrain rich",
     "gridtrain.tools.demo.small_llama": "torch tokenizers transformers",
     "gridtrain.tools":               "",
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level

@@ -60,8 +60,8 @@ class Desk:
 
     def invitation(self, uses: int = 9, **changed: object) -> Invitation:
         contact = CoordinatorEndpoint(self.address, self.address, self.key, "default", True, self.operator)
-        with OperatorClient(contact) as operator:
-            return replace(operator.invite(uses, 60.0), **changed)  # type: ignore[arg-type]
+        operator = OperatorClient(contact)
+        return replace(operator.invite(uses, 60.0), **changed)  # type: ignore[arg-type]
 
 
 StartCoordinator = Callable[..., Desk]

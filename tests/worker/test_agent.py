@@ -92,9 +92,9 @@ def test_a_worker_that_was_removed_gets_no_advice_to_restart(
     def tell(line: str) -> None:
         said.append(line)
         if "is joining the run" in line:
-            with coordinator.operator_client() as operator:
-                (peer,) = {bytes.fromhex(m["peer"]) for m in coordinator.access()["enrolled"]} - before
-                operator.order(RemoveWorker(peer, False, "too slow"))
+            operator = coordinator.operator_client()
+            (peer,) = {bytes.fromhex(m["peer"]) for m in coordinator.access()["enrolled"]} - before
+            operator.order(RemoveWorker(peer, False, "too slow"))
 
     before = {bytes.fromhex(member["peer"]) for member in coordinator.access()["enrolled"]}
     with pytest.raises(JoinRefused, match=r"put out|removed"):

@@ -18,7 +18,6 @@ from gridtrain_worker.console import (
     CLEAR,
     Console,
     JsonConsole,
-    SilentConsole,
     TerminalConsole,
     TextConsole,
     console_for,
@@ -98,7 +97,7 @@ class Full(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    "kind", [TerminalConsole, TextConsole, lambda stream: SilentConsole()], ids=["terminal", "lines", "none"]
+    "kind", [TerminalConsole, TextConsole, lambda stream: Console()], ids=["terminal", "lines", "none"]
 )
 def test_a_log_without_room_costs_its_lines_and_a_reader_that_went_ends_it(
     kind: Callable[[TextIO], Console],

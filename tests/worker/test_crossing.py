@@ -78,8 +78,7 @@ def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(
     with enroll(once, WITHIN_S) as entry:
         peer = key(entry)
         assert is_still_admitted(entry, WITHIN_S)
-        with coordinator.operator_client() as operator:
-            operator.order(RemoveWorker(peer, False, "too slow"))
+        coordinator.operator_client().order(RemoveWorker(peer, False, "too slow"))
         assert not is_still_admitted(entry, WITHIN_S)
     digits = peer.hex()[:12]
     told = (
@@ -100,8 +99,7 @@ def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(
 def test_who_was_banned_is_told_what_the_owner_can_do(coordinator: LiveCoordinator, stack: ExitStack) -> None:
     with enroll(coordinator.invitation(), WITHIN_S) as entry:
         peer = key(entry)
-    with coordinator.operator_client() as operator:
-        operator.order(RemoveWorker(peer, True, "spam"))
+    coordinator.operator_client().order(RemoveWorker(peer, True, "spam"))
     digits = peer.hex()[:12]
     with pytest.raises(JoinRefused, match=f"banned this worker's key {digits}: spam -> .*unban {digits}"):
         stack.enter_context(enroll(coordinator.invitation(), WITHIN_S))
@@ -111,8 +109,7 @@ def test_the_other_worker_of_a_machine_stays_in(coordinator: LiveCoordinator, st
     often = coordinator.invitation(uses=2)
     with enroll(often, WITHIN_S) as one, enroll(often, WITHIN_S) as two:
         peers = key(one), key(two)
-    with coordinator.operator_client() as operator:
-        operator.order(RemoveWorker(peers[0], False, ""))
+    coordinator.operator_client().order(RemoveWorker(peers[0], False, ""))
     assert key(stack.enter_context(enroll(often, WITHIN_S))) == peers[1]
     with pytest.raises(JoinRefused, match="was removed from the run"):
         stack.enter_context(enroll(often, WITHIN_S))

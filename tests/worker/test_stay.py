@@ -13,7 +13,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.runtime.contribution import Contribution
 from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, supervise
-from gridtrain_worker.console import SilentConsole
+from gridtrain_worker.console import Console
 
 pytestmark = pytest.mark.integration
 
@@ -36,7 +36,7 @@ sys.exit(3 if life == 1 else 0)
 """
 
 
-class Ear(SilentConsole):
+class Ear(Console):
     def __init__(self) -> None:
         self.ended: list[tuple[Contribution, Contribution]] = []
 

@@ -54,7 +54,7 @@ from gridtrain_worker.bundle_consent import (
     fetch_offer,
     require_consent,
 )
-from gridtrain_worker.console import Console, JsonConsole, SilentConsole, TerminalConsole
+from gridtrain_worker.console import Console, JsonConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
 from gridtrain_worker.machine_info import MachineInfo
 from gridtrain_worker.policy_enforcer import LOOK_S, PolicyEnforcer, load_sensors
@@ -176,7 +176,7 @@ def supervise(
     job: Job,
     tell: Tell = lambda line: print(line, file=sys.stderr, flush=True),
     *,
-    console: Console = SilentConsole(),  # noqa: B008  it has no state
+    console: Console = Console(),  # noqa: B008  it has no state
     ask: Ask | None = None,
     show: Callable[[Job, BundleOffer | None], None] = lambda job, offer: None,
 ) -> int:

@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import json
-import os
 from datetime import date
 from pathlib import Path
 
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.client.private_file import replace_private_file
 
 MAX_FILE_BYTES = 4096
 FILE = "budget.json"
@@ -57,15 +57,9 @@ class Budget:
         if self._kept:
             return
         *others, (day, nbytes) = self._days.items()
-        partial = self._path.with_suffix(".partial")
+        body = {"day": day, "bytes": nbytes, "others": dict(others)}
         try:
-            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"day": day, "bytes": nbytes, "others": dict(others)}, file)
-                file.flush()
-                if sure:
-                    os.fsync(file.fileno())
-            os.replace(partial, self._path)
+            replace_private_file(self._path, json.dumps(body), durable=sure)
         except OSError as error:
             raise ConfigError(
                 f"{self._path} cannot be written: {error.strerror}, so the day's traffic cannot be counted",

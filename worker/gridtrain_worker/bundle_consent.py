@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
 import sys
@@ -25,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
-from gridtrain.network.transport.identity import Identity, make_private_folder
+from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.client.bundle_fetch import AnnouncedBundle, fetch_bundle
-from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 from gridtrain.runtime.client.enrollment import Enrollment
+from gridtrain.runtime.client.private_file import replace_private_file
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.bundle import MAX_BUNDLE_BYTES, Bundle
 from gridtrain.tools.options.runfile import RunDescription
@@ -270,28 +269,16 @@ def _cached_archive(path: Path, announced: AnnouncedBundle) -> Bundle | None:
 
 
 def _fetch_archive(entry: Enrollment, announced: AnnouncedBundle, timeout_s: float) -> Bundle:
-    with CoordinatorClient(
-        entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted
-    ) as client:
+    with entry.connect() as client:
         return Bundle.from_archive(fetch_bundle(client, announced, timeout_s), announced.digest)
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, unless it already has this content.
-
-    Other workers may write the same file at the same time.
-    """
+    """Write a file that only its owner can read, unless it already has this content."""
     if not path.is_symlink() and path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_private_file(path, content)
 
 
 @contextlib.contextmanager

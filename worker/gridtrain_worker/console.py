@@ -15,7 +15,7 @@ import shutil
 import threading
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from gridtrain.quantities import format_bytes, format_count
 from gridtrain.runtime.contribution import Contribution
@@ -28,53 +28,51 @@ MAX_LINE = 1 << 16
 """Longest part of a script's line in one JSON object, in characters; the rest follows in further objects."""
 
 
-class Console(Protocol):
+class Console:
+    """A console for agents inside a program: writes the script's output only."""
+
     def say(self, text: str) -> None:
         """Write a sentence."""
-        ...
 
     def show_progress(self, given: Contribution, now_s: float) -> None:
         """Show the current figures."""
-        ...
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
         """Show the contributions of this start (`given`) and of all starts on this machine (`total`)."""
-        ...
 
     def write_output(self, text: str, stream: TextIO) -> None:
         """Write a piece of the script's output."""
-        ...
+        _put(stream, text)
 
     def end_output(self) -> None:
         """Write the rest of the script's last line; called when the script has ended."""
-        ...
 
 
-class SilentConsole:
-    """A console for agents inside a program; it writes the script's output only."""
+class _LogConsole(Console):
+    """A console that writes lines, of which few have figures."""
 
-    def say(self, text: str) -> None: ...
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next_s = float("-inf")
+        self._shown: Contribution | None = None
 
-    def show_progress(self, given: Contribution, now_s: float) -> None: ...
+    def show_progress(self, given: Contribution, now_s: float) -> None:
+        if now_s >= self._next_s and given != self._shown:
+            self._next_s, self._shown = now_s + LINES_EVERY_S, given
+            self._write_figures(given)
 
-    def show_summary(self, given: Contribution, total: Contribution) -> None: ...
-
-    def write_output(self, text: str, stream: TextIO) -> None:
-        _put(stream, text)
-
-    def end_output(self) -> None: ...
+    def _write_figures(self, given: Contribution) -> None:
+        raise NotImplementedError
 
 
-class JsonConsole:
+class JsonConsole(_LogConsole):
     """A console for programs that writes one JSON object per line.
 
     The script's output to any other stream stays unchanged.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._next_s = float("-inf")
-        self._shown: Contribution | None = None
+        super().__init__(stream)
         self._unended = ""  # the part of the script's last line that is written so far
         self._lock = threading.Lock()
 
@@ -85,10 +83,8 @@ class JsonConsole:
         """Write the error that ends this process."""
         self._line("error", {"text": text, "exit_code": exit_code}, "error")
 
-    def show_progress(self, given: Contribution, now_s: float) -> None:
-        if now_s >= self._next_s and given != self._shown:
-            self._next_s, self._shown = now_s + LINES_EVERY_S, given
-            self._line("contribution", _figures(given))
+    def _write_figures(self, given: Contribution) -> None:
+        self._line("contribution", _figures(given))
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
         self._line("contributed", {**_figures(given), "total": _figures(total)})
@@ -117,32 +113,20 @@ class JsonConsole:
             _put(self._stream, line + "\n")
 
 
-class TextConsole:
+class TextConsole(_LogConsole):
     """A console for files and pipes that writes messages and figures as lines of text."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._next_s = float("-inf")
-        self._shown: Contribution | None = None
 
     def say(self, text: str) -> None:
         _put(self._stream, f"gridtrain worker: {text}\n")
 
-    def show_progress(self, given: Contribution, now_s: float) -> None:
-        if now_s >= self._next_s and given != self._shown:
-            self._next_s, self._shown = now_s + LINES_EVERY_S, given
-            self.say(live_line(given))
+    def _write_figures(self, given: Contribution) -> None:
+        self.say(live_line(given))
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
         self.say(summary(given, total))
 
-    def write_output(self, text: str, stream: TextIO) -> None:
-        _put(stream, text)
 
-    def end_output(self) -> None: ...
-
-
-class TerminalConsole:
+class TerminalConsole(Console):
     """A console for a terminal, whose last line shows live figures and is erased before other output."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -179,8 +163,6 @@ class TerminalConsole:
             _put(stream, text)
             self._mid_line = not text.endswith("\n")
             self._draw()
-
-    def end_output(self) -> None: ...
 
     def _wipe(self) -> None:
         if self._drawn:

@@ -11,13 +11,13 @@ command line applies.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.client.private_file import replace_private_file
 
 RULES_FILE, OWNER_FILE = "controls.json", "word.json"
 MAX_FILE_BYTES = 16_384
@@ -103,12 +103,8 @@ def _unreadable(path: Path, why: object) -> ConfigError:
 
 
 def _write(path: Path, body: Mapping[str, object]) -> None:
-    partial = path.with_suffix(".partial")
     try:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(body, file, indent=1)
-        os.replace(partial, path)
+        replace_private_file(path, json.dumps(body, indent=1))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}",

@@ -79,6 +79,10 @@ class WorkerRow:
     address: str = ""
     departed_s: float | None = None  # wall clock
 
+    def value(self, column: str) -> Any:
+        """Return the value of one of `LIVE_COLUMNS`."""
+        return self.live[LIVE_COLUMNS.index(column)]
+
 
 class Board:
     """The data that the pages show."""
@@ -148,12 +152,12 @@ class Board:
         slow = self._find_straggler() if status["phase"] == "training" else None
         self.topology = {
             **build_graph(status, run_load).to_json(),
-            "ids": self._ranked(),
+            "ids": [row.id for row in self._active()],
             "waited_for": slow[0] if slow else None,
         }
         loss, share = self._loss(), self._share()
         steps_per_s = sanitize.number(status.get("steps_per_s"))
-        sent = [row.live[LIVE_COLUMNS.index("sent_Bps")] for row in self._present()]
+        sent = [row.value("sent_Bps") for row in self._present()]
         point = Point(
             at_s=round(at_s, 2),
             step=int(status["step"]),
@@ -172,7 +176,7 @@ class Board:
     def _run(
         self, status: Mapping[str, Any], facts: dict[str, str], point: Point, slow: tuple[int, str] | None
     ) -> dict[str, Any]:
-        states = Counter(row.live[0] for row in self._present())
+        states = Counter(row.value("state") for row in self._present())
         return {
             "run": sanitize.text(status["run"], 64),
             "phase": sanitize.text(status["phase"], 20),
@@ -294,16 +298,16 @@ class Board:
         return [row for row in self._rows.values() if row.departed_s is None]
 
     def _active(self) -> list[WorkerRow]:
-        return [row for row in self._present() if row.live[1] is not None]
-
-    def _ranked(self) -> list[int]:
-        return [row.id for row in sorted(self._active(), key=lambda row: row.live[1])]
+        """Return the members in rank order."""
+        members = (row for row in self._present() if row.value("rank") is not None)
+        return sorted(members, key=lambda row: row.value("rank"))
 
     def _loss(self) -> float | None:
         """Return the mean of the `loss` that members report, weighted by their shares."""
-        at = LIVE_COLUMNS.index("loss")
         reported = [
-            (row.live[at], max(row.live[2] or 0, 1)) for row in self._active() if row.live[at] is not None
+            (loss, max(row.value("share") or 0, 1))
+            for row in self._active()
+            if (loss := row.value("loss")) is not None
         ]
         return (
             sum(loss * share for loss, share in reported) / sum(share for _, share in reported)
@@ -312,12 +316,13 @@ class Board:
         )
 
     def _share(self) -> int:
-        return sum(row.live[2] or 0 for row in self._active())
+        return sum(row.value("share") or 0 for row in self._active())
 
     def _find_straggler(self) -> tuple[int, str] | None:
-        first, second = LIVE_COLUMNS.index("computing_s"), LIVE_COLUMNS.index("selecting_s")
         busy_s = {
-            str(row.id): row.live[first] + (row.live[second] or 0.0) if row.live[first] is not None else None
+            str(row.id): None
+            if (computing_s := row.value("computing_s")) is None
+            else computing_s + (row.value("selecting_s") or 0.0)
             for row in self._active()
         }
         found = find_straggler(busy_s)
@@ -327,10 +332,8 @@ class Board:
 
     def workers(self) -> list[dict[str, Any]]:
         """Return one object per worker for the JSON API: first the members in rank order, then the others."""
-        far = 1 << 30
-        rows = sorted(
-            self._rows.values(), key=lambda row: (far if row.live[1] is None else row.live[1], row.id)
-        )
+        others = [row for row in self._rows.values() if row.value("rank") is None]
+        rows = [*self._active(), *sorted(others, key=lambda row: row.id)]
         return [
             row.description | dict(zip(LIVE_COLUMNS, row.live, strict=True)) | {"figures": row.figures}
             for row in rows

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,9 +38,6 @@ MAX_EVENTS = 500  # between two status updates
 MAX_CONNECTIONS = 128
 MAX_LOGGED_ERRORS = 20
 END_S = 3.0
-
-RecordedTick = tuple[float, Mapping[str, Any], Sequence[tuple[float, str, str, dict[str, Any]]]]
-"""The time of the wall clock, a status, and the events before it."""
 
 Order = tuple[RemoveWorker | Unban, "Future[OperatorReply | Refused]"]
 
@@ -73,32 +70,14 @@ class DashboardService:
 
     # -- the daemon's side: nothing here waits -----------------------------------------------------
 
-    def publish(self, status: Mapping[str, Any], at_s: float | None = None) -> None:
-        """Show a status, which must not be changed afterwards.
-
-        Args:
-            at_s: the time of the wall clock; None means now.
-        """
-        self._latest = (time.time() if at_s is None else at_s, status)
+    def publish(self, status: Mapping[str, Any]) -> None:
+        """Show a status, which must not be changed afterwards."""
+        self._latest = time.time(), status
         self._call(self._tick)
 
-    def note(self, level: str, event: str, fields: Mapping[str, Any], at_s: float | None = None) -> None:
+    def note(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
         """Record an event of the log; see `gridtrain_coordinator.log.Log`."""
-        self._events.append((time.time() if at_s is None else at_s, level, event, dict(fields)))
-
-    def replay(self, ticks: Sequence[RecordedTick]) -> None:
-        """Add the recorded statuses and events of a simulated run; wait until all are added."""
-        done: Future[None] = Future()
-
-        def take() -> None:
-            for at_s, status, events in ticks:
-                for event in events:
-                    self._board.add_event(*event)
-                self._board.update(status, at_s)
-            done.set_result(None)
-
-        self._call(take)
-        done.result(300.0)
+        self._events.append((time.time(), level, event, dict(fields)))
 
     def take_orders(self) -> Iterator[Order]:
         """Yield the operator's orders since the last call; the caller must answer each order."""

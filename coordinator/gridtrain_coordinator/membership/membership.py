@@ -290,7 +290,8 @@ class Membership:
     def _compute_deadline_s(self) -> float:
         """Return the time at which `tick` must be called.
 
-        Heartbeats only postpone this time, so it is cached until it passes or another event arrives.
+        It is cached until it passes or another event than a heartbeat arrives; a heartbeat postpones it, or
+        brings it forward to its own worker's deadline.
         """
         run, view_change, delayed_s = self.run, self.run.view_change, self._freeze_phase.delayed_until_s
         if self._workers_deadline_s is None:
@@ -327,11 +328,15 @@ class Membership:
         """
         message = event.message if isinstance(event, MessageReceived) else None
         known_s, worker = self._workers_deadline_s, self.run.workers.get(event.peer)
+        own_s = worker.deadline_s(self.run.limits) if worker is not None else math.inf
         if known_s is None or generation != self.run.generation or isinstance(message, m.ConnectionLost):
             self._workers_deadline_s = None
-        elif not isinstance(message, m.Heartbeat):  # which only puts it off
-            own_s = worker.deadline_s(self.run.limits) if worker is not None else math.inf
-            self._workers_deadline_s = min(known_s, own_s) if now_s < known_s else None
+        elif isinstance(message, m.Heartbeat) or now_s < known_s:
+            self._workers_deadline_s = min(known_s, own_s)
+        else:
+            self._workers_deadline_s = None
+        if self._cached_deadline_s is not None:  # after a heartbeat, from which a shorter timeout may follow
+            self._cached_deadline_s = min(self._cached_deadline_s, own_s)
 
     def _earliest_view_change_s(self) -> float:
         """Return the earliest time of the next generation.

@@ -23,6 +23,33 @@ AVOIDED_PAIR_RTT_S = 10.0
 MAX_RESTARTS = 2
 """How many times a worker may restart the transfer of its state in one generation."""
 
+LEAST_SILENCE_S, FEWEST_BEATS = 2.0, 40
+"""The shortest heartbeat timeout, and the number of heartbeats after which a worker has its own timeout."""
+
+INTERVALS, INTERVAL_DECAY = 4.0, 0.999
+"""A worker's timeout as a multiple of the longest interval of its heartbeats, and the share of that interval
+which remains after each heartbeat, so that it is forgotten within some 20 minutes."""
+
+
+class HeartbeatIntervals:
+    """The intervals at which a worker's heartbeats arrive, from which its timeout follows."""
+
+    __slots__ = ("_arrived_s", "_count", "_longest_s")
+
+    def __init__(self) -> None:
+        self._arrived_s, self._count, self._longest_s = math.inf, 0, 0.0
+
+    def record(self, now_s: float) -> None:
+        self._count += 1
+        self._longest_s = max(now_s - self._arrived_s, self._longest_s * INTERVAL_DECAY)
+        self._arrived_s = now_s
+
+    def timeout_s(self, most_s: float) -> float:
+        """Return the silence after which the worker counts as lost; at most `most_s`."""
+        if self._count < FEWEST_BEATS:
+            return most_s
+        return min(most_s, max(LEAST_SILENCE_S, INTERVALS * self._longest_s))
+
 
 class StateTransferProgress:
     """The number of bytes of its state that a worker still lacks, and the time of its last progress.
@@ -114,6 +141,7 @@ class Worker:
     is_loading_state: bool = False
     state_progress: StateTransferProgress = field(default_factory=StateTransferProgress)
     problems: WorkerProblems = field(default_factory=WorkerProblems)
+    heartbeats: HeartbeatIntervals = field(default_factory=HeartbeatIntervals)
     step: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
@@ -148,6 +176,7 @@ class Worker:
 
     def record_heartbeat(self, beat: m.Heartbeat, now_s: float) -> list[LogEvent]:
         """Record a heartbeat; return log events about the problems that it reports."""
+        self.heartbeats.record(now_s)
         if beat.progress > self.progress:
             self.progress, self.progressed_s = beat.progress, now_s
         self.step, self.figures = beat.step, dict(beat.metrics)
@@ -191,7 +220,7 @@ class Worker:
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines) -> None:
         """Extend the timeouts to at least `until_s`, because no message was read for `stalled_s` seconds."""
-        self.last_heard_s = extend_start(self.last_heard_s, limits.silence_s, until_s)
+        self.last_heard_s = extend_start(self.last_heard_s, self._heartbeat_timeout_s(limits), until_s)
         self.probe_deadline_s = max(self.probe_deadline_s, until_s)
         self.progressed_s += stalled_s
         self.state_progress.excuse_stall(stalled_s)
@@ -235,7 +264,9 @@ class Worker:
         return min(silent_s, self._reconnect_deadline_s(limits), probe_s)
 
     def _heartbeat_timeout_s(self, limits: Deadlines) -> float:
-        return max(limits.silence_s, limits.ready_s) if self.is_loading_state else limits.silence_s
+        if self.is_loading_state:
+            return max(limits.silence_s, limits.ready_s)
+        return self.heartbeats.timeout_s(limits.silence_s)
 
     def _reconnect_deadline_s(self, limits: Deadlines) -> float:
         """Return the time until which a broken connection may be restored.

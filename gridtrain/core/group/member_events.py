@@ -262,32 +262,37 @@ class StateDigestMismatch:
     generation: int
 
 
-MemberEvent = (
-    MessageReceived
-    | PeerConnected
-    | PeerDisconnected
-    | TrainerJoined
-    | SubmitRound
+GenerationEvent = (
+    SubmitRound
     | AddCollectives
     | StayPresent
     | TrainerReturned
     | DigestComputed
     | RoundFailed
-    | ProtocolViolation
+    | AbandonRound
+    | TransferResidual
+    | RequestMean
+    | CompareReplicas
     | StateLoaded
     | StateDigestMismatch
     | StageCheckpointsChanged
-    | CompareReplicas
+)
+"""Events of the trainer and of the I/O loop that concern a generation."""
+
+MemberEvent = (
+    GenerationEvent
+    | MessageReceived
+    | PeerConnected
+    | PeerDisconnected
+    | TrainerJoined
+    | ProtocolViolation
     | SnapshotLoading
     | CaughtUp
     | CatchUpFailed
     | HeartbeatDue
-    | RequestMean
     | LeaveGroup
     | ProbeResults
-    | AbandonRound
     | RefuseResiduals
-    | TransferResidual
     | ResidualReceived
 )
 
@@ -295,14 +300,20 @@ MemberEvent = (
 # -- effects -----------------------------------------------------------------------------------
 
 
+class MemberEffect:
+    """The base of all effects of a worker's core."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(MemberEffect):
     peer: m.PeerId
     message: m.Message
 
 
 @dataclass(frozen=True, slots=True)
-class SendPayload:
+class SendPayload(MemberEffect):
     """Send a Data message with the payload that the buffer of `channel` holds at `slot`."""
 
     peer: m.PeerId
@@ -313,7 +324,7 @@ class SendPayload:
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyToBuffer:
+class ApplyToBuffer(MemberEffect):
     """Apply `effect` to the buffer of `channel`.
 
     If the buffer refuses the payload of `peer`, `ProtocolViolation` follows.
@@ -325,7 +336,7 @@ class ApplyToBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveCompleted:
+class CollectiveCompleted(MemberEffect):
     """Notify the trainer that a collective is complete, in a round that will have more collectives."""
 
     channel: m.Channel
@@ -333,14 +344,14 @@ class CollectiveCompleted:
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeDigest:
+class ComputeDigest(MemberEffect):
     """Compute the digest of the updates, because all collectives are complete; `DigestComputed` follows."""
 
     flags: int
 
 
 @dataclass(frozen=True, slots=True)
-class ResolveRound:
+class ResolveRound(MemberEffect):
     """Notify the trainer that its round ended, so that it applies the update or submits another attempt."""
 
     round: m.RoundId
@@ -350,7 +361,7 @@ class ResolveRound:
 
 
 @dataclass(frozen=True, slots=True)
-class DeliverMean:
+class DeliverMean(MemberEffect):
     """Deliver the average that the trainer waits for, or None if the generation ends before it is known."""
 
     step: int
@@ -359,27 +370,27 @@ class DeliverMean:
 
 
 @dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(MemberEffect):
     peer: m.PeerId
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnect:
+class Disconnect(MemberEffect):
     """Disconnect a peer that is no longer a member, or has violated the protocol."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class ProbePeers:
+class ProbePeers(MemberEffect):
     """Measure the round-trip times to these peers; `ProbeResults` follows."""
 
     targets: tuple[tuple[m.PeerId, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SendState:
+class SendState(MemberEffect):
     """Send this member's state to a joining member.
 
     Attributes:
@@ -399,7 +410,7 @@ class SendState:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardState:
+class ForwardState(MemberEffect):
     """Forward each block of the state, as it arrives, to another joining member.
 
     That member has `blocks_received` blocks already.
@@ -412,7 +423,7 @@ class ForwardState:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectStateDigest:
+class ExpectStateDigest(MemberEffect):
     """Accept the received state only if it has this digest; otherwise `StateDigestMismatch` follows."""
 
     generation: int
@@ -420,7 +431,7 @@ class ExpectStateDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadCheckpoints:
+class LoadCheckpoints(MemberEffect):
     """Assemble this worker's stage, which consists of `layers`, from these checkpoints.
 
     The checkpoints contain all of these layers, and possibly others.  `StateLoaded` follows; if a checkpoint
@@ -434,7 +445,7 @@ class LoadCheckpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveCheckpoint:
+class SaveCheckpoint(MemberEffect):
     """Write the state in memory to the disk, because stages of a new partition are assembled from it.
 
     `StageCheckpointsChanged` follows.
@@ -444,7 +455,7 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class SendCheckpoint:
+class SendCheckpoint(MemberEffect):
     """Send this checkpoint as CheckpointBlocks to another member, which stores it on its disk.
 
     `is_awaited` is True if the group waits for the checkpoint.
@@ -458,7 +469,7 @@ class SendCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCheckpointBlock:
+class StoreCheckpointBlock(MemberEffect):
     """Store a block of another member's checkpoint; `StageCheckpointsChanged` follows the last block."""
 
     peer: m.PeerId
@@ -466,29 +477,29 @@ class StoreCheckpointBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class DiscardCheckpoints:
+class DiscardCheckpoints(MemberEffect):
     """Delete the checkpoints of later steps, because the group has rolled back to `after_step`."""
 
     after_step: int
 
 
 @dataclass(frozen=True, slots=True)
-class BeginCatchUp:
+class BeginCatchUp(MemberEffect):
     """Begin to catch up with a new snapshot, followed by the updates of the sources."""
 
 
 @dataclass(frozen=True, slots=True)
-class SourceConnected:
+class SourceConnected(MemberEffect):
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class SourceDisconnected:
+class SourceDisconnected(MemberEffect):
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class SetCatchUpTarget:
+class SetCatchUpTarget(MemberEffect):
     """Set the state that catch-up must reach, because a VIEW has made this worker a member."""
 
     applied: int
@@ -496,7 +507,7 @@ class SetCatchUpTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class DeliverCatchUpMessage:
+class DeliverCatchUpMessage(MemberEffect):
     """Deliver a catch-up message of `peer`: a receiver's request, or a source's answer."""
 
     peer: m.PeerId
@@ -504,7 +515,7 @@ class DeliverCatchUpMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeSnapshot:
+class TakeSnapshot(MemberEffect):
     """Take a snapshot after `step`, to be sent only to these receivers."""
 
     step: int
@@ -512,7 +523,7 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStateBlock:
+class StoreStateBlock(MemberEffect):
     """Store a block of the state; `StateLoaded` follows when the trainer has loaded the whole state."""
 
     peer: m.PeerId
@@ -520,7 +531,7 @@ class StoreStateBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreResidualBlock:
+class StoreResidualBlock(MemberEffect):
     """Store a block of a leaving member's residual; after the last block `ResidualReceived` follows."""
 
     peer: m.PeerId
@@ -529,21 +540,21 @@ class StoreResidualBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class AddResidual:
+class AddResidual(MemberEffect):
     """Add this peer's residual to the trainer's residual before the next round."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class DropResidual:
+class DropResidual(MemberEffect):
     """Discard the blocks of this peer's residual."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
-class ResidualTransferEnded:
+class ResidualTransferEnded(MemberEffect):
     """Notify the trainer that the transfer of its residual ended.
 
     `text` names the recipient, or gives the reason why there is none.  `is_accepted` is None if a recipient
@@ -555,50 +566,15 @@ class ResidualTransferEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(MemberEffect):
     """Stop the worker, which was refused or dismissed, or cannot continue."""
 
     error: JoinRefused
 
 
 @dataclass(frozen=True, slots=True)
-class LogEvent:
+class LogEvent(MemberEffect):
     """Write an event to the log."""
 
     event: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-MemberEffect = (
-    Send
-    | SendPayload
-    | ApplyToBuffer
-    | CollectiveCompleted
-    | ComputeDigest
-    | ResolveRound
-    | DeliverMean
-    | Dial
-    | Disconnect
-    | ProbePeers
-    | SendState
-    | ForwardState
-    | ExpectStateDigest
-    | LoadCheckpoints
-    | SaveCheckpoint
-    | SendCheckpoint
-    | StoreCheckpointBlock
-    | DiscardCheckpoints
-    | BeginCatchUp
-    | SourceConnected
-    | SourceDisconnected
-    | SetCatchUpTarget
-    | DeliverCatchUpMessage
-    | TakeSnapshot
-    | StoreStateBlock
-    | StoreResidualBlock
-    | AddResidual
-    | DropResidual
-    | ResidualTransferEnded
-    | Stop
-    | LogEvent
-)

@@ -25,6 +25,7 @@ from gridtrain.core.group.member_events import (
     CompareReplicas,
     DeliverMean,
     DigestComputed,
+    GenerationEvent,
     HeartbeatDue,
     LogEvent,
     MemberEffect,
@@ -51,23 +52,6 @@ from gridtrain.core.member.stragglers import Stragglers
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_REASON_LENGTH = 200
-
-TrainerEvent = (
-    SubmitRound
-    | AddCollectives
-    | StayPresent
-    | TrainerReturned
-    | DigestComputed
-    | RoundFailed
-    | AbandonRound
-    | TransferResidual
-    | RequestMean
-    | CompareReplicas
-    | StateLoaded
-    | StateDigestMismatch
-    | StageCheckpointsChanged
-)
-"""Events of the trainer and the I/O loop that concern a generation."""
 
 
 class Generation:
@@ -479,7 +463,7 @@ class Generation:
 
     # -- the trainer and the loop --------------------------------------------------------------
 
-    def handle(self, event: TrainerEvent, now_s: float) -> list[MemberEffect]:
+    def handle(self, event: GenerationEvent, now_s: float) -> list[MemberEffect]:
         match event:
             case SubmitRound():
                 return self._submit(event, now_s)

@@ -23,6 +23,7 @@ from gridtrain.core.group.member_events import (
     CatchUpFailed,
     CaughtUp,
     DeliverMean,
+    GenerationEvent,
     HeartbeatDue,
     LeaveGroup,
     LogEvent,
@@ -49,7 +50,7 @@ from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.stall_detection import LoopStallDetector
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.coordinator_link import CoordinatorLink
-from gridtrain.core.member.generation import Generation, TrainerEvent, late_submission
+from gridtrain.core.member.generation import Generation, late_submission
 from gridtrain.core.member.replica_state import ReplicaState
 from gridtrain.core.member.residual_transfer import ResidualTransfer
 from gridtrain.core.member.view_changes import ViewChanges
@@ -237,7 +238,7 @@ class MemberCore:
         self._extend_timeouts(now_s)
         return self._view_changes.receive_data(peer, data, nbytes, now_s)
 
-    def _handle_outside_generation(self, event: TrainerEvent) -> list[MemberEffect]:
+    def _handle_outside_generation(self, event: GenerationEvent) -> list[MemberEffect]:
         """Process an event that the trainer sent before it learned that the generation had ended."""
         context = self._context
         match event:

@@ -15,14 +15,8 @@ opaque: one frame on the wire, any object in a simulator.
 from __future__ import annotations
 
 from gridtrain.core.messages.admin import *
-from gridtrain.core.messages.admin import AdminMessage
 from gridtrain.core.messages.coordination import *
-from gridtrain.core.messages.coordination import CoordinationMessage
 from gridtrain.core.messages.declaration import *
 from gridtrain.core.messages.round import *
-from gridtrain.core.messages.round import RoundMessage
 from gridtrain.core.messages.transfer import *
-from gridtrain.core.messages.transfer import TransferMessage
 from gridtrain.core.messages.types import *
-
-Message = CoordinationMessage | RoundMessage | TransferMessage | AdminMessage

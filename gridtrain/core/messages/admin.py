@@ -11,6 +11,7 @@ from gridtrain.core.messages.declaration import (
     Count,
     Digest,
     Lifetime,
+    Message,
     Payload,
     PeerId,
     Positive,
@@ -22,7 +23,7 @@ from gridtrain.core.messages.types import MAX_BLOCK_BYTES, find_problem_of_block
 
 @message(84)
 @dataclass(frozen=True, slots=True)
-class DiagnosticRequest:
+class DiagnosticRequest(Message):
     """Request from `gridtrain doctor` for the run's state, members to probe, and an incoming connection.
 
     The coordinator announces `peer` to some members and answers with DiagnosticReply.  If `address` is not
@@ -35,7 +36,7 @@ class DiagnosticRequest:
 
 @message(6)
 @dataclass(frozen=True, slots=True)
-class Invite:
+class Invite(Message):
     """Order to accept a new invitation.  `key` is the public key of its token; the token is never sent."""
 
     key: PeerId
@@ -45,7 +46,7 @@ class Invite:
 
 @message(7)
 @dataclass(frozen=True, slots=True)
-class RemoveWorker:
+class RemoveWorker(Message):
     """Order to remove a worker: its key is refused until a new invitation or, with `ban`, until `Unban`."""
 
     peer: PeerId
@@ -55,7 +56,7 @@ class RemoveWorker:
 
 @message(8)
 @dataclass(frozen=True, slots=True)
-class Unban:
+class Unban(Message):
     """Order to lift a ban, so that the key may be invited again."""
 
     peer: PeerId
@@ -63,13 +64,13 @@ class Unban:
 
 @message(19)
 @dataclass(frozen=True, slots=True)
-class StatusRequest:
+class StatusRequest(Message):
     """Request from `gridtrain status` for a StatusReply.  Read-only; the sender need not be a member."""
 
 
 @message(87)
 @dataclass(frozen=True, slots=True)
-class BundleRequest:
+class BundleRequest(Message):
     """Request for one block of the run's bundle.
 
     `digest` is the SHA-256 of the whole bundle, as displayed by `gridtrain status`.
@@ -81,7 +82,7 @@ class BundleRequest:
 
 @message(42)
 @dataclass(frozen=True, slots=True)
-class OperatorReply:
+class OperatorReply(Message):
     """Answer to an operator's command; `text` is displayed."""
 
     text: Reason
@@ -89,7 +90,7 @@ class OperatorReply:
 
 @message(85)
 @dataclass(frozen=True, slots=True)
-class DiagnosticReply:
+class DiagnosticReply(Message):
     """Answer to DiagnosticRequest.
 
     `probe_targets` are members that expect the requester's connection, with their addresses; `payload` is as
@@ -106,7 +107,7 @@ MAX_BUNDLE_BYTES = 8 << 20
 
 @message(88)
 @dataclass(frozen=True, slots=True)
-class BundleBlock:
+class BundleBlock(Message):
     """Answer to BundleRequest: block `index` of `total`; all blocks except the last have 1 MiB."""
 
     digest: Digest
@@ -121,21 +122,7 @@ class BundleBlock:
 
 @message(39)
 @dataclass(frozen=True, slots=True)
-class StatusReply:
+class StatusReply(Message):
     """Answer to StatusRequest; `payload` is one frame of UTF-8 JSON."""
 
     payload: Payload
-
-
-AdminMessage = (
-    DiagnosticRequest
-    | DiagnosticReply
-    | Invite
-    | RemoveWorker
-    | Unban
-    | OperatorReply
-    | StatusRequest
-    | StatusReply
-    | BundleRequest
-    | BundleBlock
-)

@@ -14,6 +14,7 @@ from gridtrain.core.messages.declaration import (
     Count,
     Digest,
     Flops,
+    Message,
     Name,
     PeerId,
     Positive,
@@ -45,7 +46,7 @@ from gridtrain.core.messages.types import (
 
 @message(1)
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message):
     """First message on every connection: the dialling peer's key, protocol version and software."""
 
     peer: PeerId
@@ -55,7 +56,7 @@ class Hello:
 
 @message(5)
 @dataclass(frozen=True, slots=True)
-class Enrol:
+class Enrol(Message):
     """Request, sent under an invitation's key, to admit `peer`, which is the sender's own public key."""
 
     peer: PeerId
@@ -63,7 +64,7 @@ class Enrol:
 
 @message(10)
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(Message):
     """Request to take part in `run`.
 
     Attributes:
@@ -84,7 +85,7 @@ class Join:
 
 @message(11)
 @dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(Message):
     """The model that this worker will train, its data, and the worker's capabilities.
 
     Attributes:
@@ -119,7 +120,7 @@ class Setup:
 
 @message(77)
 @dataclass(frozen=True, slots=True)
-class StageCheckpointList:
+class StageCheckpointList(Message):
     """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
     `generation` is the generation of the last VIEW that the worker had received when it sent this list.
@@ -131,7 +132,7 @@ class StageCheckpointList:
 
 @message(12)
 @dataclass(frozen=True, slots=True)
-class LinkLatencies:
+class LinkLatencies(Message):
     """Round-trip times in seconds between this worker and the peers that it was asked to probe."""
 
     rtt_s: Annotated[tuple[tuple[PeerId, Seconds], ...], AtMost(256)]
@@ -139,7 +140,7 @@ class LinkLatencies:
 
 @message(26)
 @dataclass(frozen=True, slots=True)
-class LinkRates:
+class LinkRates(Message):
     """Measured rates of bulk messages: (peer, rate to the peer, rate from the peer).
 
     The rates are in bytes per second; 0 means that a rate was not measured.  If the two ends of a link report
@@ -151,7 +152,7 @@ class LinkRates:
 
 @message(80)
 @dataclass(frozen=True, slots=True)
-class WorkerInfo:
+class WorkerInfo(Message):
     """This worker's device and software versions, only for display."""
 
     texts: Annotated[tuple[tuple[Name, Text], ...], AtMost(16)]
@@ -178,7 +179,7 @@ FAILED_UPLOADS = "failed_uploads"
 
 @message(13)
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Message):
     """Report that a worker is alive, sent twice a second, with the values that `gridtrain status` displays.
 
     `progress` grows whenever the trainer or an exchange makes progress, so that a hung trainer is detected.
@@ -193,7 +194,7 @@ class Heartbeat:
 
 @message(14)
 @dataclass(frozen=True, slots=True)
-class FreezeReport:
+class FreezeReport(Message):
     """Answer to FREEZE: the worker's state (commit rule 5).
 
     Attributes:
@@ -219,7 +220,7 @@ class FreezeReport:
 
 @message(23)
 @dataclass(frozen=True, slots=True)
-class CurrentGeneration:
+class CurrentGeneration(Message):
     """The worker's generation: members and shares in rank order, and partition; sent after each Welcome.
 
     A coordinator that was restored from a backup may not know that generation (commit rule 11).
@@ -233,7 +234,7 @@ class CurrentGeneration:
 
 @message(15)
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Message):
     """Report that the sender has executed the VIEW's verdict, is synced, and is connected (commit rule 8)."""
 
     term: UInt
@@ -243,7 +244,7 @@ class Ready:
 
 @message(16)
 @dataclass(frozen=True, slots=True)
-class RoundStalled:
+class RoundStalled(Message):
     """Report that a round does not end because the suspects are silent, are not connected, or disagree.
 
     `silent_s` is the time for which the suspects made no progress, or 0 if they are suspected for another
@@ -258,7 +259,7 @@ class RoundStalled:
 
 @message(20)
 @dataclass(frozen=True, slots=True)
-class ViolationReport:
+class ViolationReport(Message):
     """Report that `peer` violated the protocol and that the sender has disconnected it."""
 
     peer: PeerId
@@ -267,7 +268,7 @@ class ViolationReport:
 
 @message(22)
 @dataclass(frozen=True, slots=True)
-class ConnectionLost:
+class ConnectionLost(Message):
     """Report, in any phase, that the sender's connection to this member of its generation broke."""
 
     term: UInt
@@ -277,7 +278,7 @@ class ConnectionLost:
 
 @message(21)
 @dataclass(frozen=True, slots=True)
-class PeersUnreachable:
+class PeersUnreachable(Message):
     """Report that the sender cannot reach these peers at the addresses that the coordinator sent."""
 
     term: UInt
@@ -287,7 +288,7 @@ class PeersUnreachable:
 
 @message(24)
 @dataclass(frozen=True, slots=True)
-class ReplicaDigest:
+class ReplicaDigest(Message):
     """Digest of this member's parameters, optimizer state and settings after step `step`."""
 
     term: UInt
@@ -298,7 +299,7 @@ class ReplicaDigest:
 
 @message(17)
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Message):
     """Notice that the worker leaves the run."""
 
     reason: Reason
@@ -306,7 +307,7 @@ class Leave:
 
 @message(83)
 @dataclass(frozen=True, slots=True)
-class TemporaryLeave:
+class TemporaryLeave(Message):
     """Notice that the worker leaves the run until its owner's rules allow it to rejoin."""
 
     reason: Reason
@@ -314,7 +315,7 @@ class TemporaryLeave:
 
 @message(18)
 @dataclass(frozen=True, slots=True)
-class RunFinished:
+class RunFinished(Message):
     """Notice that the run has ended according to the data ledger of this worker."""
 
     applied: AppliedStep
@@ -323,7 +324,7 @@ class RunFinished:
 
 @message(30)
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Message):
     """Answer to Join; `term` fences off older coordinators (commit rule 11)."""
 
     term: UInt
@@ -333,7 +334,7 @@ class Welcome:
 
 @message(31)
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Message):
     """Refusal of a Join or a Setup, or a dismissal.  `code` is stable; the other fields are for display."""
 
     code: Name
@@ -343,7 +344,7 @@ class Refused:
 
 @message(41)
 @dataclass(frozen=True, slots=True)
-class Enrolled:
+class Enrolled(Message):
     """Answer to Enrol: the key may now connect and join `run`."""
 
     run: Name
@@ -351,7 +352,7 @@ class Enrolled:
 
 @message(43)
 @dataclass(frozen=True, slots=True)
-class Reachability:
+class Reachability(Message):
     """Result of the coordinator's attempt to dial this worker; `address` is empty if the attempt failed."""
 
     address: Address
@@ -359,7 +360,7 @@ class Reachability:
 
 @message(47)
 @dataclass(frozen=True, slots=True)
-class ReplicaDiverged:
+class ReplicaDiverged(Message):
     """Notice that the receiver's replica digest after `step` differs from the majority's.
 
     The next generation replaces the receiver's state.
@@ -372,7 +373,7 @@ class ReplicaDiverged:
 
 @message(44)
 @dataclass(frozen=True, slots=True)
-class ExpectProbes:
+class ExpectProbes(Message):
     """Announcement of workers that will measure their links to the receiver.
 
     The receiver dials the workers that have an address (see `Member.address`).
@@ -383,7 +384,7 @@ class ExpectProbes:
 
 @message(32)
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Message):
     """Answer to an accepted Setup: the receiver measures its round-trip times to `probe_targets`.
 
     It reports the times with LinkLatencies.  The addresses are as in `Member`.
@@ -394,7 +395,7 @@ class Admitted:
 
 @message(33)
 @dataclass(frozen=True, slots=True)
-class HeartbeatReply:
+class HeartbeatReply(Message):
     """Answer to Heartbeat."""
 
     term: UInt
@@ -403,7 +404,7 @@ class HeartbeatReply:
 
 @message(34)
 @dataclass(frozen=True, slots=True)
-class Freeze:
+class Freeze(Message):
     """FREEZE: order to stop voting and applying updates in this generation (commit rule 5).
 
     The receiver answers with FreezeReport.  `removed` lists members that left or were removed, which are
@@ -424,7 +425,7 @@ MAX_MEMBER_PAGES = 256
 
 @message(35)
 @dataclass(frozen=True, slots=True)
-class MemberListPage:
+class MemberListPage(Message):
     """One page of the next VIEW's members in rank order; all pages are sent before the MembershipView.
 
     If the receiver has the list of its generation, it may receive `MemberListChanges` in place of all pages.
@@ -465,7 +466,7 @@ def _member_line(x: Member) -> str:
 
 @message(81)
 @dataclass(frozen=True, slots=True)
-class MemberListChanges:
+class MemberListChanges(Message):
     """The next VIEW's members, as changes of the receiver's list; takes the place of all pages.
 
     Attributes:
@@ -498,7 +499,7 @@ class MemberListChanges:
 
 @message(36)
 @dataclass(frozen=True, slots=True)
-class MembershipView:
+class MembershipView(Message):
     """VIEW: the next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     Attributes:
@@ -525,7 +526,7 @@ class MembershipView:
 
 @message(78)
 @dataclass(frozen=True, slots=True)
-class StandbyNotice:
+class StandbyNotice(Message):
     """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
 
     `applied`, `history` and `ledger` are as in the VIEW, so that a former member executes the same verdict.
@@ -541,7 +542,7 @@ class StandbyNotice:
 
 @message(37)
 @dataclass(frozen=True, slots=True)
-class StartGeneration:
+class StartGeneration(Message):
     """START: order to begin training, because all members are READY (commit rule 8)."""
 
     term: UInt
@@ -550,7 +551,7 @@ class StartGeneration:
 
 @message(38)
 @dataclass(frozen=True, slots=True)
-class RunStateUpdate:
+class RunStateUpdate(Message):
     """State of the run (`waiting`, `training`, `paused` or `finished`), and the reason for it."""
 
     state: RunStateWord
@@ -559,47 +560,7 @@ class RunStateUpdate:
 
 @message(40)
 @dataclass(frozen=True, slots=True)
-class Rejoin:
+class Rejoin(Message):
     """Order to send Join again, because the receiver is not registered."""
 
     reason: Reason
-
-
-CoordinationMessage = (
-    Hello
-    | Enrol
-    | Join
-    | Setup
-    | StageCheckpointList
-    | LinkLatencies
-    | LinkRates
-    | WorkerInfo
-    | Heartbeat
-    | FreezeReport
-    | CurrentGeneration
-    | Ready
-    | RoundStalled
-    | ViolationReport
-    | ConnectionLost
-    | PeersUnreachable
-    | ReplicaDigest
-    | Leave
-    | TemporaryLeave
-    | RunFinished
-    | Welcome
-    | Refused
-    | Enrolled
-    | Reachability
-    | ReplicaDiverged
-    | ExpectProbes
-    | Admitted
-    | HeartbeatReply
-    | Freeze
-    | MemberListPage
-    | MemberListChanges
-    | MembershipView
-    | StandbyNotice
-    | StartGeneration
-    | RunStateUpdate
-    | Rejoin
-)

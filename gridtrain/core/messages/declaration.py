@@ -1,9 +1,9 @@
 """Declaration of messages: message codes, and field types with their bounds.
 
-A message is a frozen dataclass decorated with `message(code)`.  Its annotations are the schema: a field
-is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the end of this module, or
-`T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...], AtMost(n)]` of these types.  The method
-`find_problem(self) -> str | None` checks rules about several fields.
+A message is a frozen dataclass with the base `Message`, decorated with `message(code)`.  Its annotations
+are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the
+end of this module, or `T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...], AtMost(n)]` of these types.  The
+method `find_problem(self) -> str | None` checks rules about several fields.
 
 The encoding (`gridtrain.network.wire.schema`) and the tables of PROTOCOL.md are derived from the annotations.
 """
@@ -21,7 +21,14 @@ from typing import Annotated, Any, TypeVar
 MESSAGE_TYPES: dict[int, type] = {}
 """Every message class by its code, which is the first item of its header."""
 
-C = TypeVar("C", bound=type)
+
+class Message:
+    """The base of all messages."""
+
+    __slots__ = ()
+
+
+C = TypeVar("C", bound=type[Message])
 
 
 def message(code: int) -> Callable[[C], C]:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gridtrain.core.messages.declaration import Count, Digest, Payload, Reason, Seconds, UInt, message
+from gridtrain.core.messages.declaration import (
+    Count,
+    Digest,
+    Message,
+    Payload,
+    Reason,
+    Seconds,
+    UInt,
+    message,
+)
 from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 
 
 @message(50)
 @dataclass(frozen=True, slots=True)
-class Data:
+class Data(Message):
     """One payload of a collective.
 
     `flags` combines the flags of the contributions in the payload: bit 0, the update is skipped, because a
@@ -26,7 +35,7 @@ class Data:
 
 @message(51)
 @dataclass(frozen=True, slots=True)
-class Vote:
+class Vote(Message):
     """A member's vote on a round, sent to the root (commit rules 2 and 3).
 
     `compute_s` is the time from the previous commit to the trainer's submission, from which the root learns
@@ -42,7 +51,7 @@ class Vote:
 
 @message(52)
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Message):
     """The root's verdict on a round, decided once for each attempt (commit rule 3)."""
 
     round: RoundId
@@ -52,7 +61,7 @@ class Decision:
 
 @message(53)
 @dataclass(frozen=True, slots=True)
-class RoundProgress:
+class RoundProgress(Message):
     """Report that the sender is alive and works on this round; the receiver extends its deadline."""
 
     round: RoundId
@@ -61,7 +70,7 @@ class RoundProgress:
 
 @message(48)
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Message):
     """Report to the root that the sender has submitted its contribution and waits for other members.
 
     The payload contains the optimizer settings of the sender's contribution.
@@ -73,7 +82,7 @@ class Waiting:
 
 @message(49)
 @dataclass(frozen=True, slots=True)
-class ProceedWithout:
+class ProceedWithout(Message):
     """Root's request to a member that has not submitted: submit an empty contribution to the step.
 
     A member whose trainer has begun to submit ignores it.  The payload contains the optimizer settings with
@@ -86,7 +95,7 @@ class ProceedWithout:
 
 @message(58)
 @dataclass(frozen=True, slots=True)
-class MeanRequest:
+class MeanRequest(Message):
     """The sender's value for the `index`-th average (`grid.mean`) of this step, sent to the root."""
 
     term: UInt
@@ -98,7 +107,7 @@ class MeanRequest:
 
 @message(59)
 @dataclass(frozen=True, slots=True)
-class MeanReply:
+class MeanReply(Message):
     """The average over all members of the generation, sent by the root."""
 
     term: UInt
@@ -106,6 +115,3 @@ class MeanReply:
     step: UInt
     index: Count
     value: float
-
-
-RoundMessage = Data | Vote | Decision | RoundProgress | Waiting | ProceedWithout | MeanRequest | MeanReply

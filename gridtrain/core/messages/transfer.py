@@ -11,6 +11,7 @@ from gridtrain.core.messages.declaration import (
     AtMost,
     Count,
     Digest,
+    Message,
     Payload,
     PeerId,
     Positive,
@@ -30,7 +31,7 @@ from gridtrain.core.messages.types import (
 
 @message(2)
 @dataclass(frozen=True, slots=True)
-class Credit:
+class Credit(Message):
     """Number of bytes of the receiver's bulk messages that the sender has processed on this connection.
 
     Flow control permits at most `network.transport.flow_control.WINDOW_BYTES` unacknowledged bytes.
@@ -41,7 +42,7 @@ class Credit:
 
 @message(25)
 @dataclass(frozen=True, slots=True)
-class CatchUpReport:
+class CatchUpReport(Message):
     """Report to the coordinator that a worker that is catching up holds the state after step `applied`."""
 
     applied: AppliedStep
@@ -50,7 +51,7 @@ class CatchUpReport:
 
 @message(45)
 @dataclass(frozen=True, slots=True)
-class CatchUpFrom:
+class CatchUpFrom(Message):
     """The coordinator's order to copy these members' state while they train, and to apply their updates.
 
     The receiver reports the result with CatchUpReport.
@@ -62,7 +63,7 @@ class CatchUpFrom:
 
 @message(46)
 @dataclass(frozen=True, slots=True)
-class ServeCatchUp:
+class ServeCatchUp(Message):
     """The coordinator's order to take a snapshot for `receivers` after step `step` or the first later step.
 
     `receivers` replaces the previous list; a worker that is no longer listed is sent nothing more.
@@ -75,7 +76,7 @@ class ServeCatchUp:
 
 @message(54)
 @dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Message):
     """Request for a Pong with the same nonce, to measure the round-trip time."""
 
     nonce: UInt
@@ -83,7 +84,7 @@ class Ping:
 
 @message(55)
 @dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(Message):
     """Answer to Ping."""
 
     nonce: UInt
@@ -104,7 +105,7 @@ BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
 
 @message(65)
 @dataclass(frozen=True, slots=True)
-class Burst:
+class Burst(Message):
     """Message `index` of a burst that measures a link; the last 8 bytes of the last message are random."""
 
     nonce: UInt
@@ -119,7 +120,7 @@ class Burst:
 
 @message(66)
 @dataclass(frozen=True, slots=True)
-class BurstReceived:
+class BurstReceived(Message):
     """Acknowledgement of a burst's last message; `proof` is the last 8 bytes of that message."""
 
     nonce: UInt
@@ -128,7 +129,7 @@ class BurstReceived:
 
 @message(86)
 @dataclass(frozen=True, slots=True)
-class BurstRequest:
+class BurstRequest(Message):
     """Request for a burst with this nonce, by which `gridtrain doctor` measures the reverse direction."""
 
     nonce: UInt
@@ -136,7 +137,7 @@ class BurstRequest:
 
 @message(56)
 @dataclass(frozen=True, slots=True)
-class StateRequest:
+class StateRequest(Message):
     """Request from a joining member for the state.
 
     Attributes:
@@ -156,7 +157,7 @@ class StateRequest:
 
 @message(68)
 @dataclass(frozen=True, slots=True)
-class StateDigest:
+class StateDigest(Message):
     """First answer of the state source to StateRequest: the blake2b-256 of the payloads of all blocks."""
 
     term: UInt
@@ -166,7 +167,7 @@ class StateDigest:
 
 @message(57)
 @dataclass(frozen=True, slots=True)
-class StateBlock:
+class StateBlock(Message):
     """Block `index` of `total` of the state, at most 1 MiB."""
 
     term: UInt
@@ -181,7 +182,7 @@ class StateBlock:
 
 @message(89)
 @dataclass(frozen=True, slots=True)
-class CheckpointRequest:
+class CheckpointRequest(Message):
     """Request for the receiver's checkpoint of these layers after the VIEW's step.
 
     The member list must say that the requester assembles its stage from the checkpoint.  CheckpointBlocks
@@ -198,7 +199,7 @@ class CheckpointRequest:
 
 @message(79)
 @dataclass(frozen=True, slots=True)
-class CheckpointBlock:
+class CheckpointBlock(Message):
     """Block `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
     The receiver stores the checkpoint on its own disk.  It either holds the next stage (the first stage, if
@@ -218,13 +219,13 @@ class CheckpointBlock:
 
 @message(70)
 @dataclass(frozen=True, slots=True)
-class SnapshotRequest:
+class SnapshotRequest(Message):
     """Request for the block digests of the source's snapshot (catch-up)."""
 
 
 @message(71)
 @dataclass(frozen=True, slots=True)
-class SnapshotDigests:
+class SnapshotDigests(Message):
     """Block digests of the source's snapshot, taken after step `applied`.
 
     `payload` contains the size in bytes of the part that all replicas share (u64), the size of the source's
@@ -239,7 +240,7 @@ class SnapshotDigests:
 
 @message(72)
 @dataclass(frozen=True, slots=True)
-class SnapshotBlocksRequest:
+class SnapshotBlocksRequest(Message):
     """Request for these blocks of the snapshot taken after step `applied` (catch-up)."""
 
     applied: AppliedStep
@@ -248,7 +249,7 @@ class SnapshotBlocksRequest:
 
 @message(73)
 @dataclass(frozen=True, slots=True)
-class SnapshotBlock:
+class SnapshotBlock(Message):
     """Block `index` of the snapshot taken after step `applied`."""
 
     applied: AppliedStep
@@ -261,7 +262,7 @@ class SnapshotBlock:
 
 @message(74)
 @dataclass(frozen=True, slots=True)
-class UpdatesRequest:
+class UpdatesRequest(Message):
     """Request for the updates of all steps after `applied`, including future ones (catch-up)."""
 
     applied: AppliedStep
@@ -269,7 +270,7 @@ class UpdatesRequest:
 
 @message(75)
 @dataclass(frozen=True, slots=True)
-class UpdateLogEntry:
+class UpdateLogEntry(Message):
     """The update of step `step`; `latest_step` is the source's last step.
 
     `runtime.state_transfer.update_log` defines the format of `payload`.
@@ -282,7 +283,7 @@ class UpdateLogEntry:
 
 @message(76)
 @dataclass(frozen=True, slots=True)
-class SnapshotUnavailable:
+class SnapshotUnavailable(Message):
     """Answer from a source that does not hold the requested snapshot or updates, or no longer does."""
 
     reason: Reason
@@ -290,7 +291,7 @@ class SnapshotUnavailable:
 
 @message(63)
 @dataclass(frozen=True, slots=True)
-class ResidualBlock:
+class ResidualBlock(Message):
     """Block `index` of `total` of a leaving member's residual, as it was after step `applied`.
 
     The blocks together are one sparse payload of fp32 values; see `core.member.residual_transfer`.
@@ -310,7 +311,7 @@ class ResidualBlock:
 
 @message(64)
 @dataclass(frozen=True, slots=True)
-class ResidualReply:
+class ResidualReply(Message):
     """Answer to the last ResidualBlock: the recipient accepts the complete residual, or declines it."""
 
     term: UInt
@@ -321,7 +322,7 @@ class ResidualReply:
 
 @message(60)
 @dataclass(frozen=True, slots=True)
-class RelayRequest:
+class RelayRequest(Message):
     """Request to a relay to forward `payload` to the peer `to`.
 
     The payload is encrypted for `to`, so the relay can neither read it nor alter it unnoticed.
@@ -333,7 +334,7 @@ class RelayRequest:
 
 @message(61)
 @dataclass(frozen=True, slots=True)
-class RelayedMessage:
+class RelayedMessage(Message):
     """A payload that the sender, a relay, forwards from `origin`."""
 
     origin: PeerId
@@ -342,38 +343,8 @@ class RelayedMessage:
 
 @message(62)
 @dataclass(frozen=True, slots=True)
-class RelayFailed:
+class RelayFailed(Message):
     """Report from a relay that it could not forward a payload to the peer `to`."""
 
     to: PeerId
     reason: Reason
-
-
-TransferMessage = (
-    Credit
-    | CatchUpReport
-    | CatchUpFrom
-    | ServeCatchUp
-    | Ping
-    | Pong
-    | Burst
-    | BurstReceived
-    | BurstRequest
-    | StateRequest
-    | StateDigest
-    | StateBlock
-    | CheckpointRequest
-    | CheckpointBlock
-    | SnapshotRequest
-    | SnapshotDigests
-    | SnapshotBlocksRequest
-    | SnapshotBlock
-    | UpdatesRequest
-    | UpdateLogEntry
-    | SnapshotUnavailable
-    | ResidualBlock
-    | ResidualReply
-    | RelayRequest
-    | RelayedMessage
-    | RelayFailed
-)

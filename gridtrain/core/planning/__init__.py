@@ -11,4 +11,5 @@ Contains pure functions of measurements, and the state of one run's choice; no m
     exchange_comparison   the fastest exchange, ring or direct;  exchange_choice: the choice of a run
     worker_memory         bytes of a worker for each trainable parameter
     batch_shares          samples of a step for each worker;  local_steps_proposal: steps between exchanges
+    svg_elements          what charts of a plan have in common
 """

@@ -87,7 +87,7 @@ def _fastest_cuts(
         fits = costs.lower_bound_bytes(stage, start, stop) <= limits[stage]
         return costs.compute_s(stage, start, stop) if fits else math.inf
 
-    known_s = max(time_s(s, *ends) for s, ends in enumerate(_spans(known)))
+    known_s = max(time_s(s, *ends) for s, ends in enumerate(pairwise(known)))
     edges = [[costs.edge_s(stage, stop) for stop in range(count + 1)] for stage in range(stages - 1)]
     fastest, fastest_s = bottleneck_cuts_within(count, stages, time_s, least_s, known_s, edges)
     assert fastest is not None  # `known` is one of the candidates
@@ -114,7 +114,7 @@ def _emptiest_cuts(
         slow = costs.compute_s(stage, start, stop) > bound_s
         return math.inf if slow else costs.lower_bound_bytes(stage, start, stop) / scale[stage]
 
-    known_fill = max(fill(s, *ends) for s, ends in enumerate(_spans(known)))
+    known_fill = max(fill(s, *ends) for s, ends in enumerate(pairwise(known)))
     cuts, _ = bottleneck_cuts(len(costs.layers), len(costs.cards), fill, least_fill, known_fill)
     assert cuts is not None  # `known` is one of the candidates
     return cuts
@@ -129,7 +129,7 @@ def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
     Raises:
         ConfigError: `cuts` are not ascending, or do not match the layers and cards.
     """
-    spans = _spans(cuts)
+    spans = list(pairwise(cuts))
     if len(spans) != len(costs.cards) or cuts[0] != 0 or cuts[-1] != len(costs.layers):
         raise ConfigError(
             f"cuts {tuple(cuts)} do not divide {len(costs.layers)} layers into {len(costs.cards)} stages",
@@ -140,7 +140,3 @@ def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
         raise ConfigError(f"cuts {tuple(cuts)} leave a stage empty", remedy="use strictly increasing cuts")
     stages = tuple(costs.stage_cost(s, start, stop) for s, (start, stop) in enumerate(spans))
     return PartitionCost(stages, max(costs.time_s(s, *span) for s, span in enumerate(spans)))
-
-
-def _spans(cuts: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(cuts))

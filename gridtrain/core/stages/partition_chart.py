@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from xml.sax.saxutils import escape
 
 from gridtrain.core.planning.exchange_comparison import format_seconds
+from gridtrain.core.planning.svg_elements import FAINT, INK, svg_page, svg_text
 from gridtrain.core.stages.memory_fit import format_layers
 from gridtrain.core.stages.stage_cost import Layer, StageCost
 from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
@@ -19,7 +19,6 @@ from gridtrain.quantities import format_bytes
 BAR = 24
 MOST_NAMES = 44
 
-INK, FAINT, GRID = "#222222", "#6B6B6B", "#E4E4E4"
 TIMES = (("forward", "#0072B2"), ("backward", "#5BA3D0"), ("link", "#D55E00"))
 BYTES = (
     ("parameters", "#007A5A"),
@@ -27,7 +26,6 @@ BYTES = (
     ("activations", "#8A4F7D"),
     ("in transit", "#D55E00"),
 )
-FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
 TOP, ROW = 116.0, 54.0
 LEFT, WIDTH = 220.0, 360.0  # of the times
 MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the bytes
@@ -105,40 +103,34 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
 def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     """Return the chart as SVG, with two panels: each stage's time for a micro-batch, and its peak memory."""
     stages = outlook.cut.stages
-    width, height = MEMORY_LEFT + MEMORY_WIDTH + 60, TOP + ROW * len(stages) + 20
     running = outlook.settings
     subtitle = (
         f"{running.micro_batches} micro-batches of {running.samples}, {running.order}; a step takes "
         f"{format_seconds(outlook.step_s)} and its bubble is {outlook.bubble:.0%} (predicted)"
     )
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}" font-family="{FONTS}" font-size="13">',
-        "<title>How the model is divided into stages</title>",
-        '<rect width="100%" height="100%" fill="#FFFFFF"/>',
-        _text(20, 28, f"{len(layers)} layers in {len(stages)} stages", size=17, weight="bold"),
-        _text(20, 49, subtitle, colour=FAINT),
-        *_legend(LEFT, TIMES),
-        *_legend(MEMORY_LEFT, BYTES),
-    ]
+    parts = [*_legend(LEFT, TIMES), *_legend(MEMORY_LEFT, BYTES)]
     longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
     limits = [stage.card.memory_bytes for stage in stages if stage.card.memory_bytes < math.inf]
     largest = max(*limits, *(stage.memory.total for stage in stages), 1)
     for index, stage in enumerate(stages):
         top = TOP + ROW * index
         names = _shortened(format_layers(layers, stage.start, stage.stop).partition(", ")[2])
-        parts.append(_text(20, top + 14, f"stage {index}: {stage.stop - stage.start} layers", weight="bold"))
-        parts.append(_text(20, top + 30, names[:28], colour=FAINT))
+        parts.append(
+            svg_text(20, top + 14, f"stage {index}: {stage.stop - stage.start} layers", weight="bold")
+        )
+        parts.append(svg_text(20, top + 30, names[:28], colour=FAINT))
         parts += _time_bars(stage, top, longest_s)
         parts += _memory_bars(stage, top, float(largest))
-    return "\n".join([*parts, "</svg>", ""])
+    title, heading = "How the model is divided into stages", f"{len(layers)} layers in {len(stages)} stages"
+    size = MEMORY_LEFT + MEMORY_WIDTH + 60, TOP + ROW * len(stages) + 20
+    return svg_page(title, heading, subtitle, 20, size, parts)
 
 
 def _legend(left: float, entries: Sequence[tuple[str, str]]) -> list[str]:
     parts = []
     for name, colour in entries:
         parts.append(_box(left, TOP - 32, 11, 11, colour))
-        parts.append(_text(left + 16, TOP - 22, name))
+        parts.append(svg_text(left + 16, TOP - 22, name))
         left += 34 + 7.0 * len(name)
     return parts
 
@@ -151,7 +143,7 @@ def _time_bars(stage: StageCost, top: float, longest_s: float) -> list[str]:
         _box(LEFT, top, forward, 20, TIMES[0][1]),
         _box(LEFT + forward, top, backward, 20, TIMES[1][1]),
         _box(LEFT, top + 22, transfer, 8, TIMES[2][1]),
-        _text(LEFT + forward + backward + 8, top + 15, format_seconds(stage.compute_s)),
+        svg_text(LEFT + forward + backward + 8, top + 15, format_seconds(stage.compute_s)),
     ]
 
 
@@ -167,7 +159,7 @@ def _memory_bars(stage: StageCost, top: float, largest: float) -> list[str]:
     if stage.card.memory_bytes < math.inf:
         parts.append(_box(MEMORY_LEFT + stage.card.memory_bytes * scale - 1, top - 4, 2, 28, INK))
         label += f" of {format_bytes(stage.card.memory_bytes)}"
-    parts.append(_text(MEMORY_LEFT, top + 36, label))
+    parts.append(svg_text(MEMORY_LEFT, top + 36, label))
     return parts
 
 
@@ -175,19 +167,4 @@ def _box(left: float, top: float, width: float, height: float, colour: str) -> s
     return (
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.0, width):.1f}" height="{height:g}" '
         f'fill="{colour}"/>'
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    colour: str = INK,
-    size: float = 13,
-    weight: str = "normal",
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-size="{size:g}" '
-        f'font-weight="{weight}">{escape(text)}</text>'
     )

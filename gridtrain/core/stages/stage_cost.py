@@ -15,10 +15,10 @@ k is M in fill-drain, and up to S - s in 1F1B with `ahead` = 0 (`schedule`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.stages.schedule import Schedule, fill_drain, one_forward_one_backward
@@ -241,48 +241,32 @@ class PartitionCost:
         return (0, *(stage.stop for stage in self.stages))
 
 
-@dataclass(slots=True)
 class StageCostModel:
-    """Computes the time and memory of a stage from prefix sums.
+    """Computes the time and memory of a stage from prefix sums, because a search asks for many stages.
 
     A stage consists of layers `start` to `stop` - 1 on card `stage`.
     """
 
-    layers: Sequence[Layer]
-    cards: Sequence[Card]
-    network: NetworkModel
-    running: ExecutionSettings
-    _forward: list[int] = field(init=False)
-    _backward: list[int] = field(init=False)
-    _parameters: list[int] = field(init=False)
-    _trainable: list[int] = field(init=False)
-    _kept: list[int] = field(init=False)
-    _inputs: list[int] = field(init=False)
-    _most_work: _RangeMaximum = field(init=False)
-    _most_fixed: _RangeMaximum = field(init=False)
-    _in_flight: list[int] = field(
-        init=False
-    )  # this list and the following lists are used for each of many partitions, so they are computed once
-    _recomputes: list[bool] = field(init=False)
-    _per_s: list[float] = field(init=False)
-    _messages_s: list[float] = field(init=False)
-    _forward_Bps: list[float] = field(init=False)
-    _backward_Bps: list[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        layers, running = self.layers, self.running
-        if len(self.cards) != self.network.size:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        cards: Sequence[Card],
+        network: NetworkModel,
+        running: ExecutionSettings,
+    ) -> None:
+        self.layers, self.cards, self.running = layers, cards, running
+        if len(cards) != network.size:
             raise ConfigError(
-                f"there are {len(self.cards)} cards, but the network has {self.network.size} ranks",
+                f"there are {len(cards)} cards, but the network has {network.size} ranks",
                 remedy="specify one card for each rank of the network",
             )
         forwards_s = [running.samples * each.forward_s + each.overhead_s for each in layers]
         backwards_s = [running.samples * each.backward_s + each.overhead_s for each in layers]
-        self._forward = _sums([round(each_s * _PICOSECONDS_PER_s) for each_s in forwards_s])
-        self._backward = _sums([round(each_s * _PICOSECONDS_PER_s) for each_s in backwards_s])
-        self._parameters = _sums([each.parameter_bytes for each in layers])
-        self._trainable = _sums([each.trainable for each in layers])
-        self._kept = _sums([each.kept_bytes for each in layers])
+        self._forward = _sums(round(each_s * _PICOSECONDS_PER_s) for each_s in forwards_s)
+        self._backward = _sums(round(each_s * _PICOSECONDS_PER_s) for each_s in backwards_s)
+        self._parameters = _sums(each.parameter_bytes for each in layers)
+        self._trainable = _sums(each.trainable for each in layers)
+        self._kept = _sums(each.kept_bytes for each in layers)
         inputs = [running.input_bytes, *(each.output_bytes for each in layers)]
         self._inputs = _sums(inputs)
         works = [
@@ -291,10 +275,10 @@ class StageCostModel:
         ]
         self._most_work = _RangeMaximum(works)
         self._most_fixed = _RangeMaximum([each.fixed_work_bytes for each in layers])
-        stages, path_Bps = len(self.cards), self.network.path_Bps
+        stages, path_Bps = len(cards), network.path_Bps
         self._in_flight = [running.in_flight(stage, stages) for stage in range(stages)]
         self._recomputes = [running.recomputes_forward(stage, stages) for stage in range(stages)]
-        self._per_s = [_PICOSECONDS_PER_s * card.speed for card in self.cards]
+        self._per_s = [_PICOSECONDS_PER_s * card.speed for card in cards]
         sides = [(stage > 0) + (stage + 1 < stages) for stage in range(stages)]
         self._messages_s = [number * running.message_s for number in sides]
         self._forward_Bps = [path_Bps(stage, stage + 1) for stage in range(stages - 1)]
@@ -400,11 +384,8 @@ class StageCostModel:
         )
 
 
-def _sums(values: Sequence[int]) -> list[int]:
-    sums = [0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
+def _sums(values: Iterable[int]) -> list[int]:
+    return list(accumulate(values, initial=0))
 
 
 class _RangeMaximum:

@@ -5,7 +5,8 @@
                               encrypted (`secure_channel`)
     ZeroMQTransport           direct connections over TCP (`zmq/`), or `in_memory` within one process
 
-Both direct transports use `send_queue` (the order of sending), `rate_limiter` (rate caps), `access_control`
-(which keys may connect) and `identity` (key pairs); `receive_queue` applies the download cap over sockets.
-`message_faults` and `fault_injection` inject planned faults in tests.
+The layers inherit from `wrapping_transport`.  Both direct transports use `send_queue` (the order of
+sending), `rate_limiter` (rate caps), `access_control` (which keys may connect) and `identity` (key pairs);
+`receive_queue` applies the download cap over sockets.  `message_faults` and `fault_injection` inject planned
+faults in tests.
 """

@@ -43,6 +43,7 @@ from gridtrain.core.messages import (
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.network.transport.interface import Frames, PeerDown, Received, Transport, TransportEvent
+from gridtrain.network.transport.wrapping_transport import WrappingTransport
 
 Action = Literal["fail", "kill", "freeze", "slow", "corrupt", "stall"]
 LASTING = ("freeze", "slow", "stall")
@@ -225,12 +226,12 @@ class _DelayedMessage:
     message: Message
 
 
-class FaultyTransport:
+class FaultyTransport(WrappingTransport):
     """Implements `Transport` over `inner`, for one worker."""
 
     def __init__(self, inner: Transport, faults: Faults, name: str, die: Callable[[], None]) -> None:
-        self.me, self.traffic = inner.me, inner.traffic
-        self._inner, self._faults, self._name, self._die = inner, faults, name, die
+        super().__init__(inner)
+        self._faults, self._name, self._die = faults, name, die
         self._rank: int | None = None
         self._roster_pages: dict[int, MemberListPage] = {}
         self._members: tuple[Member, ...] = ()
@@ -239,31 +240,13 @@ class FaultyTransport:
         self._corrupt: set[int] = set()
         self._delayed: dict[PeerId, deque[_DelayedMessage]] = {}
 
-    def listen(self, address: str) -> str:
-        return self._inner.listen(address)
-
-    def dial(self, peer: PeerId, address: str) -> None:
-        self._inner.dial(peer, address)
-
-    def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        self._inner.reach(peer, addresses, timeout_s)
-
     def hang_up(self, peer: PeerId) -> None:
         self._delayed.pop(peer, None)
         self._inner.hang_up(peer)
 
-    def connected(self, peer: PeerId) -> bool:
-        return self._inner.connected(peer)
-
-    def backlog_bytes(self, peer: PeerId) -> int:
-        return self._inner.backlog_bytes(peer)
-
-    def wake(self) -> None:
-        self._inner.wake()
-
     def close(self) -> None:
         self._delayed.clear()
-        self._inner.close()
+        super().close()
 
     def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
         match message:

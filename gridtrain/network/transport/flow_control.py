@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gridtrain.core.messages import Credit, Message, PeerId
@@ -39,6 +39,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
 )
 from gridtrain.network.transport.send_queue import BULK_MESSAGES, DEFAULT_LIMIT_BYTES
+from gridtrain.network.transport.wrapping_transport import WrappingTransport
 from gridtrain.network.wire import codec
 
 WINDOW_BYTES = 32 * 2**20
@@ -112,7 +113,7 @@ class _CreditAccount:
         return self.processed - self.granted >= max(1, window_bytes // 4)
 
 
-class FlowControlTransport:
+class FlowControlTransport(WrappingTransport):
     """Implements `Transport` over `inner`; the loop must call `return_credit` as well.
 
     Args:
@@ -124,8 +125,7 @@ class FlowControlTransport:
     def __init__(
         self, inner: Transport, *, window_bytes: int = WINDOW_BYTES, queue_bytes: int = DEFAULT_LIMIT_BYTES
     ) -> None:
-        self.me, self.traffic = inner.me, inner.traffic
-        self._inner = inner
+        super().__init__(inner)
         self._window_bytes = window_bytes
         self._queue_bytes = queue_bytes
         self._accounts: dict[PeerId, _CreditAccount] = {}
@@ -135,22 +135,10 @@ class FlowControlTransport:
 
     # -- Transport -----------------------------------------------------------------------------
 
-    def listen(self, address: str) -> str:
-        return self._inner.listen(address)
-
-    def dial(self, peer: PeerId, address: str) -> None:
-        self._inner.dial(peer, address)
-
-    def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        self._inner.reach(peer, addresses, timeout_s)
-
     def hang_up(self, peer: PeerId) -> None:
         """See `Transport.hang_up`; messages that wait for credit are dropped."""
         self._accounts.pop(peer, None)
         self._inner.hang_up(peer)
-
-    def connected(self, peer: PeerId) -> bool:
-        return self._inner.connected(peer)
 
     def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
         """See `Transport.send`; bulk waits for credit.
@@ -195,12 +183,6 @@ class FlowControlTransport:
         for event in self._inner.poll(timeout_s):
             self._handle(event, events)
         return events
-
-    def wake(self) -> None:
-        self._inner.wake()
-
-    def close(self) -> None:
-        self._inner.close()
 
     # -- for the loop --------------------------------------------------------------------------
 

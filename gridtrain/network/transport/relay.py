@@ -21,7 +21,6 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.core.messages import (
@@ -52,6 +51,7 @@ from gridtrain.network.transport.secure_channel import (
     is_offer,
 )
 from gridtrain.network.transport.send_queue import is_bulk
+from gridtrain.network.transport.wrapping_transport import WrappingTransport
 from gridtrain.network.wire import codec
 
 CALL_INITIAL_S = 0.25
@@ -93,7 +93,7 @@ class _RelayedConnection:
         self.attempt += 1
 
 
-class RelayTransport:
+class RelayTransport(WrappingTransport):
     """Implements `Transport` over `inner`, and relays between other peers as far as `may_relay` permits.
 
     Args:
@@ -117,10 +117,9 @@ class RelayTransport:
                 f"{inner.me.hex()[:8]}",
                 remedy="use the same identity for both",
             )
-        self.me, self.traffic = inner.me, inner.traffic
+        super().__init__(inner)
         self.dropped_packets: Counter[str] = Counter()
         """The number of packets that were dropped without reporting a violation, by reason."""
-        self._inner = inner
         self._identity = identity
         (hello,) = codec.encode(Hello(self.me, PROTOCOL_VERSION, software))
         self._software = bytes(hello)
@@ -130,9 +129,6 @@ class RelayTransport:
         self._events: list[TransportEvent] = []
 
     # -- Transport -----------------------------------------------------------------------------
-
-    def listen(self, address: str) -> str:
-        return self._inner.listen(address)
 
     def dial(self, peer: PeerId, address: str) -> None:
         """See `Transport.dial`.  Dialling another relay or a direct address replaces a relayed connection.
@@ -155,9 +151,6 @@ class RelayTransport:
             self._inner.hang_up(peer)
         self._relayed[peer] = _RelayedConnection(peer, relay, channel)
         self._call_due(time.monotonic())
-
-    def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        self._inner.reach(peer, addresses, timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:
         self._give_up(peer, "")
@@ -197,9 +190,6 @@ class RelayTransport:
                 self._handle(event, time.monotonic())
         events, self._events = self._events, []
         return events
-
-    def wake(self) -> None:
-        self._inner.wake()
 
     def close(self) -> None:
         for peer in list(self._relayed):

@@ -61,7 +61,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
         )
     if not record.has_frame:
         return [header]
-    return [header, _as_frame(message.payload, record.name)]  # type: ignore[union-attr]
+    return [header, _as_frame(message.payload, record.name)]  # type: ignore[attr-defined]
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:

@@ -144,7 +144,10 @@ class DenseRingBuffer:
             return self._ring
         if flags:
             self.update_N[:] = 0
-        self._ring = RingAllReduce(rank, world_size, self.slices, flags)
+        return self._new_collective(rank, flags)
+
+    def _new_collective(self, rank: int, flags: int) -> Collective:
+        self._ring = RingAllReduce(rank, self._world_size, self.slices, flags)
         return self._ring
 
     def apply(self, effect: BufferEffect) -> None:
@@ -166,7 +169,10 @@ class DenseRingBuffer:
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         if slot.phase is CollectivePhase.RESUME:
             return self._ring.received if self._ring is not None else b""
-        return self._slice_view(slot.segment, slot.slice).view(np.uint8).data.toreadonly()
+        return self._slice_view(*self._key(slot)).view(np.uint8).data.toreadonly()
+
+    def _key(self, slot: PayloadSlot) -> tuple[int, int]:
+        return 0 if self.is_one_segment else slot.segment, slot.slice
 
     def hash_ahead(self) -> bool:
         """Hash one final slice, if there is one; return whether more final slices can be hashed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gridtrain.core.collectives.collective import AddSlice, BufferEffect, Collective
 from gridtrain.core.collectives.direct import DirectAllReduce, count_slices
-from gridtrain.runtime.buffers import collective_buffers
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 
 
@@ -23,12 +22,9 @@ class DirectBuffer(DenseRingBuffer):
     is_resumable = False
     slices_of = staticmethod(count_slices)
 
-    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
-        collective_buffers._check_world_size(world_size, self._world_size)
-        if flags:
-            self.update_N[:] = 0
+    def _new_collective(self, rank: int, flags: int) -> Collective:
         most = max(self._slice_view(rank, slice_).size for slice_ in range(self.slices))
-        return DirectAllReduce(rank, world_size, self.slices, flags, self._payload_bytes(most))
+        return DirectAllReduce(rank, self._world_size, self.slices, flags, self._payload_bytes(most))
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:

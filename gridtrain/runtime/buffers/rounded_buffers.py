@@ -77,7 +77,7 @@ class RoundedRingBuffer(DenseRingBuffer):
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         if slot.phase is CollectivePhase.RESUME:
             return super().payload(slot)
-        key = 0 if self.is_one_segment else slot.segment, slot.slice
+        key = self._key(slot)
         return self._payloads[key] if key in self._payloads else self._round(*key)
 
     def _mark_written(self, segment: int, slice_: int, *, final: bool, checked: bool) -> None:

@@ -7,8 +7,6 @@ DenseStarBuffer   DenseStar     a vector (n,) float32, summed in place
 
 from __future__ import annotations
 
-import numpy as np
-
 from gridtrain.core.collectives.collective import (
     AddSlice,
     BufferEffect,
@@ -18,9 +16,7 @@ from gridtrain.core.collectives.collective import (
 from gridtrain.core.collectives.ring import count_slices
 from gridtrain.core.collectives.star import DenseStar, SparseStar
 from gridtrain.core.collectives.tree import TreeExchange
-from gridtrain.core.messages import PayloadSlot
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers import collective_buffers
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer
 from gridtrain.sparsify.merge import sum_in_rank_order, truncate
 
@@ -85,11 +81,8 @@ class DenseStarBuffer(DenseRingBuffer):
     is_resumable = False
     slices_of = staticmethod(count_slices)
 
-    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
-        collective_buffers._check_world_size(world_size, self._world_size)
-        if flags:
-            self.update_N[:] = 0
-        return DenseStar(rank, world_size, self.slices, flags)
+    def _new_collective(self, rank: int, flags: int) -> Collective:
+        return DenseStar(rank, self._world_size, self.slices, flags)
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
@@ -100,9 +93,6 @@ class DenseStarBuffer(DenseRingBuffer):
                 self._mark_written(segment, slice_, final=False, checked=False)  # others may follow
             case _:
                 super().apply(effect)
-
-    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
-        return self._slice_view(0, slot.slice).view(np.uint8).data.toreadonly()
 
 
 SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.client.private_file import replace_private_file
 
 CONTACT_FILE, OPERATOR_KEY, COORDINATOR_KEY = "coordinator.json", "operator.key", "coordinator.key"
 FORMAT = 1
@@ -56,18 +55,12 @@ class EndpointFile:
             "encrypted": self.encrypted,
         }
         path = folder / CONTACT_FILE
-        partial = folder / f".{CONTACT_FILE}.{secrets.token_hex(4)}"
         try:
-            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(body, file, indent=1)
-            os.replace(partial, path)
+            replace_private_file(path, json.dumps(body, indent=1))
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror}", remedy="check the permissions of the folder"
             ) from None
-        finally:
-            partial.unlink(missing_ok=True)
 
     def remove(self, folder: Path) -> None:
         """Remove the file from `folder`, unless another coordinator has replaced it."""

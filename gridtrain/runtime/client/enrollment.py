@@ -29,7 +29,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_existing_identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.invitation_store import InvitationStore
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import identity_folder
 
 UNKNOWN_INVITATION = (
     "the coordinator does not know this invitation, because it expired long ago or was made for another run"
@@ -74,6 +74,11 @@ class Enrollment:
             "unencrypted": "" if self.encrypted else "yes",
         }
 
+    def connect(self) -> CoordinatorClient:
+        """Connect to the coordinator with the worker's key.  Raises `ConfigError`."""
+        key = Identity.read(self.identity)
+        return CoordinatorClient(self.coordinator, self.coordinator_key, key, encrypted=self.encrypted)
+
 
 @contextlib.contextmanager
 def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False) -> Iterator[Enrollment]:
@@ -99,7 +104,7 @@ def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = Fals
             if invitation.encrypted
             else "ask its owner for an encrypted run; use --unencrypted only for a benchmark",
         )
-    folder = state_directory(invitation.run) / "identities" / invitation.coordinator.hex()[:16]
+    folder = identity_folder(invitation.run, invitation.coordinator)
     with _admit(invitation, folder, timeout_s) as (path, status):
         yield Enrollment(
             coordinator=invitation.address,
@@ -229,9 +234,7 @@ def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
 def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
     """Return whether the coordinator still admits this worker's key; True if it does not answer."""
     try:
-        with CoordinatorClient(
-            entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted
-        ) as client:
+        with entry.connect() as client:
             client.status(timeout_s)
     except JoinRefused as refusal:
         return refusal.code != DENIED

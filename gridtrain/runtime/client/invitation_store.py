@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 from gridtrain.core.group.invitation import Invitation, invitation_digest, parse
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.identity import Identity, make_private_folder
+from gridtrain.runtime.client.private_file import replace_private_file
 
 STORE_FILE, LOCK_FILE = "invitations.json", "invitations.lock"
 MAX_UNUSED = 16
@@ -139,19 +138,14 @@ class InvitationStore:
         )
 
     def _write(self, content: _StoredInvitations) -> None:
-        partial = self._folder / f".{STORE_FILE}.{secrets.token_hex(4)}"
+        path, body = self._folder / STORE_FILE, {"used": content.used_by_key, "spare": content.unused}
         try:
-            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"used": content.used_by_key, "spare": content.unused}, file, indent=1)
-            os.replace(partial, self._folder / STORE_FILE)
+            replace_private_file(path, json.dumps(body, indent=1))
         except OSError as error:
             raise ConfigError(
-                f"{self._folder / STORE_FILE} cannot be written: {error.strerror}",
+                f"{path} cannot be written: {error.strerror}",
                 remedy="free disk space, or set XDG_STATE_HOME to another folder",
             ) from None
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def _digest(invitation: Invitation) -> str:

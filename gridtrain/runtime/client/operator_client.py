@@ -19,14 +19,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from gridtrain.core.group.invitation import RUN_NAME, Invitation
 from gridtrain.core.messages import Invite, OperatorReply, PeerId, RemoveWorker, Unban
 from gridtrain.errors import ConfigError, JoinRefused, RemoteProtocolError
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.interface import Transport
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, OPERATOR_KEY, EndpointFile
 from gridtrain.runtime.client.worker_naming import state_directory
@@ -102,46 +100,28 @@ class CoordinatorEndpoint:
 
 
 class OperatorClient:
-    """Sends commands with the operator's key.  Use it as a context manager.
+    """Sends commands with the operator's key.
+
+    Each request opens a new connection, and requests of other programs on this machine wait until it is
+    closed.
 
     Args:
         endpoint: the coordinator and the operator's key.
-        transport: a transport with the operator's identity, which is closed on exit.  If it is None, each
-            request opens a new ZeroMQ connection, and requests of other programs on this machine wait until
-            it is closed.
-
-    Raises `ConfigError`, `CoordinatorUnreachable`.
     """
 
-    def __init__(self, endpoint: CoordinatorEndpoint, transport: Transport | None = None) -> None:
+    def __init__(self, endpoint: CoordinatorEndpoint) -> None:
         self.endpoint = endpoint
-        self._client = None if transport is None else self._connected(transport)
-
-    def _connected(self, transport: Transport | None = None) -> CoordinatorClient:
-        there = self.endpoint
-        return CoordinatorClient(
-            there.local_address,
-            there.coordinator,
-            there.operator,
-            encrypted=there.encrypted,
-            transport=transport,
-        )
 
     def _ask(self, question: Callable[[CoordinatorClient], Answer], timeout_s: float) -> Answer:
-        with _explain_refusal(self.endpoint):
-            if self._client is not None:
-                return question(self._client)
-            with _operator_lock(self.endpoint.key_file, timeout_s), self._connected() as client:
-                return question(client)
-
-    def __enter__(self) -> OperatorClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._client is not None:
-            self._client.__exit__(kind, error, trace)
+        there = self.endpoint
+        with (
+            _explain_refusal(there),
+            _operator_lock(there.key_file, timeout_s),
+            CoordinatorClient(
+                there.local_address, there.coordinator, there.operator, encrypted=there.encrypted
+            ) as client,
+        ):
+            return question(client)
 
     def order(self, message: Invite | RemoveWorker | Unban, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
         """Send a command; return the text of the coordinator's reply, to be displayed.

@@ -49,6 +49,11 @@ def state_directory(run: str) -> Path:
     return Path(base) / "gridtrain" / run_folder_name(run)
 
 
+def identity_folder(run: str, coordinator: bytes) -> Path:
+    """Return the folder with this user's identities in a run of the coordinator with that key."""
+    return state_directory(run) / "identities" / coordinator.hex()[:16]
+
+
 def run_folder_name(run: str) -> str:
     """Return the name of the folder of a run.
 

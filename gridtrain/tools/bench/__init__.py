@@ -5,7 +5,6 @@
     bench_member       one worker of a real run that exchanges synthetic gradients on command
     bench_group        coordinator and members as processes, repeat after repeat
     processor_bench    copy, selection, codec and merge in this process
-    device_speed       float32 multiplications per second
     main               `gridtrain bench`: all of it in order, and its report
 
 `gridtrain bench` prints the results for one machine; benchmarks/bench also measures over shaped links, and

@@ -11,28 +11,22 @@ All processes are ended, by their ids, when the `with` block is left.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
-from gridtrain.config import ENV_PREFIX
 from gridtrain.errors import GridtrainError
+from gridtrain.runtime.process_hooks import install_sigterm_handler
 from gridtrain.tools.bench.process_barrier import BarrierServer, MemberReport
+from gridtrain.tools.child_processes import CLI_COMMAND, end_processes, log_tail, process_environment
 
-CLI_COMMAND = (sys.executable, "-c", "from gridtrain.cli import main; main()")
 MEMBER_COMMAND = (sys.executable, "-m", "gridtrain.tools.bench.bench_member")
 INVITATION_TIMEOUT_S = 30
 START_TIMEOUT_S, START_TIMEOUT_PER_MEMBER_S = 60.0, 10.0
 REPEAT_TIMEOUT_S = 600.0
-SHUTDOWN_TIMEOUT_S = 5.0
 TAIL_LINES = 12
 
 
@@ -193,14 +187,14 @@ def start_group(setting: BenchSetting, ground: ProcessHost, folder: Path) -> Ite
     Raises `GridtrainError` with the ends of the logs if a process fails.
     """
     folder.mkdir(parents=True)
-    unwind_on_sigterm()
-    env = process_environment(folder)
+    install_sigterm_handler()
+    env = process_environment(folder / "state")
     running: dict[str, subprocess.Popen[bytes]] = {}
 
     def check() -> None:
         if ended := [name for name, process in running.items() if process.poll() is not None]:
             raise GridtrainError(
-                "\n".join([f"{', '.join(ended)} ended", *(log_tail(folder / name) for name in ended)]),
+                "\n".join([f"{', '.join(ended)} ended", *(member_log_tail(folder / name) for name in ended)]),
                 remedy=f"see the complete logs in {folder}",
             )
 
@@ -240,7 +234,7 @@ def _invitation(setting: BenchSetting, ground: ProcessHost, folder: Path, env: M
     finally:
         end_processes([process])
     if code != 0:
-        logs = "\n".join(log_tail(folder / name) for name in ("invite", "coordinator"))
+        logs = "\n".join(member_log_tail(folder / name) for name in ("invite", "coordinator"))
         raise GridtrainError(
             f"no invitation was created\n{logs}", remedy=f"see the complete logs in {folder}"
         )
@@ -261,40 +255,6 @@ def _member(
     return argv + ([] if setting.encrypted else ["--unencrypted"])
 
 
-def process_environment(folder: Path) -> dict[str, str]:
-    """Return this process's environment without settings of another run, and with one thread per
-    member."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return {**inherited, **ours, "XDG_STATE_HOME": str(folder / "state")}
-
-
-def unwind_on_sigterm() -> None:
-    """Make SIGTERM leave `with` blocks in order, unless a handler is installed.  Main thread only."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _leave)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def log_tail(log: Path) -> str:
+def member_log_tail(log: Path) -> str:
     """Return the last lines of a process's two logs, with a heading."""
-    texts = [Path(f"{log}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
-    lines = [line for text in texts for line in text.splitlines()[-TAIL_LINES:]]
-    return "\n".join([f"--- {log.name}, end of its output ---", *lines])
-
-
-def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes and their children, first with SIGTERM, then with SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        until_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until_s - time.monotonic()))
+    return log_tail(log.name, [Path(f"{log}.{kind}") for kind in ("out", "err")], TAIL_LINES)

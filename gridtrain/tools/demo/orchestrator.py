@@ -12,11 +12,8 @@ It decides which processes run, and when a run has failed; it handles no gradien
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from gridtrain.config import ENV_PREFIX
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
+from gridtrain.tools.child_processes import CLI_COMMAND, end_processes, log_tail, process_environment
 from gridtrain.tools.demo.demo_report import LossCurve, Measurement
 from gridtrain.tools.demo.recipe import DENSITY, MEASURE_EVERY, label_for
 from gridtrain.tools.demo.step_records import SENT_GLOB, STEPS_FILE, RecordReader, StepRecord, mean_sent
@@ -50,7 +47,6 @@ OLD_FILES = (
     *(STEPS_FILE, SENT_GLOB, "worker-*.json", "final*.safetensors*", "*.log"),
     *("journal.sqlite*", "coordinator.*", "operator.key", "gridtrain/*/identities/*/worker-*"),
 )
-CLI = (sys.executable, "-c", "from gridtrain.cli import main; main()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +111,7 @@ def run_all(plan: DemoPlan, view: ProgressView) -> list[LossCurve]:
 
 
 def coordinator_command(workers: int, folder: Path) -> ProcessCommand:
-    argv = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
+    argv = (*CLI_COMMAND, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
     return ProcessCommand("coordinator", (*argv, "--min-workers", str(workers)))
 
 
@@ -132,9 +128,9 @@ def worker_commands(
         contact = CoordinatorEndpoint.find(state=folder.resolve())
     except ConfigError:
         return None
-    with OperatorClient(contact) as operator:
-        invitation = operator.invite(count, expires_s=INVITATION_TIMEOUT_S).text()
-    worker = (*CLI, "worker", invitation, *options)
+    operator = OperatorClient(contact)
+    invitation = operator.invite(count, expires_s=INVITATION_TIMEOUT_S).text()
+    worker = (*CLI_COMMAND, "worker", invitation, *options)
     return [
         ProcessCommand(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
         for i in range(1, count + 1)
@@ -203,9 +199,7 @@ class RunningProcess:
         return self.popen.poll()
 
     def tail(self) -> str:
-        """Return the last lines of the process's log, with a heading."""
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join([f"--- {self.command.name}, end of its log ---", *lines])
+        return log_tail(self.command.name, [self.log], LOG_TAIL_LINES)
 
     def raise_if_failed(self) -> None:
         code = self.poll()
@@ -220,7 +214,8 @@ class RunningProcess:
 def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterator[list[RunningProcess]]:
     """Start processes, each in its own session; end all of them and their children on leaving."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = _environment(folder)
+    here = folder.resolve()
+    environment = process_environment(here, EXPORT_DIR=str(here))
     running: list[RunningProcess] = []
     try:
         for command in commands:
@@ -237,52 +232,7 @@ def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterato
             running.append(RunningProcess(command, popen, log))
         yield running
     finally:
-        _end(running)
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    """Return this process's environment without settings of another run, with one thread per worker and with
-    the final model among the results."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    here = str(folder.resolve())  # also for keys, so that a demo leaves no files elsewhere
-    ours = {"PYTHONUNBUFFERED": "1", f"{ENV_PREFIX}EXPORT_DIR": here, "XDG_STATE_HOME": here}
-    return inherited | threads | ours
-
-
-def _end(running: Sequence[RunningProcess]) -> None:
-    """Send SIGTERM to all processes twice, workers first; kill the remaining ones."""
-    with _undisturbed():
-        for grace_s in SHUTDOWN_TIMEOUTS_S:
-            alive = [process for process in reversed(running) if process.poll() is None]
-            for process in alive:
-                _signal_group(process, signal.SIGTERM)
-            until_s = time.monotonic() + grace_s
-            for process in alive:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.popen.wait(max(0.0, until_s - time.monotonic()))
-        for process in running:
-            _signal_group(process, signal.SIGKILL)  # also children that outlived their parent
-            process.popen.wait()
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore further Ctrl-C and SIGTERM, which must not interrupt the clean-up; its duration is bounded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread receives signals
-        return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _signal_group(process: RunningProcess, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.popen.pid, number)
+        end_processes([process.popen for process in running], SHUTDOWN_TIMEOUTS_S)
 
 
 def remove_old_files(folder: Path) -> None:

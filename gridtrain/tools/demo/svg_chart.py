@@ -15,17 +15,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from xml.sax.saxutils import escape
+
+from gridtrain.core.planning.svg_elements import FAINT, FONT_PX, svg_page, svg_text
 
 COLOURS = ("#0072B2", "#D55E00", "#007A5A", "#8A4F7D")
 """A palette after Okabe and Ito: distinguishable with any colour vision, and dark enough for text on
 white."""
 
-INK, FAINT, GRID = "#222222", "#6B6B6B", "#E4E4E4"
+GRID = "#E4E4E4"
 PANEL_WIDTH, PANEL_HEIGHT = 430.0, 300.0
 LEFT, TOP, BETWEEN, RIGHT, BOTTOM = 66.0, 92.0, 84.0, 30.0, 62.0
-FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
-FONT_PX = 13.0
 LETTER_PX = 0.62 * FONT_PX  # mean advance of a character in a wide bold sans-serif
 
 Point = tuple[float, float]
@@ -107,17 +106,10 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
     """Return the whole chart as SVG text."""
     width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * BETWEEN + RIGHT
     height = TOP + PANEL_HEIGHT + BOTTOM
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}" font-family="{FONTS}" font-size="{FONT_PX:g}">',
-        f"<title>{escape(title)}</title>",
-        '<rect width="100%" height="100%" fill="#FFFFFF"/>',
-        _text(LEFT, 28, title, size=17, weight="bold"),
-        _text(LEFT, 49, subtitle, colour=FAINT),
-    ]
+    parts: list[str] = []
     for position, panel in enumerate(panels):
         parts += _PanelRenderer(panel, LEFT + position * (PANEL_WIDTH + BETWEEN)).draw()
-    return "\n".join([*parts, "</svg>", ""])
+    return svg_page(title, title, subtitle, LEFT, (width, height), parts)
 
 
 @dataclass(slots=True)
@@ -172,20 +164,20 @@ class _PanelRenderer:
 
     def _axes(self) -> list[str]:
         panel, right, bottom = self.panel, self.left + PANEL_WIDTH, TOP + PANEL_HEIGHT
-        parts = [_text(self.left, TOP - 16, panel.title, weight="bold")]
+        parts = [svg_text(self.left, TOP - 16, panel.title, weight="bold")]
         for tick in self.y_ticks:
             y = self.y(tick)
             parts.append(_rule(self.left, y, right, y, GRID))
-            parts.append(_text(self.left - 8, y + 4, _number(tick), anchor="end", colour=FAINT))
+            parts.append(svg_text(self.left - 8, y + 4, _number(tick), anchor="end", colour=FAINT))
         for tick in self.x_ticks:
             x = self.x(tick)
             parts.append(_rule(x, bottom, x, bottom + 5, FAINT))
-            parts.append(_text(x, bottom + 20, _number(tick), anchor="middle", colour=FAINT))
+            parts.append(svg_text(x, bottom + 20, _number(tick), anchor="middle", colour=FAINT))
         parts.append(_rule(self.left, bottom, right, bottom, FAINT))
-        parts.append(_text(self.left + PANEL_WIDTH / 2, bottom + 44, panel.x_label, anchor="middle"))
+        parts.append(svg_text(self.left + PANEL_WIDTH / 2, bottom + 44, panel.x_label, anchor="middle"))
         middle_y = TOP + PANEL_HEIGHT / 2
         turn = f'transform="rotate(-90 {self.left - 46:g} {middle_y:g})"'
-        parts.append(_text(self.left - 46, middle_y, panel.y_label, anchor="middle", extra=turn))
+        parts.append(svg_text(self.left - 46, middle_y, panel.y_label, anchor="middle", extra=turn))
         return parts
 
     def _draw_reference_line(self, curves: list[list[Point]]) -> list[str]:
@@ -208,7 +200,7 @@ class _PanelRenderer:
 
         best = min(spots, key=cost)  # the first spot, if several cost the same
         self.occupied.append(_box(best, text))
-        return _text(*best, text, colour=colour, weight=weight, halo=True)
+        return svg_text(*best, text, colour=colour, weight=weight, halo=True)
 
     def _overlap_area(self, box: Box, curves: list[list[Point]]) -> int:
         """Return the cost of covering other marks, and of leaving the panel; 0 for a free spot."""
@@ -274,23 +266,4 @@ def _rule(x0: float, y0: float, x1: float, y1: float, colour: str, *, dash: str 
     return (
         f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="{colour}" '
         f'stroke-width="1.2"{dashes}/>'
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    anchor: str = "start",
-    colour: str = INK,
-    size: float = FONT_PX,
-    weight: str = "normal",
-    extra: str = "",
-    halo: bool = False,
-) -> str:
-    around = ' stroke="#FFFFFF" stroke-width="3.5" paint-order="stroke"' if halo else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size:g}" '
-        f'font-weight="{weight}"{around}{" " + extra if extra else ""}>{escape(text)}</text>'
     )

@@ -17,7 +17,7 @@ from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import claim_identity
 from gridtrain.quantities import format_count
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import identity_folder
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import DoctorProbe, LinkMeasurement
 from gridtrain.tools.doctor.findings import Finding, FindingLevel, failure, ok, warning
@@ -129,9 +129,7 @@ class Examination:
     def _retry_as_known(self, refused: Finding) -> Iterator[Finding]:
         """Yield the findings of a machine that was admitted earlier, with an invitation that is no longer
         valid."""
-        folder = (
-            state_directory(self._invitation.run) / "identities" / self._invitation.coordinator.hex()[:16]
-        )
+        folder = identity_folder(self._invitation.run, self._invitation.coordinator)
         known = sorted(folder.glob("worker-*.key")) if folder.is_dir() else []
         if not known:
             yield refused

@@ -24,7 +24,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,6 +284,11 @@ class CheckpointStore:
         self._on_written(step_folder(self.folder, step))
 
 
+def parse_facts(pairs: Iterable[Sequence[object]]) -> Facts:
+    """Return the facts that were written to JSON as pairs of a name and a value."""
+    return tuple((str(name), str(value)) for name, value in pairs)
+
+
 def matches_facts(written: Facts, facts: Facts) -> bool:
     """Whether a file was written with these training settings, of which earlier versions recorded fewer.
 
@@ -354,7 +359,7 @@ def read(path: Path) -> Checkpoint:
                 f"its format is {body['format']!r}; this version of gridtrain reads format {FORMAT}"
             )
         held = _parse_position(body)
-        facts = tuple((str(name), str(value)) for name, value in body["facts"])
+        facts = parse_facts(body["facts"])
         tensors = safetensors.torch.load_file(path / "tensors.safetensors")
         residual = _read_residual(path / RESIDUAL_FILE, body.get("residual", ""))
         if held.digest and content_digest(dict(body["state"]), tensors) != held.digest:
@@ -393,7 +398,7 @@ def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
     `ConfigError`."""
     try:
         body = json.loads(_read_text(path / "state.json"))
-        return _parse_position(body), tuple((str(name), str(value)) for name, value in body["facts"])
+        return _parse_position(body), parse_facts(body["facts"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise _unreadable_error(path, error) from None
 
@@ -411,6 +416,12 @@ def _unreadable_error(path: Path, error: Exception) -> ConfigError:
     )
 
 
+def parse_step(name: str) -> int | None:
+    """Return the number of committed steps of the checkpoint folder `name`; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def checkpoint_step(path: Path) -> int:
     """Return the number of committed steps of a checkpoint that `list_checkpoints` has found."""
     return int(path.name.removeprefix("step-"))
@@ -420,8 +431,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, the oldest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    found = (path for path in folder.iterdir() if parse_step(path.name) is not None)
+    return sorted(found, key=checkpoint_step)
 
 
 def _read_text(path: Path) -> bytes:

@@ -9,7 +9,6 @@ gridtrain export FOLDER OUT        FOLDER: one checkpoint, any folder above chec
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training.checkpoint import checkpoint_store
-from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
+from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, checkpoint_step, parse_step
 from gridtrain.training.checkpoint.flat_gradient import canonical_names
 from gridtrain.training.checkpoint.frozen_base import is_base
 from gridtrain.training.checkpoint.pretrained import (
@@ -39,7 +38,6 @@ from gridtrain.training.checkpoint.remote_store import RemoteStore, is_url, uplo
 from gridtrain.training.checkpoint.serialization import model_tensors
 from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
 
-_NAME = re.compile(r"step-(\d{8,})")
 MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 
@@ -186,11 +184,11 @@ def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Ten
 
 def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
     """Return the checkpoints to try, the latest first."""
-    if _NAME.fullmatch(folder.name) and (folder / "state.json").exists():
+    if parse_step(folder.name) is not None and (folder / "state.json").exists():
         candidates = [folder]
     else:
         candidates = _search_folders(folder, MAX_DEPTH)
-    steps = {path: int(match[1]) for path in candidates if (match := _NAME.fullmatch(path.name))}
+    steps = {path: checkpoint_step(path) for path in candidates}
     if not steps:
         raise ConfigError(
             f"there is no checkpoint in {folder}",
@@ -212,7 +210,7 @@ def _search_folders(folder: Path, depth: int) -> list[Path]:
         raise ConfigError(
             f"{folder} cannot be read: {error.strerror}", remedy="pass a folder that contains checkpoints"
         ) from None
-    whole = [path for path in inside if _NAME.fullmatch(path.name)]
+    whole = [path for path in inside if parse_step(path.name) is not None]
     deeper = [path for path in inside if path not in whole] if depth > 1 else []
     return whole + [path for below in deeper for path in _search_folders(below, depth - 1)]
 

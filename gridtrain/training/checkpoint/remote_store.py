@@ -58,7 +58,6 @@ FETCH_RETRY_AFTER_S = (1.0, 5.0, 25.0)
 
 _MANIFEST = re.compile(r"(model|blocks-\d{3,}-\d{3,})\.json")
 _FILE = re.compile(r"[0-9a-f]{64}\.(json|safetensors)")
-_STEP = re.compile(r"step-(\d{8,})")
 _REMEDY = "check the URL, the network and the credentials; see docs/operations.md"
 
 
@@ -123,7 +122,7 @@ class Manifest:
             raise ValueError(f"it names the files {[file.name for file in files]}")
         if not all(_FILE.fullmatch(file.stored_name) for file in files):
             raise ValueError("a digest is malformed")
-        facts = tuple((str(name), str(value)) for name, value in body["facts"])
+        facts = checkpoint_store.parse_facts(body["facts"])
         return cls(step, str(body["history"]), part, str(body["worker"]), facts, files)
 
 
@@ -250,8 +249,8 @@ class RemoteStore:
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, also of incomplete ones, the latest first."""
-        found = (match for name in _names(self._files, self._root) if (match := _STEP.fullmatch(name)))
-        return sorted((int(match[1]) for match in found), reverse=True)
+        found = map(checkpoint_store.parse_step, _names(self._files, self._root))
+        return sorted((step for step in found if step is not None), reverse=True)
 
     def manifests(self, step: int) -> list[Manifest]:
         """Return the readable manifests of a step."""

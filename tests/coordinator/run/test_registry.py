@@ -11,6 +11,9 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain_coordinator.run.registry import (
     AVOIDED_PAIR_RTT_S,
+    FEWEST_BEATS,
+    INTERVALS,
+    LEAST_SILENCE_S,
     MAX_RESTARTS,
     Registry,
     StateTransferProgress,
@@ -85,6 +88,23 @@ def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:
         assert not ended.failure_reason(LIMITS, 1.0 + wait_s), "a Join may come"
         ended.record_join("tcp://a:1")
         assert ended.link_broken_s == -math.inf and ended.disconnected_s is None
+
+
+def test_a_worker_with_regular_heartbeats_counts_as_lost_sooner() -> None:
+    regular, hesitant = worker(), worker()
+    for number in range(FEWEST_BEATS):
+        for one, pause_s in ((regular, 0.0), (hesitant, 0.4 if number == 7 else 0.0)):
+            assert one.deadline_s(LIMITS) == one.last_heard_s + LIMITS.silence_s, "too few heartbeats"
+            one.record_message(0.5 * number + pause_s)
+            one.record_heartbeat(m.Heartbeat(number, 0, number, ()), 0.5 * number + pause_s)
+    now_s = regular.last_heard_s
+    assert regular.deadline_s(LIMITS) == now_s + LEAST_SILENCE_S
+    assert regular.failure_reason(LIMITS, now_s + LEAST_SILENCE_S) == "sent nothing for 2.0 s"
+    assert hesitant.deadline_s(LIMITS) == pytest.approx(now_s + INTERVALS * 0.9, rel=0.05)
+    hesitant.record_heartbeat(m.Heartbeat(99, 0, 99, ()), now_s + 3.0)
+    assert hesitant.deadline_s(LIMITS) == now_s + LIMITS.silence_s, "never later than for all"
+    regular.mark_loading(True)
+    assert regular.deadline_s(LIMITS) == now_s + max(LIMITS.ready_s, LIMITS.silence_s)
 
 
 def test_after_a_stall_of_the_coordinator_all_that_is_waited_for_has_more_time() -> None:

@@ -14,8 +14,9 @@ from gridtrain.core.stages.micro_batch_tuning import (
     is_complete,
     trial_micro_batches,
 )
-from gridtrain.core.stages.schedule import divide_samples, one_forward_one_backward, timetable
+from gridtrain.core.stages.schedule import divide_samples, one_forward_one_backward
 from gridtrain.core.stages.stage_cost import ScheduleKind
+from stages.timetable import timetable
 
 BATCH = 64
 

@@ -26,6 +26,7 @@ from gridtrain.core.stages.rank_placement import (
 )
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.errors import ConfigError
+from stages.timetable import timetable
 
 RECORDED = Path(__file__).with_name("recorded_partitions.json")
 ORDERS = list(ScheduleKind)
@@ -154,7 +155,7 @@ def test_schedules() -> None:
                 schedule.one_forward_one_backward(stages, number, ahead=ahead),
             ):
                 forward_s = [random.uniform(1, 2) for _ in range(stages)]
-                table = schedule.timetable(made, forward_s, 2.0, send_s=0.3, latency_s=0.7)
+                table = timetable(made, forward_s, 2.0, send_s=0.3, latency_s=0.7)
                 kept = [made.max_in_flight(stage) for stage in range(stages)]
                 shown = [" ".join(map(str, actions)) for actions in made.actions]
                 found.append((shown, kept, table.makespan_s, table.busy_share(stages - 1)))

@@ -18,10 +18,10 @@ from gridtrain.core.stages.schedule import (
     ahead_for,
     divide_samples,
     fill_drain,
-    timetable,
 )
 from gridtrain.core.stages.schedule import one_forward_one_backward as one_f_one_b
 from gridtrain.errors import ConfigError, LocalProtocolError
+from stages.timetable import timetable
 
 counts = st.integers(1, 9)
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
-from gridtrain.core.stages import schedule
 from gridtrain.core.stages.partition import partition_at
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.core.stages.step_time import StepEstimate, estimate_step, propose_micro_batches
 from gridtrain.errors import ConfigError
+from stages.timetable import timetable
 
 RUNNING = ExecutionSettings(message_s=0.0, rematerialise=False)
 NO_LINES = uniform_network(4, 0.0, math.inf)
@@ -51,12 +51,10 @@ def test_even_stages_take_what_gpipe_says(order: ScheduleKind, number: int) -> N
 def test_the_simulation_is_the_timetable_of_the_schedule(
     order: ScheduleKind, alpha_s: float, bandwidth_Bps: float
 ) -> None:
-    """`schedule.timetable` has a separate link for each direction; so have two stages here."""
+    """`timetable` has a separate link for each direction; so have two stages here."""
     running = replace(RUNNING, order=order, micro_batches=6)
     found = look(layers(2, output=1000), uniform_network(2, alpha_s, bandwidth_Bps), running, 6)
-    table = schedule.timetable(
-        running.schedule(2), 0.001, 0.002, send_s=1000 / bandwidth_Bps, latency_s=alpha_s
-    )
+    table = timetable(running.schedule(2), 0.001, 0.002, send_s=1000 / bandwidth_Bps, latency_s=alpha_s)
     assert found.step_s == pytest.approx(table.makespan_s)
     assert found.sent_bytes == (6000, 6000)
 

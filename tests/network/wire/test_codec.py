@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import hypothesis
 import msgpack
@@ -59,7 +59,7 @@ ALL_MESSAGES = [pytest.param(record, id=record.name) for record in schema.MESSAG
 
 
 def test_every_message_has_a_code() -> None:
-    assert set(TYPE_CODES) == set(get_args(m.Message))
+    assert {kind.__name__ for kind in TYPE_CODES} == {kind.__name__ for kind in m.Message.__subclasses__()}
     assert len(set(TYPE_CODES.values())) == len(TYPE_CODES)
     assert TYPE_CODES[m.Hello] == 1  # for ever
 

@@ -215,11 +215,6 @@ def test_the_workers_commands_are_those_that_a_user_would_type(
         def __init__(self, contact: CoordinatorEndpoint) -> None:
             self.contact = contact
 
-        def __enter__(self) -> Desk:
-            return self
-
-        def __exit__(self, *exc_info: object) -> None: ...
-
         def invite(self, uses: int, expires_s: float) -> Invitation:
             asked.append((self.contact, uses, expires_s))
             return invitation

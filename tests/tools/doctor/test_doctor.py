@@ -113,9 +113,9 @@ def test_an_invitation_that_is_not_valid(
     """Used up by another machine; expired; withdrawn; never made."""
     others = len(coordinator.access()["invitations"])
     withdrawn = coordinator.invitation()
-    with coordinator.operator_client() as operator:
-        operator.withdraw(withdrawn)
-        short = operator.invite(1, 0.05)
+    operator = coordinator.operator_client()
+    operator.withdraw(withdrawn)
+    short = operator.invite(1, 0.05)
     used = coordinator.invitation(uses=1)
     with enroll(used, WITHIN_S):
         pass

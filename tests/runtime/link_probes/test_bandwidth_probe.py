@@ -9,7 +9,7 @@ import pytest
 
 from gridtrain.core.messages import BURST_MESSAGE_BYTES, BURST_MESSAGES, Burst, BurstReceived, PeerId
 from gridtrain.errors import TransportError
-from gridtrain.runtime.bandwidth_probe import (
+from gridtrain.runtime.link_probes.bandwidth_probe import (
     BURST_WINDOW_S,
     MOST_BURSTS,
     MOST_TARGETS,

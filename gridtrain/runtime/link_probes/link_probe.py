@@ -14,8 +14,8 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.messages import relay_of
 from gridtrain.network.transport.interface import Transport
-from gridtrain.runtime.bandwidth_probe import BandwidthProbe
-from gridtrain.runtime.round_trip_probe import RoundTripProbe
+from gridtrain.runtime.link_probes.bandwidth_probe import BandwidthProbe
+from gridtrain.runtime.link_probes.round_trip_probe import RoundTripProbe
 
 
 class LinkProbe:

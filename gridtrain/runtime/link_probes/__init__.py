@@ -1,0 +1,6 @@
+"""Measures the links between this worker and its peers.
+
+- `link_probe`: one measurement, which consists of the two below.
+- `round_trip_probe`: the round-trip time to each peer.
+- `bandwidth_probe`: the rate to a few peers, with a burst to one at a time.
+"""

@@ -1,0 +1,83 @@
+"""Processes of `gridtrain demo` and `gridtrain bench`: their environment, their logs and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gridtrain.config import ENV_PREFIX
+
+SHUTDOWN_TIMEOUT_S = 5.0
+CLI_COMMAND = (sys.executable, "-c", "from gridtrain.cli import main; main()")
+
+
+def process_environment(state: Path, **settings: str) -> dict[str, str]:
+    """Return this process's environment without settings of another run, and with one thread per process.
+
+    Args:
+        state: the folder for state folders and keys, so that nothing is written elsewhere.
+        settings: settings of gridtrain for the processes, such as `EXPORT_DIR`.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    chosen = {ENV_PREFIX + name: value for name, value in settings.items()}
+    return inherited | ours | chosen | {"XDG_STATE_HOME": str(state)}
+
+
+def log_tail(name: str, logs: Sequence[Path], most_lines: int) -> str:
+    """Return the last lines of a process's logs, with a heading."""
+    texts = [log.read_text(errors="replace") for log in logs]
+    lines = [line for text in texts for line in text.splitlines()[-most_lines:]]
+    return "\n".join([f"--- {name}, end of its log ---", *lines])
+
+
+def end_processes(
+    processes: Sequence[subprocess.Popen[bytes]], timeouts_s: Sequence[float] = (SHUTDOWN_TIMEOUT_S,)
+) -> None:
+    """Send SIGTERM to all processes, the last one first, once for each of the times to wait afterwards; then
+    kill what remains, also children that have outlived their parent.
+
+    Each process must be the leader of its own session.
+    """
+    with _undisturbed():
+        for timeout_s in timeouts_s:
+            alive = [process for process in reversed(processes) if process.poll() is None]
+            for process in alive:
+                _signal_group(process, signal.SIGTERM)
+            _wait(alive, timeout_s)
+        for process in processes:
+            _signal_group(process, signal.SIGKILL)
+        _wait(processes, timeouts_s[0])
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until_s - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore further Ctrl-C and SIGTERM, which must not interrupt the clean-up; its duration is bounded."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
