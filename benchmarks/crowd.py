@@ -4,15 +4,17 @@
                                  \\------- timed, one event after the other -------/
 
 Decides when simulated workers speak, in virtual time; what the coordinator's own code takes for it is real
-CPU time of this core, and whoever comes meanwhile waits in line.  So a latency here is waiting and work, from
-the arrival of a message until all that it caused is encoded.  Not in it: sockets, CURVE, and the journal's
-fsync, which another process or the disk does.
+CPU time (of the process, so that other processes on the machine count little), and whoever comes meanwhile
+waits in line.  So a latency here is waiting and work, from the arrival of a message until all that it caused
+is encoded.  Not in it: sockets, CURVE, and the journal's fsync, which another process or the disk does.
 
     join storm   all within --storm seconds; over when a generation of all of them trains
     heartbeat    all of them, once in each `Deadlines.beat_s`, in the storm and for --calm s after it
+    a change     then one leaves; over when a generation of all others trains
     status       once a second, as JSON
+    memory       of the process, which has the simulated workers too
 
-Run:  python benchmarks/crowd.py [--workers 100 300 1000] [--out FILE]
+Run:  python benchmarks/crowd.py [--workers 100 300 1000 2000] [--out FILE]
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ import datetime
 import heapq
 import json
 import math
+import multiprocessing
 import os
 import platform
 import random
+import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +41,7 @@ from gridtrain.core import messages as m
 from gridtrain.network.wire.codec import decode, encode
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.membership.worker_admission import MAX_WORKERS
+from gridtrain_coordinator.message_batch import MessageBatch
 from gridtrain_coordinator.run.events import (
     DialBack,
     DialBackResult,
@@ -49,22 +55,49 @@ from gridtrain_coordinator.run.events import (
 NETWORK_S = 0.02
 """From a worker to the coordinator or back."""
 
-SETUP = m.Setup((("model", "crowd"),), m.LedgerSpec(10_000_000, 0, epochs=1), 4, None)
+SETUP = m.Setup(
+    (("model", "crowd"),),
+    m.LedgerSpec(10_000_000, 0, epochs=1),
+    4,
+    None,
+    initial_state_digest=bytes(32),  # all have the same seed
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds; `storm_s` of virtual time, with the waiting for the busy core; the others p50 and p99."""
+    """Seconds; `storm_s` and `change_s` of virtual time, with the waiting for the busy core.
+
+    Pairs are p50 and p99.  `storm_bytes` and `change_bytes` are the most that one event sends to all workers
+    together.
+    """
 
     workers: int
     generations: int
     storm_s: float
     core_s: float
     longest_s: float
+    storm_bytes: int
     storm_beat_s: tuple[float, float]
     calm_beat_s: tuple[float, float]
-    status_s: tuple[float, float]
     calm_core_share: float
+    change_s: float
+    change_longest_s: float
+    change_bytes: int
+    change_beat_s: tuple[float, float]
+    status_s: tuple[float, float]
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a measurement; see `Result`."""
+
+    took_s: float
+    core_s: float
+    longest_s: float
+    longest_bytes: int
+    beat_s: tuple[float, float]
 
 
 class Crowd:
@@ -78,10 +111,12 @@ class Crowd:
         )
         self.peers = [number.to_bytes(2, "big") * 16 for number in range(1, workers + 1)]
         self._due_s = math.inf
+        self._clock_s = min(-time.process_time() + time.process_time() for _ in range(1000))
+        self._left = b""
         self.now_s = self.free_s = self.core_s = self.longest_s = 0.0
-        self.training_s: float | None = None
-        self.storm_core_s = 0.0  # of core_s, until then
+        self.longest_bytes = 0
         self.beats_s: list[tuple[float, float]] = []  # arrival, latency
+        self._view: m.MembershipView | None = None
         self.statuses_s: list[float] = []
         self._queue: list[tuple[float, int, str, Event | m.PeerId]] = []
         self._count = self._sequence = 0
@@ -89,23 +124,42 @@ class Crowd:
             self._at(self._random.uniform(0, storm_s), "join", peer)
         self._at(1.0, "status", b"")
 
-    def run(self, calm_s: float, at_most_s: float = 600.0) -> None:
-        """Until `calm_s` after all train."""
-        while self._queue and self.now_s < at_most_s:
-            at_s, _, kind, what = heapq.heappop(self._queue)
-            if self.training_s is not None and at_s > self.training_s + calm_s:
-                return
+    def run(self, is_over: Callable[[float], bool], what: str, at_most_s: float = 600.0) -> Part:
+        """Until `is_over` at a time; raises `SystemExit` if that takes longer than `at_most_s`."""
+        began_s, core_s, first = self.now_s, self.core_s, len(self.beats_s)
+        self.longest_s, self.longest_bytes = 0.0, 0
+        while not is_over(self.now_s):
+            if self.now_s > began_s + at_most_s:
+                raise SystemExit(f"{len(self.peers)} workers, {what}: not over; {self.core.reason}")
+            at_s, _, kind, event = heapq.heappop(self._queue)
             while self._due_s <= at_s:
                 self._work(max(self._due_s, self.free_s), None)
-            self._happen(at_s, kind, what)
-            if self.core.phase is RunPhase.TRAINING and self.training_s is None:
-                self.training_s, self.storm_core_s = self.free_s, self.core_s
+            self._happen(at_s, kind, event)
+        beats_s = percentiles([latency_s for _, latency_s in self.beats_s[first:]])
+        return Part(
+            max(self.now_s, self.free_s) - began_s,
+            self.core_s - core_s,
+            self.longest_s,
+            self.longest_bytes,
+            beats_s,
+        )
+
+    def trains(self, workers: int) -> bool:
+        """Whether a generation of so many workers trains."""
+        run = self.core.run
+        is_whole = len(run.member_list) == workers and run.view_change.is_idle and not run.view_change.reason
+        return self.core.phase is RunPhase.TRAINING and is_whole
+
+    def leave(self, peer: m.PeerId) -> None:
+        """Let a worker leave now."""
+        self._left = peer
+        self._says(self.now_s, peer, m.Leave("had enough"))
 
     def _happen(self, at_s: float, kind: str, what: Event | m.PeerId) -> None:
         if kind == "status":
-            began_s = time.perf_counter()
+            began_s = time.process_time()
             json.dumps(self.core.snapshot(at_s))
-            self.statuses_s.append(self._busy(at_s, time.perf_counter() - began_s))
+            self.statuses_s.append(self._busy(at_s, time.process_time() - began_s))
             self._at(at_s + 1.0, "status", b"")
         elif kind == "join":
             assert isinstance(what, bytes)
@@ -115,9 +169,10 @@ class Crowd:
             self._at(at_s + self._random.uniform(0, self.limits.beat_s), "beat", what)
         elif kind == "beat":
             assert isinstance(what, bytes)
-            step = 0 if self.training_s is None else max(0, int(at_s - self.training_s))
+            if what == self._left:
+                return
             self._sequence += 1
-            beat = m.Heartbeat(self._sequence, step, self._sequence, ())
+            beat = m.Heartbeat(self._sequence, 0, self._sequence, ())
             self.beats_s.append((at_s, self._work(at_s, MessageReceived(what, beat))))
             self._at(at_s + self.limits.beat_s, "beat", what)
         else:
@@ -128,7 +183,7 @@ class Crowd:
         """The coordinator deals with it as soon as it is free; returns arrival to end."""
         begins_s = max(at_s, self.free_s)
         raw = encode(event.message) if isinstance(event, MessageReceived) else None
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         if raw is not None and isinstance(event, MessageReceived):
             event = MessageReceived(event.peer, decode(raw))
         effects = self.core.tick(begins_s) if event is None else self.core.handle(event, begins_s)
@@ -136,15 +191,18 @@ class Crowd:
             self._due_s = (
                 self.core.deadline_s
             )  # as the daemon's loop asks when it has dealt with all that came
+        batch, sent_bytes = MessageBatch(), 0  # as the daemon's loop encodes them
         for effect in effects:
             if isinstance(effect, Send):
-                encode(effect.message)
-        latency_s = self._busy(at_s, time.perf_counter() - began_s)
+                sent_bytes += sum(map(len, batch.encode(effect.message)))
+        self.longest_bytes = max(self.longest_bytes, sent_bytes)
+        latency_s = self._busy(at_s, time.process_time() - began_s)
         for effect in effects:
             self._answer(effect)
         return latency_s
 
     def _busy(self, at_s: float, taken_s: float) -> float:
+        taken_s = max(0.0, taken_s - self._clock_s)  # reading this clock is a system call
         self.free_s = max(at_s, self.free_s) + taken_s
         self.now_s = at_s
         self.core_s += taken_s
@@ -160,7 +218,14 @@ class Crowd:
         peer, message = effect.peer, effect.message
         if isinstance(message, m.Admitted):
             self._says(self.free_s + 0.5, peer, m.LinkLatencies(()))  # it has measured its lines meanwhile
+        elif isinstance(message, m.Freeze) and self._view is not None:
+            view = self._view  # in which it has taken no step
+            report = m.FreezeReport(
+                message.term, view.generation, True, view.applied, view.history, view.ledger, None, b"", 0
+            )
+            self._says(self.free_s + 2 * NETWORK_S, peer, report)
         elif isinstance(message, m.MembershipView):
+            self._view = message
             ready = m.Ready(message.term, message.generation, message.history)
             self._says(self.free_s + 2 * NETWORK_S, peer, ready)
 
@@ -184,37 +249,53 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
 def measure(workers: int, storm_s: float, calm_s: float, seed: int = 0) -> Result:
     """Raises `SystemExit` if they never train together."""
     crowd = Crowd(workers, storm_s, seed)
-    crowd.run(calm_s)
-    if crowd.training_s is None:
-        raise SystemExit(f"{workers} workers: no generation of all of them trains: {crowd.core.reason}")
-    until_s = crowd.training_s
-    during = [latency_s for at_s, latency_s in crowd.beats_s if at_s < until_s]
-    after = [latency_s for at_s, latency_s in crowd.beats_s if at_s >= until_s]
+    storm = crowd.run(lambda now_s: crowd.trains(workers), "join storm")
+    until_s = crowd.now_s + calm_s
+    calm = crowd.run(lambda now_s: now_s >= until_s, "calm")
+    crowd.leave(crowd.peers[workers // 2])
+    change = crowd.run(lambda now_s: crowd.trains(workers - 1), "a change")
     return Result(
         workers,
         crowd.core.generation,
-        until_s,
-        crowd.storm_core_s,
-        crowd.longest_s,
-        percentiles(during),
-        percentiles(after),
+        storm.took_s,
+        storm.core_s,
+        storm.longest_s,
+        storm.longest_bytes,
+        storm.beat_s,
+        calm.beat_s,
+        calm.core_s / calm_s,
+        change.took_s,
+        change.longest_s,
+        change.longest_bytes,
+        change.beat_s,
         percentiles(crowd.statuses_s),
-        (crowd.core_s - crowd.storm_core_s) / calm_s,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
 def table(results: Sequence[Result]) -> str:
     """Markdown; times in ms where not said."""
-    heads = ("workers", "storm over after", "its work", "longest event", "beat in the storm p50, p99")
-    heads += ("beat p50, p99", "status p50, p99", "core in use")
+    heads = (
+        "workers",
+        "storm over after",
+        "its work",
+        "longest event",
+        "sends",
+        "beat in the storm p50, p99",
+    )
+    heads += ("beat p50, p99", "core in use", "a change", "longest event", "sends", "beat in it p50, p99")
+    heads += ("status p50, p99", "memory")
     lines = ["| " + " | ".join(heads) + " |", "|---:" * len(heads) + "|"]
     for r in results:
-        pairs = " | ".join(
-            f"{1e3 * p50:.2f}, {1e3 * p99:.2f}" for p50, p99 in (r.storm_beat_s, r.calm_beat_s, r.status_s)
+        storm, calm, change, status = (
+            f"{1e3 * p50:.2f}, {1e3 * p99:.2f}"
+            for p50, p99 in (r.storm_beat_s, r.calm_beat_s, r.change_beat_s, r.status_s)
         )
         lines.append(
-            f"| {r.workers} | {r.storm_s:.1f} s | {r.core_s:.2f} s | {1e3 * r.longest_s:.0f} | {pairs} | "
-            f"{100 * r.calm_core_share:.0f} % |"
+            f"| {r.workers} | {r.storm_s:.1f} s | {r.core_s:.2f} s | {1e3 * r.longest_s:.0f} | "
+            f"{r.storm_bytes / 1e6:.1f} MB | {storm} | {calm} | {100 * r.calm_core_share:.0f} % | "
+            f"{r.change_s:.2f} s | {1e3 * r.change_longest_s:.0f} | {r.change_bytes / 1e6:.1f} MB | "
+            f"{change} | {status} | {r.peak_bytes / 2**20:.0f} MiB |"
         )
     return "\n".join(lines)
 
@@ -222,14 +303,18 @@ def table(results: Sequence[Result]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[100, 300, MAX_WORKERS])
+    parser.add_argument("--workers", type=int, nargs="+", default=[100, 300, 1000, MAX_WORKERS])
     parser.add_argument("--storm", type=float, default=10.0, help="seconds in which all join")
     parser.add_argument("--calm", type=float, default=10.0, help="seconds of training after it")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if not all(2 <= count <= MAX_WORKERS for count in options.workers):
         parser.error(f"--workers {options.workers}: a coordinator admits 2 to {MAX_WORKERS}")
-    results = [measure(count, options.storm, options.calm) for count in options.workers]
+    load = os.getloadavg()[0]
+    results = []
+    for count in options.workers:  # each in a process of its own, whose memory is its own
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            results.append(process.submit(measure, count, options.storm, options.calm).result())
     print(table(results))
     if options.out is not None:
         counts = " ".join(map(str, options.workers))
@@ -238,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "command": f"python benchmarks/crowd.py {asked}",
             "date": datetime.date.today().isoformat(),
             "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "load_before": round(load, 2),
         }
         rows = [asdict(result) for result in results]
         options.out.write_text(json.dumps({**made, "results": rows}, indent=1) + "\n")

@@ -53,6 +53,7 @@ from gridtrain_coordinator.journal.disk_full_mode import RETRY_S, DiskFullMode
 from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 from gridtrain_coordinator.log import Log, silent
 from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.message_batch import MessageBatch
 from gridtrain_coordinator.run import events as io
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
 from gridtrain_coordinator.status_report import RateMeter, build_status, encode_status, redact_addresses
@@ -333,11 +334,12 @@ class Coordinator:
     def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.PeerDisconnected]:
         """Carry out all effects except journal entries; return the peers to which a send failed."""
         losses: list[io.PeerDisconnected] = []
+        batch = MessageBatch()
         for effect in effects:
             match effect:
                 case io.Send(peer, message) if peer not in failed:
                     try:
-                        self._transport.send(peer, message)
+                        self._transport.send(peer, message, batch.encode(message))
                     except TransportError as error:
                         failed.add(peer)
                         losses.append(io.PeerDisconnected(peer, error.reason))

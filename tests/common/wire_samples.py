@@ -33,6 +33,8 @@ def repair(drawn: Any) -> Any:
             return replace(drawn, size=sum(shards) or size, steps=steps, delay=delay % 2, shards=shards)
         case m.MemberListPage(page=page, pages=pages):
             return replace(drawn, page=page % min(pages, 256), pages=min(pages, 256))
+        case m.MemberListChanges(order=order):
+            return replace(drawn, order=tuple(m.Span(span.start, span.start) for span in order))
         case m.ResidualBlock():
             return _with_index(drawn, m.MAX_RESIDUAL_BLOCKS)
         case m.BundleBlock():

@@ -16,6 +16,7 @@ from gridtrain.errors import JournalError, TransportError
 from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
 from gridtrain.network.transport.interface import (
     ConnectionDenied,
+    Frames,
     PeerDown,
     PeerUp,
     ReachResult,
@@ -23,6 +24,7 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     TransportViolation,
 )
+from gridtrain.network.wire.codec import encode
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
 from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator
@@ -93,16 +95,18 @@ class ScriptedTransport:
         self.refuses: set[m.PeerId] = set()
         self.waits_s: list[float] = []
         self.sent: list[m.Message] = []
+        self.frames: list[Frames | None] = []
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
         self.waits_s.append(timeout_s)
         return self.turns.pop(0) if self.turns else []
 
-    def send(self, peer: m.PeerId, message: m.Message) -> None:
+    def send(self, peer: m.PeerId, message: m.Message, frames: Frames | None = None) -> None:
         if peer in self.refuses:
             raise TransportError(f"the queue of {NAMES[peer]} is full")
         self.transcript.append(f"send {type(message).__name__} to {NAMES[peer]}")
         self.sent.append(message)
+        self.frames.append(frames)
 
     def reach(self, peer: m.PeerId, addresses: Iterable[str], timeout_s: float) -> None:
         self.transcript.append(f"call {NAMES[peer]} back at {', '.join(addresses)} for {timeout_s:g} s")
@@ -209,6 +213,16 @@ def test_one_turn_is_one_commit() -> None:
         "send StartGeneration to anna",
         "send StartGeneration to anna",
     ]
+
+
+def test_a_message_for_many_is_encoded_once_in_a_turn() -> None:
+    """N members receive the same pages of a member list of N."""
+    page = m.MemberListPage(1, 1, 0, 1, (m.Member(ANNA, "anna", "", 1, False),))
+    start = m.StartGeneration(1, 1)
+    effects = [Send(ANNA, page), Send(BERT, page), Send(ANNA, start)]
+    _, transport = play(FakeCore({MessageReceived: effects}), [Received(ANNA, JOIN, 80)])
+    first, second, other = transport.frames
+    assert first is second and first == encode(page) and other == encode(start)
 
 
 def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from exchange_buffers import DENSE, NEIGHBOURS, make_buffer, update_of
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain_coordinator.membership import member_lists
 from simulation import process_restarts
 from simulation.commit_coverage import table, unreached_rules
 from simulation.faults import Faults
@@ -474,3 +475,21 @@ def test_promises_hold_on_the_other_topologies(seeds: Seeds) -> None:
     for seed in seeds(150, always=range(len(OTHER_KINDS)), drawn=30):
         world, book = history(seed, OTHER_KINDS[seed % len(OTHER_KINDS)])
         check(world, book)
+
+
+def test_promises_hold_if_member_lists_come_as_changes(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do in groups of more than a page: here a page has one member."""
+    monkeypatch.setattr(member_lists, "MEMBERS_PER_PAGE", 1)
+    made: list[m.MemberListChanges] = []
+    make = m.MemberListChanges.apply
+
+    def apply(changes: m.MemberListChanges, base: Sequence[m.Member]) -> tuple[m.Member, ...] | None:
+        made.append(changes)
+        members = make(changes, base)
+        assert members is not None, "the coordinator knows which list a member holds"
+        return members
+
+    monkeypatch.setattr(m.MemberListChanges, "apply", apply)
+    for seed in seeds(150, always=COVERING[:5], drawn=10):
+        churn(seed)
+    assert made

@@ -57,10 +57,13 @@ class CatchUp:
         """Whether a worker is catching up, or a state source must still be notified that catch-up is over."""
         return bool(self._announced or self._state_sources or self._started_s)
 
-    def advance(self, now_s: float) -> list[Effect]:
-        """Notify newcomers and state sources of changes; called while the members train."""
+    def advance(self, newcomers: Sequence[Worker], now_s: float) -> list[Effect]:
+        """Notify newcomers and state sources of changes; called while the members train.
+
+        Args:
+            newcomers: `Candidates.catching_up`.
+        """
         run = self._run
-        newcomers = [w for w in run.workers.values() if w.is_catching_up and w.peer not in run.members]
         if not newcomers and not self.is_active:
             return []  # the common case, and this is called after every message
         # All members were ready: those that joined with this generation hold the state by now.
@@ -70,7 +73,7 @@ class CatchUp:
         if not holders or run.view is None:
             for worker in newcomers:
                 worker.mark_caught_up()  # no member can send the state
-            newcomers = []
+            newcomers = ()
         # The median of the reported steps, so that one liar changes nothing.
         latest = min(median_low([run.workers[x].step for x in holders] or [-1]), MAX_STEPS)
         before = run.view.applied if run.view is not None else -1

@@ -47,6 +47,9 @@ class FreezePhase:
         self._divergence, self._generation_reports = divergence, generation_reports
         self.delayed_until_s: float | None = None
         self._is_awaiting_members = False  # all members are absent, and awaited
+        # The last ledger that was found to be sound: most members report the same one.
+        self._sound_ledger: tuple[m.LedgerSpec, m.LedgerState, frozenset[m.PeerId]] | None = None
+        self._silent = b""  # a member that had not reported at the last look
         self._return_deadline_s = -math.inf
         self._has_delayed = False  # absent members have had their time to return
         self._addressing_until_s = math.inf  # how long dial-backs are awaited; infinite: none is
@@ -129,7 +132,10 @@ class FreezePhase:
             return []  # a new process with its key, whose `Setup` lists its checkpoints
         assert run.definition is not None
         spec, ledger = run.definition.ledger, report.ledger
-        is_sound = data_ledger.is_sound(spec, ledger, run.members) and ledger.step == report.applied + 1
+        checked = spec, ledger, run.members
+        if checked != self._sound_ledger and data_ledger.is_sound(spec, ledger, run.members):
+            self._sound_ledger = checked
+        is_sound = checked == self._sound_ledger and ledger.step == report.applied + 1
         is_sound = is_sound and run.partition.can_hold(report.layers)
         least = run.view.applied if run.view is not None else -1
         if report.is_synced and (not is_sound or report.applied < least):
@@ -160,12 +166,15 @@ class FreezePhase:
             note = self._begin(now_s)
             resent = [x for peer in run.present_members for x in self._view_installer.resend_view(peer)]
             return [note, *resent]
+        if self._is_known_to_wait(now_s):
+            return []
         absent = self._silent_members()
         no_holder = not any(report.is_synced for report in view_change.reports.values())
         awaits_absent = self._is_journal_behind or (
             self._is_awaiting_members and (no_holder or not self._has_delayed)
         )
         awaited = absent if awaits_absent else absent & set(run.workers)
+        self._silent = next(iter(awaited), b"")
         if awaited and run.partition.is_pipeline and view_change.deadline_s == math.inf:
             view_change.wait_until(now_s + run.limits.report_s)  # back while the run was paused
         if awaited and now_s < view_change.deadline_s:
@@ -206,6 +215,14 @@ class FreezePhase:
         elif self.delayed_until_s == math.inf and awaited & present:
             self.delayed_until_s = now_s + run.limits.report_s + run.limits.regreet_s
         return not awaited <= present and now_s < min(self.delayed_until_s, run.view_change.deadline_s)
+
+    def _is_known_to_wait(self, now_s: float) -> bool:
+        """Return whether one member is still awaited, without a look at each member for each report."""
+        run, silent = self._run, self._silent
+        is_awaited = silent in run.workers and silent in run.members and silent not in run.departed_members
+        is_usual = not run.partition.is_pipeline and not self._is_awaiting_members
+        has_reported = silent in run.view_change.reports
+        return is_usual and is_awaited and not has_reported and now_s < run.view_change.deadline_s
 
     def _silent_members(self) -> frozenset[m.PeerId]:
         """Return the members that have not reported."""

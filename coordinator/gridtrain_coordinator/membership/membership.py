@@ -61,7 +61,7 @@ from gridtrain_coordinator.run.events import (
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.paused_workers import PausedWorkers
-from gridtrain_coordinator.run.registry import Worker, shown_facts
+from gridtrain_coordinator.run.registry import Candidates, Worker, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
@@ -104,6 +104,8 @@ class Membership:
         # None: not determined since the last other event.
         self._settled_reason: str | None = None
         self._cached_deadline_s: float | None = None  # None: to be computed
+        self._cached_candidates: Candidates | None = None
+        self._workers_deadline_s: float | None = None  # at most the earliest of all workers; None: likewise
         recovered = recovered or RecoveredRun()
         reports = GenerationReports(frozenset(x.peer for x in recovered.roster), recovered.generation)
         self._addresses = AddressBook(me)
@@ -172,7 +174,8 @@ class Membership:
         warnings = self._compensate_own_stall(now_s)
         if not (isinstance(event, MessageReceived) and isinstance(event.message, m.Heartbeat)):
             self._settled_reason, self._cached_deadline_s = None, None
-        worker = self.run.workers.get(event.peer)
+            self._forget_workers_deadline_of(event.peer)
+        worker, generation = self.run.workers.get(event.peer), self.run.generation
         effects: list[Effect] = []
         match event:
             case PeerConnected(peer, host):
@@ -196,6 +199,7 @@ class Membership:
         effects = warnings + effects + self._advance(now_s)
         if self._settled_reason is None:
             self._cached_deadline_s = None
+        self._lower_workers_deadline(event, generation, now_s)
         return self._log_events(effects, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -215,7 +219,7 @@ class Membership:
         effects += self._advance(now_s)
         if run.view_change.is_idle and run.view_change.deadline_s <= now_s:
             run.view_change.reset()  # the awaited or requesting worker has left
-        self._cached_deadline_s = None
+        self._cached_deadline_s = self._workers_deadline_s = None
         return self._log_events(effects, now_s)
 
     def introduce_pending_member(
@@ -286,10 +290,14 @@ class Membership:
     def _compute_deadline_s(self) -> float:
         """Return the time at which `tick` must be called.
 
-        Heartbeats only postpone this time, so it is cached until it passes or another event arrives.
+        It is cached until it passes or another event than a heartbeat arrives; a heartbeat postpones it, or
+        brings it forward to its own worker's deadline.
         """
         run, view_change, delayed_s = self.run, self.run.view_change, self._freeze_phase.delayed_until_s
-        times = [view_change.deadline_s, *(worker.deadline_s(run.limits) for worker in run.workers.values())]
+        if self._workers_deadline_s is None:
+            deadlines_s = (worker.deadline_s(run.limits) for worker in run.workers.values())
+            self._workers_deadline_s = min(deadlines_s, default=math.inf)
+        times = [view_change.deadline_s, self._workers_deadline_s]
         if delayed_s is not None:
             times.append(delayed_s)
         if view_change.is_forming and view_change.unrouted_reason:
@@ -297,13 +305,38 @@ class Membership:
         if run.is_finished:
             return min(times)
         times.append(self._member_recovery.deadline_s)
-        if view_change.is_idle and run.connected_members:
-            times.append(self._catch_up.deadline_s())
-        admitted = sum(worker.is_admitted for worker in run.workers.values())
-        has_enough = run.member_list or admitted >= run.required_workers
-        if view_change.is_idle and view_change.reason and has_enough:
+        catch_up_s = self._catch_up.deadline_s() if view_change.is_idle else math.inf
+        if catch_up_s < math.inf and run.connected_members:
+            times.append(catch_up_s)
+        is_wanted = view_change.is_idle and bool(view_change.reason)
+        if is_wanted and (run.member_list or self._candidates.admitted >= run.required_workers):
             times.append(self._earliest_view_change_s())
         return min(times)
+
+    def _forget_workers_deadline_of(self, peer: m.PeerId) -> None:
+        """Forget `_workers_deadline_s` before an event, if it is the deadline of the event's worker."""
+        known_s, worker = self._workers_deadline_s, self.run.workers.get(peer)
+        if known_s is not None and worker is not None and worker.deadline_s(self.run.limits) <= known_s:
+            self._workers_deadline_s = None
+
+    def _lower_workers_deadline(self, event: Event, generation: int, now_s: float) -> None:
+        """Keep `_workers_deadline_s` at or below the deadlines of all workers after an event.
+
+        Args:
+            generation: the generation before the event.  Only a new one, and a report of a broken connection,
+                bring forward the deadlines of other workers than the event's.
+        """
+        message = event.message if isinstance(event, MessageReceived) else None
+        known_s, worker = self._workers_deadline_s, self.run.workers.get(event.peer)
+        own_s = worker.deadline_s(self.run.limits) if worker is not None else math.inf
+        if known_s is None or generation != self.run.generation or isinstance(message, m.ConnectionLost):
+            self._workers_deadline_s = None
+        elif isinstance(message, m.Heartbeat) or now_s < known_s:
+            self._workers_deadline_s = min(known_s, own_s)
+        else:
+            self._workers_deadline_s = None
+        if self._cached_deadline_s is not None:  # after a heartbeat, from which a shorter timeout may follow
+            self._cached_deadline_s = min(self._cached_deadline_s, own_s)
 
     def _earliest_view_change_s(self) -> float:
         """Return the earliest time of the next generation.
@@ -313,11 +346,18 @@ class Membership:
         run, limits, installed_s = self.run, self.run.limits, self.run.view_change.last_installed_s
         if len(run.present_members) < len(run.member_order):
             return installed_s  # a member is lost, and the others must not wait any longer
-        workers = run.workers.values()
-        newest_s = max((w.joined_s for w in workers), default=-math.inf)
-        unsettled = [w for w in workers if not w.is_admitted and w.setup is not None]
-        settled_s = min((w.probe_deadline_s for w in unsettled), default=newest_s + limits.settle_s)
+        settled_s = self._candidates.measured_s
+        if settled_s is None:
+            newest_s = max((w.joined_s for w in run.workers.values()), default=-math.inf)
+            settled_s = newest_s + limits.settle_s
         return max(installed_s + limits.generation_gap_s, settled_s)
+
+    @property
+    def _candidates(self) -> Candidates:
+        """What the next generation depends on; computed once in each `_advance`, and kept until the next."""
+        if self._cached_candidates is None:
+            self._cached_candidates = self.run.workers.candidates(self.run.members)
+        return self._cached_candidates
 
     def _compensate_own_stall(self, now_s: float) -> list[Effect]:
         """Extend timeouts after a stall of this coordinator's own loop, which left messages unread."""
@@ -448,6 +488,7 @@ class Membership:
         run, view_change = self.run, self.run.view_change
         if run.is_finished or self._settled_reason == view_change.reason:
             return []
+        self._cached_candidates = None
         before = view_change.phase, view_change.deadline_s, view_change.reason
         if view_change.is_freezing:
             effects = self._freeze_phase.advance(now_s)
@@ -455,7 +496,10 @@ class Membership:
             effects, is_abandoned = self._readiness.advance(now_s)
             effects += self._advance(now_s) if is_abandoned else []
         else:
-            effects = self._catch_up.advance(now_s) + self._begin_view_change(now_s)
+            effects = self._catch_up.advance(self._candidates.catching_up, now_s)
+            if self._candidates.catching_up:
+                self._cached_candidates = None  # some may have caught up
+            effects += self._begin_view_change(now_s)
         has_changed = effects or before != (view_change.phase, view_change.deadline_s, view_change.reason)
         # Heartbeats report the progress of state transfers, of catch-up, and of the stages of a pipeline.
         depends_on_heartbeats = (
@@ -472,7 +516,7 @@ class Membership:
             return self._departures.finish_run()
         if run.members and not run.present_members:
             return self._freeze_phase.await_members(now_s)
-        newcomers = run.newcomers()
+        newcomers = self._candidates.newcomers
         if run.partition.is_pipeline and not view_change.reason and run.members:
             notices = self._pipeline_recovery.consider_newcomers(newcomers)
             if notices is not None:

@@ -75,6 +75,14 @@ class Readiness:
         assert run.view is not None
         effects: list[Effect] = []
         histories = view_change.ready_histories
+        if (
+            len(histories) < len(run.member_order)
+            and now_s < view_change.deadline_s
+            and not view_change.reason  # then a member may be lost
+            and not view_change.unrouted_reason
+            and set(histories.values()) <= {run.view.history}
+        ):
+            return [], False  # the usual case, without a look at each member for each `Ready`
         wrong = [p for p, history in histories.items() if history != run.view.history and p in run.workers]
         for peer in wrong:
             effects += self._departures.remove_lost(peer, "is ready with another history of updates")

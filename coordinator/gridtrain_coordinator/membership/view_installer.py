@@ -2,7 +2,7 @@
 
     outcome of the open step --+
     eligible workers ----------+--install--> JournalEntry, then for each member its pages of the member list
-    the plan ------------------+             (with the addresses that it uses) and the `MembershipView`
+    the plan ------------------+             (`member_lists`) and the `MembershipView`
 
 This module chooses the state from which a model in one piece continues; for a pipeline, `PipelineRecovery`
 does.
@@ -21,6 +21,7 @@ from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.core.stages.rank_placement import RankPlacement
 from gridtrain_coordinator.membership.forming_sources import StateSources
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
+from gridtrain_coordinator.membership.member_lists import MemberLists
 from gridtrain_coordinator.membership.readiness import Readiness
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
@@ -29,8 +30,6 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import generation_entry
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
-
-MEMBERS_PER_PAGE = 128
 
 
 class InitialState:
@@ -86,6 +85,7 @@ class ViewInstaller:
         self._run, self._planner, self._readiness, self._sources = run, planner, readiness, sources
         self._addresses, self._divergence = addresses, divergence
         self._generation_reports, self._initial_state = generation_reports, InitialState()
+        self._member_lists = MemberLists(run, addresses)
 
     # -- initial state -----------------------------------------------------------------------------
 
@@ -167,6 +167,7 @@ class ViewInstaller:
         """
         run = self._run
         assert run.definition is not None
+        self._member_lists.end_generation()
         order, shares = self._planner.plan(run.eligible_workers(), outcome.holders, now_s, placement)
         self._addresses.begin_generation(order)
         if placement is None:
@@ -198,10 +199,12 @@ class ViewInstaller:
             worker.mark_loading(worker.peer in lacking)
         self._divergence.begin_generation(group_by_stage(run.member_order, run.partition.stage_count))
         self._readiness.begin(now_s)
+        self._member_lists.begin_generation()
         messages: list[Effect] = []
         for peer in run.member_order:
             messages += self._divergence.resend(peer)  # first, because it names an earlier generation
-            messages += self.view_messages(peer)
+            messages += [Send(peer, part) for part in self._member_lists.messages_for(peer)]
+            messages.append(Send(peer, view))
         entry = JournalEntry("generation", generation_entry(view, members))
         return [entry, self._log_event(view), *messages]
 
@@ -228,20 +231,6 @@ class ViewInstaller:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def view_messages(self, viewer: m.PeerId) -> list[Send]:
-        """Return the member list, with the addresses that `viewer` has to use, and the view."""
-        run = self._run
-        if run.view is None:
-            return []  # only the members have this generation
-        members = self._addresses.members_for(viewer, run.member_list)
-        size = MEMBERS_PER_PAGE if not any(member.pieces for member in members) else MEMBERS_PER_PAGE // 8
-        pages = [members[i : i + size] for i in range(0, len(members), size)]
-        listed = [
-            m.MemberListPage(run.term, run.generation, number, len(pages), page)
-            for number, page in enumerate(pages)
-        ]
-        return [*(Send(viewer, page) for page in listed), Send(viewer, run.view)]
-
     def resend_view(self, peer: m.PeerId) -> list[Effect]:
         """Return the messages that a member may have missed while its connection was broken.
 
@@ -250,7 +239,10 @@ class ViewInstaller:
         run = self._run
         if peer in run.departed_members:
             return []  # a new process with its key has no record of the generation
-        view: list[Effect] = [*self.view_messages(peer)]
+        view: list[Effect] = []
+        if run.view is not None:  # else only the members have this generation
+            view = [Send(peer, page) for page in self._member_lists.repeat_for(peer)]
+            view.append(Send(peer, run.view))
         if run.view_change.is_freezing:
             return [*view, Send(peer, run.freeze_message())]
         if run.view_change.is_forming:

@@ -28,12 +28,12 @@ from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.worker_names import WorkerNames, rename_events
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog, is_impossible
 
-MAX_WORKERS = 1000  # capacity of the lists in one message
+MAX_WORKERS = 2000  # what the lists in one message can hold
 MAX_PROBES = 256
 MAX_NAMES = 3
 """The number of workers that the refusal of a setup names."""
 
-LEDGER_BYTES = 60 * 1024  # of the 64 KiB of a header, for a ledger that fixes the batches of all members
+LEDGER_BYTES = 124 * 1024  # of the 128 KiB of a header, for a ledger that fixes the batches of all members
 HELD_BYTES, PENDING_BYTES, LEASE_BYTES, SPAN_BYTES = 55, 69, 54, 19  # largest encodings of its entries
 
 

@@ -38,6 +38,7 @@ class AddressBook:
         self._address_cache: dict[
             tuple[m.PeerId, str], tuple[m.Member, m.Member]
         ] = {}  # of the generation: see `_with_address`
+        self._shared: tuple[int, tuple[m.Member, ...], tuple[m.Member, ...]] = 0, (), ()  # `_shared_list`
 
     def on_connected(self, peer: m.PeerId, host: str) -> None:
         self._hosts[peer] = host
@@ -88,13 +89,14 @@ class AddressBook:
         """Request the newcomer to probe the other workers, and notify them of its probes."""
         relays = self._route_table.relay_candidates(others)
         effects: list[Effect] = []
+        notices: dict[tuple[tuple[m.PeerId, str], ...], m.ExpectProbes] = {}  # most are equal: encoded once
         for other in others:
             route = self._route_table.address(other, newcomer, relays)
             relay = relay_of(route)
-            expected = [(newcomer, route)]
+            expected: tuple[tuple[m.PeerId, str], ...] = ((newcomer, route),)
             if relay is not None and relay in others:
-                expected.append((relay, self._route_table.address(other, relay, relays)))
-            effects.append(Send(other, m.ExpectProbes(tuple(expected))))
+                expected += ((relay, self._route_table.address(other, relay, relays)),)
+            effects.append(Send(other, notices.setdefault(expected, m.ExpectProbes(expected))))
         probe = tuple((other, self._route_table.address(newcomer, other, relays)) for other in others)
         return [*effects, Send(newcomer, m.Admitted(probe))]
 
@@ -144,6 +146,21 @@ class AddressBook:
         self._blocked_pairs.clear()
         self._relays = self._route_table.relay_candidates(members)
 
+    def has_shared_list(self, viewer: m.PeerId) -> bool:
+        """Return whether `shared_list` is the member list of this viewer."""
+        return self._route_table.follows_key_rule(viewer)
+
+    def shared_list(self, members: tuple[m.Member, ...]) -> tuple[m.Member, ...]:
+        """Return the member list for all viewers that everybody can dial; the same object until it changes.
+
+        Each member, also the viewer, has the address at which others dial it (see `m.Member.address`).
+        """
+        version, listed, shared = self._shared
+        if version != self._route_table.version or listed is not members:
+            shared = tuple(self._with_address(x, self._route_table.verified_address(x.peer)) for x in members)
+            self._shared = self._route_table.version, members, shared
+        return shared
+
     def members_for(self, viewer: m.PeerId, members: Iterable[m.Member]) -> tuple[m.Member, ...]:
         """Return the member list with the addresses that `viewer` has to use."""
         return tuple(
@@ -159,6 +176,8 @@ class AddressBook:
         Copies are cached, because each of N members receives a list of N members.  Copies with the address of
         a relay are not cached, because different viewers rarely use the same relay.
         """
+        if address == member.address:
+            return member
         if address.startswith(RELAY_PREFIX):
             return replace(member, address=address)
         known = self._address_cache.get((member.peer, address))

@@ -78,8 +78,7 @@ class GenerationPlanner:
 
     def min_rate_Bps(self, senders: Collection[m.PeerId], receivers: Collection[m.PeerId]) -> float | None:
         """Return the lowest measured rate from `senders` to `receivers`, or None without measurements."""
-        rates = [self.measured_links.rate_Bps(a, b) for a in senders for b in receivers]
-        return min((rate for rate in rates if rate is not None), default=None)
+        return self.measured_links.min_rate_Bps(frozenset(senders), frozenset(receivers))
 
     def link_cost(self, peers: Sequence[m.PeerId], now_s: float) -> PairCost | None:
         """Return the cost of the links between these workers.

@@ -308,8 +308,43 @@ class Worker:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The workers outside the generation, as far as the next one depends on them.
+
+    Attributes:
+        newcomers: workers that may enter the next generation, in the order of joining.
+        catching_up: workers that are still receiving the state, in the order of joining.
+        admitted: number of all admitted workers.
+        measured_s: the time until which the first of the workers that are not admitted yet may measure its
+            links; None if there are none.
+    """
+
+    newcomers: list[Worker]
+    catching_up: list[Worker]
+    admitted: int
+    measured_s: float | None
+
+
 class Registry(dict[m.PeerId, Worker]):
     """The registered workers by key, in the order of joining."""
+
+    def candidates(self, members: Collection[m.PeerId]) -> Candidates:
+        """Return what the next generation after that of `members` depends on, by one look at each worker."""
+        newcomers: list[Worker] = []
+        catching_up: list[Worker] = []
+        measured_s: list[float] = []
+        admitted = 0
+        for peer, worker in self.items():  # after nearly each message; properties would double the time
+            setup = worker.setup
+            if not worker.is_admitted:
+                measured_s += [worker.probe_deadline_s] if setup is not None else []
+                continue
+            admitted += 1
+            if peer not in members:
+                lacks_state = setup is not None and setup.can_catch_up and not worker.has_caught_up
+                (catching_up if lacks_state else newcomers).append(worker)
+        return Candidates(newcomers, catching_up, admitted, min(measured_s, default=None))
 
     def seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
         """Return a sort key that puts the longest-serving worker first."""

@@ -8,6 +8,9 @@
 A worker's claim is not enough: others receive its address only if the coordinator has reached the worker at
 this address, or if they are behind the same router.
 
+Workers that everybody can dial receive one list for all of them, with the address of each, and know by the
+keys whom they dial.
+
 A route on which a pair could not connect (`PeersUnreachable`) is not tried again.  The pair then uses the
 next of these routes: the verified address, the address inside a common network, a relay, the coordinator.
 """
@@ -71,6 +74,8 @@ class RouteTable:
         self._coordinator = coordinator
         self._locations: dict[PeerId, PeerLocation] = {}
         self._blocked: set[tuple[PeerId, PeerId, str]] = set()
+        self._blocked_ends: set[PeerId] = set()  # of `_blocked`
+        self.version = 0  # increases with each change of a location
 
     def location(self, peer: PeerId) -> PeerLocation | None:
         return self._locations.get(peer)
@@ -92,17 +97,32 @@ class RouteTable:
             self._locations[peer] = location
 
     def forget(self, peer: PeerId) -> None:
+        self.version += 1
         self._locations.pop(peer, None)
         self._blocked = {route for route in self._blocked if peer not in route[:2]}
+        self._blocked_ends = {end for route in self._blocked for end in route[:2]}
 
     def block(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
         """Give up the route by which `viewer` could not connect to `other`, and return the route."""
         route = self.address(viewer, other, relays)
         if route and len(self._blocked) < MAX_BLOCKED:
             self._blocked.add((viewer, other, route))
+            self._blocked_ends |= {viewer, other}
             if route.startswith(RELAY_PREFIX):
                 self._blocked.add((other, viewer, route))
         return route
+
+    def follows_key_rule(self, viewer: PeerId) -> bool:
+        """Return whether `viewer` dials the workers with a verified address and a smaller key, and no others.
+
+        This is the case if every worker can dial `viewer` and none of its routes has failed.
+        """
+        return bool(self.verified_address(viewer)) and viewer not in self._blocked_ends
+
+    def verified_address(self, peer: PeerId) -> str:
+        """Return the address at which the coordinator reached the worker; empty if it is not known."""
+        location = self._locations.get(peer)
+        return location.verified_address if location is not None else ""
 
     def address(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
         """Return the address at which `viewer` reaches `other`; empty if `other` dials.

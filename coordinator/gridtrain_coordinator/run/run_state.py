@@ -128,7 +128,7 @@ class RunState:
 
     def newcomers(self) -> list[Worker]:
         """Return the workers that may enter the next generation and are not in the current one."""
-        return [w for w in self.workers.values() if w.is_eligible and w.peer not in self.members]
+        return self.workers.candidates(self.members).newcomers
 
     def stage_of(self, peer: m.PeerId) -> int:
         """Return the stage of a member by its rank.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from gridtrain.core import messages as m
@@ -31,11 +31,15 @@ def parse_spec(body: Mapping[str, Any]) -> m.LedgerSpec:
     return m.LedgerSpec(**{**body, "shards": tuple(body.get("shards", ()))})
 
 
+_LEDGER_FIELDS = [field.name for field in fields(m.LedgerState)]
+
+
 def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
     """Return `state` as a JSON object; `parse_ledger` reads it back."""
-    body = asdict(state)
+    body: dict[str, Any] = {name: getattr(state, name) for name in _LEDGER_FIELDS}
+    body["requeued"] = _span_entries(state.requeued)
     if state.holders is not None:
-        body["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in state.holders]
+        body["holders"] = [[peer.hex(), _span_entries(spans)] for peer, spans in state.holders]
     for name in _DEFERRED:
         del body[name]
         if batches := getattr(state, name):  # none in the usual case, and in records of earlier versions
@@ -67,6 +71,10 @@ def parse_ledger(body: Mapping[str, Any]) -> m.LedgerState:
     leases = tuple((bytes.fromhex(peer), m.Span(**span)) for peer, span in body.get("leases", ()))
     spans = {"requeued": _spans(body["requeued"]), "holders": holders, "leases": leases}
     return m.LedgerState(**{**body, **spans, **deferred})
+
+
+def _span_entries(spans: m.Spans) -> list[dict[str, int]]:
+    return [{"start": span.start, "stop": span.stop} for span in spans]
 
 
 def _spans(records: Iterable[Mapping[str, int]]) -> tuple[m.Span, ...]:

@@ -10,6 +10,7 @@ coordinator's journal stores the verdict, which never changes afterwards.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -98,7 +99,8 @@ def _highest_credible_step(reports: Sequence[m.FreezeReport]) -> int:
 def _majority_report(reports: Sequence[m.FreezeReport]) -> m.FreezeReport:
     """Return the report whose history and ledger most members share; ties go to the longer-serving member."""
     claims = [(report.history, report.ledger) for report in reports]
-    return max(reports, key=lambda report: claims.count((report.history, report.ledger)))
+    counts = Counter(claims)
+    return reports[max(range(len(reports)), key=lambda index: counts[claims[index]])]
 
 
 def _will_hold(report: m.FreezeReport, applied: int, history: bytes) -> bool:

@@ -15,7 +15,14 @@ from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send, Sto
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import JoinRefused
 
-_CARRIES_TERM = (m.Welcome, m.Freeze, m.MemberListPage, m.MembershipView, m.StartGeneration)
+_CARRIES_TERM = (
+    m.Welcome,
+    m.Freeze,
+    m.MemberListPage,
+    m.MemberListChanges,
+    m.MembershipView,
+    m.StartGeneration,
+)
 """Messages that contain the sender's term, which determines whether they are outdated.
 
 For all other messages, the term of the last Welcome determines this.

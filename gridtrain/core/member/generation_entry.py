@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from gridtrain.core import messages as m
@@ -25,14 +26,14 @@ from gridtrain.errors import JoinRefused, RemoteProtocolError
 
 
 def make_rank_assignment(
-    own_id: m.PeerId, view: m.MembershipView, pages: Sequence[m.MemberListPage], trainer: TrainerJoined | None
+    own_id: m.PeerId, view: m.MembershipView, listed: Sequence[m.Member], trainer: TrainerJoined | None
 ) -> RankAssignment:
-    """Return the rank assignment of a VIEW.
+    """Return the rank assignment of a VIEW, whose member list is `listed`.
 
     Raises:
         RemoteProtocolError: a correct coordinator would not have sent this VIEW.
     """
-    members = tuple(member for page in pages for member in page.members)
+    members = with_own_addresses(own_id, listed)
     bounds = _stage_bounds(view, trainer)
     stages = max(1, len(bounds) - 1)
     assignment = RankAssignment(own_id, view.term, view.generation, members, stages, view.exchange, bounds)
@@ -49,6 +50,18 @@ def make_rank_assignment(
             f"the VIEW has {len(members)} members; it must have a multiple of the model's {stages} stages"
         )
     return assignment
+
+
+def with_own_addresses(own_id: m.PeerId, members: Sequence[m.Member]) -> tuple[m.Member, ...]:
+    """Return the members with the addresses that this worker dials; empty if the member dials.
+
+    In a list in which this worker has an address itself, the keys decide who dials (see `m.Member.address`).
+    """
+    has_address = any(member.peer == own_id and member.address for member in members)
+    return tuple(
+        replace(member, address="") if has_address and member.address and member.peer >= own_id else member
+        for member in members
+    )
 
 
 def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tuple[int, ...]:

@@ -39,6 +39,8 @@ class ViewChanges:
         self._coordinator_link = context.coordinator_link
         self._coordinator = context.coordinator
         self._pages: dict[int, m.MemberListPage] = {}  # of the next VIEW
+        self._listed: tuple[m.Member, ...] = ()  # the list of the generation, as it was received
+        self._unlisted_generation = 0  # its list was sent as changes of another list than this worker's
         self._early_requests: dict[m.PeerId, m.StateRequest | m.CheckpointRequest] = {}
 
     @property
@@ -112,6 +114,8 @@ class ViewChanges:
                 if term >= self._coordinator_link.term and generation > self.generation_number:
                     self._pages[message.page] = message
                 return []
+            case m.MemberListChanges():
+                return self._change_list(message)
             case m.MembershipView():
                 return self._enter_generation(message, now_s)
             case m.StandbyNotice():
@@ -182,17 +186,32 @@ class ViewChanges:
         )
         return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected, *cancelled]
 
+    def _change_list(self, changes: m.MemberListChanges) -> list[MemberEffect]:
+        """Make the next VIEW's list from the current one; if that fails, join again to receive all of it."""
+        if changes.term < self._coordinator_link.term or changes.generation <= self.generation_number:
+            return []
+        members = changes.apply(self._listed) if changes.base == self.generation_number else None
+        if members is None:
+            self._unlisted_generation = changes.generation
+            reason = f"the changes of the member list of generation {changes.base} do not apply here"
+            return self._coordinator_link.rejoin(reason, self.generation_number)
+        self._pages = {0: m.MemberListPage(changes.term, changes.generation, 0, 1, members)}
+        return []
+
     def _enter_generation(self, view: m.MembershipView, now_s: float) -> list[MemberEffect]:
         if view.term < self._coordinator_link.term or view.generation <= self.generation_number:
             return []
         context = self._context
         pages = [page for _, page in sorted(self._pages.items()) if page.generation == view.generation]
+        if not pages and view.generation == self._unlisted_generation:
+            return []  # it is sent again with the list
         self._pages.clear()
-        assignment = make_rank_assignment(context.own_id, view, pages, context.trainer)
+        members = tuple(member for page in pages for member in page.members)
+        assignment = make_rank_assignment(context.own_id, view, members, context.trainer)
         generation, effects = enter_generation(view, assignment, context, self.generation, now_s)
         if generation is None:
             return effects
-        self.generation = generation
+        self.generation, self._listed = generation, members
         early, self._early_requests = self._early_requests, {}
         for peer, request in early.items():
             effects += self.receive(peer, request, 0, now_s)

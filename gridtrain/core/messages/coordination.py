@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Annotated
 
 from gridtrain.core.messages.declaration import (
@@ -27,6 +29,7 @@ from gridtrain.core.messages.declaration import (
     message,
 )
 from gridtrain.core.messages.types import (
+    MAX_GENERATION_MEMBERS,
     MAX_STAGE_CHECKPOINTS,
     CheckpointInfo,
     Facts,
@@ -35,6 +38,7 @@ from gridtrain.core.messages.types import (
     Member,
     RoundId,
     Span,
+    Spans,
     StagedModel,
     Verdict,
 )
@@ -224,7 +228,7 @@ class CurrentGeneration(Message):
 
     term: UInt
     generation: UInt
-    members: Annotated[tuple[tuple[PeerId, Count], ...], AtMost(1024)]
+    members: Annotated[tuple[tuple[PeerId, Count], ...], AtMost(MAX_GENERATION_MEMBERS)]
     stage_bounds: StageBounds = ()
 
 
@@ -248,7 +252,7 @@ class RoundStalled(Message):
     """
 
     round: RoundId
-    suspects: Annotated[tuple[PeerId, ...], AtMost(1024)]
+    suspects: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)]
     silent_s: Seconds
     reason: Reason
 
@@ -279,7 +283,7 @@ class PeersUnreachable(Message):
 
     term: UInt
     generation: UInt
-    peers: Annotated[tuple[PeerId, ...], AtMost(1024)]
+    peers: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)]
 
 
 @message(24)
@@ -410,10 +414,10 @@ class Freeze(Message):
     term: UInt
     generation: UInt
     reason: Reason
-    removed: Annotated[tuple[PeerId, ...], AtMost(1024)] = ()
+    removed: Annotated[tuple[PeerId, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
 
 
-MAX_MEMBERS_PER_PAGE = 192
+MAX_MEMBERS_PER_PAGE = 384
 """Number of members that fit into a header even if all names and addresses have their maximum length."""
 
 MAX_MEMBER_PAGES = 256
@@ -422,7 +426,10 @@ MAX_MEMBER_PAGES = 256
 @message(35)
 @dataclass(frozen=True, slots=True)
 class MemberListPage(Message):
-    """One page of the next VIEW's members in rank order; all pages are sent before the MembershipView."""
+    """One page of the next VIEW's members in rank order; all pages are sent before the MembershipView.
+
+    If the receiver has the list of its generation, it may receive `MemberListChanges` in place of all pages.
+    """
 
     term: UInt
     generation: UInt
@@ -437,6 +444,57 @@ class MemberListPage(Message):
             f"page {self.page} of {self.pages}; it must be below the total, which must be at most "
             f"{MAX_MEMBER_PAGES}"
         )
+
+
+def member_list_digest(members: Iterable[Member]) -> bytes:
+    """Return the 32 bytes by which a member verifies a list that it has made from `MemberListChanges`.
+
+    It is BLAKE2b of one line for each member, with the fields in order, separated by tabs.
+    """
+    text = "".join(map(_member_line, members))
+    return blake2b(text.encode(), digest_size=32).digest()
+
+
+def _member_line(x: Member) -> str:
+    pieces = ",".join(f"{layers.start}-{layers.stop}@{rank}" for layers, rank in x.pieces)
+    piece_digests = ",".join(digest.hex() for digest in x.piece_digests)
+    return (
+        f"{x.peer.hex()}\t{x.name}\t{x.address}\t{x.share}\t{int(x.joining)}\t{x.donor}\t{pieces}\t"
+        f"{x.digest.hex()}\t{piece_digests}\t{x.entries_share}\n"
+    )
+
+
+@message(81)
+@dataclass(frozen=True, slots=True)
+class MemberListChanges(Message):
+    """The next VIEW's members, as changes of the receiver's list; takes the place of all pages.
+
+    Attributes:
+        base: the receiver's generation, whose list is changed.
+        order: the new list, as spans of entries: first the entries of the list of `base`, in rank order,
+            then `members`.
+        members: the entries that are not in the list of `base`.
+        digest: `member_list_digest` of the new list.
+    """
+
+    term: UInt
+    generation: UInt
+    base: UInt
+    order: Spans
+    members: Annotated[tuple[Member, ...], AtMost(MAX_MEMBERS_PER_PAGE)]
+    digest: Digest
+
+    def find_problem(self) -> str | None:
+        count = sum(span.stop - span.start for span in self.order)
+        if count <= MAX_GENERATION_MEMBERS:
+            return None
+        return f"{count} members; there may be at most {MAX_GENERATION_MEMBERS}"
+
+    def apply(self, base: Sequence[Member]) -> tuple[Member, ...] | None:
+        """Return the new list, or None if `base` is not the list that is to be changed."""
+        entries = (*base, *self.members)
+        members = tuple(entry for span in self.order for entry in entries[span.start : span.stop])
+        return members if member_list_digest(members) == self.digest else None
 
 
 @message(36)

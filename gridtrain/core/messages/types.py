@@ -28,6 +28,9 @@ from gridtrain.core.messages.declaration import (
 
 PROTOCOL_VERSION = 3
 
+MAX_GENERATION_MEMBERS = 2048
+"""Largest number of entries in a list with one entry for each member."""
+
 MAX_STAGE_CHECKPOINTS = 16
 """Largest number of stage checkpoints that one worker reports."""
 
@@ -206,10 +209,10 @@ class LedgerState:
     requeued: Spans = ()
     consumed: UInt = 0
     skipped: UInt = 0
-    holders: Annotated[tuple[tuple[PeerId, Spans], ...], AtMost(1024)] | None = None
-    late: Annotated[tuple[DeferredBatch, ...], AtMost(1024)] = ()
-    pending: Annotated[tuple[DeferredBatch, ...], AtMost(1024)] = ()
-    leases: Annotated[tuple[tuple[PeerId, Span], ...], AtMost(1024)] = ()
+    holders: Annotated[tuple[tuple[PeerId, Spans], ...], AtMost(MAX_GENERATION_MEMBERS)] | None = None
+    late: Annotated[tuple[DeferredBatch, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
+    pending: Annotated[tuple[DeferredBatch, ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
+    leases: Annotated[tuple[tuple[PeerId, Span], ...], AtMost(MAX_GENERATION_MEMBERS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,8 @@ class Member:
         address: the address at which the receiver of this list reaches the member; the coordinator chooses
             it for each pair.  "tcp://host:port" is dialled; "relay:" and a key in hexadecimal names the
             member, or the coordinator, that relays end-to-end encrypted messages; if the address is empty,
-            the member dials.
+            the member dials.  If the receiver itself has an address in the list, the list is the same for
+            all members that can be dialled; of two members with addresses the one with the larger key dials.
         share: the member's batch size in samples.
         joining: whether the member must first receive the state.
         donor: rank of the member's state source; -1 stands for the lowest rank that holds the state.

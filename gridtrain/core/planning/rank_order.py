@@ -14,7 +14,7 @@ new order that is not also justified by the reports of the other workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -120,6 +120,18 @@ class LinkMeasurements:
         measured."""
         reported = [known[a, b] for known in (self.sent_Bps, self.received_Bps) if (a, b) in known]
         return min(reported, default=None)
+
+    def min_rate_Bps(self, senders: Collection[PeerId], receivers: Collection[PeerId]) -> float | None:
+        """Return the lowest measured rate from `senders` to `receivers`; None without a measurement."""
+        return min(
+            (
+                rate_Bps
+                for known in (self.sent_Bps, self.received_Bps)
+                for (a, b), rate_Bps in known.items()
+                if a in senders and b in receivers
+            ),
+            default=None,
+        )
 
     def build_network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> NetworkModel | None:
         """Build the network of these members, in their order; return None if no link has been measured.

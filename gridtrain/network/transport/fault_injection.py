@@ -29,7 +29,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from gridtrain.core.messages import CollectivePhase, Data, Decision, MemberListPage, Message, PeerId, Vote
+from gridtrain.core.messages import (
+    CollectivePhase,
+    Data,
+    Decision,
+    Member,
+    MemberListChanges,
+    MemberListPage,
+    Message,
+    PeerId,
+    Vote,
+)
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.network.transport.interface import Frames, PeerDown, Received, Transport, TransportEvent
@@ -224,6 +234,7 @@ class FaultyTransport(WrappingTransport):
         self._faults, self._name, self._die = faults, name, die
         self._rank: int | None = None
         self._roster_pages: dict[int, MemberListPage] = {}
+        self._members: tuple[Member, ...] = ()
         self._begun: set[int] = set()  # steps of which a Data was sent
         self._slow_s: dict[int, float] = {}
         self._corrupt: set[int] = set()
@@ -255,6 +266,8 @@ class FaultyTransport(WrappingTransport):
                 self._delayed.pop(event.peer, None)
             elif isinstance(event, Received) and isinstance(event.message, MemberListPage):
                 self._learn_rank(event.message)
+            elif isinstance(event, Received) and isinstance(event.message, MemberListChanges):
+                self._set_members(event.message.apply(self._members) or ())
         self._send_delayed(time.monotonic())
         return events
 
@@ -308,8 +321,14 @@ class FaultyTransport(WrappingTransport):
             self._roster_pages.clear()
         self._roster_pages[page.page] = page
         if len(self._roster_pages) == page.pages:
-            members = [member.peer for _, one in sorted(self._roster_pages.items()) for member in one.members]
-            self._rank = members.index(self.me) if self.me in members else None
+            self._set_members(
+                tuple(member for _, one in sorted(self._roster_pages.items()) for member in one.members)
+            )
+
+    def _set_members(self, members: tuple[Member, ...]) -> None:
+        self._members = members
+        peers = [member.peer for member in members]
+        self._rank = peers.index(self.me) if self.me in peers else None
 
     def _send_delayed(self, now_s: float) -> None:
         for peer, queue in list(self._delayed.items()):

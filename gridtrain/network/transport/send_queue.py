@@ -39,7 +39,7 @@ T = TypeVar("T")
 ENCRYPTED_BULK = 3
 """The first byte of an encrypted packet that carries bulk; a relay learns nothing else about the content."""
 
-MAX_ENCRYPTED_CONTROL_BYTES = 66 * 1024
+MAX_ENCRYPTED_CONTROL_BYTES = 130 * 1024
 """The largest encrypted control message, so that no peer can make a relay send megabytes as control."""
 
 

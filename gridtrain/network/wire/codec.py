@@ -1,6 +1,6 @@
 """Encodes messages as frames and decodes frames.  Payloads are not copied.
 
-    frame 0   msgpack array [code, field, field, ...]     at most 64 KiB
+    frame 0   msgpack array [code, field, field, ...]     at most 128 KiB
     frame 1   the payload, if the message has one         at most 64 MiB
 
 `decode` checks, in this order, the number of frames, their sizes, the msgpack encoding with all limits set,
@@ -21,7 +21,7 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.schema import MESSAGES
 
 MAX_FRAMES = 2
-MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 128 * 1024
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 
@@ -43,7 +43,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
     """Encode a message as one or two frames; the second frame is a view of the payload, not a copy.
 
     Raises:
-        LocalProtocolError: a field is out of its bounds, the header exceeds 64 KiB or the payload 64 MiB, or
+        LocalProtocolError: a field is out of its bounds, the header exceeds 128 KiB or the payload 64 MiB, or
             the payload is not a contiguous buffer.
     """
     code = TYPE_CODES.get(type(message))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.network.transport.interface import PeerDown, PeerUp, Received, TransportEvent
+from gridtrain.network.transport.interface import Frames, PeerDown, PeerUp, Received, TransportEvent
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
 from gridtrain_coordinator.daemon import Coordinator
@@ -80,7 +80,7 @@ class Scene:
     def poll(self, timeout_s: float) -> list[TransportEvent]:
         return self.turns.pop(0)
 
-    def send(self, peer: m.PeerId, message: m.Message) -> None:
+    def send(self, peer: m.PeerId, message: m.Message, frames: Frames | None = None) -> None:
         text = f" {message.state}" if isinstance(message, m.RunStateUpdate) else ""
         text += f" {message.code}" if isinstance(message, m.Refused) else ""
         if isinstance(message, m.StatusReply):

@@ -433,7 +433,7 @@ def member() -> MemberCore:
         ),
         0.0,
     )
-    members = (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "tcp://a:1", 4, True))
+    members = (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "", 4, True))
     core.handle(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)), 0.0)
     view = m.MembershipView(1, 1, 2, m.Verdict.ABORT, None, -1, core.history, m.LedgerState(), "")
     core.handle(io.MessageReceived(ME, view), 0.0)

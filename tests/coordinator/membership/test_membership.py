@@ -12,6 +12,7 @@ from scripted_coordinator import ME, SETUP, A, B, C, D, E, ScriptedCoordinator
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
+from gridtrain.core.member.generation_entry import with_own_addresses
 from gridtrain.core.planning.batch_shares import WorkerSpeeds
 from gridtrain.network.wire.codec import MAX_HEADER_BYTES, encode
 from gridtrain_coordinator.membership.catch_up import choose_snapshot_step
@@ -378,13 +379,13 @@ def test_what_a_tick_has_done_is_not_due_any_more() -> None:
 
 
 def told(run: Run, viewer: m.PeerId) -> dict[m.PeerId, str]:
-    """The addresses in the member list that `viewer` received last."""
+    """The addresses at which `viewer` dials, by the member list that it received last."""
     rosters = [
         e.message
         for e in run.effects
         if isinstance(e, Send) and e.peer == viewer and isinstance(e.message, m.MemberListPage)
     ]
-    return {member.peer: member.address for member in rosters[-1].members}
+    return {member.peer: member.address for member in with_own_addresses(viewer, rosters[-1].members)}
 
 
 def test_a_worker_is_admitted_when_it_is_known_how_others_reach_it() -> None:
@@ -869,7 +870,8 @@ def test_beats_of_a_settled_group_look_at_nobody_else(monkeypatch: pytest.Monkey
         for peer in (A, B, C):
             run.say(peer, m.Heartbeat(sequence, 5, sequence, ()))
             assert run.core.deadline_s == due_s, "a beat only puts it off"
-    assert not looks
+            assert looks == [peer]
+            looks.clear()
     run.core.tick(due_s)
     assert run.core.deadline_s > due_s and len(looks) == 3
 

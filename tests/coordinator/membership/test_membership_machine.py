@@ -454,6 +454,13 @@ class MembershipMachine(RuleBasedStateMachine):
             assert not math.isnan(self.core.deadline_s)
 
     @invariant()
+    def no_worker_is_due_before_the_deadline(self) -> None:
+        if hasattr(self, "core"):
+            run = self.core.run
+            due_s = (worker.deadline_s(run.limits) for worker in run.workers.values())
+            assert self.core.deadline_s <= min(due_s, default=math.inf)
+
+    @invariant()
     def the_snapshot_is_for_people(self) -> None:
         if hasattr(self, "core"):
             json.dumps(self.core.snapshot(self.now_s))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from gridtrain.core import messages as m
+from gridtrain.core.member.generation_entry import with_own_addresses
 from gridtrain.core.messages import relay_of
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.registry import Worker
@@ -165,6 +168,42 @@ def test_of_each_member_two_lines_are_kept_however_many_read_them() -> None:
     ways = {(x.peer, x.address) for viewer in peers for x in where.members_for(viewer, roster)}
     assert len(ways) > 5 * len(peers), "over many relays"
     assert len(where._address_cache) <= 2 * len(peers)
+
+
+def test_the_list_for_all_that_can_be_dialled_says_what_the_list_for_each_says() -> None:
+    """For every mix of locations and failures; in a list of its own a worker has no address itself."""
+    kinds = [PeerLocation("", "", ""), open_place("x"), behind("r1", "x"), None]
+    peers, shared = (A, B, C, D), 0
+    for mix in itertools.product(kinds, repeat=len(peers)):
+        for blocked in ((), ((A, B),), ((B, A), (C, D))):
+            book = AddressBook(COORDINATOR)
+            for peer, location in zip(peers, mix, strict=True):
+                if location is not None:
+                    worker = Worker(peer, "", location.claimed_address, 0.0, 0.0)
+                    book.on_connected(peer, location.host)
+                    book.request_dial_back(worker, can_relay=True)
+                    book.on_dial_back_result(worker, location.verified_address)
+            roster = tuple(m.Member(peer, "", "claimed", 1, False) for peer in peers)
+            book.begin_generation(peers)
+            for pair in blocked:
+                book.block_routes(pair[0], pair[1:])
+            for viewer in peers:
+                own = book.members_for(viewer, roster)
+                assert with_own_addresses(viewer, own) == own
+                if book.has_shared_list(viewer):
+                    shared += 1
+                    assert book.shared_list(roster) is book.shared_list(roster)
+                    assert with_own_addresses(viewer, book.shared_list(roster)) == own
+    assert shared > 500
+
+
+def test_a_shared_list_follows_a_worker_that_moves() -> None:
+    book, roster = AddressBook(COORDINATOR), (m.Member(A, "", "", 1, False),)
+    for address in (at("a"), at("b")):
+        worker = Worker(A, "", address, 0.0, 0.0)
+        book.request_dial_back(worker, can_relay=True)
+        book.on_dial_back_result(worker, address)
+        assert [member.address for member in book.shared_list(roster)] == [address]
 
 
 def test_of_a_worker_that_has_left_no_route_is_kept() -> None:

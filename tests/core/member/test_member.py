@@ -13,7 +13,7 @@ from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 
 COORDINATOR = b"0" * 32
-ME, A, B, J = (letter * 32 for letter in (b"m", b"a", b"b", b"j"))
+ME, A, B, C, J = (letter * 32 for letter in (b"m", b"a", b"b", b"c", b"j"))
 LIMITS = Deadlines(route_s=8.0)
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
@@ -306,3 +306,50 @@ def test_checkpoints_that_are_stored_before_the_first_generation_are_reported_wi
     worker, stored = Worker(), m.CheckpointInfo(4, b"h" * 32, m.LedgerState(), m.Span(0, 2))
     report = io.Send(COORDINATOR, m.StageCheckpointList((stored,), 0))
     assert worker.hear(io.StageCheckpointsChanged((stored,), False)) == [report]
+
+
+def changes(generation: int, base: int, *members: m.Member) -> m.MemberListChanges:
+    """Of a list whose first entry stays, and others follow."""
+    kept = m.Member(A, "a", "tcp://a:1", 4, False)
+    digest = m.member_list_digest((kept, *members))
+    return m.MemberListChanges(
+        1, generation, base, (m.Span(0, 1), m.Span(3, 3 + len(members))), members, digest
+    )
+
+
+def test_a_list_may_come_as_changes_of_the_one_before() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="tcp://b:1")
+    here, new = m.Member(ME, "me", "", 8, False), m.Member(C, "c", "tcp://c:1", 4, False)
+    assert worker.say(changes(2, 1, here, new)) == []
+    assert dials(worker.say(verdict(worker, 2, 3))) == {A: "tcp://a:1", C: "tcp://c:1"}
+    assert worker.core.generation == 2 and worker.core.known_peers == {COORDINATOR, ME, A, C}
+
+
+@pytest.mark.parametrize(("base", "name"), [(2, "me"), (1, "another")], ids=["generation", "digest"])
+def test_changes_of_another_list_are_answered_by_joining_again(base: int, name: str) -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="tcp://b:1")
+    wrong = changes(3, base, m.Member(ME, "me", "", 8, False))
+    wrong = replace(wrong, members=(m.Member(ME, name, "", 8, False),))
+    joins = [x.message for x in worker.say(wrong) if isinstance(x, io.Send)]
+    assert joins == [m.Join("r", "m", "tcp://me:1", True, True, 1)]
+    assert worker.say(verdict(worker, 3, 2)) == [] and worker.core.generation == 1
+    worker.say(m.Welcome(1, "r", ""))
+    worker.view(3, a="tcp://a:1")
+    assert worker.core.generation == 3
+
+
+def test_the_digest_of_a_list_covers_every_field() -> None:
+    member = m.Member(A, "a", "x", 4, False)
+    other = m.Member(
+        B, "b", "y", 5, True, 1, ((m.Span(0, 1), 2),), b"d", (b"p",), entries_share=m.WHOLE_SHARE // 2
+    )
+    lists = [(replace(member, **{name: getattr(other, name)}),) for name in m.Member.__dataclass_fields__]
+    digests = {m.member_list_digest(members) for members in ((), (member,), (member, member), *lists)}
+    assert len(digests) == 3 + len(lists)
+
+
+def verdict(worker: Worker, generation: int, members: int) -> m.MembershipView:
+    history, ledger = worker.core.history, m.LedgerState()
+    return m.MembershipView(1, generation, members, m.Verdict.ABORT, None, -1, history, ledger, "")

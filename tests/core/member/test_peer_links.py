@@ -36,7 +36,7 @@ class Worker:
 
     def view(self, generation: int, **addresses: str) -> list[str]:
         """A generation of this worker and others, by letter and address."""
-        ways = {name.encode() * 32: way for name, way in addresses.items()} | {ME: ""}
+        ways = {ME: ""} | {name.encode() * 32: way for name, way in addresses.items()}
         members = tuple(m.Member(p, p[:1].decode(), way, 4, False) for p, way in ways.items())
         self.hear(io.MessageReceived(COORDINATOR, m.MemberListPage(1, generation, 0, 1, members)))
         empty = m.LedgerState()
@@ -54,6 +54,13 @@ def test_a_disconnected_peer_is_dialled_again_when_it_is_back() -> None:
     assert worker.view(2, b="b:1") == ["let go of a", "ready"]
     assert worker.view(3, a="a:1", b="b:1") == ["dial a at a:1"]
     assert worker.hear(io.PeerConnected(A)) == ["ready"]
+
+
+def test_in_a_list_for_all_that_can_be_dialled_the_larger_key_dials() -> None:
+    worker = Worker()
+    assert worker.view(1, m="me:1", a="a:1", z="z:1", b="") == ["dial a at a:1"], "b is behind NAT, it dials"
+    own = worker.view(2, m="", a="a:1", z="z:1", b="")
+    assert own == ["dial a at a:1", "dial z at z:1"], "in a list of its own, all that have an address"
 
 
 def test_an_accepted_connection_is_not_closed_from_this_side() -> None:

@@ -35,7 +35,7 @@ class Newcomer:
             io.TrainerJoined(setup, lambda rank, size: frozenset({(rank + 1) % size, (rank - 1) % size}))
         )
         members = tuple(
-            m.Member(p, NAMES[p], f"{NAMES[p]}:1", 4, joins, donor if joins else -1)
+            m.Member(p, NAMES[p], f"{NAMES[p]}:1" if p != A else "", 4, joins, donor if joins else -1)
             for p, joins in ((p, NAMES[p] in joining) for p in (B, C, A, D))
         )
         self.hear(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)))

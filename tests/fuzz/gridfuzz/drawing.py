@@ -119,6 +119,9 @@ def _put_right(drawn: Any) -> Any:
             return replace(drawn, size=size, steps=steps, delay=delay % 2, shards=shards)
         case m.MemberListPage(page=page, pages=pages):
             return replace(drawn, page=page % pages)
+        case m.MemberListChanges(order=order):
+            short = (m.Span(span.start, min(span.stop, span.start + 2)) for span in order)
+            return replace(drawn, order=tuple(short)[: m.MAX_GENERATION_MEMBERS // 2])
         case m.StateBlock(index=index, total=total) | m.CheckpointBlock(index=index, total=total):
             return replace(drawn, index=index % total)
         case m.BundleBlock(index=index, total=total):

@@ -240,6 +240,8 @@ class Office:
         match message:
             case m.MemberListPage(_, _, page, _, members):
                 self.rosters[peer] = members if page == 0 else self.rosters.get(peer, ()) + members
+            case m.MemberListChanges():
+                self.rosters[peer] = message.apply(self.rosters[peer]) or ()
             case m.MembershipView():
                 same = replace(message, term=0)
                 first = self.by_generation.setdefault(message.generation, same)

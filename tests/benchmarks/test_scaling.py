@@ -1,0 +1,28 @@
+"""The comparison of the cost model with the collectives, and its picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gridtrain.core.planning.cost_model import exchange_cost
+from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind
+from scaling import ALPHA_S, BANDWIDTH_BPS, HERE, NAMES, load_of, picture, simulated
+
+
+@pytest.mark.parametrize("kind", NAMES, ids=str)
+def test_the_collectives_send_what_the_model_says(kind: ExchangeKind) -> None:
+    load, network = load_of(kind), uniform_network(4, ALPHA_S, BANDWIDTH_BPS)
+    cost = exchange_cost(load, network, CpuCosts(), vote=False)
+    took_s, sent_bytes = simulated(load, 4, CpuCosts())
+    assert took_s == pytest.approx(cost.exchange_s, rel=0.1)
+    assert sent_bytes == pytest.approx(cost.sent_bytes, rel=0.01)
+
+
+def test_the_picture_is_that_of_the_result_file() -> None:
+    rows = json.loads((HERE / "results" / "scaling.json").read_text())["results"]
+    drawn = (Path(HERE).parent / "docs" / "images" / "scaling.svg").read_text()
+    assert drawn == picture(rows), "run benchmarks/scaling.py with --out and --picture"
