@@ -72,8 +72,8 @@ class Meter:
         self._barrier.wait(WITHIN_S)
 
 
-def counts_of(together: Any, case: str, width: int, meter: Meter) -> dict[str, int]:
-    """What two workers hold whose models have width x width parameters."""
+def counts_of(together: Any, case: str, width: int, meter: Meter, *, traced: bool = True) -> dict[str, int]:
+    """What two workers hold whose models have width x width parameters; without arrays if not `traced`."""
     exchange, optimizer_name, _ = CASES[case]
 
     def train(grid: gridtrain.Grid, number: int) -> None:
@@ -90,7 +90,8 @@ def counts_of(together: Any, case: str, width: int, meter: Meter) -> dict[str, i
 
     meter.models.clear()
     before = held_bytes([])
-    tracemalloc.start()
+    if traced:
+        tracemalloc.start()
     try:
         together(train, WORKERS)
     finally:
@@ -109,7 +110,7 @@ def test_workers_hold_what_the_table_says(case: str, together: Any, monkeypatch:
         resolve(self, round_id, committed, flags, reason)
 
     monkeypatch.setattr(StepRounds, "resolve", resolve_counted)
-    counts_of(together, case, 8, meter)  # imports much
+    counts_of(together, case, 8, meter, traced=False)  # imports much, which tracing would slow down
     other = counts_of(together, case, 8, meter)  # of the interpreter, which tests before this one have filled
     counts = counts_of(together, case, WIDTH, meter)
     found = {what: (count - other[what]) / (WORKERS * N) for what, count in counts.items()}
