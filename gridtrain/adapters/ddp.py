@@ -21,6 +21,7 @@ scale changes from step to step; pass the scaler to `GTopKState` for this reason
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 
+import atexit
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,7 +99,8 @@ class GTopKState:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._channel = GlooChannel(group)
-        weakref.finalize(self, self._channel.close)  # before the interpreter ends
+        # Not when this state is collected: torch would give the next group the name of the destroyed one.
+        atexit.register(self._channel.close)
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
         self._loaded: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, until its bucket is made
         self._exchanged: list[tuple[ErrorFeedback, PreparedState, ButterflyBuffer]] = []

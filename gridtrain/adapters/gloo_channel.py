@@ -10,6 +10,7 @@ Nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -70,14 +71,15 @@ class GlooChannel:
             work.wait()
 
     def close(self) -> None:
-        """Destroy the group, unless all groups have been destroyed, which ends its threads.
+        """Destroy the group, unless it has been destroyed with all others, which ends its threads.
 
-        A thread that releases a tensor while the interpreter ends would abort the process.
+        A thread that releases a tensor while the interpreter ends would abort the process.  Later calls do
+        nothing.
         """
-        group = self.group
-        del self.group
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
+        group = vars(self).pop("group", None)  # its threads end with the last reference
+        if group is not None and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # another initialization has followed
+                dist.destroy_process_group(group)
 
     def _send_tensor(self, tensor: Tensor, to_rank: int) -> None:
         work = dist.isend(tensor, group=self.group, group_dst=to_rank)

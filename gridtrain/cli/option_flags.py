@@ -61,6 +61,14 @@ class _AtLeast(click.IntRange):
     def _describe_range(self) -> str:
         return ""
 
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        try:
+            if (number := int(value)) >= (self.min or 0):
+                return number
+        except ValueError:
+            pass
+        self.fail(f"{value} is not a whole number of at least {self.min}", param, context)
+
 
 def _type(one: Option) -> click.ParamType[Any]:
     if one.choices:

@@ -4,6 +4,7 @@ P = 4, 105 integers in buckets:  residuals before + contributions == residuals a
 P = 3, 4, a small network:       equal bits everywhere after each step, and it learns
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -83,6 +84,21 @@ def alone(monkeypatch):
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_state_that_is_collected_leaves_its_group_to_the_end_of_the_process(alone):
+    """torch names a new group by the number of groups: after one was destroyed the name would be taken."""
+    state = GTopKState()
+    channel = state._channel
+    del state
+    gc.collect()
+    assert dist.get_process_group_ranks(channel.group) == [0]
+    GTopKState()
+    group = channel.group
+    channel.close()
+    channel.close()
+    with pytest.raises(ValueError):
+        dist.destroy_process_group(group)
 
 
 class Scaler(torch.amp.GradScaler):

@@ -237,7 +237,7 @@ def test_debug_raises(gridtrain: RunCommand, monkeypatch: pytest.MonkeyPatch) ->
         (("worker",), "no invitation was given -> run gridtrain worker INVITATION"),
         (("worker", INVITATION, "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
         (("worker", "--", "true"), "not an invitation"),
-        (("coordinator", "--min-workers", "0"), "0 is not in the range"),
+        (("coordinator", "--min-workers", "0"), "0 is not a whole number of at least 1"),
         (("coordinator", "--listen", "lab-pc"), "--listen lab-pc has no port -> write tcp://lab-pc:7700"),
         (
             ("coordinator", "--listen", "tcp://127.0.0.1:0", "--backup-to", "/proc/x"),
@@ -253,7 +253,7 @@ def test_debug_raises(gridtrain: RunCommand, monkeypatch: pytest.MonkeyPatch) ->
         (("worker", INVITATION, "--advertise", "foo", "--", "true"), "--advertise foo has no port"),
         (("invite", "--expires", "0s"), "'0s' is not between 1 s and 366 d"),
         (("invite", "--expires", "367d"), "'367d' is not between 1 s and 366 d"),
-        (("config", "show", "worker", "--restarts", "-1"), "-1 is not in the range"),
+        (("config", "show", "worker", "--restarts", "-1"), "-1 is not a whole number of at least 0"),
     ],
     ids=lambda value: " ".join(value).replace(INVITATION, "INVITATION") if isinstance(value, tuple) else "",
 )

@@ -8,6 +8,7 @@ Imports no package of the extra, so that it can name the missing packages.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import ipaddress
 import os
@@ -129,13 +130,20 @@ def load_token(folder: Path) -> str:
     except FileExistsError:
         return _read(path)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}", remedy="check the folder's permissions"
-        ) from None
+        raise _unwritable_error(path, error) from None
     token = secrets.token_urlsafe(32)
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(token + "\n")
+    try:
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(token + "\n")
+    except OSError as error:
+        path.unlink()
+        raise _unwritable_error(path, error) from None
     return token
+
+
+def _unwritable_error(path: Path, error: OSError) -> ConfigError:
+    remedy = "free disk space" if error.errno == errno.ENOSPC else "check the folder's permissions"
+    return ConfigError(f"{path} cannot be written: {error.strerror}", remedy=remedy)
 
 
 def _read(path: Path) -> str:

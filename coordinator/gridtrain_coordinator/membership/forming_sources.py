@@ -71,8 +71,8 @@ class StateSources:
         """
         ranked = {
             holder: (
-                holder in stalled,
                 sum(holder in self._failed.get(x, ()) for x in receivers),
+                holder in stalled,
                 self._unreliable.get(holder, 0),
             )
             for holder in holders

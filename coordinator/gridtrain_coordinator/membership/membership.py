@@ -210,6 +210,7 @@ class Membership:
         for worker in list(run.workers.values()):
             reason = worker.failure_reason(run.limits, now_s)
             if reason:
+                run.workers.record_lost(worker)
                 effects += self._departures.remove_lost(worker.peer, reason)
             elif not worker.is_admitted and now_s >= worker.probe_deadline_s:
                 worker.admit()

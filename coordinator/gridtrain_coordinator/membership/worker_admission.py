@@ -91,7 +91,7 @@ class WorkerAdmission:
         if worker is None:
             taken = {other.name for other in run.workers.values()} | self._paused_workers.reserved_names(peer)
             name = self._worker_names.assign(peer, join.name, taken)
-            worker = run.workers[peer] = Worker(peer, name, join.address, now_s, now_s)
+            worker = run.workers.register(peer, name, join.address, now_s)
         worker.record_join(join.address)
         self._paused_workers.discard(peer)
         fields = {"name": worker.name, "peer": peer.hex()[:12], "address": join.address}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -24,25 +25,38 @@ MAX_RESTARTS = 2
 """How many times a worker may restart the transfer of its state in one generation."""
 
 LEAST_SILENCE_S, FEWEST_BEATS = 2.0, 40
-"""The shortest heartbeat timeout, and the number of heartbeats after which a worker has its own timeout."""
+"""The shortest heartbeat timeout, and the number of heartbeats with progress after which a worker has its own
+timeout."""
 
-INTERVALS, INTERVAL_DECAY = 4.0, 0.999
-"""A worker's timeout as a multiple of the longest interval of its heartbeats, and the share of that interval
-which remains after each heartbeat, so that it is forgotten within some 20 minutes."""
+INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
+"""A worker's timeout as a multiple of the longest interval of its heartbeats; the share of that interval that
+remains after each heartbeat, so that it counts for more than an hour; and the longest interval."""
+
+MAX_SILENT = 1024
+"""Number of workers lost by their silence whose intervals are kept for their return."""
 
 
 class HeartbeatIntervals:
-    """The intervals at which a worker's heartbeats arrive, from which its timeout follows."""
+    """The intervals at which a worker's heartbeats arrive, from which its timeout follows.
+
+    If it is lost by its silence and returns, the silence is one of them (`Registry.register`).
+    """
 
     __slots__ = ("_arrived_s", "_count", "_longest_s")
 
     def __init__(self) -> None:
         self._arrived_s, self._count, self._longest_s = math.inf, 0, 0.0
 
-    def record(self, now_s: float) -> None:
-        self._count += 1
-        self._longest_s = max(now_s - self._arrived_s, self._longest_s * INTERVAL_DECAY)
+    def record(self, now_s: float, *, has_progressed: bool) -> None:
+        """Record a heartbeat, or that the worker is registered."""
+        self._count += has_progressed
+        interval_s = min(now_s - self._arrived_s, MAX_INTERVAL_S)
+        self._longest_s = max(interval_s, self._longest_s * INTERVAL_DECAY)
         self._arrived_s = now_s
+
+    def excuse_stall(self, stalled_s: float) -> None:
+        """Leave out the time during which the coordinator read no messages."""
+        self._arrived_s += stalled_s
 
     def timeout_s(self, most_s: float) -> float:
         """Return the silence after which the worker counts as lost; at most `most_s`."""
@@ -176,7 +190,7 @@ class Worker:
 
     def record_heartbeat(self, beat: m.Heartbeat, now_s: float) -> list[LogEvent]:
         """Record a heartbeat; return log events about the problems that it reports."""
-        self.heartbeats.record(now_s)
+        self.heartbeats.record(now_s, has_progressed=beat.progress > self.progress)
         if beat.progress > self.progress:
             self.progress, self.progressed_s = beat.progress, now_s
         self.step, self.figures = beat.step, dict(beat.metrics)
@@ -224,6 +238,7 @@ class Worker:
         self.probe_deadline_s = max(self.probe_deadline_s, until_s)
         self.progressed_s += stalled_s
         self.state_progress.excuse_stall(stalled_s)
+        self.heartbeats.excuse_stall(stalled_s)
         if self.disconnected_s is not None:
             self.disconnected_s = extend_start(self.disconnected_s, limits.regreet_s, until_s)
 
@@ -266,7 +281,7 @@ class Worker:
     def _heartbeat_timeout_s(self, limits: Deadlines) -> float:
         if self.is_loading_state:
             return max(limits.silence_s, limits.ready_s)
-        return self.heartbeats.timeout_s(limits.silence_s)
+        return limits.silence_s if self.is_catching_up else self.heartbeats.timeout_s(limits.silence_s)
 
     def _reconnect_deadline_s(self, limits: Deadlines) -> float:
         """Return the time until which a broken connection may be restored.
@@ -328,6 +343,24 @@ class Candidates:
 
 class Registry(dict[m.PeerId, Worker]):
     """The registered workers by key, in the order of joining."""
+
+    def __init__(self, workers: Mapping[m.PeerId, Worker] = MappingProxyType({})) -> None:
+        super().__init__(workers)
+        self._silent: dict[m.PeerId, HeartbeatIntervals] = {}
+
+    def register(self, peer: m.PeerId, name: str, address: str, now_s: float) -> Worker:
+        """Register a worker, and return it."""
+        worker = self[peer] = Worker(peer, name, address, now_s, now_s)
+        worker.heartbeats = self._silent.pop(peer, worker.heartbeats)
+        worker.heartbeats.record(now_s, has_progressed=False)
+        return worker
+
+    def record_lost(self, worker: Worker) -> None:
+        """Keep the heartbeat intervals of a worker that is lost, if it is lost by its silence."""
+        if worker.disconnected_s is None:
+            self._silent[worker.peer] = worker.heartbeats
+            if len(self._silent) > MAX_SILENT:
+                del self._silent[next(iter(self._silent))]
 
     def candidates(self, members: Collection[m.PeerId]) -> Candidates:
         """Return what the next generation after that of `members` depends on, by one look at each worker."""

@@ -655,14 +655,14 @@ class Generation:
             self._ledger_spec, state.ledger, spans_of, skipped=is_skipped(flags), absent=absent
         )
         state.commit_step(committed.round.step, committed.digest, ledger)
-        self.stragglers.committed(flags, now_s)
+        proceeded = self.stragglers.committed(flags, now_s)
         means = self._means.complete() if self.stragglers.is_enabled else []  # answers late calls
         self._means.set_absent(self.stragglers.absent)
         self._is_stall_reported = False
         context.step_pace.step_committed(now_s)
         dropped = context.residual_transfer.step_committed(state.applied)
         resolved = ResolveRound(committed.round, True, flags, committed.reason)
-        return [resolved, *means, *dropped, *context.report_finished()]
+        return [resolved, *proceeded, *means, *dropped, *context.report_finished()]
 
 
 def late_submission(event: SubmitRound) -> ResolveRound:

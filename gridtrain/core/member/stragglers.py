@@ -9,9 +9,10 @@
                                                                      marked as absent, and votes
 
 A member is late if its delay exceeds the median of its latest delays by a multiple of their median absolute
-deviation.  The limit is computed for each member, so that a worker that is always slow is never late.  If no
-member is late, no message is sent.  A member that was absent from the last step is requested to stay absent
-as soon as the others have submitted, so that a long stall delays the group only once.
+deviation.  The limit is computed for each member, in seconds for each sample of its share, so that a worker
+that is always slow is never late.  If no member is late, no message is sent.  A member that was absent from
+the last step is requested to stay absent as soon as the others have submitted, so that a long stall delays
+the group only once.
 
 Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The
 decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier
@@ -52,32 +53,44 @@ MAX_SETTINGS_BYTES = 1 << 20
 
 
 class UsualDelay:
-    """The limit beyond which a delay is unusual, computed from the latest delays in seconds."""
+    """The limit beyond which a delay is unusual, computed from the latest delays in seconds.
+
+    A delay that is proportional to a scale, such as a number of samples, is recorded with its scale.
+    """
 
     def __init__(self) -> None:
         self._delays_s: deque[float] = deque(maxlen=WINDOW)
-        self.limit_s = math.inf
+        self._middle_s = self._deviation_s = math.inf
 
-    def record(self, delay_s: float) -> None:
-        self._delays_s.append(delay_s)
+    def record(self, delay_s: float, scale: float = 1.0) -> None:
+        self._delays_s.append(delay_s / scale)
         if len(self._delays_s) >= FEWEST_DELAYS:
-            middle_s = median(self._delays_s)
-            deviation_s = median(abs(each_s - middle_s) for each_s in self._delays_s)
-            margin_s = max(DEVIATIONS * deviation_s, LEAST_MARGIN_SHARE * middle_s, LEAST_MARGIN_S)
-            self.limit_s = middle_s + margin_s
+            self._middle_s = median(self._delays_s)
+            self._deviation_s = median(abs(each_s - self._middle_s) for each_s in self._delays_s)
+
+    def limit_s(self, scale: float = 1.0) -> float:
+        middle_s = scale * self._middle_s
+        margin_s = max(DEVIATIONS * scale * self._deviation_s, LEAST_MARGIN_SHARE * middle_s, LEAST_MARGIN_S)
+        return middle_s + margin_s
 
 
 class UsualDelays:
     """The delays that one member knows; they outlive the generations.
 
     Attributes:
-        compute: by member, from a commit to the submission of its trainer.
+        compute: by member, from a commit to the submission of its trainer, with its share as the scale.
         wait: from this member's submission to the commit.
     """
 
     def __init__(self) -> None:
         self.compute: defaultdict[m.PeerId, UsualDelay] = defaultdict(UsualDelay)
         self.wait = UsualDelay()
+
+    def forget_departed(self, members: Collection[m.PeerId]) -> None:
+        """Forget the delays of others than `members` if there are many of them."""
+        if len(self.compute) > 2 * MAX_RANKS:
+            present = {peer: delay for peer, delay in self.compute.items() if peer in members}
+            self.compute = defaultdict(UsualDelay, present)
 
 
 class Stragglers:
@@ -104,7 +117,9 @@ class Stragglers:
     ) -> None:
         self._assignment, self._count_samples = assignment, count_samples
         self.is_enabled = is_enabled and 1 < assignment.world_size <= MAX_RANKS and assignment.stages == 1
+        delays.forget_departed([member.peer for member in assignment.members])
         self._compute = [delays.compute[member.peer] for member in assignment.members]
+        self._scales = [max(1, share) for _, share in assignment.shares]
         self._wait = delays.wait
         self.absent: frozenset[int] = frozenset()
         self.absence: tuple[int, bytes] | None = None
@@ -165,7 +180,8 @@ class Stragglers:
         since_s = self._absent_since_s if self._assignment.rank in self.absent else self._opened_s
         if round_id.attempt or not math.isfinite(since_s):
             return None
-        self._own_compute.record(now_s - since_s)
+        own_rank = self._assignment.rank
+        self._compute[own_rank].record(now_s - since_s, self._scales[own_rank])
         return now_s - since_s
 
     def attempt_ended(self) -> None:
@@ -176,18 +192,27 @@ class Stragglers:
     def voted(self, rank: int, compute_s: float | None) -> None:
         """Record the delay in another member's vote; called on the root."""
         if compute_s is not None:
-            self._compute[rank].record(compute_s)
+            self._compute[rank].record(compute_s, self._scales[rank])
 
-    def committed(self, flags: int, now_s: float) -> None:
-        """Record that the open step was committed with these flags, and that the next one is open."""
+    def committed(self, flags: int, now_s: float) -> list[MemberEffect]:
+        """Record that the open step was committed with these flags, and that the next one is open.
+
+        Returns the root's log events about members that were absent, but not from the step before.
+        """
         if self._submission is not None:
             self._wait.record(now_s - self._submission[1])
-        self.absent = frozenset(absent_ranks(flags))
+        before, self.absent = self.absent, frozenset(absent_ranks(flags))
+        new = sorted(self.absent - before) if self._assignment.rank == ROOT else []
+        names = [self._assignment.members[rank].name for rank in new]
+        events: list[MemberEffect] = [
+            LogEvent("proceed", {"step": self._step, "without": name}) for name in names
+        ]
         if self._assignment.rank not in self.absent:
             self._returned_s = self._absent_since_s = math.inf
         elif not math.isfinite(self._absent_since_s):
             self._absent_since_s = self._opened_s
         self._open_step(now_s)
+        return events
 
     def repeat(self) -> None:
         """Repeat reports and requests, because they may have been lost; called at each heartbeat."""
@@ -260,21 +285,25 @@ class Stragglers:
         if self._opened_s - self._absent_since_s > MAX_ABSENT_S:
             return math.inf
         if self._assignment.rank not in self.absent:
-            return self._opened_s + self._own_compute.limit_s
+            return self._opened_s + self._own_limit_s
         if not math.isfinite(self._returned_s):
             return -math.inf
-        return max(self._opened_s, self._returned_s) + self._own_compute.limit_s
+        return max(self._opened_s, self._returned_s) + self._own_limit_s
+
+    def _limit_s(self, rank: int) -> float:
+        """Return the limit of a rank's delay in this generation, in which its share may have changed."""
+        return self._compute[rank].limit_s(self._scales[rank])
 
     @property
-    def _own_compute(self) -> UsualDelay:
-        return self._compute[self._assignment.rank]
+    def _own_limit_s(self) -> float:
+        return self._limit_s(self._assignment.rank)
 
     @property
     def _report_due_s(self) -> float:
         """The time at which this member reports that it waits; infinite if it does not."""
         if not self.is_enabled or self._submission is None or self._is_reported:
             return math.inf
-        return self._submission[1] + (0.0 if self.absent else self._wait.limit_s)
+        return self._submission[1] + (0.0 if self.absent else self._wait.limit_s())
 
     @property
     def _candidates(self) -> list[int]:
@@ -300,7 +329,7 @@ class Stragglers:
 
     def _late_s(self, rank: int) -> float:
         """The time from which this rank is late."""
-        return self._opened_s + (0.0 if rank in self.absent else self._compute[rank].limit_s)
+        return self._opened_s + (0.0 if rank in self.absent else self._limit_s(rank))
 
     def _request_due_s(self, rank: int) -> float:
         """The time from which the root requests this rank to be absent.
@@ -309,21 +338,18 @@ class Stragglers:
         member follows no request before its own limit, so the root applies its own limit instead.
         """
         late_s = self._late_s(rank)
-        return late_s if math.isfinite(late_s) else self._opened_s + self._own_compute.limit_s
+        return late_s if math.isfinite(late_s) else self._opened_s + self._own_limit_s
 
     def _request(self, rank: int) -> list[MemberEffect]:
         """Request that this rank, which may be this member's own, be absent from the step."""
         self._requested.add(rank)
         settings = next(iter(self._waiting.values()))
         member, at = self._assignment.members[rank], self._assignment
-        effects: list[MemberEffect] = []
-        if rank not in self.absent:
-            effects.append(LogEvent("proceed", {"step": self._step, "without": member.name}))
         if rank == ROOT:
             self._requested_settings = settings
-            return effects
+            return []
         round_id = m.RoundId(at.term, at.generation, self._step, 0)
-        return [*effects, Send(member.peer, m.ProceedWithout(round_id, settings))]
+        return [Send(member.peer, m.ProceedWithout(round_id, settings))]
 
 
 def _check_message(from_rank: int, rank: int, message: m.Waiting | m.ProceedWithout) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,21 @@ def test_deep_and_wide_things_are_cut() -> None:
 
 
 # -- where it listens, and the token ---------------------------------------------------------------
+
+
+def test_no_token_is_left_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, *args: Any, **options: Any) -> Any:
+        os.close(handle)
+        return open("/dev/full", "w")
+
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(ConfigError, match="No space left on device") as error,
+    ):
+        patched.setattr(os, "fdopen", full)
+        load_token(tmp_path)
+    assert error.value.remedy == "free disk space" and not (tmp_path / TOKEN_FILE).exists()
+    assert load_token(tmp_path)
 
 
 def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:

@@ -48,12 +48,14 @@ def test_a_source_is_chosen_that_has_failed_least() -> None:
     assert sources.choose((B, A), [D]) == A
 
 
-def test_a_stalled_member_is_the_source_only_if_all_have_stalled() -> None:
+def test_a_stalled_member_is_the_source_only_if_others_have_stalled_or_failed() -> None:
     sources = StateSources()
     assert sources.choose((A, B, C), [D], stalled={A}) == B
     sources.record_failure(B, [D])
     assert sources.choose((A, B, C), [D], stalled={A}) == C
     assert sources.choose((A, B), [D], stalled={A, B}) == A
+    sources.record_failure(C, [D])
+    assert sources.choose((A, B, C), [D], stalled={A}) == A, "so that D is found to be at fault in the end"
 
 
 def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,21 +90,62 @@ def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:
         assert ended.link_broken_s == -math.inf and ended.disconnected_s is None
 
 
+def beat(one: Worker, number: int, at_s: float) -> None:
+    one.record_message(at_s)
+    one.record_heartbeat(m.Heartbeat(number, 0, number, ()), at_s)
+
+
 def test_a_worker_with_regular_heartbeats_counts_as_lost_sooner() -> None:
     regular, hesitant = worker(), worker()
-    for number in range(FEWEST_BEATS):
+    for number in range(1, FEWEST_BEATS + 1):
         for one, pause_s in ((regular, 0.0), (hesitant, 0.4 if number == 7 else 0.0)):
             assert one.deadline_s(LIMITS) == one.last_heard_s + LIMITS.silence_s, "too few heartbeats"
-            one.record_message(0.5 * number + pause_s)
-            one.record_heartbeat(m.Heartbeat(number, 0, number, ()), 0.5 * number + pause_s)
+            beat(one, number, 0.5 * number + pause_s)
     now_s = regular.last_heard_s
     assert regular.deadline_s(LIMITS) == now_s + LEAST_SILENCE_S
     assert regular.failure_reason(LIMITS, now_s + LEAST_SILENCE_S) == "sent nothing for 2.0 s"
     assert hesitant.deadline_s(LIMITS) == pytest.approx(now_s + INTERVALS * 0.9, rel=0.05)
-    hesitant.record_heartbeat(m.Heartbeat(99, 0, 99, ()), now_s + 3.0)
-    assert hesitant.deadline_s(LIMITS) == now_s + LIMITS.silence_s, "never later than for all"
+    beat(hesitant, 99, now_s + 3.0)
+    assert hesitant.deadline_s(LIMITS) == now_s + 3.0 + LIMITS.silence_s, "never later than for all"
     regular.mark_loading(True)
     assert regular.deadline_s(LIMITS) == now_s + max(LIMITS.ready_s, LIMITS.silence_s)
+
+
+def test_without_progress_and_while_it_catches_up_a_worker_has_all_the_time() -> None:
+    idle, newcomer = worker(), worker()
+    newcomer.setup, newcomer.is_admitted = replace(SETUP, can_catch_up=True), True
+    for number in range(1, 2 * FEWEST_BEATS):
+        idle.record_heartbeat(m.Heartbeat(number, 0, 0, ()), 0.5 * number)
+        beat(newcomer, number, 0.5 * number)
+    assert newcomer.is_catching_up and idle.deadline_s(LIMITS) == LIMITS.silence_s
+    assert newcomer.deadline_s(LIMITS) == newcomer.last_heard_s + LIMITS.silence_s
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_silence_from_which_a_worker_has_returned_counts(is_silent: bool) -> None:
+    """A worker whose connection broke has ended: it says nothing about its heartbeats."""
+    workers = Registry()
+    before = workers.register(A, "a", "", 0.0)
+    for number in range(1, FEWEST_BEATS + 1):
+        beat(before, number, 0.5 * number)
+    now_s = before.last_heard_s
+    if not is_silent:
+        before.record_disconnected(now_s)
+    workers.record_lost(before)
+    after = workers.register(A, "a", "", now_s + 3.0)
+    for number in range(1, FEWEST_BEATS + 1):
+        beat(after, number, now_s + 3.0 + 0.5 * number)
+    expected_s = LIMITS.silence_s if is_silent else LEAST_SILENCE_S
+    assert after.deadline_s(LIMITS) == after.last_heard_s + expected_s
+
+
+def test_a_stall_of_the_coordinator_is_no_interval_of_a_worker() -> None:
+    one = worker()
+    for number in range(1, FEWEST_BEATS + 1):
+        beat(one, number, 0.5 * number)
+    one.excuse_stall(3.0, one.last_heard_s + 3.0, LIMITS)
+    beat(one, 99, 0.5 * FEWEST_BEATS + 3.5)
+    assert one.deadline_s(LIMITS) == one.last_heard_s + LEAST_SILENCE_S
 
 
 def test_after_a_stall_of_the_coordinator_all_that_is_waited_for_has_more_time() -> None:

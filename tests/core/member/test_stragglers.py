@@ -93,12 +93,12 @@ def test_flags_of_a_round() -> None:
 def test_a_delay_is_unusual_beyond_six_deviations_above_the_median() -> None:
     usual = UsualDelay()
     for number in range(FEWEST_DELAYS):
-        assert usual.limit_s == math.inf, "too few delays"
+        assert usual.limit_s() == math.inf, "too few delays"
         usual.record(1.0 if number % 2 else 1.2)
-    assert usual.limit_s == pytest.approx(1.1 + 6 * 0.1)
+    assert usual.limit_s() == pytest.approx(1.1 + 6 * 0.1)
     for _ in range(64):
         usual.record(0.01)
-    assert usual.limit_s == pytest.approx(0.01 + LEAST_MARGIN_S), "old delays are forgotten"
+    assert usual.limit_s() == pytest.approx(0.01 + LEAST_MARGIN_S), "old delays are forgotten"
 
 
 def test_a_member_reports_that_it_waits_once_and_only_if_it_waits_longer_than_usual() -> None:
@@ -127,11 +127,11 @@ def test_the_root_requests_those_who_are_late_once_half_of_the_samples_wait() ->
     due_s = root.subject.deadline_s
     assert due_s == pytest.approx(root.now_s + STEP_S / 2 + LEAST_MARGIN_S)
     effects = root.subject.tick(due_s)
-    assert effects == [
-        LogEvent("proceed", {"step": root.step, "without": "d"}),
-        Send(PEERS[3], m.ProceedWithout(root.round_id(), SETTINGS)),
-    ]
+    assert effects == [Send(PEERS[3], m.ProceedWithout(root.round_id(), SETTINGS))]
     assert root.subject.tick(due_s + 1) == [], "requested once"
+    told = root.subject.committed(absent_flag(3), due_s + 1)
+    assert told == [LogEvent("proceed", {"step": root.step, "without": "d"})]
+    assert root.subject.committed(absent_flag(3), due_s + 2) == [], "absent from the step before, too"
 
 
 def test_the_first_step_of_a_generation_waits_for_nobody_whose_delay_is_usual() -> None:
@@ -155,6 +155,25 @@ def test_the_first_step_of_a_generation_waits_for_nobody_whose_delay_is_usual() 
     assert late.request(0.1) == [] and late.subject.absence is None
     late.subject.tick(late.now_s + limit_s)
     assert late.subject.absence == (0, SETTINGS)
+
+
+def test_a_limit_grows_with_the_members_share() -> None:
+    """After a member has left, the others have more samples, and take longer."""
+    root = Group(rank=0)
+    root.calm_steps(FEWEST_DELAYS)
+    after = Group(rank=0, shares=(4, 4, 8, 12), delays=root.delays)
+    for rank, factor in enumerate((1, 1, 2, 3)):
+        usual_s = factor * STEP_S / 2
+        assert after.subject.late_s([rank]) - after.now_s == pytest.approx(usual_s + max(0.05, usual_s / 4))
+
+
+def test_delays_of_departed_members_are_forgotten() -> None:
+    delays = UsualDelays()
+    for number in range(1000):
+        delays.compute[number.to_bytes(32, "big")].record(1.0)
+    kept = delays.compute[PEERS[1]]
+    Group(rank=0, delays=delays)
+    assert set(delays.compute) == set(PEERS) and delays.compute[PEERS[1]] is kept
 
 
 def test_a_newcomer_follows_no_request() -> None:
@@ -191,7 +210,7 @@ def test_whoever_was_absent_is_requested_at_once() -> None:
     assert root.subject.deadline_s == pytest.approx(root.now_s + 0.01), "it reports at once"
     assert root.subject.tick(root.now_s + 0.01) == []
     effects = root.waiting(1, 0.02)
-    assert requests(effects) == [PEERS[3]] and not any(isinstance(x, LogEvent) for x in effects)
+    assert requests(effects) == [PEERS[3]]
     root.commit()
     root.submit(0.01)
     assert root.subject.deadline_s > root.now_s + 0.1, "all were present"
