@@ -93,6 +93,7 @@ class _Sparse:
     residual_decay: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
+        _check_numbers(density=self.density, momentum=self.momentum, residual_decay=self.residual_decay)
         for name, value in (("density", self.density), *(("warmup density", d) for _, d in self.warmup)):
             if not 0.0 < value <= 1.0:
                 raise ConfigError(f"{name} is {value}; it must be > 0 and <= 1", remedy="try density=0.01")
@@ -408,6 +409,12 @@ class LocalSteps:
 def round_exchange(exchange: Exchange | LocalSteps | Auto) -> Exchange | Auto:
     """Return the exchange that each round uses."""
     return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
+
+
+def _check_numbers(**values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{name} is {value!r}; it must be a number", remedy=f"pass {name}= a number")
 
 
 def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> None:

@@ -110,6 +110,8 @@ def invite(
 
 def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
     """Return instructions for using a new invitation, without its token."""
+    from gridtrain.core.group.invitation import comparable_key
+
     workers = format_count(uses, "worker")
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(wall_s + expires_s))
     clear = "" if invitation.encrypted else " --unencrypted"
@@ -118,10 +120,12 @@ def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: flo
         f"{format_duration(expires_s)} (until {until}).  The volunteer types:",
         f"  gridtrain worker INVITATION{clear}{'' if has_bundle else ' -- python train.py'}",
     ]
+    if has_bundle:
+        lines.append(f"and compares the coordinator's key: {comparable_key(invitation.coordinator)}")
     if _LOOPBACK.fullmatch(invitation.address):
         lines.append(
             f"It contains the address {invitation.address}, which only this machine can reach; to admit "
             "other machines, "
-            "start the coordinator with --listen tcp://0.0.0.0:7700."
+            f"start the coordinator with --listen tcp://0.0.0.0:{invitation.address.rpartition(':')[2]}."
         )
     return "\n".join(lines)

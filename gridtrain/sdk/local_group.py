@@ -257,8 +257,11 @@ def local(
     Raises the first exception that a worker raised, after ending the other workers: the waiting or next call
     of their grid raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S`
     seconds keeps running in its thread.
-    """
 
+    Raises `ConfigError` if `workers` is not a number of workers.
+    """
+    if not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"workers is {workers!r}; it must be a number from 1", remedy="try workers=4")
     ended: queue.SimpleQueue[tuple[int, Result | _Failure]] = queue.SimpleQueue()
 
     def one(number: int) -> None:

@@ -168,9 +168,11 @@ def test_the_coordinator_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_invitation_for_this_machine_alone_says_so() -> None:
-    local = Invitation("tcp://127.0.0.1:7700", bytes(32), bytes(32), "r", encrypted=False)
+    local = Invitation("tcp://127.0.0.1:7711", bytes(32), bytes(32), "r", encrypted=False)
     told = explanation(local, 1, 60.0, 0.0, False)
-    assert "for 1 worker, valid for 1 min" in told and "--listen tcp://0.0.0.0:7700" in told
+    assert "for 1 worker, valid for 1 min" in told and "--listen tcp://0.0.0.0:7711" in told
+    key = " ".join(["0000"] * 8)
+    assert key not in told and key in explanation(local, 1, 60.0, 0.0, True), "the volunteer sees it, too"
     assert "gridtrain worker INVITATION --unencrypted --" in told
 
 

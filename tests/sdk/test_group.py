@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import nn
 import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.core.group.member_events import MemberPhase
-from gridtrain.errors import JoinRefused
+from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.in_memory import EndpointKilled, FaultPlan, MemoryTransport, MessageFault
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient, allow_only
@@ -193,6 +194,12 @@ def test_all_start_from_the_state_of_one(together: Any) -> None:
 
     results = together(train, 3)
     assert len(set(results)) == 1 and results[0][0] in (0.0, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("workers", ["2", 0, 1.5])
+def test_a_group_of_no_number_is_refused(workers: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"workers is {workers!r}; it must be a number from 1")):
+        gridtrain.local(lambda grid: None, workers=workers)
 
 
 # -- clipping ----------------------------------------------------------------------------------------

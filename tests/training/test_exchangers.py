@@ -72,6 +72,8 @@ def test_workers_with_other_options_have_another_text(exchange: Any, text: str) 
         (lambda: TopK(residual_decay=float("nan")), r"residual_decay is nan"),
         (lambda: TopK(density=0.0), "density is 0.0"),
         (lambda: GTopK(density=2.0, topology="tree"), "density is 2.0"),
+        (lambda: GTopK(density="a"), "density is 'a'; it must be a number"),
+        (lambda: TopK(density=0.1, momentum=None), "momentum is None; it must be a number"),
     ],
 )
 def test_what_there_is_not_is_refused(make: Any, words: str) -> None:

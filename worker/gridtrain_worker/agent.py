@@ -281,7 +281,10 @@ def _run(
                 return 128 + signals.first
             if enforcer.is_stopping or (code == 0 and not enforcer.has_ended_script):
                 if code == 0 and stats.is_empty:
-                    tell("the script has ended without a step -> a script that trains calls gridtrain.join()")
+                    tell(
+                        "the script has ended without a step: the run has no step left, or the script does "
+                        "not call gridtrain.join()"
+                    )
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
                 why = enforcer.decision.text() or "now"

@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from gridtrain.core.group.invitation import comparable_key
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
 from gridtrain.network.transport.identity import make_private_folder
 from gridtrain.runtime.client.bundle_fetch import AnnouncedBundle, fetch_bundle
@@ -67,9 +68,8 @@ class BundleOffer:
 
     @property
     def coordinator_digest(self) -> str:
-        """The first 32 digits of the coordinator's key in groups of four, for users to compare."""
-        digits = self.entry.coordinator_key.hex()[:32]
-        return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))
+        """The coordinator's key, for users to compare."""
+        return comparable_key(self.entry.coordinator_key)
 
 
 Ask = Callable[[BundleOffer], bool]

@@ -157,3 +157,9 @@ def _unpack(packed: str) -> Invitation | None:
 def invitation_digest(key: PeerId) -> str:
     """Return the digest of an invitation's public key, which the coordinator stores instead of the key."""
     return blake2b(key, digest_size=32, person=b"gridtrain door").hexdigest()
+
+
+def comparable_key(key: PeerId) -> str:
+    """Return the first 32 digits of a key in groups of four, which people compare."""
+    digits = key.hex()[:32]
+    return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))
