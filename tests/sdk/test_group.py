@@ -174,7 +174,8 @@ def test_a_source_that_is_killed_costs_no_block_of_the_state_twice(new_group: An
     assert sum(isinstance(result, EndpointKilled) for result in results) == 1, results
     survivor, newcomer = (result for result in results if not isinstance(result, EndpointKilled))
     assert survivor[2] == newcomer[2]
-    assert survivor[0] < 8 << 20, "the shared blocks that were missing, and the buffers"
+    # Blocks that the newcomer had not read yet are dropped with the connection, so their number varies.
+    assert survivor[0] < 16 << 20, "the shared blocks that were missing, and the buffers; not all of it"
     assert newcomer[1] < 20 << 20
 
 
