@@ -195,6 +195,7 @@ def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
         for rank, result in enumerate(results):
             words = [str(environments.python("hivemind")), "-m", "rivals.straggler", "--rank", str(rank)]
             words += ["--world", "4", "--master", master, "--out", str(result), "--batches", str(batches)]
+            words += ["--warm-up", str(WARM_UP_BATCHES)]
             words += ["--compute", str(ONE_COMPUTE_S), "--stall", str(ONE_STALL_S), "--every", str(ONE_EVERY)]
             process = subprocess.Popen(
                 words + ["--stalled"] * is_stalled, env=environments.environment_of("hivemind", "lo")

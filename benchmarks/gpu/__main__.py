@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.parts import PARTS, Part, Setting, missing_packages
+from gridtrain.tools.child_processes import end_processes
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
@@ -127,22 +128,11 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> Outcome:
         except subprocess.TimeoutExpired:
             error = f"took more than {limit_s:.0f} s"
         finally:
-            end(process)
+            end_processes([process], (GRACE_S,))
         outcome: Outcome = json.loads(into.read_text()) if into.exists() else {}
     if process.returncode and not error:
         error = outcome.get("error", f"its process ended with exit code {process.returncode}")
     return outcome | {"seconds": round(time.monotonic() - began_s, 1)} | ({"error": error} if error else {})
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a part's process, if it still runs, and what it has left in its session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
     python -m rivals.straggler --rank R --world P --master HOST:PORT --out FILE [--stalled] ...
 
-The model, the data, the waits and what is measured are those of `stragglers.py one`.  hivemind's settings
+The model's shape and the waits are those of `stragglers.py one`; the data are random.  hivemind's settings
 favour it: the group is complete before the first batch, progress is exchanged as often as it permits, and its
 virtual batch (`--epoch-batches` of each worker) is so large that matchmaking does not dominate the calm run.
 """
@@ -35,13 +35,13 @@ def main() -> None:
     parser.add_argument("--master", required=True, metavar="HOST:PORT")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stalled", action="store_true", help="the last rank stalls")
-    parser.add_argument("--batches", type=int, default=400)
-    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--batches", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, required=True)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--epoch-batches", type=int, default=40)
-    parser.add_argument("--compute", type=float, default=0.02, metavar="SECONDS")
-    parser.add_argument("--stall", type=float, default=3.0, metavar="SECONDS")
-    parser.add_argument("--every", type=int, default=40, metavar="BATCHES")
+    parser.add_argument("--compute", type=float, required=True, metavar="SECONDS")
+    parser.add_argument("--stall", type=float, required=True, metavar="SECONDS")
+    parser.add_argument("--every", type=int, required=True, metavar="BATCHES")
     parser.add_argument("--matchmaking", type=float, default=0.5, metavar="SECONDS")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -822,16 +822,12 @@ class Grid:
             )
             return
         assert self._model_state is not None
-        exports, is_pending = self._is_exporter(), True
-        failure: Exception | None = None
-        for timeout_s in (0.0, FINAL_CHECKPOINT_TIMEOUT_S):  # a slow disk does not delay the export
-            if is_pending:
-                try:
-                    is_pending = not self._model_state.write_final_checkpoint(timeout_s)
-                except Exception as error:  # such as a changed base, or no memory for a copy
-                    failure, is_pending = error, False
-            if exports and not timeout_s:
-                self._export()
+        exports = self._is_exporter()
+        written = self._try_final_checkpoint(0.0)  # a slow disk does not delay the export
+        if exports:
+            self._export()
+        if written is False:
+            written = self._try_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
         if not self._session.wait_for_members():
             log.warning("this worker left before the coordinator had declared the run finished")
         if not exports:
@@ -840,9 +836,18 @@ class Grid:
                 exports = self._is_exporter()
             if exports:
                 self._export()
-        if failure is not None:
-            raise failure
+        if isinstance(written, Exception):
+            raise written
         self._model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
+
+    def _try_final_checkpoint(self, timeout_s: float) -> bool | Exception:
+        """Return the result of `write_final_checkpoint`, or the error, which is to be raised at the very end:
+        such as a changed base, or no memory for a copy."""
+        assert self._model_state is not None
+        try:
+            return self._model_state.write_final_checkpoint(timeout_s)
+        except Exception as error:
+            return error
 
     def _is_exporter(self) -> bool:
         assert self._model_state is not None

@@ -1,4 +1,4 @@
-"""Processes of `gridtrain demo` and `gridtrain bench`: their environment, their logs and their end."""
+"""Processes of `gridtrain demo`, `gridtrain bench` and benchmarks: their environment, logs and end."""
 
 from __future__ import annotations
 

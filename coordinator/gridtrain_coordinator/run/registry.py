@@ -190,8 +190,9 @@ class Worker:
 
     def record_heartbeat(self, beat: m.Heartbeat, now_s: float) -> list[LogEvent]:
         """Record a heartbeat; return log events about the problems that it reports."""
-        self.heartbeats.record(now_s, has_progressed=beat.progress > self.progress)
-        if beat.progress > self.progress:
+        has_progressed = beat.progress > self.progress
+        self.heartbeats.record(now_s, has_progressed=has_progressed)
+        if has_progressed:
             self.progress, self.progressed_s = beat.progress, now_s
         self.step, self.figures = beat.step, dict(beat.metrics)
         self.state_progress.update(self.figures.get(m.STATE_LEFT, 0.0), now_s)

@@ -202,10 +202,10 @@ class Stragglers:
         if self._submission is not None:
             self._wait.record(now_s - self._submission[1])
         before, self.absent = self.absent, frozenset(absent_ranks(flags))
-        new = sorted(self.absent - before) if self._assignment.rank == ROOT else []
-        names = [self._assignment.members[rank].name for rank in new]
+        is_root, members = self._assignment.rank == ROOT, self._assignment.members
         events: list[MemberEffect] = [
-            LogEvent("proceed", {"step": self._step, "without": name}) for name in names
+            LogEvent("proceed", {"step": self._step, "without": members[rank].name})
+            for rank in sorted(self.absent - before if is_root else ())
         ]
         if self._assignment.rank not in self.absent:
             self._returned_s = self._absent_since_s = math.inf
