@@ -20,15 +20,13 @@ If round r is aborted during turn r, it is repeated at the end of the turn.
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gridtrain.config import LocalSteps
-from gridtrain.training.exchangers import largest_magnitude
-from gridtrain.training.local_sgd import LocalSGDOptimizer, subtract
+from gridtrain.training.local_sgd import LocalSGDOptimizer, is_finite, subtract
 from gridtrain.training.session_interface import TrainingSession
 
 log = logging.getLogger("gridtrain")
@@ -55,13 +53,11 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             log.info('wait="auto" has no effect with LocalSteps(overlap=True)')
             options["wait"] = "all"
         super().__init__(inner, model, exchange, session, **options)
-        # Between two turns the change of the latest one; in a turn the part of it that the turn starts with.
-        self._change_N = torch.zeros_like(self._flat.flat_N)
-        pieces = torch.split(self._change_N, self._flat.sizes)
-        self._change_views = [
-            (p, piece.view_as(p)) for p, piece in zip(self._flat.parameters, pieces, strict=True)
-        ]
+        # Between two turns the change of the latest one; in a turn it is in flat_N, and this vector is unused.
+        flat_N = self._flat.flat_N
+        self._change_N = torch.zeros_like(flat_N, pin_memory=flat_N.is_pinned())
         self._is_change_finite = True
+        self._kept_share = 1.0
         self._is_repeating = False
         self._step_settings = inner
 
@@ -72,14 +68,12 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         super().begin_turn(calls_with_samples)
         self._stopwatch.lap("computing_s")
         self._step_settings = _copy_settings(self.inner)
-        self._copy_to_anchor()
         plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated at the end
-        self._flat.flat_N.copy_(self._change_N)
+        self._change_N = self._flat.swap(self._change_N)
         is_counted = plan is None or plan.samples > 0  # not if this worker has left the group meanwhile
         if not (is_counted and self._is_change_finite):
             self._flat.flat_N.zero_()
-        world_size = 1 if plan is None else plan.world_size
-        torch.mul(self._flat.flat_N, kept_share(world_size), out=self._change_N)
+        self._kept_share = kept_share(1 if plan is None else plan.world_size)
         self._set_parameters_to_start()
         if plan is not None:
             self._send_step(plan, usable=self._is_change_finite)
@@ -94,11 +88,11 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         """Begin a turn that only computes the change, from the anchor; the next turn submits it."""
         super().begin_turn(calls_with_samples)
         self._is_repeating = True
-        self._copy_to_anchor()
-        self._change_N.zero_()
+        self._flat.flat_N.zero_()
+        self._set_parameters_to_start()
 
     def _save_anchor(self) -> None:
-        """Do nothing: `begin_turn` has saved the anchor."""
+        """Do nothing: the anchor is that of the turn's start."""
 
     # -- the exchange --------------------------------------------------------------------------------
 
@@ -114,19 +108,25 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     @torch.no_grad()
     def _set_parameters_to_start(self) -> None:
-        """Set parameters = anchor - the kept part of the change, where the turn starts."""
-        for (parameter, kept), anchor in zip(self._change_views, self._anchor, strict=True):
-            subtract(anchor, kept, parameter)
+        """Set anchor = parameters, then parameters = anchor - the kept part of the change, where the turn
+        starts."""
+        for part, (parameter, anchor) in self._flat.blocks(self._flat.parameters, self._anchor):
+            anchor.copy_(parameter)
+            subtract(anchor, self._flat.flat_N[part].view_as(parameter), parameter, self._kept_share)
 
     @torch.no_grad()
     def _keep_change(self) -> None:
         """Set the change to the parameters at the turn's start - parameters, then parameters = anchor."""
-        for (parameter, change), anchor in zip(self._change_views, self._anchor, strict=True):
+        sums: list[Tensor] = []
+        for part, (parameter, anchor) in self._flat.blocks(self._flat.parameters, self._anchor):
+            change = self._change_N[part].view_as(parameter)
             start = change if parameter.dtype == torch.float32 else torch.empty_like(anchor)
-            subtract(anchor, change, start)  # with the rounding of `_set_parameters_to_start`
+            sent = self._flat.flat_N[part].view_as(parameter)
+            subtract(anchor, sent, start, self._kept_share)  # as in `_set_parameters_to_start`
             subtract(start, parameter, change)
             parameter.copy_(anchor)
-        self._is_change_finite = math.isfinite(largest_magnitude(self._change_N))
+            sums.append(change.sum())
+        self._is_change_finite = is_finite(self._change_N, sums)
         if not self._is_change_finite:
             self._reset_inner()
 
