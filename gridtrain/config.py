@@ -357,15 +357,16 @@ class LocalSteps:
             coordinator chooses it, for turns of `every` steps.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
-        overlap: whether the changes are exchanged while the next `every` steps are computed.  A worker then
-            learns of the changes of the others `every` steps later (eager updates, arXiv 2502.12996).
+        overlap: the number of steps after which the change of the parameters is applied, 1 to `every`: until
+            then it is exchanged while the next steps are computed (Streaming DiLoCo, arXiv 2501.18512; eager
+            updates, arXiv 2502.12996).  True is `every`; False does not overlap.
     """
 
     every: int
     exchange: Exchange | Auto = field(default_factory=GTopK)
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
-    overlap: bool = False
+    overlap: bool | int = False
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -373,6 +374,12 @@ class LocalSteps:
                 f"every is {self.every!r}; it must be a whole number >= 1, with the same value on all "
                 "workers",
                 remedy="try every=32, or the number that gridtrain.propose_local_steps(...) proposes",
+            )
+        if not isinstance(self.overlap, int) or not 0 <= self.overlap <= self.every:
+            raise ConfigError(
+                f"overlap is {self.overlap!r}; it must be True, False, or a number of local steps from 1 to "
+                f"every, which is {self.every}",
+                remedy="pass a number of local steps that take longer than an exchange",
             )
         if not isinstance(self.exchange, Exchange | Auto):
             raise ConfigError(
@@ -400,9 +407,14 @@ class LocalSteps:
     def sparse(self) -> bool:
         return self.exchange.sparse
 
+    @property
+    def overlapped_steps(self) -> int:
+        """The number of local steps that an exchange overlaps with; 0 without overlap."""
+        return self.every if self.overlap is True else int(self.overlap)
+
     def describe(self) -> str:
         outer = f"outer_learning_rate={self.outer_learning_rate}, outer_momentum={self.outer_momentum}"
-        overlap = ", overlap=True" if self.overlap else ""
+        overlap = f", overlap={self.overlapped_steps}" if self.overlap else ""
         return f"LocalSteps(every={self.every}, exchange={self.exchange.describe()}, {outer}{overlap})"
 
 

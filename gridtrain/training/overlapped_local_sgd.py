@@ -1,20 +1,23 @@
-"""`LocalSteps(..., overlap=True)`: the changes of one turn are exchanged while the next turn is computed.
+"""`LocalSteps(..., overlap=t)`: the changes of one turn are exchanged during the first t local steps of the
+next turn.
 
     A     the anchor: parameters after the last committed round, equal on all workers
-    D_r   the change that turn r has made on this worker: parameters at its start - parameters at its end
+    D_r   the change that turn r has made on this worker so far
 
-    turn begins      D_r-1 is submitted to round r;  parameters = A - kept * D_r-1
+    turn begins      D_r-1 is submitted to round r;  parameters = A - kept * D_r-1;  D_r = 0
     local steps      the parameters change;  meanwhile the group exchanges D_r-1 and commits round r
-    last step        D_r is kept;  parameters = A;  waits for round r
-                     committed: A = parameters = A - outer_learning_rate * nesterov(update)
+    after step t     waits for round r;  committed: A = A - outer_learning_rate * nesterov(update)
+                     parameters = A - D_r
+    after the last   D_r is kept;  parameters = A
 
-So a worker has a share of its own latest change at once, and the changes of the others one turn later.
+So a worker has a share of its own latest change at once, and the changes of the others t local steps later,
+at the same local step on all workers, so that a run is determined by its seeds.
 After Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters, and
 eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
 
 Between two turns the parameters are the anchor, so that states, checkpoints and comparisons are as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
-If round r is aborted during turn r, it is repeated at the end of the turn.
+If round r is aborted, it is repeated after step t.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     """A `LocalSGDOptimizer` whose rounds overlap with the next turn.
 
     It takes the arguments of `LocalSGDOptimizer`.  `wait="auto"` has no effect: a round waits only for
-    workers that have not finished the turn before, so that a shorter stall than a turn delays nobody.
+    workers that have not finished the turn before, so that a shorter stall than t steps delays nobody.
     """
 
     delay = 1
@@ -50,15 +53,17 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         **options: Any,
     ) -> None:
         if options.get("wait") == "auto":
-            log.info('wait="auto" has no effect with LocalSteps(overlap=True)')
+            log.info('wait="auto" has no effect with LocalSteps(overlap=...)')
             options["wait"] = "all"
         super().__init__(inner, model, exchange, session, **options)
-        # Between two turns the change of the latest one; in a turn it is in flat_N, and this vector is unused.
+        self._overlapped_steps = exchange.overlapped_steps
+        # Between two turns the change of the latest one.  In a turn that change is in flat_N until it is
+        # committed, and this vector is unused.
         flat_N = self._flat.flat_N
         self._change_N = torch.zeros_like(flat_N, pin_memory=flat_N.is_pinned())
         self._is_change_finite = True
-        self._kept_share = 1.0
-        self._is_repeating = False
+        self._kept_share = 1.0  # the turn starts at anchor - this share of the change in flat_N
+        self._is_repeating = self._is_exchanged = False
         self._step_settings = inner
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -66,9 +71,10 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     def begin_turn(self, calls_with_samples: int) -> None:
         """Submit the change of the turn before, and begin the next turn from it."""
         super().begin_turn(calls_with_samples)
+        self._is_exchanged = False
         self._stopwatch.lap("computing_s")
         self._step_settings = _copy_settings(self.inner)
-        plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated at the end
+        plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated later
         self._change_N = self._flat.swap(self._change_N)
         is_counted = plan is None or plan.samples > 0  # not if this worker has left the group meanwhile
         if not (is_counted and self._is_change_finite):
@@ -96,13 +102,36 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     # -- the exchange --------------------------------------------------------------------------------
 
+    def _report_local(self) -> None:
+        if self.local_calls != self._overlapped_steps or self._is_repeating:
+            super()._report_local()
+            return
+        overflowed = self.last_skipped
+        self._session.finish_computing(self.local_calls / max(1, self._calls_with_samples))
+        self._exchange_latest()
+        # From here on the change counts from the new anchor.
+        self._change_N = self._flat.swap(self._change_N)
+        self._kept_share = 1.0
+        self._set_parameters_to_start()
+        self._kept_share, self._is_exchanged = 0.0, True
+        self.last_skipped = overflowed
+
     def _global_step(self) -> None:
         self.local_calls = 0
+        if self._is_repeating or self._is_exchanged:
+            super()._report_local()
+            self._keep_change()
+            self._is_repeating = self.last_skipped = False
+        else:
+            self._exchange_latest()
+        if not self._is_change_finite:
+            self._reset_inner()
+
+    def _exchange_latest(self) -> None:
+        """Keep the change that this turn has made so far, wait for the commit of the change before, and apply
+        the update: parameters = new anchor."""
         was_finite = self._is_change_finite
         self._keep_change()
-        if self._is_repeating:
-            self._is_repeating = self.last_skipped = False
-            return
         self._run_attempts(was_finite)
         self._apply()
 
@@ -127,8 +156,6 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             parameter.copy_(anchor)
             sums.append(change.sum())
         self._is_change_finite = is_finite(self._change_N, sums)
-        if not self._is_change_finite:
-            self._reset_inner()
 
     @property
     def _settings_of_step(self) -> torch.optim.Optimizer:
