@@ -22,6 +22,8 @@ class RunPhase(StrEnum):
         TRAINING, PAUSED    all members left for good, or none of them
                             returned and other workers are here             ->  WAITING
         TRAINING, PAUSED    all members have reached the end                ->  FINISHED
+
+    `RunState.enter_phase` changes it.
     """
 
     WAITING = "waiting"
