@@ -117,7 +117,7 @@ class _Sparse:
         if self.chunk != 0 and selected < 2.0:
             raise ConfigError(
                 f"chunk is {self.chunk}, of which the density {least} selects {selected:g} elements; "
-                "it must be at least 2, so that no chunk is left out",
+                "at least 2 are needed, so that no chunk is left out",
                 remedy=f"use chunk={math.ceil(2 / least)} or more, or chunk=0",
             )
         if not 0.0 <= self.residual_decay < 1.0:

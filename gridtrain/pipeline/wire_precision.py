@@ -1,4 +1,6 @@
-"""Encode tensors as bytes, exactly or with fewer bits, on the tensor's own device.
+"""Encode the activations and gradients of a pipeline as bytes, exactly or with fewer bits, on their device.
+
+The values of sparse and dense exchanges have encodings of their own (`network/wire/value_encoding.py`).
 
     exact   the elements as they are in memory
     bf16    float32's range, 8 bits of precision

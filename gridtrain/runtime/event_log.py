@@ -8,7 +8,6 @@ from typing import Any
 
 log = logging.getLogger("gridtrain")
 
-WARNING_EVENTS = ("drifted", "stalled", "offence", "no_route")
 LEFT_BEHIND_TEXT = (
     "this worker was disconnected for too long, and the group continued without it; it is connected again "
     "and will receive the group's state after step %d"
@@ -18,6 +17,10 @@ UNREACHABLE_TEXT = (
     "them directly or through a relay, so it can still train"
 )
 EVENT_TEXTS = {
+    "drifted": "this worker's model differs from the other members' at step %(step)s; it receives theirs",
+    "stalled": "the step makes no progress (%(reason)s); the coordinator is asked for a new generation",
+    "offence": "%(peer)s violated the protocol: %(reason)s",
+    "no_route": "these workers cannot be reached directly and need a relay: %(peers)s",
     "resumed": "the run is training again: %(reason)s",
     "coordinator_away": "the coordinator is unreachable (%(reason)s); this worker keeps trying to reconnect, "
     "and training continues until a member is missing",
@@ -48,5 +51,4 @@ def log_event(event: str, fields: Mapping[str, Any]) -> None:
             address = fields["address"]
             log.info("%s", f"other workers reach this worker at {address}" if address else UNREACHABLE_TEXT)
         case _:
-            level = logging.WARNING if event in WARNING_EVENTS else logging.INFO
-            log.log(level, "%s %s", event, " ".join(f"{k}={v}" for k, v in fields.items()))
+            log.info("%s %s", event, " ".join(f"{k}={v}" for k, v in fields.items()))

@@ -85,6 +85,6 @@ def _readings(said: dict[str, Any]) -> SensorReadings:
             values[field] = value if kind is bool else float(value)
         else:
             raise ConfigError(
-                f"{field} is {value!r}, which has the wrong type", remedy=f"use a {kind.__name__}"
+                f"{field} is {value!r}, which has the wrong type", remedy=f"use the type {kind.__name__}"
             )
     return SensorReadings(**values, absent=absent)

@@ -39,7 +39,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     """A `LocalSGDOptimizer` whose rounds overlap with the next turn.
 
     It takes the arguments of `LocalSGDOptimizer`.  `wait="auto"` has no effect: a round waits only for
-    workers that have not finished the turn before, so that a shorter stall than t steps delays nobody.
+    workers that have not finished the turn before, so that a stall shorter than t steps delays nobody.
     """
 
     delay = 1

@@ -39,3 +39,12 @@ def test_who_was_removed_is_told_in_a_whole_sentence() -> None:
     assert (
         isinstance(stop, Stop) and str(stop.error) == "this worker was removed from the run: too slow -> ask"
     )
+
+
+def test_a_warning_is_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    log_event("stalled", {"reason": "no vote from rank 2"})
+    log_event("drifted", {"step": 500})
+    assert caplog.messages == [
+        "the step makes no progress (no vote from rank 2); the coordinator is asked for a new generation",
+        "this worker's model differs from the other members' at step 500; it receives theirs",
+    ]

@@ -35,7 +35,7 @@ _OWN_FIGURES = {*LIVE_COLUMNS, "computed_samples", "computed_s", "exchanged_byte
 
 FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
-    "recalled", "superseded", "not_following", "source_replaced", "overslept", "strike", "dashboard_failed",
+    "recalled", "superseded", "not_following", "source_replaced", "loop_stalled", "dashboard_failed",
     "step_skipped", "step_missed", "checkpoint_failed", "upload_failed",
 }  # fmt: skip
 CHANGES = {"generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again"}
@@ -54,9 +54,12 @@ EVENT_FIELDS = 12
 PAUSED_STATE = "paused"
 """The state of a worker that its owner has paused."""
 
+STATE_NAMES = {"following": "catching up", "spare": "standby"}
+"""The glossary's words for states that the status calls otherwise."""
+
 STATE_REASONS = {
     "joining": "its links are being measured",
-    "following": "receives the state while the others train",
+    "catching up": "receives the state while the others train",
     "admitted": "enters with the next generation",
 }
 
@@ -230,6 +233,7 @@ class Board:
     def _fill(self, row: WorkerRow, peer: str, member: Mapping[str, Any]) -> None:
         figures = member.get("figures", {})
         state = sanitize.text(member["state"], 20)
+        state = STATE_NAMES.get(state, state)
         about = {
             sanitize.text(k, 32): sanitize.text(v, 120) for k, v in dict(member.get("about", {})).items()
         }
@@ -239,7 +243,7 @@ class Board:
             row.departed_s, row.description = None, {}
         values = {name: sanitize.number(figures.get(name)) for name in _FIGURES}
         heard_s = sanitize.number(member.get("last_heard_s")) or 0.0
-        reason = member.get("reason") or STATE_REASONS.get(state, "")
+        reason = member.get("reason") or member.get("spare") or STATE_REASONS.get(state, "")
         if state == "suspect":
             reason = row.description.get("reason") or "its connection broke; it may come back"
         row.description = {

@@ -21,10 +21,10 @@ LOOK_S = 1.0
 
 
 class Cycle(Protocol):
-    """A request and its answer, as uvicorn represents them.
+    """A request and its response, as uvicorn represents them.
 
     Attributes:
-        response_complete: whether the answer has been written.
+        response_complete: whether the response has been written.
         scope: the ASGI scope of the request.
     """
 

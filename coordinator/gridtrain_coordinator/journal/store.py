@@ -217,7 +217,7 @@ class JournalStore:
         (application,) = run("PRAGMA application_id").fetchone()
         if tables and application != APPLICATION_ID:
             raise JournalError(
-                f"{self._path} is not a journal, because it is another program's database",
+                f"{self._path} is another program's database, not a journal",
                 remedy="choose another folder with --state",
             )
         key = Path(self._path).absolute().parent / COORDINATOR_KEY

@@ -372,7 +372,7 @@ class Membership:
         for worker in self.run.workers.values():
             worker.excuse_stall(stalled_s, until_s, self.run.limits)
         self.run.view_change.extend_deadline(until_s)
-        return [LogEvent("warning", "overslept", {"late_s": round(stalled_s, 3)})]
+        return [LogEvent("warning", "loop_stalled", {"late_s": round(stalled_s, 3)})]
 
     # -- messages ------------------------------------------------------------------------------
 

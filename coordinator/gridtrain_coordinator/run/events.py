@@ -14,7 +14,17 @@ Log = Callable[[str, str, Mapping[str, Any]], None]
 
 
 class RunPhase(StrEnum):
-    """The phase of a run, as the status shows it."""
+    """The phase of a run, as the status shows it; it stays TRAINING while generations change.
+
+        WAITING, PAUSED     a generation starts                             ->  TRAINING
+        all but FINISHED    all members are away, or a stage has no member  ->  PAUSED
+        any, on a restart   the journal has a generation                    ->  PAUSED
+        TRAINING, PAUSED    all members left for good, or none of them
+                            returned and other workers are here             ->  WAITING
+        TRAINING, PAUSED    all members have reached the end                ->  FINISHED
+
+    `RunState.enter_phase` changes it.
+    """
 
     WAITING = "waiting"
     TRAINING = "training"

@@ -82,7 +82,7 @@ class IncomingState:
         upstream = self.forwarding.upstream
         self.forwarding.bypass_upstream()
         fields = {"peer": upstream.hex()[:8] if upstream is not None else "", "reason": reason}
-        return [LogEvent("not_passed_on", fields), *self.request()]
+        return [LogEvent("forwarder_bypassed", fields), *self.request()]
 
     def receive_block(self, peer: m.PeerId, block: m.StateBlock, now_s: float) -> list[MemberEffect]:
         if self._replica_state.is_synced or peer not in (self.source, self.forwarding.upstream):

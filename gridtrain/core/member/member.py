@@ -298,7 +298,7 @@ class MemberCore:
                 report = context.catch_up.report(applied, history)
                 return context.coordinator_link.send(report) if generation is None else []
             case CatchUpFailed(reason):
-                log, report = LogEvent("strayed", {"reason": reason}), context.catch_up.fail()
+                log, report = LogEvent("catch_up_failed", {"reason": reason}), context.catch_up.fail()
                 if generation is None:
                     return [log, Send(self.coordinator, report)]
                 return [log, *generation.incoming_state.request()]

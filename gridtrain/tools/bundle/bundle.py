@@ -16,7 +16,7 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.tools.bundle.bundle_archive import MAX_BUNDLE_BYTES, ArchiveError, pack, unpack
 from gridtrain.tools.options.runfile import DATA_KEYS, RUN_FILE, RunDescription, RunFile
 
-_TOO_LARGE_REMEDY = "describe large data in [run.data] instead, which volunteers download separately"
+_TOO_LARGE_REMEDY = "describe large data in [run.data], which volunteers download separately"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Bundle:
             archive = pack(files)
         except ArchiveError as error:
             raise ConfigError(
-                f"{runfile.path} does not describe a bundle: {error}", remedy=_TOO_LARGE_REMEDY
+                f"{runfile.path} does not describe a bundle: {error}",
+                remedy=f"change the files in [run]; {_TOO_LARGE_REMEDY}",
             ) from None
         return cls(digest_of(archive), run, files, archive)
 

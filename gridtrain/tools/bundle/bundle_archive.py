@@ -31,9 +31,9 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     """Return the archive of `files` by name.  Raises `ArchiveError`."""
     if not 1 <= len(files) <= MAX_FILES:
         raise ArchiveError(f"there are {len(files)} files; there must be 1 to {MAX_FILES}")
-    folded = {name.casefold() for name in files}
-    if len(folded) < len(files):
-        raise ArchiveError("two names differ only in case")
+    folded = {name.casefold(): name for name in files}
+    if same := [(name, folded[name.casefold()]) for name in files if folded[name.casefold()] != name]:
+        raise ArchiveError("{!r} and {!r} differ only in case".format(*same[0]))
     if inside := [name for name in files if any(other.startswith(name.casefold() + "/") for other in folded)]:
         raise ArchiveError(f"{inside[0]!r} is both a file and a folder")
     parts = []

@@ -55,6 +55,16 @@ def test_loss_is_the_mean_by_shares_of_those_that_report() -> None:
     assert board.run["loss"] == 2.5
 
 
+def test_states_have_the_names_of_the_glossary_and_a_reason() -> None:
+    board = Board()
+    standby = member("bert", None) | {"state": "spare", "spare": "every stage has a worker"}
+    board.update(picture(1, (member("anna", None) | {"state": "following"}, standby)), 0.0)
+    assert [(row["state"], row["reason"]) for row in board.workers()] == [
+        ("catching up", "receives the state while the others train"),
+        ("standby", "every stage has a worker"),
+    ]
+
+
 def test_what_cannot_be_a_number_is_not_one() -> None:
     board = Board()
     board.update(picture(1, (member("a", loss=float("nan"), computing_s=float("inf")),)), 0.0)

@@ -414,7 +414,7 @@ class MembershipMachine(RuleBasedStateMachine):
         known = {line["peer"] for line in self.core.snapshot(self.now_s)["members"]}
         self.tick()
         after = {line["peer"] for line in self.core.snapshot(self.now_s)["members"]}
-        if self.core.snapshot(self.now_s)["events"][-1]["event"] == "overslept":
+        if self.core.snapshot(self.now_s)["events"][-1]["event"] == "loop_stalled":
             lost = {bytes.fromhex(peer) for peer in known - after}
             assert not lost & gone, "who was connected was blamed for what the coordinator slept through"
 

@@ -162,7 +162,7 @@ export class Table {
 }
 
 // Colour of a state; a paused worker is no fault.
-const STATES = new Map([...["active", "suspect", "joining", "following", "admitted", "lost", "left"].map((state) => [state, state]), ["paused", "left"]]);
+const STATES = new Map([...["active", "suspect", "joining", "admitted", "lost", "left"].map((state) => [state, state]), ["catching up", "joining"], ["standby", "left"], ["paused", "left"]]);
 
 function short(value_s) {
   if (typeof value_s !== "number") return "–";

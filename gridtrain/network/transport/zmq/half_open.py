@@ -20,7 +20,8 @@ import ipaddress
 from dataclasses import dataclass, field
 
 HALF_OPEN_S = 5.0
-"""The time limit for connection, handshake and Hello, which take a few round trips."""
+"""The accepting side's time limit for connection, handshake and Hello, which take a few round trips.  The
+connecting side waits longer (`dialer.HELLO_TIMEOUT_S`), so this limit decides."""
 
 MAX_HALF_OPEN = 256
 MAX_OF_ONE_RANGE = 64

@@ -58,6 +58,8 @@ RECONNECT_NEVER_MS = 24 * 3600 * 1000
 """The value of RECONNECT_IVL.  libzmq's "never", -1, drops unread messages when a connection ends."""
 
 HANDSHAKE_S = 10.0
+"""ZeroMQ's own limit for connecting and for the handshake; `half_open.HALF_OPEN_S` is shorter."""
+
 CURVE_FRAME_BYTES = 33
 """The bytes that CURVE adds to each frame: a command's name, a nonce, flags and the authenticator."""
 

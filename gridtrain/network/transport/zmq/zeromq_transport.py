@@ -469,7 +469,8 @@ class ZeroMQTransport:
         try:
             hello = handshake.read_hello(incoming, self.traffic)
             if hello.peer != dial.peer:
-                raise RemoteProtocolError(f"{dial.address} answered with key {hello.peer.hex()[:8]}")
+                keys = f"key {hello.peer.hex()[:8]} instead of {dial.peer.hex()[:8]}"
+                raise RemoteProtocolError(f"{dial.address} answered with {keys}")
         except RemoteProtocolError as error:
             self._events.append(TransportViolation(None, str(error)))
             self._redial(dial, str(error))
