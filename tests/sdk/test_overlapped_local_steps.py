@@ -46,7 +46,7 @@ def load(model: nn.Module, values_N: torch.Tensor) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
 @pytest.mark.parametrize(("workers", "overlap"), [(1, True), (3, True), (1, 2), (3, 1), (3, 3)])
 def test_workers_have_one_anchor_and_take_every_sample_once(
-    together: Any, exchange: Any, workers: int, overlap: bool | int
+    together: Any, exchange: Any, workers: int, overlap: int
 ) -> None:
     size = 3 * 2 * EVERY * workers
 
@@ -77,7 +77,6 @@ def test_it_is_the_algorithm_of_the_paper(together: Any, overlap: int) -> None:
     inners = [adamw(model) for model in models]
     anchor, velocity = start.clone(), torch.zeros_like(start)
     changes = [torch.zeros_like(start) for _ in models]
-
 
     def train_some(turn: int, first: int, last: int) -> list[torch.Tensor]:
         """What both models have changed in some local steps."""
