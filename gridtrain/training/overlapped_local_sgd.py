@@ -53,7 +53,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             log.info('wait="auto" has no effect with LocalSteps(overlap=True)')
             options["wait"] = "all"
         super().__init__(inner, model, exchange, session, **options)
-        # Between two turns the change of the latest one; in a turn it is in flat_N, and this vector is unused.
+        # The change of the latest turn; in a turn it is in flat_N, and this vector is unused.
         flat_N = self._flat.flat_N
         self._change_N = torch.zeros_like(flat_N, pin_memory=flat_N.is_pinned())
         self._is_change_finite = True
