@@ -138,6 +138,7 @@ class LocalSGDOptimizer(GridOptimizer):
     """
 
     shares_scale = False
+    replicated: OuterOptimizer
 
     def __init__(
         self,

@@ -134,13 +134,10 @@ class FlatGradient:
         """
         start, most = 0, _BLOCK * torch.get_num_threads()
         for like in zip(*shaped_P, strict=True):
-            whole = [each.detach() for each in like]
-            if all(each.device.type == "cpu" and each.is_contiguous() for each in whole):
-                whole = [each.view(-1) for each in whole]
-                pieces = zip(*(each.split(most) for each in whole), strict=True)
-            else:
-                pieces = iter([whole])
-            for views in pieces:
+            pieces = [[each.detach()] for each in like]
+            if all(whole.device.type == "cpu" and whole.is_contiguous() for (whole,) in pieces):
+                pieces = [[*whole.view(-1).split(most)] for (whole,) in pieces]
+            for views in zip(*pieces, strict=True):
                 size = views[0].numel()
                 if size:
                     yield slice(start, start + size), list(views)
