@@ -416,6 +416,8 @@ class Membership:
                 return self._complaints.handle_accusation(peer, message)
             case m.StageCheckpointList():
                 return self._checkpoints.update(worker, message)
+            case m.CatchUpReport() if worker.has_caught_up:
+                pass  # it repeats the report until it is a member
             case m.CatchUpReport(applied):
                 worker.mark_caught_up()
                 return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied})]

@@ -25,6 +25,7 @@ from gridtrain_coordinator.run.events import (
     Disconnect,
     Effect,
     JournalEntry,
+    LogEvent,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
@@ -723,6 +724,9 @@ def test_a_follower_is_served_until_it_is_a_member() -> None:
         "there are updates to come"
     )
     assert any(isinstance(e, Send) and isinstance(e.message, m.Freeze) for e in effects)
+    again = run.say(C, m.CatchUpReport(8, b"h"))  # each second until it is a member
+    logged = [e.event for e in effects + again if isinstance(e, LogEvent)]
+    assert logged.count("caught_up") == 1
 
 
 def ways_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:
