@@ -40,6 +40,23 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 
 @pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("worker --upload-limit foo", "upload_limit: 'foo' is not a rate"),
+        ("worker --cache-limit foo", "cache_limit is 'foo'"),
+        ("worker --set battery=foo", "battery=foo is not valid"),
+        ("worker --listen foo", "--listen foo has no port"),
+        ("worker --name " + 65 * "x", "--name is 65 bytes"),
+        ("coordinator --listen foo", "--listen foo has no port"),
+    ],
+)
+def test_config_show_refuses_what_the_program_refuses(options: str, words: str) -> None:
+    done = CliRunner().invoke(cli, ["config", "show", *options.split()])
+    assert isinstance(done.exception, ConfigError) and words in str(done.exception)
+    assert '"source": "flag"' in done.stdout, "it shows where the value is from"
+
+
+@pytest.mark.parametrize(
     "module", ["gridtrain.config", "click", "gridtrain.cli.main", "gridtrain.cli.status"]
 )
 def test_ctrl_c_during_imports_ends_without_a_traceback(module: str) -> None:
