@@ -45,6 +45,7 @@ class Desk:
     folder: Path
     keys: Identity = field(default_factory=Identity.generate)
     members: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
     left: dict[str, str] = field(default_factory=dict)  # names of workers that are not connected
 
     def __enter__(self) -> Desk:
@@ -83,7 +84,12 @@ class Desk:
         access = self.door.status(time.time())
         for row in access["enrolled"]:
             row.update({"name": self.left[row["peer"]]} if row["peer"] in self.left else {})
-        picture = {"run": "default", "members": self.members, "door": access}
+        picture = {
+            "run": "default",
+            "finished": self.finished,
+            "members": self.members,
+            "door": access,
+        }
         return m.StatusReply(json.dumps(picture).encode())
 
     def enrol(self, *peers: str) -> None:
@@ -169,6 +175,14 @@ def test_an_invitation_is_withdrawn(desk: Desk) -> None:
 def test_the_coordinator_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gridtrain_coordinator.access.authorization_rules.MAX_INVITATIONS", 0)
     assert "0 invitations are open" in complaint(gridtrain(desk, "invite"), 4)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_invitation_to_a_finished_run_warns(desk: Desk, finished: bool) -> None:
+    desk.finished = finished
+    result = gridtrain(desk, "invite")
+    assert result.exit_code == 0 and parse(result.stdout)
+    assert ('The run "default" is finished: workers that use' in result.stderr) == finished
 
 
 def test_an_invitation_for_this_machine_alone_says_so() -> None:
