@@ -45,9 +45,10 @@ ATTACK_S = 90.0
 OUT_S = 0.5
 """The others hear of it so much later than she."""
 
-MEMORY_MIB = 192.0 + 3 * 64.0 + 32.0
-"""What a peer may have under way to us (`dialer.MAX_UNREAD_BYTES`), one message of the largest kind as it
-came, decrypted, and handed on, and what a process that goes on training for minutes allocates besides."""
+MEMORY_MIB = 192.0 + 64.0 + 3 * 64.0 + 32.0
+"""What a peer may have under way to us (`dialer.MAX_UNREAD_BYTES`), what arrives between two checks of that
+(`zeromq_transport.CHECK_INTERVAL_S`, at 256 MiB/s), one message of the largest kind as it came, decrypted,
+and handed on, and what a process that goes on training for minutes allocates besides."""
 
 PROVABLE = {
     "illegal": "only the coordinator may send it|which a worker may not send",
