@@ -394,7 +394,6 @@ class LocalSteps:
         _check_number("outer_learning_rate", rate, "> 0 and finite", lambda x: 0.0 < x < math.inf, remedy)
         remedy = "try outer_momentum=0.9 with outer_learning_rate=0.7"
         _check_number("outer_momentum", momentum, ">= 0 and < 1", lambda x: 0.0 <= x < 1.0, remedy)
-        _check_flag("overlap", self.overlap)
 
     @property
     def sparse(self) -> bool:
