@@ -9,7 +9,7 @@ threads, votes and all; only the sockets are memory.  Every setting sees the sam
 
 Run:  python benchmarks/local_steps.py                  (about 6 minutes on two idle CPU cores)
       python benchmarks/local_steps.py --only H=16      (settings whose name holds it)
-      python benchmarks/local_steps.py --workload gpt-10m --lr 0.0005 --overlap --only H=16 --steps 384
+      python benchmarks/local_steps.py --workload gpt-10m --lr 0.0005 --overlap 4 --only H=16 --steps 384
       python benchmarks/local_steps.py --table          (the latest results as a table)
       python benchmarks/local_steps_lab.py              (share of the time that is computing, on slow lines)
 """
@@ -77,19 +77,19 @@ class Setting:
         if not isinstance(self.exchange, LocalSteps):
             return f"{text}, each step, lr {self.learning_rate:g}"
         outer = f"outer lr {self.exchange.outer_learning_rate:g} momentum {self.exchange.outer_momentum:g}"
-        overlap = ", overlap" if self.exchange.overlap else ""
+        overlap = f", overlap {self.exchange.overlapped_steps}" if self.exchange.overlap else ""
         return f"{text}, H={self.exchange.every}, {outer}, lr {self.learning_rate:g}{overlap}"
 
 
-def settings(learning_rate: float, overlap: bool) -> list[Setting]:
+def settings(learning_rate: float, overlap: bool | int) -> list[Setting]:
     each = [Setting(exchange, learning_rate) for exchange in (DENSE, SPARSE, SPARSER)]
     local = (LocalSteps(h, shared, *outer) for h, shared, outers in LOCAL for outer in outers)
     found = each + [Setting(exchange, learning_rate) for exchange in local]
     if overlap:
         found += [
-            replace(setting, exchange=replace(setting.exchange, overlap=True))
+            replace(setting, exchange=replace(setting.exchange, overlap=overlap))
             for setting in found
-            if isinstance(setting.exchange, LocalSteps)
+            if isinstance(setting.exchange, LocalSteps) and setting.exchange.every >= overlap
         ]
     return found
 
@@ -165,7 +165,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="TEXT", help="may be given several times")
     parser.add_argument("--lr", type=float, default=0.003)
-    parser.add_argument("--overlap", action="store_true", help="local steps with overlap, too")
+    parser.add_argument(
+        "--overlap", type=int, nargs="?", const=True, default=False, metavar="STEPS",
+        help="local steps with overlap, too, with so many of them or all",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print what is in --out and train nothing")
     options = parser.parse_args()

@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, overlap: bool) -> dict[str, Any]:
     script = [sys.executable, str(Path(__file__).resolve()), "work", "--result", str(result)]
     for name in ("n", "compute", "every", "turns", "density", "values"):
         script += [f"--{name}", str(getattr(options, name))]
-    script += ["--overlap"] * overlap
+    script += ["--overlap", str((options.overlap or options.every) * overlap)]
     plan = Plan(workers=options.workers, line=options.line, delay_s=options.delay)
     with Net() as net:
         start(net, plan, folder, lambda name: script).wait(options.timeout)
@@ -96,7 +96,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--line", default="20Mbit")
     parser.add_argument("--delay", type=float, default=0.02, help="seconds of a packet on its way")
     parser.add_argument("--timeout", type=float, default=1800.0)
-    parser.add_argument("--overlap", action="store_true", help="of `work`")
+    parser.add_argument(
+        "--overlap", type=int, default=0, metavar="STEPS", help="EVERY without; of `work`, 0 for none"
+    )
     parser.add_argument("--result", type=Path, help="of `work`")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(argv)

@@ -21,20 +21,23 @@ import importlib
 import os as _os
 from typing import TYPE_CHECKING, Any
 
-from gridtrain._version import __version__
-from gridtrain.config import Auto, Deadlines, Dense, GTopK, LocalSteps, Overlap, TopK
-from gridtrain.core.planning.local_steps_proposal import propose_local_steps
-from gridtrain.errors import (
-    ConfigError,
-    CoordinatorUnreachable,
-    DataError,
-    GridtrainError,
-    JoinRefused,
-    LocalProtocolError,
-    RemoteProtocolError,
-    RunPaused,
-)
-from gridtrain.extras import require_torch
+try:
+    from gridtrain._version import __version__
+    from gridtrain.config import Auto, Deadlines, Dense, GTopK, LocalSteps, Overlap, TopK
+    from gridtrain.core.planning.local_steps_proposal import propose_local_steps
+    from gridtrain.errors import (
+        ConfigError,
+        CoordinatorUnreachable,
+        DataError,
+        GridtrainError,
+        JoinRefused,
+        LocalProtocolError,
+        RemoteProtocolError,
+        RunPaused,
+    )
+    from gridtrain.extras import require_torch
+except KeyboardInterrupt:
+    raise SystemExit(130) from None  # Ctrl-C just after a command was started
 
 if TYPE_CHECKING:
     from gridtrain.sdk.grid import Grid, join

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from gridtrain.errors import ConfigError
 
@@ -93,25 +94,27 @@ class _Sparse:
     residual_decay: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_numbers(density=self.density, momentum=self.momentum, residual_decay=self.residual_decay)
-        for name, value in (("density", self.density), *(("warmup density", d) for _, d in self.warmup)):
-            if not 0.0 < value <= 1.0:
-                raise ConfigError(f"{name} is {value}; it must be > 0 and <= 1", remedy="try density=0.01")
-        if not 0.0 <= self.momentum < 1.0:
+        warmup = self.warmup
+        if not isinstance(warmup, tuple | list) or not all(
+            isinstance(pair, tuple | list) and len(pair) == 2 for pair in warmup
+        ):
             raise ConfigError(
-                f"momentum is {self.momentum}; it must be >= 0 and < 1", remedy="try momentum=0.9"
+                f"warmup is {warmup!r}; it must be a tuple of pairs (until_step, density)", remedy=_TRY_WARMUP
             )
+        for name, value in (("density", self.density), *(("warmup density", d) for _, d in warmup)):
+            _check_number(name, value, "> 0 and <= 1", lambda x: 0.0 < x <= 1.0, "try density=0.01")
+        _check_number("momentum", self.momentum, ">= 0 and < 1", lambda x: 0.0 <= x < 1.0, "try momentum=0.9")
         if self.values not in VALUES:
             raise ConfigError(
                 f'values is "{self.values}", which is not a known encoding',
                 remedy="use one of " + ", ".join(f'values="{name}"' for name in VALUES),
             )
-        bounds = [until for until, _ in self.warmup]
-        if bounds != sorted(set(bounds)) or any(b <= 0 for b in bounds):
-            raise ConfigError(
-                f"warmup steps are {bounds}; they must be positive and ascending",
-                remedy="try warmup=((100, 0.25), (200, 0.0625))",
-            )
+        bounds = [until for until, _ in warmup]
+        for until in bounds:
+            _check_number("warmup step", until, "> 0", lambda x: x > 0, _TRY_WARMUP, whole=True)
+        if bounds != sorted(set(bounds)):
+            raise ConfigError(f"warmup steps are {bounds}; they must be ascending", remedy=_TRY_WARMUP)
+        _check_number("chunk", self.chunk, "of elements", lambda x: True, "use chunk=0", whole=True)
         least = min(self.density, *(density for _, density in self.warmup), 1.0)
         selected = self.chunk * least
         if self.chunk != 0 and selected < 2.0:
@@ -120,11 +123,8 @@ class _Sparse:
                 "at least 2 are needed, so that no chunk is left out",
                 remedy=f"use chunk={math.ceil(2 / least)} or more, or chunk=0",
             )
-        if not 0.0 <= self.residual_decay < 1.0:
-            raise ConfigError(
-                f"residual_decay is {self.residual_decay}; it must be >= 0 and < 1",
-                remedy="use residual_decay=0.0, or 0.05 as in SparseLoCo",
-            )
+        remedy = "use residual_decay=0.0, or 0.05 as in SparseLoCo"
+        _check_number("residual_decay", self.residual_decay, ">= 0 and < 1", lambda x: 0.0 <= x < 1.0, remedy)
 
     @property
     def sparse(self) -> bool:
@@ -223,11 +223,10 @@ class Auto:
     computing: float = 0.9
 
     def __post_init__(self) -> None:
+        _check_flag("sparse", self.sparse)
         self.exchanges(1)  # checks density and values
-        if not 0.0 < self.computing < 1.0:
-            raise ConfigError(
-                f"computing is {self.computing}; it must be > 0 and < 1", remedy="use computing=0.9"
-            )
+        remedy = "use computing=0.9"
+        _check_number("computing", self.computing, "> 0 and < 1", lambda x: 0.0 < x < 1.0, remedy)
 
     @property
     def topology(self) -> str:
@@ -323,12 +322,11 @@ class Overlap:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.buckets <= 256:
-            raise ConfigError(
-                f"buckets is {self.buckets}; it must be between 1 and 256", remedy="try buckets=4"
-            )
-        if self.least is not None and self.least < 1:
-            raise ConfigError(f"least is {self.least}; it must be >= 1", remedy="try least=1_000_000")
+        remedy = "try buckets=4"
+        _check_number("buckets", self.buckets, "from 1 to 256", lambda x: 1 <= x <= 256, remedy, whole=True)
+        if self.least is not None:
+            _check_number("least", self.least, ">= 1", lambda x: x >= 1, "try least=1_000_000", whole=True)
+        _check_flag("adaptive", self.adaptive)
 
     def describe(self) -> str:
         """Return a description of the settings, which must be equal on all workers."""
@@ -357,22 +355,28 @@ class LocalSteps:
             coordinator chooses it, for turns of `every` steps.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
-        overlap: whether the changes are exchanged while the next `every` steps are computed.  A worker then
-            learns of the changes of the others `every` steps later (eager updates, arXiv 2502.12996).
+        overlap: the number of steps after which the change of the parameters is applied, 1 to `every`: until
+            then it is exchanged while the next steps are computed (Streaming DiLoCo, arXiv 2501.18512; eager
+            updates, arXiv 2502.12996).  True is `every`; False does not overlap.
     """
 
     every: int
     exchange: Exchange | Auto = field(default_factory=GTopK)
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
-    overlap: bool = False
+    overlap: bool | int = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        bounds, remedy = (
+            ">= 1, with the same value on all workers",
+            "try every=32, or the number that gridtrain.propose_local_steps(...) proposes",
+        )
+        _check_number("every", self.every, bounds, lambda x: x >= 1, remedy, whole=True)
+        if not isinstance(self.overlap, int) or not 0 <= self.overlap <= self.every:
             raise ConfigError(
-                f"every is {self.every!r}; it must be a whole number >= 1, with the same value on all "
-                "workers",
-                remedy="try every=32, or the number that gridtrain.propose_local_steps(...) proposes",
+                f"overlap is {self.overlap!r}; it must be True, False, or a number of local steps from 1 to "
+                f"every, which is {self.every}",
+                remedy="pass a number of local steps that take longer than an exchange",
             )
         if not isinstance(self.exchange, Exchange | Auto):
             raise ConfigError(
@@ -385,24 +389,24 @@ class LocalSteps:
                 "but LocalSteps exchanges parameter changes",
                 remedy="build the exchange with momentum=0, and try LocalSteps(outer_momentum=...)",
             )
-        if not 0.0 < self.outer_learning_rate < float("inf"):
-            raise ConfigError(
-                f"outer_learning_rate is {self.outer_learning_rate}; it must be > 0 and finite",
-                remedy="try outer_learning_rate=1.0",
-            )
-        if not 0.0 <= self.outer_momentum < 1.0:
-            raise ConfigError(
-                f"outer_momentum is {self.outer_momentum}; it must be >= 0 and < 1",
-                remedy="try outer_momentum=0.9 with outer_learning_rate=0.7",
-            )
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        remedy = "try outer_learning_rate=1.0"
+        _check_number("outer_learning_rate", rate, "> 0 and finite", lambda x: 0.0 < x < math.inf, remedy)
+        remedy = "try outer_momentum=0.9 with outer_learning_rate=0.7"
+        _check_number("outer_momentum", momentum, ">= 0 and < 1", lambda x: 0.0 <= x < 1.0, remedy)
 
     @property
     def sparse(self) -> bool:
         return self.exchange.sparse
 
+    @property
+    def overlapped_steps(self) -> int:
+        """The number of local steps that an exchange overlaps with; 0 without overlap."""
+        return self.every if self.overlap is True else int(self.overlap)
+
     def describe(self) -> str:
         outer = f"outer_learning_rate={self.outer_learning_rate}, outer_momentum={self.outer_momentum}"
-        overlap = ", overlap=True" if self.overlap else ""
+        overlap = f", overlap={self.overlapped_steps}" if self.overlap else ""
         return f"LocalSteps(every={self.every}, exchange={self.exchange.describe()}, {outer}{overlap})"
 
 
@@ -411,10 +415,28 @@ def round_exchange(exchange: Exchange | LocalSteps | Auto) -> Exchange | Auto:
     return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
 
 
-def _check_numbers(**values: object) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{name} is {value!r}; it must be a number", remedy=f"pass {name}= a number")
+_TRY_WARMUP = "try warmup=((100, 0.25), (200, 0.0625))"
+
+
+def _check_number(
+    name: str,
+    value: Any,
+    bounds: str,
+    is_within: Callable[[float], bool],
+    remedy: str,
+    *,
+    whole: bool = False,
+) -> None:
+    """Raise `ConfigError` unless `value` is a number within `bounds`, which `is_within` checks."""
+    kind = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kind) or not is_within(value):
+        number = "a whole number" if whole else "a number"
+        raise ConfigError(f"{name} is {value!r}; it must be {number} {bounds}", remedy=remedy)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be True or False", remedy=f"use {name}=True")
 
 
 def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> None:
@@ -452,6 +474,11 @@ class Deadlines:
     handover_s: float = 5.0  # time for the residual transfer of a worker that leaves
     paused_s: float = 1800.0  # time after which a worker gives up waiting for a coordinator that it needs
     connect_s: float = 15.0  # time for the first contact with the coordinator
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, remedy = getattr(self, each.name), f"the default is {each.default}"
+            _check_number(each.name, value, ">= 0", lambda x: x >= 0, remedy)
 
 
 # -- how a worker joins its run --------------------------------------------------------------------

@@ -27,6 +27,16 @@ def parse_bytes(text: str) -> int | None:
     return round(float(match[1]) * scale)
 
 
+def shorten(text: str, max_bytes: int) -> str:
+    """Return the text in at most `max_bytes` bytes of UTF-8; a longer one is cut after a word, with "..."."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= max_bytes:
+        return encoded.decode()
+    head = encoded[: max_bytes - 3].decode(errors="ignore")
+    space = head.rfind(" ")
+    return (head[:space] if space > len(head) // 2 else head) + "..."
+
+
 def format_count(count: int, noun: str) -> str:
     """Return a number with its noun in singular or plural, such as "1 worker" and "1,200 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

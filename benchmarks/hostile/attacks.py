@@ -173,6 +173,8 @@ class Endless(Attack):
     legal = True
 
     frame = bytes(2**20)
+    most_frames = 1024
+    """To each peer, which would run out of memory otherwise if it has no bound of its own."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -189,9 +191,13 @@ class Endless(Attack):
         with contextlib.suppress(OSError, Refused):
             connection = CurveConnection(self.at.identity, peer, host, int(port))
             connection.send(codec.encode(m.Hello(self.at.core.own_id, m.PROTOCOL_VERSION, "endless")))  # type: ignore[arg-type]
-            while not self.over:
+            for _ in range(self.most_frames):
+                if self.over:
+                    break
                 connection.send([self.frame], more=True)
                 self.sent += 1
+            while not self.over:
+                time.sleep(0.1)  # the connection stays open
 
 
 # -- in her own turn ---------------------------------------------------------------------------------

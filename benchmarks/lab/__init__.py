@@ -3,7 +3,7 @@
 Needs root, `ip` and `tc` (iproute2), and `iptables` or `nft`; `net.why_not()` says what is missing.  Never
 touches the machine's own interfaces, routes or firewall: everything is in namespaces of its own.
 
-    ns.py          namespaces by name, who owns them, what is left of the dead
+    ns.py          namespaces by name, who owns them, what dead processes have left
     net.py         Net, Host, Router; why_not()
     nat.py         a home router's rules, in iptables or nft
     line.py        a cable: rates, delay, loss

@@ -141,7 +141,11 @@ class AccessHandler:
 
     def status(self) -> dict[str, Any]:
         """Return the part of the operator's status that concerns access."""
-        return self._authorization.status(self._wall())
+        status = self._authorization.status(self._wall())
+        for row in status["enrolled"]:
+            if name := self._membership.worker_name(bytes.fromhex(row["peer"])):
+                row["name"] = name  # of workers that have left as well, so that they can be banned by name
+        return status
 
     def violation_count(self, peer: m.PeerId) -> int:
         return self._authorization.violation_count(peer)

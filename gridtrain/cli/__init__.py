@@ -4,6 +4,9 @@ Commands are imported when they are used, so that `gridtrain --help` is quick an
 needs no torch.  No other package imports this package.
 """
 
-from gridtrain.cli.main import main
+try:
+    from gridtrain.cli.main import main
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 __all__ = ["main"]

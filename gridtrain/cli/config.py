@@ -33,7 +33,7 @@ def show(context: click.Context) -> None:
       gridtrain config show worker --upload-limit 20Mbit       the worker's, with these flags
 
     Prints a table on a terminal; elsewhere one JSON object per line, with program, name, value, source and
-    where.
+    where.  Ends with an error if the program would refuse a value.
     """
     if context.invoked_subcommand is None:
         _print([resolve_settings(program, {}) for program in PROGRAMS])
@@ -53,16 +53,33 @@ for _program in PROGRAMS:
 
 
 def _print(found: list[OptionValues]) -> None:
+    """Print the options; then raise `ConfigError` if the program would refuse one of them."""
     if not sys.stdout.isatty():
         for settings in found:
             for line in json_lines(settings):
                 click.echo(json.dumps(line))
-        return
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    console = Console()
+        console = Console()
+        for settings in found:
+            console.print(settings_table(settings))
     for settings in found:
-        console.print(settings_table(settings))
+        _check(settings)
+
+
+def _check(settings: OptionValues) -> None:
+    from gridtrain.cli.worker import make_job
+    from gridtrain.core.group.invitation import Invitation
+    from gridtrain_coordinator.settings import settings_from
+
+    if settings.program == "coordinator":
+        settings_from(settings)
+        return
+    invitation = settings.text("invitation")
+    if invitation[:1] in ("", "@", "-"):  # none, or one that is read from a file
+        invitation = Invitation("tcp://localhost:7700", bytes(32), bytes(32), "default").text()
+    make_job((invitation,), settings)
 
 
 def json_lines(settings: OptionValues) -> list[dict[str, Any]]:

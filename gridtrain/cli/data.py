@@ -58,6 +58,10 @@ def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str
         samples = format_count(shard.samples, "sample")
         click.echo(f"{shard.url}: {samples}{tokens}, {format_bytes(shard.bytes)}", err=True)
 
+    if not out.parent.is_dir():  # checked before all files are read
+        raise ConfigError(
+            f"the folder {out.parent} does not exist", remedy="create it, or choose another --out"
+        )
     tokenize = token_packing.tokenizer_named(tokenizer, text_field) if tokenizer else None
     made = shard_index.build_index(files, format=form, tokenize=tokenize, tokenizer=tokenizer, progress=show)
     shard_index.write_index(made, out, url)

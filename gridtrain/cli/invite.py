@@ -102,8 +102,15 @@ def invite(
         return
     invitation = operator.invite(uses, expires, given)
     click.echo(invitation.text())  # first of all, because it is valid from now on
-    has_bundle = bool(operator.status().get("bundle"))
-    click.echo(explanation(invitation, uses, expires, time.time(), has_bundle), err=True)
+    status = operator.status()
+    told = explanation(invitation, uses, expires, time.time(), bool(status.get("bundle")))
+    click.echo(told, err=True)
+    if status.get("finished"):
+        click.echo(
+            f'The run "{invitation.run}" is finished: workers that use the invitation are refused.  Start '
+            "another coordinator with a new --state.",
+            err=True,
+        )
     if until_joined:
         await_members(operator.status, invitation, uses, until_joined)
 

@@ -92,7 +92,7 @@ def member_rows(status: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         )
     for line in rows(status.get("door"), "enrolled"):
         if _key(line) and line.get("peer") not in here:
-            yield ("-", NO_NAME, _key(line), "away", count(line.get("strikes")), "-")
+            yield ("-", str(line.get("name", NO_NAME)), _key(line), "away", count(line.get("strikes")), "-")
 
 
 def _rank(line: Mapping[str, Any]) -> tuple[bool, int]:

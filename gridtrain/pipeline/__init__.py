@@ -1,9 +1,9 @@
 """Train a model that is partitioned into stages on different workers (GPipe).
 
-    partition(model, 4, example=x)  where to partition, the time of a step, and the reason
-    Blueprint(make_model, seed=0)  a model without memory; `build` makes one of its stages Sequence(embed,
-    lambda x: ..., head) a chain of modules and functions profile(model, x)  the cost of each block on this
-    machine
+    partition(model, 4, example=x)        where to partition, the time of a step, and the reason
+    Blueprint(make_model, seed=0)         a model without memory; `build` makes one of its stages
+    Sequence(embed, lambda x: ..., head)  a chain of modules and functions
+    profile(model, x)                     the cost of each block on this machine
 
 Before a run `model_blocks` finds the blocks, `profiler` measures them, `model_partition` and `model_stages`
 divide them into stages, and `blueprint` builds them.  In a run `pipeline` takes the steps, `executor`

@@ -39,15 +39,16 @@ class ComputeRate:
         """Stop measuring the current turn without counting it."""
         self._began_s = None
 
-    def end(self, now_s: float) -> bool:
+    def end(self, now_s: float, share: float = 1.0) -> bool:
         """Count the current turn, whose gradient is complete; return whether the figures have changed.
 
-        Only the first call in a turn can change the figures.
+        Only the first call in a turn can change the figures.  `share` is the share of the turn's samples that
+        have been computed.
         """
         began_s, self._began_s = self._began_s, None
         if began_s is None:
             return False
-        self._samples += self._open_samples
+        self._samples += round(min(1.0, share) * self._open_samples)
         self._seconds_s += now_s - began_s
         return True
 

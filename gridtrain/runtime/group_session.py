@@ -382,13 +382,10 @@ class GroupSession:
         self._compute_rate.begin(time.monotonic(), plan.samples)
         return self._loop.step_rounds.open(self._turn.open_round, parts, settings)
 
-    def finish_computing(self) -> None:
-        """Report the compute figures of this turn.
-
-        Call this method when the gradient is complete; in a pipeline, when the last micro-batch has left this
-        stage.
-        """
-        if self._compute_rate.end(time.monotonic()):
+    def finish_computing(self, share: float = 1.0) -> None:
+        """See `TrainingSession.finish_computing`.  In a pipeline it is called when the last micro-batch has
+        left this stage."""
+        if self._compute_rate.end(time.monotonic(), share):
             self.report_figures(self._compute_rate.figures())
 
     def end_round(self, outcome: RoundOutcome) -> None:

@@ -31,7 +31,7 @@ class MissedStep:
     @classmethod
     def of(cls, step: int, settings: bytes, buffer: CollectiveBuffer | BucketedBuffer) -> MissedStep:
         """Return the missed step whose complete update is in `buffer`."""
-        rest_N = buffer.rest_N if isinstance(buffer, DenseRingBuffer) else None
+        rest_N = buffer.rest_N if isinstance(buffer, DenseRingBuffer | BucketedBuffer) else None
         return cls(step, settings, update_of(buffer), truncated_entries(buffer), rest_N)
 
     @property

@@ -35,6 +35,28 @@ def install_error_hook() -> None:
         sys.excepthook = _format_error
 
 
+def describe_end(error: BaseException | None) -> str:
+    """Return the reason with which a worker leaves the run when its script ends, with or without an error."""
+    match error:
+        case None | SystemExit(code=None | 0):
+            return "the training script ended"
+        case KeyboardInterrupt():
+            return "the training script was interrupted"
+        case SystemExit(code=143):
+            return "the training script was stopped (SIGTERM)"
+        case SystemExit(code=code):
+            return f"the training script failed with exit code {code if isinstance(code, int) else 1}"
+        case GridtrainError(exit_code=code, reason=reason):
+            return f"the training script failed with exit code {code}: {reason}"
+    failure = f"{type(error).__name__}: {error}"
+    return f"the training script failed with exit code 1 (traceback in its output): {failure}"
+
+
+def uncaught_error() -> BaseException | None:
+    """Return the error that ended this process's script, for use when the process exits; None in a shell."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
 def _format_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, KeyboardInterrupt):
         print("gridtrain: interrupted; this worker is leaving the run", file=sys.stderr)

@@ -77,7 +77,12 @@ from gridtrain.runtime.client.worker_naming import (
     state_directory,
 )
 from gridtrain.runtime.group_session import GroupSession
-from gridtrain.runtime.process_hooks import install_error_hook, install_sigterm_handler
+from gridtrain.runtime.process_hooks import (
+    describe_end,
+    install_error_hook,
+    install_sigterm_handler,
+    uncaught_error,
+)
 from gridtrain.sdk.device_speed import device_flops, float32_flops
 from gridtrain.sdk.reported_figures import ReportedFigures, check_names
 from gridtrain.sdk.turns import Turns
@@ -270,7 +275,7 @@ class Grid:
         self._wait = "all"
         self._is_closed = False
         self._data_failure = ""  # why this worker leaves, if its data cannot be read
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         install_sigterm_handler()
 
     # -- where we are ----------------------------------------------------------------------------
@@ -706,7 +711,7 @@ class Grid:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends."""
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         try:
             if not self.finished and not self._is_closed:
                 self._is_closed = True
@@ -722,8 +727,11 @@ class Grid:
     def __enter__(self) -> Grid:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(describe_end(error))
+
+    def _close_at_exit(self) -> None:
+        self.close(describe_end(uncaught_error()))
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -193,8 +193,8 @@ class _Candidates:
             return np.empty(0, np.int64), np.empty(0, np.uint32)
         indices, bits = np.concatenate(self._indices), np.concatenate(self._bits)
         if bits.size > self._k:
-            keep = largest_first_ties(bits, self._k)
-            indices, bits = indices[keep], bits[keep]
+            keep = np.flatnonzero(largest_first_ties(bits, self._k))  # a mask takes four times as long
+            indices, bits = indices.take(keep), bits.take(keep)
         self._indices, self._bits, self.count = [indices], [bits], bits.size
         return indices, bits
 

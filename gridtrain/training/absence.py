@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import lr_scheduler
 
-from gridtrain.config import Auto, Exchange, LocalSteps, Overlap, round_exchange
+from gridtrain.config import Auto, Exchange, LocalSteps, round_exchange
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
@@ -40,7 +40,6 @@ class AbsentOptimizer(Protocol):
     inner: torch.optim.Optimizer
     exchange_config: Exchange | LocalSteps | Auto
     wait: str
-    overlap_config: Overlap | None
     residual: WorkerResidual
 
     @property
@@ -51,7 +50,7 @@ class AbsentOptimizer(Protocol):
 
     def is_state_needed(self, step: int) -> bool: ...
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | None: ...
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None: ...
 
     def load_settings(self, settings: bytes) -> None: ...
 
@@ -82,8 +81,6 @@ class Absence:
             return self._found_obstacle
         if isinstance(round_exchange(optimizer.exchange_config), Auto):
             return "the coordinator chooses its exchange"
-        if optimizer.overlap_config is not None:
-            return "it uses Overlap(), which sends parts of a gradient early"
         if self._schedulers and not self._are_schedulers_seen:
             return "its schedulers have not been seen to step once for each step of the run"
         in_one_call = optimizer.calls_per_turn == 1 and optimizer.backwards_per_step == 1
@@ -144,10 +141,8 @@ class Absence:
             return None
         if plan.compare_after:
             self._comparisons.add(plan.step)
-        main: CollectiveBuffer | BucketedBuffer | None = None
-        if previous and isinstance(previous[0], DenseRingBuffer) and previous[0].is_resumable:
-            main = previous[0]
-        else:
+        main: CollectiveBuffer | BucketedBuffer | None = previous[0] if previous else None
+        if not (isinstance(main, DenseRingBuffer | BucketedBuffer) and main.is_resumable):
             main = optimizer.make_empty_buffer(plan)
         if main is None:
             return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, cast
 
 import numpy as np
@@ -117,8 +118,8 @@ class Exchanger(Protocol):
         """
         ...
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | None:
-        """Return the buffer of a worker that contributes nothing, for an exchange without buckets.
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
+        """Return the buffer of a worker that contributes nothing.
 
         Reads no state that `prepare_bucket` or `commit` change, so another thread may call it.  Returns None
         if the exchange needs this worker's contribution.
@@ -147,8 +148,13 @@ def join_attempts(bounds: Bounds, attempts: Sequence[ExchangeAttempt]) -> Exchan
     """Join the attempts of all buckets, given in order, into one attempt."""
     if len(attempts) == 1:
         return attempts[0]
-    whole = BucketedBuffer(bounds, [cast(BucketBuffer, attempt.buffer) for attempt in attempts])
+    whole = join_buffers(bounds, [cast(BucketBuffer, attempt.buffer) for attempt in attempts])
     return ExchangeAttempt(whole, any(attempt.skip for attempt in attempts), parts=tuple(attempts))
+
+
+def join_buffers(bounds: Bounds, parts: Sequence[BucketBuffer]) -> BucketBuffer | BucketedBuffer:
+    """Join the buffers of all buckets, given in order, into one buffer."""
+    return parts[0] if len(parts) == 1 else BucketedBuffer(bounds, parts)
 
 
 class DenseExchanger:
@@ -192,8 +198,10 @@ class DenseExchanger:
         buffer = self._make_buffer(contribution_B.cpu().numpy(), plan)
         return ExchangeAttempt(buffer, not usable, sent_residual_B=sent_B)
 
-    def make_empty_buffer(self, plan: StepPlan) -> DenseRingBuffer:
-        return self._make_buffer(np.zeros(self.bounds[-1], np.float32), plan)
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer:
+        sizes = [stop - start for start, stop in pairwise(self.bounds)]
+        parts = [self._make_buffer(np.zeros(size, np.float32), plan) for size in sizes]
+        return join_buffers(self.bounds, parts)
 
     def _make_buffer(self, contribution_B: npt.NDArray[np.float32], plan: StepPlan) -> DenseRingBuffer:
         topology = self._topology
@@ -253,10 +261,13 @@ class SparseExchanger:
         buffer = self._make_buffer(prepared.payload, prepared.decoded, n, plan)
         return ExchangeAttempt(buffer, prepared.skip, prepared)
 
-    def make_empty_buffer(self, plan: StepPlan) -> AllGatherBuffer | ButterflyBuffer:
-        n = self.bounds[-1]
-        made = encode_with_decoded(np.empty(0, np.int64), np.empty(0, np.float32), n=n, kind=self._kind)
-        return self._make_buffer(made.payload, made.sparse, n, plan)
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer:
+        none = np.empty(0, np.int64), np.empty(0, np.float32)
+        parts: list[BucketBuffer] = []
+        for start, stop in pairwise(self.bounds):
+            made = encode_with_decoded(*none, n=stop - start, kind=self._kind)
+            parts.append(self._make_buffer(made.payload, made.sparse, stop - start, plan))
+        return join_buffers(self.bounds, parts)
 
     def _make_buffer(
         self, payload: bytes, decoded: SparseVector, n: int, plan: StepPlan

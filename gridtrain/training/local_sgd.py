@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,14 @@ class OuterOptimizer(torch.optim.Optimizer):
     state is the velocity: (n,) float32, absent without momentum.
 
     Args:
-        flat: the flat gradient, whose `flat_N` must hold the update when `step` is called.
+        flat: the flat gradient, whose layout the update has.
+
+    Attributes:
+        update: the committed update that `step` applies, (n,) float32 or sparse.
     """
 
     inner: torch.optim.Optimizer
+    update: npt.NDArray[np.float32] | SparseVector | None = None
 
     def __init__(self, inner: torch.optim.Optimizer, flat: FlatGradient, exchange: LocalSteps) -> None:
         self.__setstate__({"inner": inner})  # see WrappingOptimizer
@@ -104,14 +108,21 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Take an SGD step as torch does (Nesterov momentum after Sutskever et al. 2013).  Multiplication and
         addition are separate operations, because the rounding of a fused operation depends on the number of
         threads, and all workers must get the same bits."""
-        step_N = self._flat.flat_N
-        if self._velocity_N is not None:
-            self._velocity_N.mul_(self._momentum).add_(step_N)
-            step_N.add_(self._velocity_N * self._momentum)
-        if self._rate != 1.0:
-            step_N.mul_(self._rate)
-        for view, parameter in self._flat.views:
-            subtract(parameter, view, parameter)
+        update, self.update = self.update, None
+        assert update is not None
+        for part, (parameter,) in self._flat.blocks(self._flat.parameters):
+            is_plain = parameter.dtype == torch.float32 and parameter.is_contiguous()
+            if self._velocity_N is None and isinstance(update, SparseVector) and is_plain:
+                where_K, values_K = _entries_of(update, part, parameter.device)
+                parameter.view(-1).index_add_(0, where_K, values_K.mul(self._rate), alpha=-1)
+                continue
+            step_B = _part_of(update, part, self._flat.flat_N.device)
+            if self._velocity_N is not None:
+                velocity_B = self._velocity_N[part].mul_(self._momentum).add_(step_B)
+                step_B.add_(velocity_B * self._momentum)
+            if self._rate != 1.0:
+                step_B.mul_(self._rate)
+            subtract(parameter, step_B.view_as(parameter), parameter)
 
 
 class LocalSGDOptimizer(GridOptimizer):
@@ -127,6 +138,7 @@ class LocalSGDOptimizer(GridOptimizer):
     """
 
     shares_scale = False
+    replicated: OuterOptimizer
 
     def __init__(
         self,
@@ -150,7 +162,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self._every = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)
         self._initial_moments = copy.deepcopy(inner.state_dict()["state"])
-        self._anchor: list[Tensor] = []
+        device = self._flat.flat_N.device
+        self._anchor = [torch.empty_like(p.detach(), device=device) for p in self._flat.parameters]
         self.local_calls = 0
         self._calls_with_samples = self._every
         self._calls_left: int | None = None  # calls until the turn ends; None outside of turns
@@ -200,21 +213,13 @@ class LocalSGDOptimizer(GridOptimizer):
 
     # -- local steps -------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _save_anchor(self) -> None:
         """Save the anchor at a turn's first step, because a state may have been loaded since the last
         step."""
         if self._calls_left is None:
             self._save_turn_start()
-        self._copy_to_anchor()
-
-    @torch.no_grad()
-    def _copy_to_anchor(self) -> None:
-        parameters = [parameter for _, parameter in self._flat.views]
-        if not self._anchor:
-            device = self._flat.flat_N.device
-            self._anchor = [parameter.detach().to(device, copy=True) for parameter in parameters]
-            return
-        for anchor, parameter in zip(self._anchor, parameters, strict=True):
+        for anchor, parameter in zip(self._anchor, self._flat.parameters, strict=True):
             anchor.copy_(parameter)
 
     def _local_step(self) -> None:
@@ -248,19 +253,22 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def _global_step(self) -> None:
         self.local_calls = 0
-        self._compute_delta()
-        finite = math.isfinite(largest_magnitude(self._flat.flat_N))
+        finite = self._compute_delta()
         if not finite:
             self._reset_inner()
         self._run_attempts(finite)
         self._apply()
 
     @torch.no_grad()
-    def _compute_delta(self) -> None:
-        """Set flat_N = anchor - parameters, then parameters = anchor."""
-        for (view, parameter), anchor in zip(self._flat.views, self._anchor, strict=True):
-            subtract(anchor, parameter, view)
+    def _compute_delta(self) -> bool:
+        """Set flat_N = anchor - parameters, then parameters = anchor; return whether flat_N is finite."""
+        sums: list[Tensor] = []
+        for part, (parameter, anchor) in self._flat.blocks(self._flat.parameters, self._anchor):
+            delta = self._flat.flat_N[part].view_as(parameter)
+            subtract(anchor, parameter, delta)
             parameter.copy_(anchor)
+            sums.append(delta.sum())
+        return is_finite(self._flat.flat_N, sums)
 
     def _reset_inner(self) -> None:
         """Reset the moments, because they usually contain the values that made the parameters non-finite."""
@@ -283,9 +291,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self._session.report_figures(timings | {"computing_s": computing_s} | self.residual.figures)
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
-        """Write the update only to flat_N, where the outer optimizer reads it; leave the parameters'
-        gradients unchanged."""
-        self._flat.load_update(update)
+        """Keep the update for the outer optimizer; leave the parameters' gradients unchanged."""
+        self.replicated.update = update
 
     # -- the state that is sent --------------------------------------------------------------------------
 
@@ -320,12 +327,35 @@ class LocalSGDOptimizer(GridOptimizer):
 
 
 @torch.no_grad()
-def subtract(a: Tensor, b: Tensor, result: Tensor) -> None:
-    """Set result = a - b, computed as float32; the tensors may have other dtypes and devices."""
+def subtract(a: Tensor, b: Tensor, result: Tensor, factor: float = 1.0) -> None:
+    """Set result = a - factor * b, computed as float32; the tensors may have other dtypes and devices.  With
+    another factor than 1 the rounding may depend on the processor."""
     if a.dtype == b.dtype == result.dtype == torch.float32 and a.device == b.device == result.device:
-        torch.sub(a, b, out=result)  # no temporary tensor, whose memory would have to be mapped anew
+        torch.sub(a, b, alpha=factor, out=result)  # no temporary tensor
     else:
-        result.copy_(_to_float32(a) - _to_float32(b).to(a.device))
+        result.copy_(_to_float32(a).sub(_to_float32(b).to(a.device), alpha=factor))
+
+
+def is_finite(values_N: Tensor, sums: Sequence[Tensor]) -> bool:
+    """Whether all values are finite; `sums` are the sums of their blocks."""
+    # A sum is finite only if its terms are, but finite terms may add up to infinity.
+    is_certain = bool(torch.isfinite(torch.stack(list(sums))).all())
+    return is_certain or math.isfinite(largest_magnitude(values_N))
+
+
+def _part_of(update: npt.NDArray[np.float32] | SparseVector, part: slice, device: torch.device) -> Tensor:
+    """Return a copy of a part of an update."""
+    if not isinstance(update, SparseVector):
+        return torch.from_numpy(update[part]).to(device, copy=True)
+    step_B = torch.zeros(part.stop - part.start, device=device)
+    return step_B.index_add_(0, *_entries_of(update, part, device))
+
+
+def _entries_of(update: SparseVector, part: slice, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the entries in a part of a sparse update: their indices in this part, and their values."""
+    first, last = np.searchsorted(update.indices, (part.start, part.stop))
+    where_K = torch.from_numpy(update.indices[first:last] - part.start)
+    return where_K.to(device), torch.from_numpy(update.values[first:last]).to(device)
 
 
 def _to_float32(values: Tensor) -> Tensor:

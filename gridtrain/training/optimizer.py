@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gridtrain.config import WAITS, Auto, Dense, Exchange, LocalSteps, Overlap, round_exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer
+from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
 from gridtrain.runtime.step_plan import StepPlan
@@ -544,8 +544,10 @@ class GridOptimizer(WrappingOptimizer):
         """Whether this worker's state is averaged in this step."""
         return self.buffer_averaging.is_due(step)
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | None:
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
         """See `Exchanger.make_empty_buffer`."""
+        if self._overlapper is not None:
+            return self._overlapper.make_empty_buffer(plan)
         return self._exchanger.make_empty_buffer(plan)
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gridtrain.config import Exchange, Overlap
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.buffers.buckets import BucketedBuffer, bucket_bounds
+from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer, bucket_bounds
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
@@ -163,6 +163,14 @@ class Overlapper:
         """Return the exchanger with which all members divide their gradients in this attempt."""
         self._current_plan = plan
         return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
+
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
+        """See `Exchanger.make_empty_buffer`.  None in a step of a trial, which needs this worker's times."""
+        is_overlapped = self._trial.is_overlapped_outside_trials(plan)
+        if is_overlapped is None:
+            return None
+        exchanger = self._bucket_exchanger if is_overlapped else self._whole_exchanger
+        return exchanger.make_empty_buffer(plan)
 
     def make_trial_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
         """Return the table of durations that this attempt exchanges in addition, or None; see

@@ -67,11 +67,11 @@ class OverlapTrial:
         self._begin(-1)
 
     def _begin(self, generation: int) -> None:
-        self._generation = generation
-        self.is_worthwhile = not self._adaptive
         self._decided_trial = -1  # start of the latest trial whose table was summed
+        self.is_worthwhile = not self._adaptive
         self._measured_trial = -1  # start of the trial that `_durations_s` belongs to
         self._durations_s: dict[bool, list[float]] = {True: [], False: []}  # by whether it was early
+        self._generation = generation  # last, for `is_overlapped_outside_trials`
 
     def is_overlapped(self, plan: StepPlan) -> bool:
         """Whether all members divide this step's gradient into buckets."""
@@ -80,6 +80,16 @@ class OverlapTrial:
         phase, start = self._phase_of(plan)
         if start is not None and phase < start + TRIAL_STEPS:
             return (phase - start) // BLOCK_STEPS % 2 == 0
+        return self.is_worthwhile
+
+    def is_overlapped_outside_trials(self, plan: StepPlan) -> bool | None:
+        """Whether all members divide this step's gradient into buckets; None in a trial, and until this
+        member knows the decision.  Changes nothing, so another thread may call it."""
+        if not self._adaptive:
+            return True
+        start = last_trial_start(plan.step - plan.first_step)
+        if plan.generation != self._generation or (start is not None and self._decided_trial != start):
+            return None
         return self.is_worthwhile
 
     def record_duration(self, plan: StepPlan, seconds: float) -> None:
@@ -108,9 +118,14 @@ class OverlapTrial:
     def apply_table(self, plan: StepPlan, table: FloatArray) -> str:
         """Make the decision after the round with the table was committed; return a message if the decision
         changed, otherwise ""."""
-        phase, start = self._phase_of(plan)
+        text = self._decide(plan, table)
+        _, start = self._phase_of(plan)
         assert start is not None
-        self._decided_trial = start
+        self._decided_trial = start  # last, for `is_overlapped_outside_trials`
+        return text
+
+    def _decide(self, plan: StepPlan, table: FloatArray) -> str:
+        phase, _ = self._phase_of(plan)
         known = [row for row in table.reshape(-1, 2).tolist() if all(0 < each <= MOST_S for each in row)]
         if not known:
             return ""

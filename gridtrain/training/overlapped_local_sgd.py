@@ -1,34 +1,35 @@
-"""`LocalSteps(..., overlap=True)`: the changes of one turn are exchanged while the next turn is computed.
+"""`LocalSteps(..., overlap=t)`: the changes of one turn are exchanged during the first t local steps of the
+next turn.
 
     A     the anchor: parameters after the last committed round, equal on all workers
-    D_r   the change that turn r has made on this worker: parameters at its start - parameters at its end
+    D_r   the change that turn r has made on this worker so far
 
-    turn begins      D_r-1 is submitted to round r;  parameters = A - kept * D_r-1
+    turn begins      D_r-1 is submitted to round r;  parameters = A - kept * D_r-1;  D_r = 0
     local steps      the parameters change;  meanwhile the group exchanges D_r-1 and commits round r
-    last step        D_r is kept;  parameters = A;  waits for round r
-                     committed: A = parameters = A - outer_learning_rate * nesterov(update)
+    after step t     waits for round r;  committed: A = A - outer_learning_rate * nesterov(update)
+                     parameters = A - D_r
+    after the last   D_r is kept;  parameters = A
 
-So a worker has a share of its own latest change at once, and the changes of the others one turn later.
+So a worker has a share of its own latest change at once, and the changes of the others t local steps later,
+at the same local step on all workers, so that a run is determined by its seeds.
 After Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters, and
 eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
 
 Between two turns the parameters are the anchor, so that states, checkpoints and comparisons are as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
-If round r is aborted during turn r, it is repeated at the end of the turn.
+If round r is aborted, it is repeated after step t.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gridtrain.config import LocalSteps
-from gridtrain.training.exchangers import largest_magnitude
-from gridtrain.training.local_sgd import LocalSGDOptimizer, subtract
+from gridtrain.training.local_sgd import LocalSGDOptimizer, is_finite, subtract
 from gridtrain.training.session_interface import TrainingSession
 
 log = logging.getLogger("gridtrain")
@@ -38,7 +39,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     """A `LocalSGDOptimizer` whose rounds overlap with the next turn.
 
     It takes the arguments of `LocalSGDOptimizer`.  `wait="auto"` has no effect: a round waits only for
-    workers that have not finished the turn before, so that a stall shorter than a turn delays nobody.
+    workers that have not finished the turn before, so that a stall shorter than t steps delays nobody.
     """
 
     delay = 1
@@ -52,17 +53,17 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         **options: Any,
     ) -> None:
         if options.get("wait") == "auto":
-            log.info('wait="auto" has no effect with LocalSteps(overlap=True)')
+            log.info('wait="auto" has no effect with LocalSteps(overlap=...)')
             options["wait"] = "all"
         super().__init__(inner, model, exchange, session, **options)
-        # Between two turns the change of the latest one; in a turn the part of it that the turn starts with.
-        self._change_N = torch.zeros_like(self._flat.flat_N)
-        pieces = torch.split(self._change_N, self._flat.sizes)
-        self._change_views = [
-            (p, piece.view_as(p)) for p, piece in zip(self._flat.parameters, pieces, strict=True)
-        ]
+        self._overlapped_steps = exchange.overlapped_steps
+        # Between two turns the change of the latest one.  In a turn that change is in flat_N until it is
+        # committed, and this vector is unused.
+        flat_N = self._flat.flat_N
+        self._change_N = torch.zeros_like(flat_N, pin_memory=flat_N.is_pinned())
         self._is_change_finite = True
-        self._is_repeating = False
+        self._kept_share = 1.0  # the turn starts at anchor - this share of the change in flat_N
+        self._is_repeating = self._is_exchanged = False
         self._step_settings = inner
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -70,16 +71,15 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     def begin_turn(self, calls_with_samples: int) -> None:
         """Submit the change of the turn before, and begin the next turn from it."""
         super().begin_turn(calls_with_samples)
+        self._is_exchanged = False
         self._stopwatch.lap("computing_s")
         self._step_settings = _copy_settings(self.inner)
-        self._copy_to_anchor()
-        plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated at the end
-        self._flat.flat_N.copy_(self._change_N)
+        plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated later
+        self._change_N = self._flat.swap(self._change_N)
         is_counted = plan is None or plan.samples > 0  # not if this worker has left the group meanwhile
         if not (is_counted and self._is_change_finite):
             self._flat.flat_N.zero_()
-        world_size = 1 if plan is None else plan.world_size
-        torch.mul(self._flat.flat_N, kept_share(world_size), out=self._change_N)
+        self._kept_share = kept_share(1 if plan is None else plan.world_size)
         self._set_parameters_to_start()
         if plan is not None:
             self._send_step(plan, usable=self._is_change_finite)
@@ -94,41 +94,68 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         """Begin a turn that only computes the change, from the anchor; the next turn submits it."""
         super().begin_turn(calls_with_samples)
         self._is_repeating = True
-        self._copy_to_anchor()
-        self._change_N.zero_()
+        self._flat.flat_N.zero_()
+        self._set_parameters_to_start()
 
     def _save_anchor(self) -> None:
-        """Do nothing: `begin_turn` has saved the anchor."""
+        """Do nothing: the anchor is that of the turn's start."""
 
     # -- the exchange --------------------------------------------------------------------------------
 
+    def _report_local(self) -> None:
+        if self.local_calls != self._overlapped_steps or self._is_repeating:
+            super()._report_local()
+            return
+        overflowed = self.last_skipped
+        self._session.finish_computing(self.local_calls / max(1, self._calls_with_samples))
+        self._exchange_latest()
+        # From here on the change counts from the new anchor.
+        self._change_N = self._flat.swap(self._change_N)
+        self._kept_share = 1.0
+        self._set_parameters_to_start()
+        self._kept_share, self._is_exchanged = 0.0, True
+        self.last_skipped = overflowed
+
     def _global_step(self) -> None:
         self.local_calls = 0
+        if self._is_repeating or self._is_exchanged:
+            super()._report_local()
+            self._keep_change()
+            self._is_repeating = self.last_skipped = False
+        else:
+            self._exchange_latest()
+        if not self._is_change_finite:
+            self._reset_inner()
+
+    def _exchange_latest(self) -> None:
+        """Keep the change that this turn has made so far, wait for the commit of the change before, and apply
+        the update: parameters = new anchor."""
         was_finite = self._is_change_finite
         self._keep_change()
-        if self._is_repeating:
-            self._is_repeating = self.last_skipped = False
-            return
         self._run_attempts(was_finite)
         self._apply()
 
     @torch.no_grad()
     def _set_parameters_to_start(self) -> None:
-        """Set parameters = anchor - the kept part of the change, where the turn starts."""
-        for (parameter, kept), anchor in zip(self._change_views, self._anchor, strict=True):
-            subtract(anchor, kept, parameter)
+        """Set anchor = parameters, then parameters = anchor - the kept part of the change, where the turn
+        starts."""
+        for part, (parameter, anchor) in self._flat.blocks(self._flat.parameters, self._anchor):
+            anchor.copy_(parameter)
+            subtract(anchor, self._flat.flat_N[part].view_as(parameter), parameter, self._kept_share)
 
     @torch.no_grad()
     def _keep_change(self) -> None:
         """Set the change to the parameters at the turn's start - parameters, then parameters = anchor."""
-        for (parameter, change), anchor in zip(self._change_views, self._anchor, strict=True):
+        sums: list[Tensor] = []
+        for part, (parameter, anchor) in self._flat.blocks(self._flat.parameters, self._anchor):
+            change = self._change_N[part].view_as(parameter)
             start = change if parameter.dtype == torch.float32 else torch.empty_like(anchor)
-            subtract(anchor, change, start)  # with the rounding of `_set_parameters_to_start`
+            sent = self._flat.flat_N[part].view_as(parameter)
+            subtract(anchor, sent, start, self._kept_share)  # as in `_set_parameters_to_start`
             subtract(start, parameter, change)
             parameter.copy_(anchor)
-        self._is_change_finite = math.isfinite(largest_magnitude(self._change_N))
-        if not self._is_change_finite:
-            self._reset_inner()
+            sums.append(change.sum())
+        self._is_change_finite = is_finite(self._change_N, sums)
 
     @property
     def _settings_of_step(self) -> torch.optim.Optimizer:

@@ -73,6 +73,11 @@ class TrainingSession(Protocol):
         """
         ...
 
+    def finish_computing(self, share: float = 1.0) -> None:
+        """Report this turn's compute figures, once the gradient of a share of its samples is complete.  Later
+        calls in a turn have no effect; `begin`, `run` and `await_submitted` include one."""
+        ...
+
     def await_submitted(self) -> RoundOutcome:
         """Wait for the decision on what `submit` has submitted.  After an abort, `begin` follows."""
         ...

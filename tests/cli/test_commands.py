@@ -39,6 +39,40 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return seen
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("worker --upload-limit foo", "upload_limit: 'foo' is not a rate"),
+        ("worker --cache-limit foo", "cache_limit is 'foo'"),
+        ("worker --set battery=foo", "battery=foo is not valid"),
+        ("worker --listen foo", "--listen foo has no port"),
+        ("worker --name " + 65 * "x", "--name is 65 bytes"),
+        ("coordinator --listen foo", "--listen foo has no port"),
+    ],
+)
+def test_config_show_refuses_what_the_program_refuses(options: str, words: str) -> None:
+    done = CliRunner().invoke(cli, ["config", "show", *options.split()])
+    assert isinstance(done.exception, ConfigError) and words in str(done.exception)
+    assert '"source": "flag"' in done.stdout, "it shows where the value is from"
+
+
+@pytest.mark.parametrize(
+    "module", ["gridtrain.config", "click", "gridtrain.cli.main", "gridtrain.cli.status"]
+)
+def test_ctrl_c_during_imports_ends_without_a_traceback(module: str) -> None:
+    program = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from gridtrain.cli import main\n"
+        "main(['status'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.strip(), ended.stdout) == (130, "", "")
+
+
 def test_worker_options_become_a_job(jobs: list[Job]) -> None:
     options = "--upload-limit 20Mbit --download-limit 100Mbit --restarts 2 --export-dir out --prefix"
     options += " --no-relay --unencrypted --state-dir mine --checkpoint-every 50"

@@ -45,6 +45,8 @@ class Desk:
     folder: Path
     keys: Identity = field(default_factory=Identity.generate)
     members: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
+    left: dict[str, str] = field(default_factory=dict)  # names of workers that are not connected
 
     def __enter__(self) -> Desk:
         operator = Identity.load_or_create(self.folder / OPERATOR_KEY)
@@ -79,7 +81,15 @@ class Desk:
             expelled = message.peer.hex() if isinstance(message, m.RemoveWorker) else ""
             name = next((str(line["name"]) for line in self.members if line["peer"] == expelled), "")
             return self.door.handle_order(peer, message, time.time(), name).reply
-        picture = {"run": "default", "members": self.members, "door": self.door.status(time.time())}
+        access = self.door.status(time.time())
+        for row in access["enrolled"]:
+            row.update({"name": self.left[row["peer"]]} if row["peer"] in self.left else {})
+        picture = {
+            "run": "default",
+            "finished": self.finished,
+            "members": self.members,
+            "door": access,
+        }
         return m.StatusReply(json.dumps(picture).encode())
 
     def enrol(self, *peers: str) -> None:
@@ -165,6 +175,14 @@ def test_an_invitation_is_withdrawn(desk: Desk) -> None:
 def test_the_coordinator_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gridtrain_coordinator.access.authorization_rules.MAX_INVITATIONS", 0)
     assert "0 invitations are open" in complaint(gridtrain(desk, "invite"), 4)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_invitation_to_a_finished_run_warns(desk: Desk, finished: bool) -> None:
+    desk.finished = finished
+    result = gridtrain(desk, "invite")
+    assert result.exit_code == 0 and parse(result.stdout)
+    assert ('The run "default" is finished: workers that use' in result.stderr) == finished
 
 
 def test_an_invitation_for_this_machine_alone_says_so() -> None:
@@ -287,6 +305,14 @@ def test_a_ban_is_lifted_by_the_name_that_it_was_given_by(desk: Desk) -> None:
     lifted = "anna: a1a1a1a1a1a1 is no longer banned; it can join again with a new invitation\n"
     assert fine(desk, "unban anna") == lifted
     assert "matches no member" in complaint(gridtrain(desk, "unban anna"), 2)
+
+
+def test_a_worker_that_left_is_banned_by_its_name(desk: Desk) -> None:
+    desk.enrol(CARL)
+    desk.left = {CARL: "carl"}
+    assert re.search("- carl +a1a1a1c3c3c3 away", fine(desk, "members"))
+    assert fine(desk, "ban carl") == "carl: a1a1a1c3c3c3 is banned until you unban it\n"
+    assert desk.standing(CARL) == "stranger"
 
 
 def test_a_key_that_never_came_can_be_banned(desk: Desk) -> None:

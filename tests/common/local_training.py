@@ -69,11 +69,10 @@ class Loop:
     def run(self, batches: Any, each: Callable[[Loop], object] = lambda loop: None) -> Loop:
         """Args: each: called before each batch is trained; a true value ends the loop."""
         for inputs, indices in batches:
-            step = self.grid.step
             if each(self):
                 break
             if self.optimizer.local_calls == 0:
-                self.turn = []
+                step, self.turn = self.grid.step, []
             self.turn += indices.tolist()
             self.samples.setdefault(step, []).append(indices.tolist())
             train_batch(self.model, self.optimizer, inputs)

@@ -452,6 +452,7 @@ def test_who_is_banned_is_not_sent_for_a_new_invitation_alone() -> None:
 
 def test_a_ban_is_written_down_with_the_name_that_people_know() -> None:
     reception = reception_of(FakeCore(), ANNA)
+    assert [row["name"] for row in reception.status()["enrolled"]] == ["aaaa"]
     effects = reception.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
     (entry,) = [effect.body for effect in effects or () if isinstance(effect, JournalEntry)]
     assert (entry["name"], entry["ban"]) == ("aaaa", True)

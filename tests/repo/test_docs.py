@@ -48,6 +48,28 @@ def test_make_targets_in_documents_exist() -> None:
     assert not {pair for pair in named if pair[1] not in targets}
 
 
+def first_column(heading: str) -> set[str]:
+    """Words in code in the first column of the table below a heading of docs/cli.md."""
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    table = text.split(f"## {heading}\n")[1].split("\n|---|---|\n")[1].split("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()]
+    return {word for row in rows for word in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_columns_and_events_in_the_documents_are_those_of_the_code() -> None:
+    from gridtrain.cli.status import COLUMNS, DROP_ORDER
+    from gridtrain_coordinator.dashboard import board
+
+    before_figures = {"rank", "stage", "name", "state", "reach", "violations"}
+    assert first_column("Columns") == before_figures | {*COLUMNS, *DROP_ORDER}
+    sources = (ROOT / "coordinator").rglob("*.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    logged = re.findall(r'(?:LogEvent|log|tell)\(\s*"(?:info|warning|error)",\s*"(\w+)"', text)
+    events = first_column("Events")
+    assert {*logged, *board.FAULTS, *board.CHANGES, *board.ARRIVAL_EVENTS} - {"error"} <= events
+    assert not {event for event in events if f'"{event}"' not in text}
+
+
 def test_commands_in_documents_exist() -> None:
     """Every `gridtrain <command>` in documents, docker/ and the Makefile is one of the command line."""
     from gridtrain.cli.main import cli

@@ -1,6 +1,6 @@
 """LocalSteps in whole groups: an ordinary loop, every sample once, and the promises for each exchange.
 
-What only `overlap=True` does is in test_overlapped_local_steps.py.
+What only `overlap=` does is in test_overlapped_local_steps.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from gridtrain.training.checkpoint import checkpoint_store, serialization
 
 NAMES = ("anna", "bert", "carl")
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
-with_and_without_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlapped"])
+with_and_without_overlap = pytest.mark.parametrize(
+    "overlap", [False, True, 2], ids=["waiting", "overlapped", "overlapped in part"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +176,7 @@ def test_another_number_of_steps_is_another_training(new_group: Any) -> None:
 
 @every_exchange
 @with_and_without_overlap
-def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, overlap: bool) -> None:
+def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, overlap: int) -> None:
     """It is given the state while the others wait in a step, in which their scheduler has moved already."""
     warm, entered = threading.Event(), threading.Event()
     stop_at = [10**9]
@@ -225,7 +227,7 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, 
 @every_exchange
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 @with_and_without_overlap
-def test_a_worker_that_is_killed_costs_nobody_a_sample(overlap: bool, point: Any, exchange: Any) -> None:
+def test_a_worker_that_is_killed_costs_nobody_a_sample(overlap: int, point: Any, exchange: Any) -> None:
     """The others do what the killed worker has computed and the group has not committed."""
     consumed: list[int] = []
     taken: dict[tuple[int, ...], list[int]] = {}
@@ -307,7 +309,7 @@ def test_what_was_trained_alone_and_not_exchanged_is_done_by_the_others(new_grou
 # -- checkpoints ------------------------------------------------------------------------------
 
 
-def run(folder: Path, workers: int, exchange: Any, until: int, overlap: bool = False) -> list[dict[str, Any]]:
+def run(folder: Path, workers: int, exchange: Any, until: int, overlap: int = False) -> list[dict[str, Any]]:
     def work(group: LocalGroup, name: str) -> dict[str, Any]:
         with group.join(
             name, checkpoint_every=3, state_dir=str(folder / name), export_dir=str(folder)
@@ -336,12 +338,12 @@ def run(folder: Path, workers: int, exchange: Any, until: int, overlap: bool = F
 @every_exchange
 @with_and_without_overlap
 def test_another_number_of_workers_goes_on_from_a_checkpoint(
-    overlap: bool, exchange: Any, tmp_path: Path
+    overlap: int, exchange: Any, tmp_path: Path
 ) -> None:
     run(tmp_path, 2, exchange, until=8, overlap=overlap)
     checkpoint = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006")
     assert checkpoint.step == 6
-    assert bool(checkpoint.position.ledger.pending) == overlap, "a batch was being exchanged"
+    assert bool(checkpoint.position.ledger.pending) == bool(overlap), "a batch was being exchanged"
     again = run(tmp_path, 3, exchange, until=13, overlap=overlap)
     assert all(seen["steps"] == list(range(6, 12)) for seen in again)
     assert len({seen["last"] for seen in again}) == 1

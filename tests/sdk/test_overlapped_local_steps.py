@@ -1,4 +1,4 @@
-"""What only `LocalSteps(..., overlap=True)` does: changes are exchanged while the next turn computes.
+"""What only `LocalSteps(..., overlap=)` does: changes are exchanged while the next turn computes.
 
 Newcomers, killed workers and checkpoints are in test_local_steps.py, with and without overlap.
 """
@@ -44,14 +44,14 @@ def load(model: nn.Module, values_N: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("workers", "overlap"), [(1, True), (3, True), (1, 2), (3, 1), (3, 3)])
 def test_workers_have_one_anchor_and_take_every_sample_once(
-    together: Any, exchange: Any, workers: int
+    together: Any, exchange: Any, workers: int, overlap: int
 ) -> None:
     size = 3 * 2 * EVERY * workers
 
     def train(grid: gridtrain.Grid, number: int) -> local_training.Loop:
-        loop = Loop(grid, exchange, **OUTER)
+        loop = local_training.Loop(grid, exchange, overlap=overlap, **OUTER)
         return loop.run(grid.batches(Numbered(size), batch_size=2, epochs=2))
 
     loops = together(train, workers)
@@ -62,12 +62,13 @@ def test_workers_have_one_anchor_and_take_every_sample_once(
     assert sorted(i for loop in loops for i in loop.taken) == sorted([*range(size), *range(size)])
 
 
-def test_it_is_the_algorithm_of_the_paper(together: Any) -> None:
-    """Two workers, against a loop that has both in turn: anchors, changes one turn late, Nesterov."""
+@pytest.mark.parametrize("overlap", [1, 3, EVERY])
+def test_it_is_the_algorithm_of_the_paper(together: Any, overlap: int) -> None:
+    """Two workers, against a loop that has both in turn: anchors, changes `overlap` steps late, Nesterov."""
     turns = 5
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[local_training.Loop, torch.Tensor]:
-        loop = Loop(grid, gridtrain.Dense(), **OUTER)
+        loop = local_training.Loop(grid, gridtrain.Dense(), overlap=overlap, **OUTER)
         loop.run(grid.batches(Numbered(1000), batch_size=2, steps=turns))
         return loop, flat(loop.model)
 
@@ -76,19 +77,30 @@ def test_it_is_the_algorithm_of_the_paper(together: Any) -> None:
     inners = [adamw(model) for model in models]
     anchor, velocity = start.clone(), torch.zeros_like(start)
     changes = [torch.zeros_like(start) for _ in models]
+
+    def train_some(turn: int, first: int, last: int) -> list[torch.Tensor]:
+        """What both models have changed in some local steps."""
+        found = []
+        for (loop, _), model, inner in zip(results, models, inners, strict=True):
+            before = flat(model)
+            for batch in loop.samples[turn][first:last]:
+                train_batch(model, inner, torch.stack([data[index][0] for index in batch]))
+            found.append(before - flat(model))
+        return found
+
     for turn in range(turns + 1):
         sent = changes
         if turn < turns:
-            changes = []
-            for (loop, _), model, inner, change in zip(results, models, inners, sent, strict=True):
-                start = anchor - KEPT * change
-                load(model, start)
-                for batch in loop.samples[turn]:
-                    train_batch(model, inner, torch.stack([data[index][0] for index in batch]))
-                changes.append(start - flat(model))
+            for model, change in zip(models, sent, strict=True):
+                load(model, anchor - KEPT * change)
+            changes = train_some(turn, 0, overlap)
         update = (sent[0] + sent[1]) / 2
         velocity = 0.9 * velocity + update
         anchor = anchor - 0.7 * (update + 0.9 * velocity)
+        if turn < turns:
+            for model, change in zip(models, changes, strict=True):
+                load(model, anchor - change)
+            changes = [sum(both) for both in zip(changes, train_some(turn, overlap, EVERY), strict=True)]
     for _, values_N in results:
         torch.testing.assert_close(values_N, anchor, rtol=1e-4, atol=1e-6)
 

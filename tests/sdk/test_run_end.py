@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import gridtrain
-from gridtrain.errors import JoinRefused
+from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
@@ -83,6 +84,49 @@ def test_a_worker_that_was_receiving_the_model_when_the_run_ended_is_not_refused
     else:
         assert session._wait(lambda _: False, between_batches=True) is None
         assert session.is_standby_at_end
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "the training script ended"),
+        (SystemExit(), "the training script ended"),
+        (SystemExit(3), "the training script failed with exit code 3"),
+        (SystemExit("no data"), "the training script failed with exit code 1"),
+        (SystemExit(143), "the training script was stopped (SIGTERM)"),
+        (KeyboardInterrupt(), "the training script was interrupted"),
+        (ConfigError("lr is -1"), "the training script failed with exit code 2: lr is -1"),
+        (
+            ValueError("no such file"),
+            "the training script failed with exit code 1 (traceback in its output): ValueError: no such file",
+        ),
+    ],
+)
+@pytest.mark.parametrize("leaves", ["with", "at exit"])
+def test_the_reason_for_leaving_says_how_the_script_ended(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, reason: str, leaves: str
+) -> None:
+    said: list[str] = []
+    close = GroupSession.close
+
+    def record(session: GroupSession, reason: str = "") -> None:
+        said.append(reason)
+        close(session, reason)
+
+    monkeypatch.setattr(GroupSession, "close", record)
+
+    def leave(grid: gridtrain.Grid, number: int) -> None:
+        if leaves == "with":
+            with suppress(BaseException), grid:
+                if error is not None:
+                    raise error
+        else:
+            monkeypatch.setattr(sys, "last_value", error, raising=False)
+            grid._close_at_exit()
+
+    with new_group(workers=1) as group:
+        group.result(group.start(leave))
+        assert said[0] == reason
 
 
 def test_a_refused_script_ends_with_the_documented_code() -> None:

@@ -17,12 +17,15 @@ import gridtrain
 from gridtrain.core.member.stragglers import FEWEST_DELAYS
 from gridtrain.core.messages import ReplicaDigest
 from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.training.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS
 
 NET = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 DATA = torch.utils.data.TensorDataset(
     torch.randn(640, 6, generator=torch.Generator().manual_seed(1)), torch.arange(640) % 3
 )
 STALLED_AT, STEPS_WITHOUT, COMPARE_EVERY = FEWEST_DELAYS + 4, 6, 2
+IN_BUCKETS = gridtrain.Overlap(buckets=4, least=16, adaptive=False)
+AFTER_A_TRIAL = WARM_UP_STEPS + TRIAL_STEPS + 4
 
 
 @dataclass
@@ -65,6 +68,9 @@ def train(
     timeout_s: float = 60.0,
     schedule: Callable[[gridtrain.Grid, torch.optim.Optimizer], Any] = lambda grid, optimizer: None,
     averages: bool = False,
+    overlap: gridtrain.Overlap | None = None,
+    stalled_at: int = STALLED_AT,
+    amid_backward: bool = False,
 ) -> list[tuple[bytes, float, int]]:
     """Train with three workers; return each one's parameters, learning rate, and consumed samples."""
 
@@ -76,6 +82,7 @@ def train(
             exchange=exchange,
             wait=wait,
             compare_every=COMPARE_EVERY,
+            overlap=overlap,
         )
         session: Any = grid._session
         transport = session.connection.loop._transport
@@ -89,10 +96,17 @@ def train(
         transport.send = seen
         scheduler = schedule(grid, optimizer)
         number = 0
+
+        def stall_once(*gradient: torch.Tensor) -> None:
+            if is_stalling and number == stalled_at * optimizer.calls_per_turn:
+                stall.stall(timeout_s)
+
+        if amid_backward:  # the last layer's gradients are complete then
+            model[0].weight.register_hook(stall_once)
         for inputs, labels in grid.batches(DATA, batch_size=4, epochs=1):
             number += 1
-            if is_stalling and number == STALLED_AT * optimizer.calls_per_turn:
-                stall.stall(timeout_s)
+            if not amid_backward:
+                stall_once()
             loss = nn.functional.cross_entropy(model(inputs), labels)
             if averages:
                 grid.mean(loss.item())
@@ -137,6 +151,39 @@ def test_the_group_goes_on_without_a_stalled_loop(exchange: Any) -> None:
     assert len(stall.digests) > STEPS_WITHOUT // COMPARE_EVERY
     for step, digests in stall.digests.items():
         assert len(digests) == 3 and len(set(digests)) == 1, f"states after step {step}"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "overlap"),
+    [
+        (gridtrain.GTopK(density=0.1, momentum=0.9), IN_BUCKETS),
+        (gridtrain.TopK(density=0.1), IN_BUCKETS),
+        (gridtrain.Dense(topology="ring"), IN_BUCKETS),
+        (gridtrain.Dense(topology="ring", values="int8"), IN_BUCKETS),
+        (gridtrain.Dense(), replace(IN_BUCKETS, adaptive=True)),
+        (gridtrain.GTopK(density=0.1), replace(IN_BUCKETS, adaptive=True)),
+    ],
+    ids=["gtopk", "topk", "dense", "dense int8", "dense, adaptive", "gtopk, adaptive"],
+)
+def test_the_group_goes_on_without_a_loop_that_has_sent_no_bucket(
+    exchange: Any, overlap: gridtrain.Overlap
+) -> None:
+    stall = Stall()
+    results = train(stall, exchange, overlap=overlap, stalled_at=AFTER_A_TRIAL)
+    assert stall.steps_without >= STEPS_WITHOUT, "the group has waited"
+    assert len(set(results)) == 1 and results[0][2] == len(DATA)
+    assert all(len(set(digests)) == 1 for digests in stall.digests.values())
+
+
+@pytest.mark.parametrize(
+    ("overlap", "options"),
+    [(IN_BUCKETS, {"amid_backward": True}), (replace(IN_BUCKETS, adaptive=True), {})],
+    ids=["a bucket is sent", "a trial"],
+)
+def test_the_group_waits_where_it_needs_the_loop(overlap: gridtrain.Overlap, options: Any) -> None:
+    stall = Stall()
+    results = train(stall, gridtrain.Dense(topology="ring"), overlap=overlap, timeout_s=0.7, **options)
+    assert stall.steps_without <= 1 and len(set(results)) == 1
 
 
 def test_a_tracked_scheduler_is_repeated_for_missed_steps() -> None:
@@ -188,16 +235,11 @@ def test_the_default_is_the_option_of_the_worker() -> None:
         ("auto", {"exchange": "auto"}, ["the coordinator chooses its exchange"]),
         (
             "auto",
-            {"exchange": gridtrain.Dense(), "overlap": gridtrain.Overlap()},
-            ["it uses Overlap(), which sends parts of a gradient early"],
-        ),
-        (
-            "auto",
             {"exchange": gridtrain.Dense(), "by_hand": True},
             ["its script may change updates between exchange() and step()"],
         ),
     ],
-    ids=["none", "not asked", "auto exchange", "overlap", "exchange() by hand"],
+    ids=["none", "not asked", "auto exchange", "exchange() by hand"],
 )
 def test_a_worker_that_is_waited_for_says_why_once(
     wait: str, options: dict[str, Any], messages: list[str], caplog: pytest.LogCaptureFixture

@@ -2,8 +2,8 @@
 
 When, how often and whether a message arrives is drawn from one seeded generator, so a seed is a history.
 
-    a sends --> [partition? loss? queue at bandwidth] --> delay --> [partition? crash?] --> deliver(a, b,
-    message)
+    a sends --> [partition? loss? queue at bandwidth] --> delay --> [partition? crash?]
+      --> deliver(a, b, message)
 
 As in real networks, messages of a link without `in_order` can overtake each other, and a message in flight is
 lost when the link is partitioned or its receiver crashes.  Messages that a node sent before it crashed still

@@ -12,7 +12,7 @@ import pytest
 import torch
 from collective_group import CollectiveGroup
 
-from gridtrain.config import Auto, Dense, GTopK, TopK
+from gridtrain.config import Auto, Deadlines, Dense, GTopK, LocalSteps, Overlap, TopK
 from gridtrain.errors import ConfigError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
@@ -68,12 +68,30 @@ def test_workers_with_other_options_have_another_text(exchange: Any, text: str) 
         (lambda: TopK(chunk=199), r"chunk is 199.*selects 1\.99.*chunk=200 or more, or chunk=0"),
         (lambda: TopK(chunk=4096, warmup=((5, 0.0001),)), r"density 0\.0001 selects 0\.4.*chunk=20000"),
         (lambda: TopK(chunk=-1), r"chunk is -1"),
-        (lambda: TopK(residual_decay=1.0), r"residual_decay is 1\.0; it must be >= 0 and < 1"),
+        (lambda: TopK(residual_decay=1.0), r"residual_decay is 1\.0; it must be a number >= 0 and < 1"),
         (lambda: TopK(residual_decay=float("nan")), r"residual_decay is nan"),
         (lambda: TopK(density=0.0), "density is 0.0"),
         (lambda: GTopK(density=2.0, topology="tree"), "density is 2.0"),
         (lambda: GTopK(density="a"), "density is 'a'; it must be a number"),
         (lambda: TopK(density=0.1, momentum=None), "momentum is None; it must be a number"),
+        (lambda: TopK(chunk="a"), "chunk is 'a'; it must be a whole number"),
+        (lambda: TopK(warmup="ab"), "warmup is 'ab'; it must be a tuple of pairs"),
+        (lambda: TopK(warmup=(5,)), r"warmup is \(5,\); it must be a tuple of pairs"),
+        (lambda: TopK(warmup=(("a", 0.1),)), "warmup step is 'a'; it must be a whole number > 0"),
+        (lambda: TopK(warmup=((5, "a"),)), "warmup density is 'a'; it must be a number > 0 and <= 1"),
+        (lambda: Auto(density="x"), "density is 'x'; it must be a number > 0 and <= 1"),
+        (lambda: Auto(computing="x"), "computing is 'x'; it must be a number > 0 and < 1"),
+        (lambda: Auto(sparse="no"), "sparse is 'no'; it must be True or False"),
+        (lambda: Overlap(buckets="a"), "buckets is 'a'; it must be a whole number from 1 to 256"),
+        (lambda: Overlap(buckets=1.5), r"buckets is 1\.5; it must be a whole number from 1 to 256"),
+        (lambda: Overlap(least="a"), "least is 'a'; it must be a whole number >= 1"),
+        (
+            lambda: LocalSteps(4, outer_momentum="a"),
+            "outer_momentum is 'a'; it must be a number >= 0 and < 1",
+        ),
+        (lambda: LocalSteps(4, outer_learning_rate="a"), "outer_learning_rate is 'a'; .* > 0 and finite"),
+        (lambda: LocalSteps(4, overlap="no"), "overlap is 'no'; it must be True or False"),
+        (lambda: Deadlines(beat_s="a"), r"beat_s is 'a'; it must be a number >= 0 -> the default is 0\.5"),
     ],
 )
 def test_what_there_is_not_is_refused(make: Any, words: str) -> None:

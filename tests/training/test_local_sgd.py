@@ -5,6 +5,7 @@ import copy
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,11 +13,13 @@ from torch.nn import functional as F
 
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
-from gridtrain.training.checkpoint.flat_gradient import exchange_device
+from gridtrain.training.checkpoint import flat_gradient
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient, exchange_device
 from gridtrain.training.checkpoint.serialization import replica_digest
 from gridtrain.training.grad_scaler import GridScaler
-from gridtrain.training.local_sgd import LocalSGDOptimizer
+from gridtrain.training.local_sgd import LocalSGDOptimizer, OuterOptimizer, is_finite
 from gridtrain.training.optimizer import GridOptimizer
 
 EXCHANGES = [Dense(), TopK(density=0.1), GTopK(density=0.1)]
@@ -221,6 +224,44 @@ def test_it_is_diloco_as_published(network, rate, momentum):
         outer.step()
     for ours in network(samples=samples).train(worker):
         assert (ours - flat(whole)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_has_the_same_bits_in_any_blocks_layout_and_form(monkeypatch, momentum, dtype):
+    """Workers may have other numbers of threads, and the parameters of some in channels_last."""
+    where = np.arange(1, 310, 7)
+    updates = [SparseVector(where, np.linspace(-1, 1, where.size, dtype=np.float32) / k) for k in (3, 5)]
+    dense = [np.zeros(310, np.float32) for _ in updates]
+    for full_N, update in zip(dense, updates, strict=True):
+        full_N[update.indices] = update.values
+
+    def moved(block, layout, form):
+        monkeypatch.setattr(flat_gradient, "_BLOCK", block)
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 10, (2, 5), dtype=dtype).to(memory_format=layout)
+        outer = OuterOptimizer(
+            sgd(model),
+            FlatGradient(model, sgd(model)),
+            LocalSteps(2, Dense(), outer_learning_rate=0.7, outer_momentum=momentum),
+        )
+        for update in form:
+            outer.update = update
+            outer.step()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+    expected = moved(1 << 16, torch.contiguous_format, updates)
+    assert not torch.equal(expected, moved(1 << 16, torch.contiguous_format, []))
+    for block in (1, 13, 1 << 16):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            for form in (updates, dense):
+                assert torch.equal(moved(block, layout, form), expected), f"{block=} {layout}"
+
+
+@pytest.mark.parametrize("last, finite", [(3e38, True), (math.inf, False), (math.nan, False)])
+def test_a_change_whose_sum_overflows_is_finite(last, finite):
+    values_N = torch.tensor([3e38, 3e38, last])
+    assert is_finite(values_N, [values_N[:1].sum(), values_N[1:].sum()]) is finite
 
 
 def test_a_turn_with_few_samples_trains_less(network):

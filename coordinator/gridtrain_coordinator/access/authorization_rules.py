@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from gridtrain.core import messages as m
+from gridtrain.quantities import shorten
 
 MAX_INVITATIONS = 1000  # valid invitations
 MAX_ENDED_INVITATIONS = 1000
@@ -73,9 +74,9 @@ def exceeds_join_rate(joins: int) -> bool:
 
 
 def clean_reason(reason: str) -> str:
-    """Return a reason without unprintable characters, cut to at most `MAX_REASON_BYTES` bytes."""
+    """Return a reason without unprintable characters, shortened to at most `MAX_REASON_BYTES` bytes."""
     plain = "".join(letter if letter.isprintable() else " " for letter in reason)
-    return plain.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore").strip()
+    return shorten(plain.strip(), MAX_REASON_BYTES)
 
 
 # -- refusals ----------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Candidates, Worker, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
+from gridtrain_coordinator.run.worker_names import WorkerNames
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
 from gridtrain_coordinator.stages.placement import StagePlacement
@@ -110,6 +111,7 @@ class Membership:
         reports = GenerationReports(frozenset(x.peer for x in recovered.roster), recovered.generation)
         self._addresses = AddressBook(me)
         self._divergence, self._paused_workers = DivergenceDetector(), PausedWorkers()
+        self._worker_names = WorkerNames(recovered.names)
         self._create_parts(reports, CheckpointQuorum(recovered.checkpoints), by_links=plans)
         self._restore(recovered)
 
@@ -122,7 +124,7 @@ class Membership:
         self._complaints = Complaints(run, planner, departures, addresses, divergence)
         checkpoints = self._checkpoints = CheckpointCatalog(run, quorum)
         self._admission = WorkerAdmission(
-            run, planner, departures, checkpoints, addresses, self._paused_workers
+            run, planner, departures, checkpoints, addresses, self._paused_workers, self._worker_names
         )
         sources = StateSources()
         self._readiness = Readiness(run, planner, departures, sources)
@@ -233,9 +235,8 @@ class Membership:
         return self._addresses.introduce_pending_member(pending, self.run.member_order, most)
 
     def worker_name(self, peer: m.PeerId) -> str:
-        """Return the name of a registered or paused worker; empty if no such worker has this key."""
-        worker = self.run.workers.get(peer)
-        return worker.name if worker is not None else self._paused_workers.worker_name(peer)
+        """Return the name of a worker, which may have left; empty if no worker with this key is known."""
+        return self._worker_names.name(peer)
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """Return the status for `gridtrain status`, a JSON-serializable dictionary."""
@@ -416,6 +417,8 @@ class Membership:
                 return self._complaints.handle_accusation(peer, message)
             case m.StageCheckpointList():
                 return self._checkpoints.update(worker, message)
+            case m.CatchUpReport() if worker.has_caught_up:
+                pass  # it repeats the report until it is a member
             case m.CatchUpReport(applied):
                 worker.mark_caught_up()
                 return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied})]

@@ -63,9 +63,10 @@ class WorkerAdmission:
         checkpoints: CheckpointCatalog,
         addresses: AddressBook,
         paused_workers: PausedWorkers,
+        worker_names: WorkerNames,
     ) -> None:
         self._run, self._planner, self._departures, self._checkpoints = run, planner, departures, checkpoints
-        self._addresses, self._paused_workers, self._worker_names = addresses, paused_workers, WorkerNames()
+        self._addresses, self._paused_workers, self._worker_names = addresses, paused_workers, worker_names
 
     def check_join(self, peer: m.PeerId, join: m.Join) -> list[Effect]:
         """Return the refusal of a join; empty if the worker may join."""

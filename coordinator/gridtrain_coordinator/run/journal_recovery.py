@@ -31,6 +31,7 @@ class RecoveredRun:
         highest_step: the number of committed steps if no worker held the model any more; otherwise 0.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
             (`CheckpointQuorum`).
+        names: the latest names of all members, also of those that have left.
     """
 
     definition: m.Setup | None = None
@@ -42,6 +43,7 @@ class RecoveredRun:
     is_finished: bool = False
     highest_step: int = 0
     checkpoints: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
+    names: Mapping[m.PeerId, str] = field(default_factory=dict)
 
 
 def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRun:
@@ -53,6 +55,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     latest: Mapping[str, Any] | None = None
     phase, has_started, highest_step, has_committed = "", False, 0, False
     checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
+    names: dict[m.PeerId, str] = {}
     for kind, body in entries:
         match kind:
             case "run":
@@ -63,6 +66,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 definition = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
             case "generation":
                 latest, phase = body, ""
+                names.update((bytes.fromhex(line["peer"]), str(line["name"])) for line in body["members"])
             case "state" if "checkpoint" in body:  # the phase has not changed
                 entry = body["checkpoint"]
                 at = entry["step"] - 1, bytes.fromhex(entry["digest"]), parse_ledger(entry["ledger"])
@@ -80,7 +84,9 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     if latest is None:
         return RecoveredRun(definition)
     view, roster = _view(latest)
-    recovered = RecoveredRun(definition, view.generation, has_committed=True, checkpoints=checkpoints)
+    recovered = RecoveredRun(
+        definition, view.generation, has_committed=True, checkpoints=checkpoints, names=names
+    )
     if phase == RunPhase.WAITING:
         return replace(recovered, highest_step=highest_step, has_committed=has_committed)
     is_finished = phase == RunPhase.FINISHED

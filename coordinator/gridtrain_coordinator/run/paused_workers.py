@@ -41,10 +41,6 @@ class PausedWorkers:
         """Return the reason for the worker's pause as text."""
         return f"paused by its owner: {self._workers[peer].reason}"
 
-    def worker_name(self, peer: m.PeerId) -> str:
-        """Return the worker's name; empty if the worker is not paused."""
-        return self._workers[peer].name if peer in self._workers else ""
-
     def reserved_names(self, besides: m.PeerId) -> set[str]:
         """Return the names of all paused workers except `besides`."""
         return {paused.name for peer, paused in self._workers.items() if peer != besides}

@@ -5,7 +5,8 @@ A name proves nothing, because access depends on keys (`access.authorization`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from gridtrain.core import messages as m
 from gridtrain_coordinator.run.events import LogEvent
@@ -20,11 +21,18 @@ class WorkerNames:
         "anna", key 1a..  -> anna            1a.. leaves and comes back          -> anna
         "anna", key 2b..  -> anna-2          2b.. comes back, 1a.. is not there  -> anna-2
 
-    Stored in memory only; members send their assigned name when they join again.
+    Args:
+        recovered: the names that the journal contains, those of members of a generation.  Members send their
+            assigned name when they join again.
     """
 
-    def __init__(self) -> None:
-        self._assigned: dict[m.PeerId, tuple[str, str]] = {}  # (requested, assigned)
+    def __init__(self, recovered: Mapping[m.PeerId, str] = MappingProxyType({})) -> None:
+        newest = list(recovered.items())[-MAX_REMEMBERED:]
+        self._assigned = {peer: (name, name) for peer, name in newest}  # (requested, assigned)
+
+    def name(self, peer: m.PeerId) -> str:
+        """Return the latest name of the worker with this key, which may have left; empty if none is known."""
+        return self._assigned.get(peer, ("", ""))[1]
 
     def assign(self, peer: m.PeerId, requested: str, taken: Collection[str]) -> str:
         """Assign a name to `peer` that is not in `taken`, and return the name."""

@@ -37,6 +37,8 @@ UPLOAD_REMEDY = "check the storage and its credentials; its log names the URL"
 class StepCounter:
     """A counter of steps in a worker's heartbeats, and when it last grew.
 
+    The first value is what a worker counted before this coordinator knew it, and is not announced.
+
     Attributes:
         total: the latest value.
         latest_step: the worker's step when the counter last grew.
@@ -45,11 +47,13 @@ class StepCounter:
     total: int = 0
     latest_step: int = 0
     _grew_s: float = -math.inf
-    _announced: int = 0
+    _announced: int | None = None
     _event_s: float = -math.inf
 
     def update(self, total: int, step: int, now_s: float) -> int:
         """Set the value; return the number of steps to announce in an event now, or 0."""
+        if self._announced is None:
+            self.total = self._announced = total
         if total < self.total:  # another process with the worker's key
             self._announced = 0
         if total > self.total:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+from gridtrain.quantities import shorten
+
 MESSAGE_TYPES: dict[int, type] = {}
 """Every message class by its code, which is the first item of its header."""
 
@@ -172,8 +174,7 @@ class ReasonField(TextField):
     def pack(self, value: Any) -> str:
         if type(value) is not str:
             raise FieldError(f"{describe(value)}; it must be {self.bounds}")
-        printable = self._forbidden.sub(" ", value).encode(errors="replace")
-        return printable[: self.max_bytes].decode(errors="ignore")
+        return shorten(self._forbidden.sub(" ", value), self.max_bytes)
 
     def unpack(self, plain: Any) -> str:
         return super().pack(plain)

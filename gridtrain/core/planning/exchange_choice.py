@@ -362,7 +362,7 @@ class ExchangeChoice:
         """
         count, cpu = parameter_count(self._setup), CpuCosts()
         assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_s, DEFAULT_LINK_Bps)
-        overlaps = self._local is not None and self._local.overlap
+        overlapped = self._local.overlapped / self._local.every if self._local is not None else 0.0
         estimates: list[ExchangeEstimate] = []
         orders: dict[ExchangeKind, Sequence[int]] = {}  # searched once for all densities of a kind
         for exchange in self._candidates() if count else ():
@@ -373,7 +373,7 @@ class ExchangeChoice:
             found = estimate_exchange(
                 load, assumed, cpu, compute_s, order=order, max_messages=SIMULATED_MESSAGES
             )
-            estimates.append(replace(found, overlaps=overlaps))
+            estimates.append(replace(found, overlapped=overlapped))
         return estimates
 
 
@@ -415,7 +415,7 @@ def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFac
     """
     if best.efficiency >= LOCAL_STEPS_COMPUTE_SHARE:
         return ""
-    every, hidden_s = local.every if local is not None else 1, best.hideable_s if best.overlaps else 0.0
+    every, hidden_s = local.every if local is not None else 1, best.hideable_s if best.overlapped else 0.0
     proposed = propose_local_steps(
         best.compute_s / every, best.cost.exchange_s, target_share=1.0 - auto.computing, hidden_s=hidden_s
     )

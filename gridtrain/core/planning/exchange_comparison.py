@@ -35,7 +35,7 @@ class ExchangeEstimate:
     Attributes:
         compute_s: compute time of a step, from its batch to its gradient.
         local_steps: optimizer steps between two exchanges.
-        overlaps: whether the exchange overlaps with the next steps (`LocalSteps(overlap=True)`).
+        overlapped: the share of the local steps that the exchange may overlap with (`LocalSteps(overlap=)`).
     """
 
     load: Workload
@@ -43,14 +43,14 @@ class ExchangeEstimate:
     cost: ExchangeCost
     compute_s: float
     local_steps: int = 1
-    overlaps: bool = False
+    overlapped: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Time of a step, including its share of the exchange, in seconds."""
-        hidden_s = self.hideable_s if self.overlaps else 0.0
-        blocking_s = self.cost.exchange_s - hidden_s
-        return max(self.compute_s, hidden_s / self.local_steps) + blocking_s / self.local_steps
+        overlapped_s = self.overlapped * self.local_steps * self.compute_s
+        hidden_s = min(self.hideable_s, overlapped_s)
+        return self.compute_s + (self.cost.exchange_s - hidden_s) / self.local_steps
 
     @property
     def hideable_s(self) -> float:
@@ -219,7 +219,7 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
     overlaps, every = waiting[best] > 1, overlapped[best]
     if not overlaps and estimates[best].load.kind in LOSSLESS_KINDS:
         return f"{text} AdamW does not need them here: {names[best]} takes only a small part of each step."
-    share = replace(estimates[best], local_steps=every, overlaps=overlaps).efficiency
+    share = replace(estimates[best], local_steps=every, overlapped=float(overlaps)).efficiency
     options = f"every={every}, exchange={_as_call(estimates[best].load)}"
     options += ", overlap=True" if overlaps else ""
     return f"{text} For AdamW and similar optimizers use LocalSteps({options}): {share:.0%} computing."

@@ -24,7 +24,7 @@ DIRECT_DENSE = Dense(topology="direct").describe()
 """The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology."""
 
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
-_LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(, overlap=True)?\)")
+_LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(?:, overlap=(\d{1,9}))?\)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
 
 
@@ -73,18 +73,21 @@ class LocalStepsFacts(NamedTuple):
 
     Attributes:
         every: optimizer steps in one step of the run.
-        overlap: whether an exchange overlaps with the next local steps.
+        overlapped: the number of local steps that an exchange overlaps with; 0 without overlap.
     """
 
     every: int
-    overlap: bool
+    overlapped: int
 
 
 def local_steps_of(setup: Setup | None) -> LocalStepsFacts | None:
     """Return the local steps that the script specifies; None if it does not use `LocalSteps`."""
     text = dict(setup.facts).get("exchange", "") if setup is not None else ""
     found = _LOCAL_STEPS.fullmatch(text)
-    return LocalStepsFacts(max(1, int(found[1])), found[2] is not None) if found is not None else None
+    if found is None:
+        return None
+    every = max(1, int(found[1]))
+    return LocalStepsFacts(every, min(every, int(found[2] or 0)))
 
 
 def parameter_count(setup: Setup | None) -> int:

@@ -89,7 +89,7 @@ def worker_memory(
         logged_steps: the number of steps in the update log.
     """
     velocity = _FLOAT if local is not None and local.outer_momentum else 0.0
-    own = 0.0 if local is None else parameter_bytes + velocity + _FLOAT * local.overlap
+    own = 0.0 if local is None else parameter_bytes + velocity + _FLOAT * bool(local.overlap)
     moments = optimizer_values * parameter_bytes
     residual = log = 0.0
     if isinstance(wire, Dense):

@@ -31,6 +31,7 @@ from gridtrain.core.stages.stage_cost import (
     ScheduleKind,
 )
 from gridtrain.errors import ConfigError, LocalProtocolError
+from gridtrain.quantities import shorten
 
 MAX_ORDERED_WORKERS = 4
 """The largest number of workers for which all orders along the pipeline are tried (24 for 4 workers)."""
@@ -45,7 +46,7 @@ MIN_SPEEDUP = 1.1
 MAX_GROUPED_WORKERS = 6
 """The largest number of workers for which all groups are tried."""
 
-MAX_ERROR_CHARS = 160
+MAX_ERROR_BYTES = 160
 
 HeldSpans = Mapping[PeerId, Sequence[Span]]
 """The layers whose state each worker has."""
@@ -467,9 +468,7 @@ def assembler_pieces(
 
 def error_text(error: ConfigError) -> str:
     """Return an error's reason, shortened to fit into a message."""
-    return (
-        error.reason if len(error.reason) <= MAX_ERROR_CHARS else error.reason[: MAX_ERROR_CHARS - 3] + "..."
-    )
+    return shorten(error.reason, MAX_ERROR_BYTES)
 
 
 def _format_stage_count(count: int) -> str:

@@ -61,6 +61,19 @@ class BucketedBuffer:
         """The update of a complete dense exchange: a new array of shape (n,)."""
         return np.concatenate([part.update_N for part in self.parts if isinstance(part, DenseRingBuffer)])
 
+    @property
+    def rest_N(self) -> FloatArray | None:
+        """This member's rounding errors of a dense exchange, a new array of shape (n,); None if it does not
+        round."""
+        rests = [part.rest_N for part in self.parts if isinstance(part, DenseRingBuffer)]
+        known = [rest_B for rest_B in rests if rest_B is not None]
+        return np.concatenate(known) if len(known) == len(self.parts) else None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a retry in the same generation uses the same buffers."""
+        return all(isinstance(part, DenseRingBuffer) and part.is_resumable for part in self.parts)
+
     def compute_digest(self) -> bytes:
         """Return the digest of the whole update.  See `CollectiveBuffer.compute_digest`."""
         digests = [part.compute_digest() for part in self.parts]

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
+import time
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+
+LEFTOVER_AGE_S = 60.0
+MAX_LEFTOVERS = 100
 
 
 def replace_private_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
     """Replace a file by one of mode 0600, or leave it as it is.  Other processes may do so at the same time.
+
+    A process that is killed leaves a partial file beside it, which a later call removes.
 
     Args:
         durable: whether to return only when the content is on disk.
 
     Raises `OSError`.
     """
+    _remove_leftovers(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # held until the file is replaced, see `_remove_leftovers`
             file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
             if durable:
-                file.flush()
                 os.fsync(file.fileno())
-        os.replace(partial, path)
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the partial files of killed processes: those that are old, and that no process has locked."""
+    for left in islice(path.parent.glob(f".{glob.escape(path.name)}.????????"), MAX_LEFTOVERS):
+        with suppress(OSError):  # it is being written, or another process has removed it
+            if time.time() - left.stat().st_mtime < LEFTOVER_AGE_S:
+                continue  # it may just have been created, and not be locked yet
+            with left.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()

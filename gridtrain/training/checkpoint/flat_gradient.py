@@ -11,7 +11,7 @@ scattered.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from gridtrain.quantities import format_count
 
 _COMPILED = "_orig_mod."
 _DATA_PARALLEL = "module."
+
+_BLOCK = 1 << 16
+"""Number of elements of a block for each thread.  A few vectors' blocks fit into the second-level cache."""
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:
@@ -89,8 +92,7 @@ class FlatGradient:
             device=chosen,
             pin_memory=chosen.type == "cpu" and own.type == "cuda",  # a faster copy, each step
         )
-        pieces = torch.split(self.flat_N, sizes)
-        self._views_P = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
+        self.swap(self.flat_N)
         self.scale = 1.0  # factor of the gradients when they are gathered
         self._hooks: list[RemovableHandle] = []
 
@@ -111,6 +113,35 @@ class FlatGradient:
     def views(self) -> list[tuple[Tensor, nn.Parameter]]:
         """Each trainable parameter with its view of flat_N, in order."""
         return [(view, parameter) for view, (_, parameter) in zip(self._views_P, self._named, strict=True)]
+
+    def swap(self, other_N: Tensor) -> Tensor:
+        """Use `other_N`, (n,) float32 on the same device, as flat_N, and return the vector used before."""
+        before_N, self.flat_N = self.flat_N, other_N
+        pieces = torch.split(other_N, [p.numel() for p in self.parameters])
+        self._views_P = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+        return before_N
+
+    def blocks(self, *shaped_P: Sequence[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Divide the vector into blocks.  In host memory a block fits into the processor's cache, so that
+        consecutive operations on it read main memory once; elsewhere a block is a whole parameter.
+
+        Args:
+            shaped_P: sequences that have a tensor for each parameter, with the parameter's shape.
+
+        Yields:
+            The position of a block in the vector, and from each sequence a view of the same elements; the
+            views have the same shape.
+        """
+        start, most = 0, _BLOCK * torch.get_num_threads()
+        for like in zip(*shaped_P, strict=True):
+            pieces = [[each.detach()] for each in like]
+            if all(whole.device.type == "cpu" and whole.is_contiguous() for (whole,) in pieces):
+                pieces = [[*whole.view(-1).split(most)] for (whole,) in pieces]
+            for views in zip(*pieces, strict=True):
+                size = views[0].numel()
+                if size:
+                    yield slice(start, start + size), list(views)
+                start += size
 
     def check_unchanged(self) -> None:
         """Raise `ConfigError` if the script trains parameters that are not in the vector."""

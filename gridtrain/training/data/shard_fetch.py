@@ -21,7 +21,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from gridtrain._version import __version__
-from gridtrain.errors import DataError
+from gridtrain.errors import ConfigError, DataError
 from gridtrain.extras import require
 from gridtrain.quantities import format_bytes
 
@@ -127,7 +127,13 @@ def file_system(place: str) -> tuple[Any, str]:
     require("fsspec", f"reading {place.partition('://')[0]}://")
     import fsspec
 
-    found: tuple[Any, str] = fsspec.core.url_to_fs(place)
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(place)
+    except (ImportError, ValueError) as error:  # no package for these URLs, or no such kind of URL
+        raise ConfigError(
+            f"{place} cannot be read: {error}",
+            remedy="install the package that reads such URLs, or mend the URL",
+        ) from None
     return found
 
 

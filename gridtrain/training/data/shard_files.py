@@ -106,16 +106,31 @@ def parent(place: str) -> str:
 
 def expand(name: str) -> list[str]:
     """Return the places that a name with `*` (in paths also `?` and `[...]`) stands for, in ascending
-    order."""
+    order.
+
+    Raises `ConfigError` if there is no such file on this machine, or if the URL cannot be listed.
+    """
+    if not is_local(name) and "*" not in name:
+        return [name]
     if is_local(name):
-        found = sorted(glob.glob(local_path(name))) if glob.has_magic(name) else [name]
-    elif "*" in name:
-        system, path = file_system(name)
+        path = local_path(name)
+        found = sorted(each for each in glob.glob(path) if os.path.isfile(each)) or [path]
+        if not os.path.isfile(found[0]):
+            what = "is a folder" if os.path.isdir(path) else "does not exist, or matches no file"
+            raise ConfigError(
+                f"{name} {what}", remedy=f"name files, such as {posixpath.dirname(name) or '.'}/*.jsonl"
+            )
+        return found
+    system, path = file_system(name)
+    try:
         found = sorted(system.unstrip_protocol(each) for each in system.glob(path))
-    else:
-        found = [name]
+    except Exception as error:  # file systems of fsspec raise errors of the libraries they use
+        raise ConfigError(
+            f"{name} cannot be listed: {type(error).__name__}: {error}",
+            remedy="check the URL, the connection and the credentials",
+        ) from None
     if not found:
-        raise ConfigError(f"no file matches {name}", remedy="check the path")
+        raise ConfigError(f"no file matches {name}", remedy="check the URL")
     return found
 
 

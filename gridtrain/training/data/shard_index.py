@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tarfile import TarError
+from typing import Any
 from urllib.parse import quote
 
 from gridtrain.errors import ConfigError, DataError
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, shorten
 from gridtrain.training.data import shard_files
 from gridtrain.training.data.shard_fetch import Copy, copy_rest
 from gridtrain.training.data.shard_files import ShardFile
@@ -113,7 +114,8 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
             this machine; with it, names are URLs.
 
     Raises:
-        ConfigError: no file has a sample, or the files are not on this machine but `url` is given.
+        ConfigError: no file has a sample, the index cannot be written, or the files are not on this machine
+            but `url` is given.
     """
     if not index.samples:
         count = format_count(len(index.shards), "file")
@@ -131,7 +133,12 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
         for shard, name in zip(index.shards, names, strict=True)
     ]
     body = {"version": VERSION, "format": index.format, "tokenizer": index.tokenizer, "shards": shards}
-    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    try:
+        path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}", remedy="choose another file with --out"
+        ) from None
 
 
 def _absolute(place: str) -> str:
@@ -186,12 +193,21 @@ def _read_file(
                 where = f"sample {number} (bytes {start} to {stop}) of "
                 file.seek(start)
                 sample = reader.decode(file.read(stop - start))
-                tokens += 0 if tokenize is None else len(tokenize(sample))
+                tokens += 0 if tokenize is None else _count_tokens(sample, tokenize, f"{where}{place}")
         except (ValueError, TarError) as error:
             raise DataError(
                 f"{where}{place} is not {reader.name}: {error}", remedy="mend the file, or pass --format"
             ) from None
     return ShardFile(place, len(ranges), nbytes, sha256, tokens)
+
+
+def _count_tokens(sample: Any, tokenize: Tokenize, where: str) -> int:
+    try:
+        return len(tokenize(sample))
+    except ValueError as error:
+        fields = ", ".join(map(str, sample)) if isinstance(sample, dict) else "none"
+        remedy = f"pass --text-field with one of its fields: {fields}"
+        raise ConfigError(f"{where} cannot be tokenized: {error}", remedy=remedy) from None
 
 
 def _expand(files: Iterable[str]) -> Iterator[str]:
@@ -203,7 +219,8 @@ def _common_format(places: Sequence[str]) -> str:
     found = {format_of(place) for place in places}
     if len(found) == 1 and (name := found.pop()):
         return name
+    names = shorten(", ".join(map(posixpath.basename, places)), 80)
     raise ConfigError(
-        f"the format of {places[0]} and {len(places) - 1} other files is not clear from their names",
+        f"the names of the files ({names}) do not say one format",
         remedy=f"pass --format with one of {', '.join(FORMATS)}",
     )

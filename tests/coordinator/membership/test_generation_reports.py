@@ -115,6 +115,10 @@ def at_step(applied: int) -> m.LedgerState:
 SEATED = m.CurrentGeneration(term=3, generation=5, members=((A, 4), (C, 4)))
 
 
+def test_a_restarted_coordinator_knows_the_names_of_its_members_before_they_return() -> None:
+    assert Coordinator(backup(), term=2).core.worker_name(B) == "b"
+
+
 def test_a_later_generation_of_its_members_is_taken_over() -> None:
     standby = Coordinator(backup(), term=2)
     standby.join(A, SEATED)

@@ -25,6 +25,7 @@ from gridtrain_coordinator.run.events import (
     Disconnect,
     Effect,
     JournalEntry,
+    LogEvent,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
@@ -331,12 +332,14 @@ def test_who_waits_is_told_how_many_there_are() -> None:
     ]
 
 
-def test_a_worker_that_rests_is_still_known_by_its_name() -> None:
+def test_a_worker_that_left_is_still_known_by_its_name() -> None:
     """So that it can be banned by name, and the ban lifted."""
     run = Run(A, B)
     assert run.core.worker_name(B) == "b" and run.core.worker_name(C) == ""
     run.say(B, m.TemporaryLeave("a game"))
     assert B not in run.core.run.workers and run.core.worker_name(B) == "b"
+    run.say(A, m.Leave("enough"))
+    assert A not in run.core.run.workers and run.core.worker_name(A) == "a"
 
 
 def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
@@ -723,6 +726,9 @@ def test_a_follower_is_served_until_it_is_a_member() -> None:
         "there are updates to come"
     )
     assert any(isinstance(e, Send) and isinstance(e.message, m.Freeze) for e in effects)
+    again = run.say(C, m.CatchUpReport(8, b"h"))  # each second until it is a member
+    logged = [e.event for e in effects + again if isinstance(e, LogEvent)]
+    assert logged.count("caught_up") == 1
 
 
 def ways_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:

@@ -24,16 +24,16 @@ def test_a_pause_is_shown_and_its_name_reserved_for_a_week() -> None:
     ]
     assert paused.reserved_names(B) == {"anna"} and paused.reserved_names(A) == set()
     assert len(paused.status_rows(9.9 + RETENTION_S)) == 1
-    assert paused.status_rows(10.0 + RETENTION_S) == [] and paused.worker_name(A) == ""
+    assert paused.status_rows(10.0 + RETENTION_S) == []
 
 
 def test_a_worker_that_joins_is_paused_no_more() -> None:
     paused = PausedWorkers()
     paused.add(A, "anna", "hot", 1.0)
     paused.discard(B)
-    assert paused.worker_name(A) == "anna"
+    assert paused.reserved_names(B) == {"anna"}
     paused.discard(A)
-    assert paused.worker_name(A) == "" and paused.status_rows(1.0) == []
+    assert paused.status_rows(1.0) == []
 
 
 def test_of_too_many_the_one_that_paused_first_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def test_a_skipped_step_has_an_event_and_many_have_one_a_minute() -> None:
 def test_the_status_names_the_latest_skipped_step_for_ten_minutes() -> None:
     problems = WorkerProblems()
     assert problems.text(0.0) == ""
+    told(problems, 0.0, 5)
     told(problems, 0.0, 6, **{m.OWN_SKIPPED_STEPS: 1.0})
     assert problems.text(599.0) == (
         "made the group skip 1 step, the latest near step 6: "
@@ -51,8 +52,16 @@ def test_a_restarted_worker_counts_from_zero() -> None:
     assert told(problems, 200.0, 8, own_skipped_steps=2.0) == ["step_skipped anna 8 2"]
 
 
+def test_what_a_worker_counted_before_the_coordinator_started_is_not_announced_again() -> None:
+    problems = WorkerProblems()
+    assert told(problems, 0.0, 40, missed_steps=3.0, own_skipped_steps=2.0) == []
+    assert problems.text(0.0) == ""
+    assert told(problems, 1.0, 41, missed_steps=4.0, own_skipped_steps=2.0) == ["step_missed anna 41 1"]
+
+
 def test_steps_that_did_not_wait_are_counted_apart_from_skipped_ones() -> None:
     problems = WorkerProblems()
+    told(problems, 0.0, 2)
     assert told(problems, 0.0, 6, missed_steps=3.0, own_skipped_steps=1.0) == [
         "step_skipped anna 6 1",
         "step_missed anna 6 3",

@@ -121,8 +121,10 @@ def test_a_text_has_no_control_characters_and_its_bytes_are_counted() -> None:
 
 def test_a_reason_is_shortened_by_its_sender_and_refused_from_another() -> None:
     (field,) = declaration.Reason.__metadata__
-    assert field.pack("x" * 513) == field.unpack("x" * 512) == "x" * 512
-    assert field.pack("é" * 300) == "é" * 256
+    assert field.pack("x" * 512) == field.unpack("x" * 512) == "x" * 512
+    assert field.pack("x" * 513) == "x" * 509 + "..."
+    assert field.pack("é" * 300) == "é" * 254 + "..."
+    assert field.pack("words " * 100) == ("words " * 84).strip() + "...", "no word is cut"
     with pytest.raises(declaration.FieldError, match=r"^ is 513 bytes"):
         field.unpack("x" * 513)
 

@@ -145,7 +145,7 @@ def test_facts_keep_the_local_steps_around_what_was_chosen() -> None:
     text = dict(choice.effective_setup.facts)["exchange"]
     assert text == LocalSteps(32, choice.chosen, overlap=True).describe()
     assert exchange_of(choice.effective_setup) == choice.chosen
-    assert local_steps_of(choice.effective_setup) == local_steps_of(choice._setup) == (32, True)
+    assert local_steps_of(choice.effective_setup) == local_steps_of(choice._setup) == (32, 32)
     assert local_steps_of(setup_of()) is None and local_steps_of(None) is None
     assert local_steps_of(local(7)._setup) == (7, False)
 

@@ -89,8 +89,10 @@ def test_the_share_of_overlapped_steps_is_that_of_their_timeline():
     select_s, hidden_s = alone.cost.select_s, alone.cost.exchange_s - alone.cost.select_s
     assert 0 < select_s < hidden_s < 8
     assert alone.step_s == pytest.approx(1 + alone.cost.exchange_s / 8)
-    overlapped = replace(alone, overlaps=True)
+    overlapped = replace(alone, overlapped=1.0)
     assert overlapped.step_s == pytest.approx(1 + select_s / 8)
+    half = replace(alone, overlapped=0.25 * hidden_s / 8)
+    assert half.step_s == pytest.approx(1 + select_s / 8 + 0.75 * hidden_s / 8)
     short = replace(overlapped, local_steps=1)
     assert short.step_s == pytest.approx(short.cost.exchange_s), "the exchange takes longer than the turn"
 

@@ -97,6 +97,39 @@ def test_an_index_without_a_sample_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "i.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            "{0}/none.jsonl",
+            "none.jsonl does not exist, or matches no file -> name files, such as {0}/*.jsonl",
+        ),
+        ("{0}", "{0} is a folder -> name files, such as "),
+        (
+            "{0}/a.jsonl {0}/b.bin",
+            "(a.jsonl, b.bin) do not say one format -> pass --format with one of jsonl",
+        ),
+        (
+            "{0}/a.jsonl --out {0}/none/i.json",
+            "{0}/none does not exist -> create it, or choose another --out",
+        ),
+        ("{0}/a.jsonl --out /proc/i.json", "/proc/i.json cannot be written: "),
+        (
+            "{0}/a.jsonl --tokenizer bytes --text-field t",
+            "'t' -> pass --text-field with one of its fields: body, id",
+        ),
+        ("memory2://bucket/*.jsonl", "memory2://bucket/*.jsonl cannot be read: Protocol not known"),
+    ],
+)
+def test_an_index_that_cannot_be_made_says_what_to_do(tmp_path: Path, arguments: str, words: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "id": 1}\n')
+    (tmp_path / "b.bin").touch()
+    given = ["--out", str(tmp_path / "i.json"), *arguments.format(tmp_path).split()]
+    done = CliRunner().invoke(cli, ["data", "index", *given])
+    assert isinstance(done.exception, ConfigError), done.exception
+    assert words.format(tmp_path) in str(done.exception)
+
+
 def test_the_command_writes_an_index_with_relative_names(tmp_path: Path, monkeypatch: Any) -> None:
     write_shards(tmp_path / "data", (3, 4))
     monkeypatch.chdir(tmp_path)
@@ -171,6 +204,8 @@ def test_a_damaged_sample_is_found_when_the_index_is_written(tmp_path: Path) -> 
 
 def test_files_of_unclear_formats_are_refused(tmp_path: Path) -> None:
     for names in (["a.dat"], ["a.txt", "a.tar"]):
+        for name in names:
+            (tmp_path / name).touch()
         with pytest.raises(ConfigError, match="--format with one of jsonl, text, tar"):
             build_index([str(tmp_path / name) for name in names])
 
