@@ -458,7 +458,7 @@ class Deadlines:
     silence_s: float = 5.0  # longest heartbeat timeout; for a worker that loads a state, ready_s applies
     regreet_s: float = 1.0  # time within which a broken connection may be restored
     ended_s: float = 0.05  # replaces regreet_s if another member's connection to that worker broke as well
-    report_s: float = 2.0  # time for the answers to a FREEZE
+    report_s: float = 2.0  # time for the answers to a Freeze
     regather_s: float = 60.0  # shortest wait for members if none is connected
     ready_s: float = 20.0  # (+) time to execute a verdict, receive the state and connect the links
     settle_s: float = 0.3  # wait for further joins, so that workers that join at the same time start together

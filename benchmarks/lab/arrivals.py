@@ -1,7 +1,7 @@
 """Delay and loss of what comes over a cable, two ways: by the kernel's netem, or without it.
 
-Decides what does it.  Never touches a packet before it has left its sender's host: what is held there counts
-against the sender's socket (TCP small queues), and bulk transfers would crawl.
+Packets are held only after they have left their sender's host: what is held there counts against the sender's
+socket (TCP small queues), and bulk transfers would be slow.
 
     netem here:   the bridge's port --netem (delay, loss)--tbf (rate)--> cable --> host
     none here:    the bridge's port --tbf (rate)--> cable --> eth0 | mangle PREROUTING: DROP at random
@@ -48,7 +48,7 @@ class Arrivals:
         self._queue = 0
 
     def set(self, delay_s: float, loss: float) -> None:
-        """From now on.  Raises `LabError`."""
+        """Set the delay and the loss of arriving packets.  Raises `LabError`."""
         before = self._holder
         if delay_s != self._delay_s:
             self._queue = 1 - self._queue  # the new one is ready before the old one goes
@@ -70,7 +70,7 @@ class Arrivals:
         return holder
 
     def _write_rules(self, loss: float) -> None:
-        """All at once.  The mangle table is ours alone: a router's rules are in others."""
+        """Write all rules at once.  The mangle table is ours alone: a router's rules are in others."""
         lines = ["*mangle", ":PREROUTING ACCEPT [0:0]"]
         if loss:
             chance = f"-m statistic --mode random --probability {loss:.10f}"
@@ -91,7 +91,7 @@ NETEM_FRAMES = 1 << 17
 
 @functools.cache
 def netem_why_not() -> str:
-    """Why the kernel's own delay cannot be used; empty: it can.  Needs root."""
+    """Return why the kernel's own delay cannot be used; empty if it can.  Needs root."""
     namespace = f"{owner_tag()}-0-netem"
     try:
         add(namespace)
@@ -126,7 +126,7 @@ def has_netem(namespace: str, interface: str) -> bool:
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no delay and loss here; empty: there can.  Needs root."""
+    """Return why there can be no delay and loss here; empty if there can.  Needs root."""
     if not netem_why_not():
         return ""
     if shutil.which("iptables-restore") is None:

@@ -99,7 +99,7 @@ class Queue:
             raise OSError(-code, os.strerror(-code))
 
     def next_id(self) -> int | None:
-        """The number of the next packet that has come; None: there is none at the moment."""
+        """Return the number of the next packet that has come; None if there is none at the moment."""
         while True:
             try:
                 self.socket.recv_into(self._buffer)
@@ -118,7 +118,7 @@ class Queue:
 
 
 def hold(queue: Queue, delay_s: float) -> None:
-    """Until SIGTERM."""
+    """Hold packets until SIGTERM."""
     held: deque[tuple[float, int]] = deque()
     pause_s = min(LONGEST_PAUSE_S, delay_s / PAUSES)
     try:

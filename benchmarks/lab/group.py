@@ -1,6 +1,6 @@
 """A coordinator and its workers, each on a host of its own, some behind home routers.
 
-Decides who sits where and what is typed there.  Never touches what they train.
+It starts these commands; what they train is the caller's choice.
 
     hub        gridtrain coordinator --state FOLDER --listen tcp://0.0.0.0:7700 --advertise tcp://10.77.0.2:7700
     hub        gridtrain invite --state FOLDER --uses P                 prints INVITE
@@ -94,11 +94,11 @@ class Group:
     workers: dict[str, Process] = field(default_factory=dict)
 
     def state(self, name: str) -> Path:
-        """What `name`'s machine keeps (XDG_STATE_HOME); "hub": the coordinator's."""
+        """Return the state folder (XDG_STATE_HOME) of a worker's machine; "hub": of the coordinator's."""
         return self.folder / f"state-{name}"
 
     def wait(self, timeout_s: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Until all workers and the coordinator have ended with exit code 0; `tick` is called meanwhile.
+        """Wait until all workers and the coordinator have ended with exit code 0; call `tick` meanwhile.
 
         Raises `LabError` with the ends of the logs if one fails or they take longer.
         """
@@ -141,7 +141,7 @@ def start(net: Net, plan: Plan, folder: Path, script: Callable[[str], Sequence[s
 
 
 def hostname(name: str) -> str:
-    """What the machine of the worker `name` calls itself."""
+    """Return the host name of the machine of the worker `name`."""
     return f"{name}s-laptop"
 
 
@@ -180,7 +180,7 @@ def _coordinator(hub: Host, plan: Plan, folder: Path, address: str) -> Process:
 
 
 def _invitation(group: Group, plan: Plan) -> str:
-    """What the workers are started with; waits until the coordinator is up."""
+    """Return an invitation for the workers, as soon as the coordinator is up."""
     state = group.state("hub")
     argv = (*CLI, "invite", "--state", str(state), "--uses", str(plan.workers), "--wait", f"{UP_S}s")
     process = group.hub.run(argv, group.folder, env=_environment(plan, state), log="invite")

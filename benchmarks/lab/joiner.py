@@ -91,7 +91,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Raises `LabError` with the ends of the logs."""
+    """Run the group and measure it.  Raises `LabError` with the ends of the logs."""
     names = (*(f"worker-{number}" for number in range(1, options.workers + 1)), LATE)
     plan = Plan(workers=len(names), line=options.line, names=names, late=1)
     gate = folder / "gate"

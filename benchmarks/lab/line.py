@@ -1,6 +1,6 @@
 """A host's cable: its rate in each direction, its delay, its loss.
 
-Decides what is set where, in which order.  Never touches another host's cable.
+Sets each of them at the right end and in the right order, for this host's cable alone.
 
                       up: tbf on the host's end       delay, loss: see arrivals.py
     host  eth0 ============================= cable ============================= port of the bridge
@@ -61,7 +61,7 @@ class Line:
     def change(
         self, up: str = "", down: str = "", delay_s: float | None = None, loss: float | None = None
     ) -> None:
-        """What is empty or None stays.  Raises `LabError`, `ValueError`."""
+        """Change the given settings; those that are empty or None stay.  Raises `LabError`, `ValueError`."""
         was = self.settings
         delay_s = was.delay_s if delay_s is None else delay_s
         loss = was.loss if loss is None else loss
@@ -80,7 +80,7 @@ class Line:
 
 
 def _set(end: End, rate: str, new_rate: bool, impairment: tuple[float, float] | None) -> None:
-    """`impairment`: a new delay and loss for netem; None: not netem's, or unchanged."""
+    """Set the rate at one end, and its netem `impairment` (delay, loss) unless that is None."""
     if impairment is not None:
         arrivals.netem(end.namespace, end.interface, *impairment)
     if rate and (new_rate or impairment is not None):

@@ -1,11 +1,11 @@
-"""What makes a namespace a home router: address translation outwards, silence inwards.
+"""Makes a namespace a home router: it translates addresses outwards and drops what comes in unasked.
 
-Decides the rules, in whichever of iptables and nft is there.  Never touches another namespace.
+The rules are those of iptables or nft, whichever the machine has.
 
     LAN 192.168.1.0/24 --- lan | router | wan --- internet 10.77.0.0/24
         from the LAN to anywhere            forwarded, under the router's own address (masquerade)
         an answer to that                   forwarded back
-        anything else that comes in by wan  dropped without a word, as home routers do
+        anything else that comes in by wan  dropped without an answer, as home routers do
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIREWALLS = ("nft", "iptables")
 
 
 def firewall() -> str:
-    """The one to use here.  Raises `LabError` if there is none."""
+    """Return the firewall to use here.  Raises `LabError` if there is none."""
     for name in FIREWALLS:
         if shutil.which(name):
             return name

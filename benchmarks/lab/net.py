@@ -1,6 +1,6 @@
 """Hosts, home routers and the internet between them, as namespaces of this machine.
 
-Decides names, addresses and cables.  Never touches the machine's own network; nothing outlives the `with`.
+The machine's own network is never changed, and nothing outlives the `with`.
 
     with Net() as net:                             namespace of the internet: a bridge, 10.77.0.0/24
         hub = net.host("hub")                          |-- hub   eth0 10.77.0.2
@@ -52,7 +52,7 @@ class Process(subprocess.Popen[bytes]):
     stderr_path: Path
 
     def signal_group(self, number: int) -> None:
-        """It and its children, unless they have begun a session of their own."""
+        """Send a signal to the process and its children, except those with a session of their own."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -83,7 +83,7 @@ class Host:
     ) -> None:
         """Give the cable a rate in each direction, such as "20Mbit", a delay and a loss.
 
-        What is empty or None stays as it is.
+        Settings that are empty or None stay as they are.
 
         Args:
             delay_s: from the cable's far end to this host: between two hosts with 20 ms each, a packet is
@@ -95,7 +95,7 @@ class Host:
         self.line.change(up, down, delay_s, loss)
 
     def _start(self, argv: Sequence[str]) -> Process:
-        """A helper of the lab's own, its output in pipes."""
+        """Start a helper of the lab's own, its output in pipes."""
         pipe = subprocess.PIPE
         argv = ["ip", "netns", "exec", self.namespace, *argv]
         try:
@@ -149,11 +149,11 @@ class Host:
         return ns.inside(self.namespace, action)
 
     def listen(self, port: int = 0) -> socket.socket:
-        """A TCP socket that waits on this host, on all its addresses."""
+        """Return a TCP socket that listens on all addresses of this host."""
         return self.inside(lambda: socket.create_server(("", port)))
 
     def dial(self, address: str, port: int, timeout_s: float = 5.0) -> socket.socket:
-        """A TCP connection from this host.  Raises `OSError`: refused, unreachable or timed out."""
+        """Open a TCP connection from this host.  Raises `OSError`: refused, unreachable or timed out."""
         return self.inside(lambda: socket.create_connection((address, port), timeout_s))
 
 
@@ -184,7 +184,7 @@ class Router(Host):
 
 
 class Net:
-    """See the module's text.
+    """Hosts and home routers that share an internet, until the `with` ends.
 
     Args:
         firewall: of the routers, "nft" or "iptables"; empty: what is there.
@@ -290,7 +290,7 @@ def _next_number(numbers: Iterator[int], where: str) -> int:
 
 @contextlib.contextmanager
 def _sigterm_as_exception() -> Iterator[None]:
-    """So that `with` blocks are left in order.  Only the main thread may ask for signals."""
+    """Turn SIGTERM into an exception, so that `with` blocks are left in order; in the main thread alone."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -308,7 +308,7 @@ def _sigterm_as_exception() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C or SIGTERM must not cut the clean-up short: they wait until it is done, which is soon."""
+    """Delay Ctrl-C and SIGTERM until the clean-up, which is short, is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -329,7 +329,7 @@ def _undisturbed() -> Iterator[None]:
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no lab on this machine; empty: there can.  Tries it, in a fifth of a second."""
+    """Return why there can be no lab on this machine; empty if there can.  Takes a fifth of a second."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's; this is {sys.platform}"
     if os.geteuid() != 0:

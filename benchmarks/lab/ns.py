@@ -1,6 +1,6 @@
 """Network namespaces by name: made, entered, removed; also those that a killed owner left behind.
 
-Decides names and who owns them.  Never touches a namespace that this module did not name.
+Only namespaces that this module has named are ever changed.
 
     gtlab-1234.56789-1-anna
           |    |     | +--- host
@@ -62,12 +62,12 @@ def ip_batch(namespace: str, lines: Iterable[str]) -> None:
 
 
 def owner_tag() -> str:
-    """What the names of this process's namespaces begin with."""
+    """Return the prefix of the names of this process's namespaces."""
     return f"{PREFIX}{os.getpid()}.{_started_ticks(os.getpid())}"
 
 
 def _started_ticks(pid: int) -> int:
-    """When the process started; 0: there is none."""
+    """Return when the process started; 0 if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -76,7 +76,7 @@ def _started_ticks(pid: int) -> int:
 
 
 def existing() -> set[str]:
-    """All named namespaces of this machine, ours and others'."""
+    """Return all named namespaces of this machine, ours and others'."""
     return {path.name for path in FOLDER.iterdir()} if FOLDER.is_dir() else set()
 
 
@@ -94,7 +94,7 @@ def sweep() -> list[str]:
 
 
 def add(name: str) -> None:
-    """A new namespace with `lo` up, IPv6 off, and no firewall between the ports of a bridge.
+    """Make a namespace with `lo` up, IPv6 off, and no firewall between the ports of a bridge.
 
     Raises `LabError`.
     """
@@ -111,7 +111,7 @@ def add(name: str) -> None:
 
 
 def write_sysctls(namespace: str, values: dict[str, str]) -> None:
-    """Those that this kernel has; /proc/sys/net shows the namespace of the thread that looks."""
+    """Write the values that this kernel has; /proc/sys/net is that of the writing thread's namespace."""
 
     def write() -> None:
         for name, value in values.items():
@@ -128,7 +128,7 @@ CONGESTION = Path("/proc/sys/net/ipv4")
 
 
 def congestion_control(namespace: str, name: str) -> None:
-    """TCP's congestion control for all new sockets in there.
+    """Set TCP's congestion control for all new sockets in the namespace.
 
     The kernel lets a namespace choose only what the machine allows everybody: a name that the machine has and
     does not allow yet is added to its list (net.ipv4.tcp_allowed_congestion_control), and stays there.
@@ -168,7 +168,7 @@ def inside(namespace: str, action: Callable[[], T]) -> T:
 
 
 def _enter(namespace: str) -> None:
-    """For the calling thread alone (`os.setns` is there from Python 3.12 on)."""
+    """Enter the namespace with the calling thread alone (`os.setns` exists from Python 3.12 on)."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         handle = os.open(FOLDER / namespace, os.O_RDONLY | os.O_CLOEXEC)
@@ -193,7 +193,7 @@ def remove(names: Sequence[str]) -> None:
 
 
 def _kill_inside(name: str) -> None:
-    """A namespace lives on, without a name, as long as a process in it does."""
+    """Kill the processes in the namespace, which would keep it alive without a name."""
     until_s = time.monotonic() + KILLED_S
     while pids := _pids_inside(name):
         if time.monotonic() > until_s:
@@ -205,7 +205,7 @@ def _kill_inside(name: str) -> None:
 
 
 def _pids_inside(name: str) -> list[int]:
-    """Never ourselves: a thread of ours may be in there, our process is not."""
+    """Return the processes in the namespace, except ours, of which a thread may be in it."""
     try:
         listed = command("ip", "netns", "pids", name).split()
     except LabError:
@@ -214,7 +214,7 @@ def _pids_inside(name: str) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process still runs; one that only waits for its parent to notice does not."""
+    """Return whether the process still runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

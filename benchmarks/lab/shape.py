@@ -1,6 +1,6 @@
 """A line's rate: a token bucket at the sending end of each direction of a virtual cable.
 
-Decides the bucket for a rate, and whether the interface may send frames larger than its MTU.
+The bucket is chosen for the rate, as is whether the interface may send frames larger than its MTU.
 
     host eth0 --tbf up--> ======= cable ======= <--tbf down-- the bridge's port
 
@@ -30,7 +30,7 @@ _OFFLOADS = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}  # ETHTOOL_STSO, ETHTOOL_SGS
 
 
 def rate_Bps(text: str) -> float:
-    """ "20Mbit" is 2.5e6 bytes per second.  Raises `ValueError`."""
+    """Return a rate such as "20Mbit" in bytes per second (2.5e6).  Raises `ValueError`."""
     found = re.fullmatch(r"([0-9.]+) ?(kbit|mbit|gbit)", text.strip().lower())
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"{text!r} is not a rate such as 20Mbit (kbit, Mbit, Gbit)")
@@ -38,10 +38,10 @@ def rate_Bps(text: str) -> float:
 
 
 def limit(namespace: str, interface: str, rate: str, parent: str = "root") -> None:
-    """What leaves the interface from now on obeys the rate; a limit that was there is replaced.
+    """Limit the rate at which frames leave the interface; an earlier limit is replaced.
 
     Args:
-        parent: the class of another queueing discipline under which it goes, such as "1:1".
+        parent: the class of another queueing discipline, such as "1:1", below which the limit is placed.
 
     Raises `LabError`, `ValueError`.
     """
@@ -55,14 +55,14 @@ def limit(namespace: str, interface: str, rate: str, parent: str = "root") -> No
 
 
 def offloads(namespace: str, interface: str, on: bool) -> None:
-    """Whether the interface may send frames longer than its MTU from now on.  Raises `LabError`."""
+    """Allow or forbid the interface to send frames longer than its MTU.  Raises `LabError`."""
     inside(namespace, lambda: _set_offloads(interface, on))
 
 
 def _set_offloads(interface: str, on: bool) -> None:
-    """What `ethtool -K INTERFACE tso off gso off gro off` does, for machines without it.
+    """Do what `ethtool -K INTERFACE tso off gso off gro off` does, for machines without it.
 
-    Joining received frames (gro) stays off once it is: it is off on a new virtual cable.
+    Joining received frames (gro) is never switched on: it is off on a new virtual cable.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         for name, number in _OFFLOADS.items():

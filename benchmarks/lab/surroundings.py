@@ -13,8 +13,8 @@ TESTS = BENCHMARKS.parent / "tests"
 
 
 def environment(state: Path, **more: str) -> dict[str, str]:
-    """Ours without the settings of another run; one thread for each worker, as they share the cores.  Scripts
-    find the modules of this folder's parent."""
+    """Return our variables without the settings of another run, and with one thread for each worker, because
+    they share the cores.  Scripts find the modules of this folder's parent."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRIDTRAIN_")}
     path = os.pathsep.join(
         filter(None, (str(BENCHMARKS), str(TESTS / "common"), str(TESTS), inherited.get("PYTHONPATH", "")))

@@ -65,7 +65,7 @@ class Result:
 
 
 def sent_bytes(host: Host) -> int:
-    """What has left the machine by its cable, all headers included."""
+    """Return the bytes that have left the machine by its cable, with all headers."""
     text = host.inside(lambda: Path("/proc/thread-self/net/dev").read_text())
     line = next(line for line in text.splitlines() if line.strip().startswith(f"{host.interface}:"))
     return int(line.partition(":")[2].split()[8])
@@ -91,7 +91,7 @@ class Meter:
         self._after = now
 
     def bytes_a_step(self) -> dict[str, float]:
-        """Raises `LabError` if the run was over before the counting had well begun."""
+        """Return the bytes that each machine sent in a step.  Raises `LabError` if few steps were counted."""
         steps, last = self.records[-1].step - self._first_step, self.records[-1].step
         if 2 * steps < last - WARM_UP_STEPS:
             raise LabError(
@@ -101,7 +101,7 @@ class Meter:
 
 
 def measure(setting: Setting, options: argparse.Namespace, folder: Path, result: Result) -> None:
-    """One run.  Raises `LabError` with the ends of the logs."""
+    """Measure one run.  Raises `LabError` with the ends of the logs."""
     plan = Plan(
         workers=options.workers,
         nat=setting.nat,
@@ -123,7 +123,7 @@ def measure(setting: Setting, options: argparse.Namespace, folder: Path, result:
 
 
 def collect(meter: Meter, steps: int, result: Result) -> None:
-    """Raises `LabError` if a step is missing."""
+    """Add the steps of a run to `result`.  Raises `LabError` if a step is missing."""
     records = meter.records
     if [record.step for record in records] != list(range(1, steps + 1)):
         raise LabError(f"{len(records)} steps were recorded, not {steps}")

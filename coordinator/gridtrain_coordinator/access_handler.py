@@ -17,6 +17,7 @@ from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import ConnectionRole, PeerUp
+from gridtrain.network.transport.zmq.half_open import address_range
 from gridtrain_coordinator.access import authorization_rules
 from gridtrain_coordinator.access.authorization import (
     AccessReply,
@@ -163,7 +164,7 @@ class AccessHandler:
                 io.LogEvent("warning", "violation", {"peer": "a pending member", "reason": reason}),
                 io.Disconnect(peer),
             ]
-        answer = self._authorization.enrol(invitation, message.peer, host, self._wall())
+        answer = self._authorization.enrol(invitation, message.peer, address_range(host), self._wall())
         is_enrolled = isinstance(answer.reply, m.Enrolled)
         note = io.LogEvent(
             "info", "enrolled" if is_enrolled else "not_enrolled", {"peer": message.peer.hex()[:12]}

@@ -7,7 +7,7 @@
       |                                            (skipped: no update, the inner optimizer is not called)
       +--> inner.step()
 
-The session decides whether a step is committed (rules 1 to 15 in docs/architecture.md).
+The session decides whether a step is committed (rules 1 to 16 in docs/architecture.md).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class StagedRun(ScriptedCoordinator):
 
     Args:
         stages: of the model.
-        peers: who joins at once; with `start` they are READY as soon as they have a generation.
+        peers: who joins at once; with `start` they are ready as soon as they have a generation.
         kept: checkpoints that a worker brings, by its key; `memory`: bytes that it declares.
     """
 

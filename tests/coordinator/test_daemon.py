@@ -25,6 +25,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
 )
 from gridtrain.network.wire.codec import encode
+from gridtrain_coordinator.access import authorization_rules
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
 from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator
@@ -379,6 +380,17 @@ def test_who_holds_a_used_up_invitation_is_told_that_and_nothing_else(message: m
     (refused,) = transport.sent
     assert isinstance(refused, m.Refused) and refused.code == "invitation" and core.heard == []
     assert refused.reason == "this invitation is used up"
+
+
+def test_enrolments_are_counted_by_address_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authorization_rules, "MAX_ENROLS_PER_RANGE", 1)
+    core = FakeCore()
+    turns: list[list[TransportEvent]] = [
+        [PeerUp(GUEST, "", host, pending_key=INVITATION), Received(GUEST, m.Enrol(key), 40)]
+        for key, host in ((ANNA, "10.0.0.5"), (BERT, "10.0.0.9"), (BERT, "10.0.1.9"))
+    ]
+    _, transport = play(core, *turns, reception=reception_of(core))
+    assert [getattr(answer, "code", "") for answer in transport.sent] == ["", "too-many", ""]
 
 
 def test_of_who_holds_a_used_up_invitation_nothing_is_kept() -> None:

@@ -41,7 +41,7 @@ def asked() -> tuple[Any, Pipeline]:
 
 
 def test_the_stage_of_the_seat_in_which_it_was_asked_for_or_none() -> None:
-    """A VIEW that comes between the question and the copy drops nothing of what is in memory."""
+    """A MembershipView that comes between the question and the copy drops nothing of what is in memory."""
     session, pipe = asked()
     before = pipe.held.capture_state(ASKED)
     module = pipe.module

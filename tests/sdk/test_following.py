@@ -165,7 +165,7 @@ def test_a_script_that_may_change_updates_is_not_replayed(new_group: Any) -> Non
 
 
 def test_it_is_kept_up_until_it_enters(new_group: Any) -> None:
-    """Between Caught and the VIEW the coordinator may let time pass; the others do not wait."""
+    """Between Caught and the MembershipView the coordinator may let time pass; the others do not wait."""
     slow = replace(BRISK, generation_gap_s=3.0, ready_s=6.0)
     results, events = run(new_group, EXCHANGES[0], width=1000, deadlines=slow)
     assert equal(results) >= 15

@@ -4,7 +4,7 @@ It reads the events and effects of the real cores, so that the product needs no 
 hold at each of them.
     event --> core --> effects          rule                                          histories   times
           \\________/                     3 COMMIT: all voted YES for one digest              2000   19204
-             |                           6 ABORT by FREEZE                                   1311    2630
+             |                           6 ABORT by Freeze                                   1311    2630
              v                          ...
        CommitCoverage.reached  --> table(...)
 """
@@ -34,18 +34,18 @@ RULES = (
     "3 the decision is repeated after a break",
     "3 a message of the next step proves the commit",
     "4 a retry commits in the same generation",
-    "4 two aborts: the root asks for a FREEZE",
+    "4 two aborts: the root asks for a Freeze",
     "4 the link is at fault: the plan goes round it",
-    "5 FREEZE: REPORT",
+    "5 Freeze: FreezeReport",
     "5 frozen: neither votes nor applies",
     "6 at A - 1, prepared: applies A",
-    "6 COMMIT by FREEZE: all of S are prepared",
-    "6 ABORT by FREEZE: some of S are prepared",
-    "6 ABORT by FREEZE: nobody is prepared",
-    "6 an open round is given up by the VIEW",
-    "7 journalled, then VIEW",
-    "8 READY by all, then START",
-    "8 a death before START: the verdict binds",
+    "6 COMMIT by Freeze: all of S are prepared",
+    "6 ABORT by Freeze: some of S are prepared",
+    "6 ABORT by Freeze: nobody is prepared",
+    "6 an open round is given up by the MembershipView",
+    "7 journalled, then MembershipView",
+    "8 Ready by all, then StartGeneration",
+    "8 a death before StartGeneration: the verdict binds",
     "9 comes back and holds what was decided",
     "9 comes back prepared: applies it",
     "9 comes back as a joiner",
@@ -53,11 +53,11 @@ RULES = (
     "10 PAUSED: a member fails while it is down",
     "11 term + 1 is journalled first",
     "11 all of the generation come back: adopted",
-    "11 some do not: FREEZE without them",
+    "11 some do not: Freeze without them",
     "11 from a backup: reports are ahead of the journal",
     "11 a lower term is refused",
-    "12 a joiner gets the state and is READY",
-    "12 a joiner is not READY: the next VIEW without it",
+    "12 a joiner gets the state and is ready",
+    "12 a joiner is not ready: the next MembershipView without it",
     "13 all are away: they are waited for",
     "13 ROLLBACK to a checkpoint",
     "13 ROLLBACK to the beginning",
@@ -128,7 +128,7 @@ class CommitCoverage:
             case io.MessageReceived(_, message) if isinstance(message, m.Data | m.Vote | m.Decision):
                 self._record_message(before, message, effects)
             case io.StateLoaded() if any(_is(effect, m.Ready) for effect in effects):
-                self.mark("12 a joiner gets the state and is READY")
+                self.mark("12 a joiner gets the state and is ready")
             case _:
                 pass
         for effect in effects:
@@ -169,9 +169,9 @@ class CommitCoverage:
             case m.Decision(_, m.Verdict.ABORT, reason) if reason != "repeated":
                 self.mark("3 ABORT: silence")
             case m.RoundStalled(_, _, _, reason) if reason.startswith("attempts at step"):
-                self.mark("4 two aborts: the root asks for a FREEZE")
+                self.mark("4 two aborts: the root asks for a Freeze")
             case m.FreezeReport():
-                self.mark("5 FREEZE: REPORT")
+                self.mark("5 Freeze: FreezeReport")
             case _:
                 pass
 
@@ -197,11 +197,11 @@ class CommitCoverage:
         if ended is None:
             pass
         elif not ended.committed:
-            self.mark("6 an open round is given up by the VIEW")
+            self.mark("6 an open round is given up by the MembershipView")
         elif away:
             self.mark("9 comes back prepared: applies it")
         elif view.decided_round == ended.round:
-            self.mark("6 COMMIT by FREEZE: all of S are prepared")
+            self.mark("6 COMMIT by Freeze: all of S are prepared")
         else:
             self.mark("6 at A - 1, prepared: applies A")
         if away and before.is_synced:
@@ -226,11 +226,11 @@ class CommitCoverage:
                     journalled = True
                     self._record_generation(body, from_backup=from_backup)
                 case cio.Send(_, m.MembershipView() as view) if view != self._view:
-                    assert journalled or self._restarted or self._view is None, "a VIEW before its journal"
+                    assert journalled or self._restarted or self._view is None, "sent before its journal"
                     self._view = view
                 case cio.Send(_, m.StartGeneration()) if not self._started:
                     self._started = True
-                    self.mark("8 READY by all, then START")
+                    self.mark("8 Ready by all, then StartGeneration")
                 case cio.LogEvent(_, name, fields):
                     self._record_note(name, fields)
 
@@ -239,7 +239,7 @@ class CommitCoverage:
         if name == "no_route":
             self.mark("4 the link is at fault: the plan goes round it")
         elif name == "lost" and reason.startswith("was not ready"):
-            self.mark("12 a joiner is not READY: the next VIEW without it")
+            self.mark("12 a joiner is not ready: the next MembershipView without it")
         elif name == "paused" and "are disconnected" in reason:
             self.mark("13 all are away: they are waited for")
         elif name == "rollback":
@@ -247,22 +247,22 @@ class CommitCoverage:
             self.mark(f"13 ROLLBACK to {to}")
 
     def _record_generation(self, body: Mapping[str, object], *, from_backup: bool) -> None:
-        self.mark("7 journalled, then VIEW")
+        self.mark("7 journalled, then MembershipView")
         members = body["members"]
         assert isinstance(members, list)
         members_now = frozenset(bytes.fromhex(entry["peer"]) for entry in members)
         reports = [r for p, r in self._reports.items() if r.is_synced and p in self._members]
         if body["verdict"] == "ABORT" and reports:
             prepared = any(report.prepared is not None for report in reports)
-            self.mark(f"6 ABORT by FREEZE: {'some of S are' if prepared else 'nobody is'} prepared")
+            self.mark(f"6 ABORT by Freeze: {'some of S are' if prepared else 'nobody is'} prepared")
         if not self._started and self._members:
-            self.mark("8 a death before START: the verdict binds")
+            self.mark("8 a death before StartGeneration: the verdict binds")
         if self._restarted and self._members:
             back = self._members <= members_now
             self.mark(
                 "11 all of the generation come back: adopted"
                 if back
-                else "11 some do not: FREEZE without them"
+                else "11 some do not: Freeze without them"
             )
             if from_backup:
                 self.mark("11 from a backup: reports are ahead of the journal")

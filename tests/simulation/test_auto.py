@@ -137,8 +137,9 @@ def troubled(seed: int) -> tuple[AutoWorld, Any, dict[m.RoundId, str]]:
 
 
 def test_a_process_that_is_sent_its_predecessor_s_view_still_holds_its_checkpoint() -> None:
-    """Seed 203: a frozen coordinator answers the Join of a process that has died since, and its VIEW reaches
-    the next one.  The run starts over from that one's checkpoint, which nobody else holds."""
+    """Seed 203: a frozen coordinator answers the Join of a process that has died since, and its
+    MembershipView reaches the next one.  The run starts over from that one's checkpoint, which nobody else
+    holds."""
     world, book, _ = troubled(203)
     group.check(world, book)
     assert world.finished and world.log.restarted_processes == 1 and world.log.rollbacks == 1

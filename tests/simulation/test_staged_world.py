@@ -290,7 +290,7 @@ def test_promises_hold_where_the_model_is_cut_anew(seeds: Seeds) -> None:
 
 
 def test_a_stage_that_is_loaded_after_the_freeze_ends_a_pause() -> None:
-    """Seed 119: the source of stage 0 dies while its recipient still loads.  The recipient answers FREEZE
+    """Seed 119: the source of stage 0 dies while its recipient still loads.  The recipient answers Freeze
     without a state, the run pauses, and the state that is loaded then is the only copy of that stage."""
     world, stages = starved(119)
     check(world, stages)

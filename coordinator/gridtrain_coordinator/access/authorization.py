@@ -154,13 +154,16 @@ class Authorization:
 
     # -- pending and enrolled members --------------------------------------------------------------------
 
-    def enrol(self, invitation_key: m.PeerId, peer: m.PeerId, host: str, wall_s: float) -> AccessReply:
+    def enrol(
+        self, invitation_key: m.PeerId, peer: m.PeerId, address_range: str, wall_s: float
+    ) -> AccessReply:
         """Handle `Enrol`: make `peer` a member if the invitation with this key is valid.
 
         Enrolling a key that already belongs to a member does not use up the invitation.
 
         Args:
-            host: the source address of the connection.
+            address_range: the range of the connection's source address.  The number of keys that one range
+                enrols is limited.
         """
         name = invitation_digest(invitation_key)
         invitation = self._invitations.get(name)
@@ -181,12 +184,9 @@ class Authorization:
             or invitation_digest(peer) in self._invitations
         ):
             return AccessReply(rules.KEY_IN_USE)
-        if (
-            self._exceeds_enrolment_rate(rules.address_range(host), wall_s)
-            or len(self._members) >= rules.MAX_MEMBERS
-        ):
+        if self._exceeds_enrolment_rate(address_range, wall_s) or len(self._members) >= rules.MAX_MEMBERS:
             return AccessReply(rules.TOO_MANY_ENROLMENTS)
-        self._recent_enrolments.append((wall_s, rules.address_range(host)))
+        self._recent_enrolments.append((wall_s, address_range))
         return AccessReply(
             m.Enrolled(self._run), (self._apply_and_journal("enrolled", peer=peer.hex(), invitation=name),)
         )

@@ -6,7 +6,6 @@ each use, so that a test can disable the function and demonstrate the effect.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Container
 
 from gridtrain.core import messages as m
@@ -72,21 +71,6 @@ def exceeds_enrolment_rate(enrolled_from_range: int) -> bool:
 
 def exceeds_join_rate(joins: int) -> bool:
     return joins >= MAX_JOINS_PER_WORKER
-
-
-def address_range(host: str) -> str:
-    """Return the range of addresses to which `host` belongs: an IPv4 /24, an IPv6 /48, or `host` itself.
-
-    A range is roughly one connection or household.  Loopback is a range like any other; the limit is large
-    enough for the workers of one machine.
-    """
-    try:
-        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-    except ValueError:
-        return host[:64]
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
 
 
 def clean_reason(reason: str) -> str:

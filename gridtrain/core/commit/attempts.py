@@ -2,7 +2,7 @@
 
     submit --> TwoPhaseCommit + collectives --Data, Vote, Decision--> COMMIT: `StepCommitted`, the next step
                      ^                                                ABORT: the next attempt, same gradient
-                     +---- early messages, held ----+                 two in a row: the root requests a FREEZE
+                     +---- early messages, held ----+                 two in a row: the root requests a Freeze
 
 The first buckets may be exchanged while the trainer is still computing the last ones (`begin`).  No attempt
 is open at that time, so votes, decisions and failures wait until the trainer has submitted the rest.

@@ -10,11 +10,11 @@ determines.
     step 2, the end of the pass: a short step           a b
     step 3 begins the next pass                               a a b b
 
-The state is replicated.  It changes only when a step commits (`commit`), or when a VIEW follows an aborted
-step (`reassign`).  All other values are computed from the state, with equal results on every worker.
+The state is replicated.  It changes only when a step commits (`commit`), or when a MembershipView follows an
+aborted step (`reassign`).  All other values are computed from the state, with equal results on every worker.
 `commit` and `reassign` check an invariant:
 
-    cursor == consumed + requeued + held by the members that a VIEW named + late + pending + leased
+    cursor == consumed + requeued + held by the members that a MembershipView named + late + pending + leased
 
 A member may be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
 remains the member's only assignment until the member takes part in a committed step again, which consumes the
@@ -238,7 +238,7 @@ def commit(
 def reassign(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, survivors: Collection[PeerId]
 ) -> LedgerState:
-    """Return the state for the VIEW that follows the abort of step `state.step`.
+    """Return the state for the MembershipView that follows the abort of step `state.step`.
 
     Survivors keep exactly their positions, and therefore the gradients that they have computed.  The
     positions of the other members are re-queued and assigned first in the next step.  If no survivor has any

@@ -7,7 +7,7 @@
       v                           v   else ABORT; decided once
     Decided                     Decided
 
-After a YES a member never aborts by itself: it waits for the root, or for the coordinator's FREEZE.  The root
+After a YES a member never aborts by itself: it waits for the root, or for the coordinator's Freeze.  The root
 aborts when a member has neither voted nor reported that it is alive for `timeout_s`, or when no member has
 made progress for that time (because a payload was lost with a connection, and all members wait for it).
 """

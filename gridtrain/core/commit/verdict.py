@@ -1,4 +1,4 @@
-"""The verdict on the step that a FREEZE interrupted, computed from the members' reports (commit rule 6).
+"""The verdict on the step that a Freeze interrupted, computed from the members' reports (commit rule 6).
 
     S = the members that reported, A = the highest applied step among them
     at A - 1   the member is prepared for A, and applies it

@@ -17,9 +17,9 @@ from gridtrain.errors import JoinRefused
 
 class MemberPhase(StrEnum):
     APART = "apart"  # in no generation
-    FORMING = "forming"  # between a VIEW and its START
+    FORMING = "forming"  # between a MembershipView and its StartGeneration
     RUNNING = "running"
-    FROZEN = "frozen"  # between a FREEZE and the next VIEW
+    FROZEN = "frozen"  # between a Freeze and the next MembershipView
 
 
 # -- events ------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ class SourceDisconnected(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class SetCatchUpTarget(MemberEffect):
-    """Set the state that catch-up must reach, because a VIEW has made this worker a member."""
+    """Set the state that catch-up must reach, because a MembershipView has made this worker a member."""
 
     applied: int
     history: bytes

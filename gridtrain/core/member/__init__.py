@@ -1,10 +1,10 @@
 """A worker's state machine.
 
 `member` receives all events, `view_changes` follows the generations and routes messages, and
-`generation_entry` creates a `generation` from a VIEW.  Within a generation, `required_peers` determines the
-connections that it needs, `incoming_state` and `state_forwarding` transfer the state to joining members, and
-`scalar_means` computes averages for display; `stragglers` decides when a step proceeds without a member whose
-trainer has stalled.
+`generation_entry` creates a `generation` from a MembershipView.  Within a generation, `required_peers`
+determines the connections that it needs, `incoming_state` and `state_forwarding` transfer the state to
+joining members, and `scalar_means` computes averages for display; `stragglers` decides when a step proceeds
+without a member whose trainer has stalled.
 
 `context` holds the objects that outlive a generation: `coordinator_link`, `peer_links`, `replica_state`,
 `member_checkpoints`, `worker_catch_up`, `residual_transfer` and `step_pace`.

@@ -60,7 +60,7 @@ class CoordinatorLink:
         self._join = replace(self._join, name=name)
 
     def set_term(self, term: int) -> None:
-        """Record the term of an accepted VIEW or StandbyNotice."""
+        """Record the term of an accepted MembershipView or StandbyNotice."""
         self.term = term
 
     # -- received --------------------------------------------------------------------------------

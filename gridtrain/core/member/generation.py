@@ -1,6 +1,6 @@
-"""One generation from the point of view of one member, from its first VIEW to the next VIEW.
+"""One generation from the point of view of one member, from its MembershipView to the next.
 
-    FORMING  synced and connected? --> Ready           Start       RUNNING  <--+
+    FORMING  synced and connected? --> Ready      StartGeneration  RUNNING  <--+
        |     not connected: PeersUnreachable     ------------->       |        |
        |     no block arrives: ask the source                    SubmitRound   |  StepCommitted
        |                                                              v        |
@@ -127,7 +127,7 @@ class Generation:
 
     @property
     def doomed_round(self) -> m.RoundId | None:
-        """The open round if this member voted NO on it or had not voted before the FREEZE; otherwise None."""
+        """The open round if this member voted NO on it or had not voted before the Freeze; otherwise None."""
         attempt = self.attempts.open_attempt
         if attempt is None or attempt.vote is True:
             return None
@@ -284,7 +284,8 @@ class Generation:
             effects = [log, Send(self._context.coordinator, lost)]
         if self._is_forming:
             required.disconnected_while_forming(peer, now_s)
-            return effects + self.dial_members()  # a peer that was connected at the VIEW was not dialled
+            # A peer that was connected at the MembershipView was not dialled.
+            return effects + self.dial_members()
         if not self._is_running or not effects:
             return effects
         required.restart_running_wait(now_s)
@@ -319,7 +320,7 @@ class Generation:
         return [*ready, *self.required_peers.repeat_report()]
 
     def check_ready(self) -> list[MemberEffect]:
-        """Send READY once this member is synced and connected."""
+        """Send Ready once this member is synced and connected."""
         is_synced = self._context.replica_state.is_synced
         if not self._is_forming or self._is_ready_sent or not is_synced or self.required_peers.missing:
             return []
@@ -331,24 +332,25 @@ class Generation:
         return Send(self._context.coordinator, m.Ready(assignment.term, assignment.generation, history))
 
     def start(self, now_s: float) -> list[MemberEffect]:
-        """Handle START: begin to train, because all members are READY."""
+        """Handle StartGeneration: begin to train, because all members are ready."""
         if not self._is_forming:
             return []
         assignment, context = self.rank_assignment, self._context
         fields = {"generation": assignment.generation, "rank": assignment.rank}
-        if not self._is_ready_sent:  # READY was sent by another process with this key
+        if not self._is_ready_sent:  # Ready was sent by another process with this key
             return [LogEvent("not_ready", fields)]
         self.phase = MemberPhase.RUNNING
         self.stragglers.started([batch.peer for batch in context.replica_state.ledger.late], now_s)
         self.required_peers.restart_running_wait(now_s)
-        # Not at the VIEW, because the VIEW of a restarted coordinator may name the first step of a generation
-        # that has committed further steps since, and this worker's disk may hold checkpoints of those steps.
+        # Not at the MembershipView, because that of a restarted coordinator may name the first step of a
+        # generation that has committed further steps since, and this worker's disk may hold checkpoints of
+        # those steps.
         discarded = context.checkpoints.discard(context.replica_state.applied)
         event = LogEvent("start", {**fields, "of": assignment.world_size})
         return [event, *discarded, *context.report_finished()]
 
     def freeze(self) -> list[MemberEffect]:
-        """Handle FREEZE: stop voting and applying updates."""
+        """Handle Freeze: stop voting and applying updates."""
         self.phase = MemberPhase.FROZEN
         return self._means.cancel()
 
@@ -397,7 +399,7 @@ class Generation:
         context, assignment, state = self._context, self.rank_assignment, self._context.replica_state
         match message:
             case m.Vote() | m.Decision():
-                # FORMING: held, since a peer may receive START first.
+                # FORMING: held, since a peer may receive StartGeneration first.
                 if self.phase is MemberPhase.FROZEN:
                     return []
                 effects = self.attempts.receive(peer, message, nbytes, now_s)
@@ -450,7 +452,8 @@ class Generation:
         assignment, checkpoints = self.rank_assignment, self._context.checkpoints
         match message:
             case m.StateRequest():
-                # Before START all members hold the state.  A later request would only keep the trainer busy.
+                # Before StartGeneration all members hold the state.  A later request would only keep the
+                # trainer busy.
                 return self.incoming_state.serve(peer, message) if not self._is_running else []
             case m.CheckpointRequest():
                 return checkpoints.serve(assignment, peer, message)
@@ -553,7 +556,8 @@ class Generation:
         context, assignment, checkpoints = self._context, self.rank_assignment, self._context.checkpoints
         new, is_lost = checkpoints.update_stored(event.checkpoints, event.failed_write)
         effects = checkpoints.report()
-        has_begun = self._is_ready_sent or self._is_forming  # otherwise the VIEW may be old, see `start`
+        # Otherwise the MembershipView may be old, see `start`.
+        has_begun = self._is_ready_sent or self._is_forming
         if context.replica_state.is_synced and has_begun:  # written while the group rolled back
             effects += checkpoints.discard(context.replica_state.applied)
         if context.is_pipelined and self._is_running:

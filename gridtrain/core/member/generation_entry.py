@@ -1,4 +1,4 @@
-"""Entry into a generation: a VIEW determines this worker's rank, its state, and the new `Generation`.
+"""Entry into a generation: a MembershipView determines this worker's rank, state, and the new `Generation`.
 
     member list, partition --> RankAssignment; an error if a correct coordinator would not have sent them
     verdict                --> the open step is applied or given up, or the state is missing
@@ -6,7 +6,7 @@
                                Stop if catch-up has changed the model and none of these is possible
     connections            --> disconnect unknown peers, dial members
 
-`view_changes` decides whether a VIEW is valid or outdated.
+`view_changes` decides whether a MembershipView is valid or outdated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gridtrain.errors import JoinRefused, RemoteProtocolError
 def make_rank_assignment(
     own_id: m.PeerId, view: m.MembershipView, listed: Sequence[m.Member], trainer: TrainerJoined | None
 ) -> RankAssignment:
-    """Return the rank assignment of a VIEW, whose member list is `listed`.
+    """Return the rank assignment of a MembershipView, whose member list is `listed`.
 
     Raises:
-        RemoteProtocolError: a correct coordinator would not have sent this VIEW.
+        RemoteProtocolError: a correct coordinator would not have sent this MembershipView.
     """
     members = with_own_addresses(own_id, listed)
     bounds = _stage_bounds(view, trainer)
@@ -40,14 +40,17 @@ def make_rank_assignment(
     choices = trainer.neighbours_by_exchange if trainer is not None else {}
     if len(members) != view.world_size or assignment.rank_of(own_id) is None:
         raise RemoteProtocolError(
-            f"the VIEW has {view.world_size} members; its list has {len(members)} entries, or does not "
-            "contain this worker"
+            f"the coordinator announced {view.world_size} members; its member list has {len(members)} "
+            "entries, or does not contain this worker"
         )
     if view.exchange and view.exchange not in choices:
-        raise RemoteProtocolError(f"the VIEW has exchange {view.exchange!r}, which the script does not offer")
+        raise RemoteProtocolError(
+            f"the coordinator chose the exchange {view.exchange!r}, which the script does not offer"
+        )
     if len(members) % stages:
         raise RemoteProtocolError(
-            f"the VIEW has {len(members)} members; it must have a multiple of the model's {stages} stages"
+            f"the member list from the coordinator has {len(members)} entries; it must be a multiple of the "
+            f"model's {stages} stages"
         )
     return assignment
 
@@ -68,7 +71,7 @@ def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tupl
     """Return the first layer of each stage, then the number of layers; () for a model in one piece.
 
     Raises:
-        RemoteProtocolError: the VIEW's partition is not valid for this model.
+        RemoteProtocolError: the MembershipView's partition is not valid for this model.
     """
     if trainer is None or not trainer.is_pipelined:
         return ()
@@ -77,8 +80,8 @@ def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tupl
     is_ascending = bounds[0] == 0 and all(a < b for a, b in pairwise(bounds))
     if len(bounds) < 2 or not is_ascending or bounds[-1] != defined[-1]:
         raise RemoteProtocolError(
-            f"the VIEW divides a model of {defined[-1]} layers at {list(bounds)[:8]}; the bounds must ascend "
-            "from 0 to the number of layers"
+            f"the coordinator divides a model of {defined[-1]} layers at {list(bounds)[:8]}; the bounds must "
+            "ascend from 0 to the number of layers"
         )
     return bounds
 
@@ -137,10 +140,10 @@ def enter_generation(
 
 
 def _starts_as_built(view: m.MembershipView, context: MemberContext) -> bool:
-    """Return whether the VIEW starts from the model that the script built or loaded from its checkpoint.
+    """Return whether `view` starts from the model that the script built or loaded from its checkpoint.
 
-    Between joining and the VIEW, the worker may have been in another generation that ended before its state
-    arrived; the model is then unchanged.
+    Between joining and the MembershipView, the worker may have been in another generation that ended before
+    its state arrived; the model is then unchanged.
     """
     if context.setup is None:
         return False
@@ -154,7 +157,7 @@ def _starts_as_built(view: m.MembershipView, context: MemberContext) -> bool:
 def _is_model_stale(
     view: m.MembershipView, own: m.Member, context: MemberContext, *, was_outside: bool
 ) -> bool:
-    """Return whether the VIEW expects the script's or a checkpoint's model, although this one has changed.
+    """Return whether `view` expects the script's or a checkpoint's model, although this one has changed.
 
     Catch-up or a generation that has ended may have changed it.  A stage is never stale, because it is built
     again.

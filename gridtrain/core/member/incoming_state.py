@@ -5,7 +5,7 @@
                                                                       if nothing arrives: ask the source
     holding   <-- StateRequest      SendState, at once or as soon as the member holds the state
 
-The VIEW names the state sources (`required_peers`); joining members forward the state along a chain
+The member list names the state sources (`required_peers`); joining members forward the state along a chain
 (`state_forwarding`).
 """
 

@@ -1,15 +1,15 @@
 """Stage checkpoints on a worker's disk: their validity, their receivers, and their use in loading a stage.
 
-    VIEW      SaveCheckpoint          write the state in memory, from which a new stage is assembled
-              StageCheckpointList     report that a checkpoint expected on this disk is missing
-              LoadCheckpoints         if all checkpoints of this member's stage are on this disk
-              CheckpointRequest -->   otherwise: request the missing checkpoints, one after the other
-              <-- CheckpointRequest   SendCheckpoint, as soon as the checkpoint is on this disk
-    a step    SendCheckpoint          send the latest to a member of the next stage, in case a disk fails
-    START     DiscardCheckpoints      delete checkpoints of later steps, because the group has rolled back
+    MembershipView   SaveCheckpoint         write the state in memory, from which a new stage is assembled
+                     StageCheckpointList    report that a checkpoint expected on this disk is missing
+                     LoadCheckpoints        if all checkpoints of this member's stage are on this disk
+                     CheckpointRequest -->  otherwise: request the missing checkpoints, one after the other
+                     <-- CheckpointRequest  SendCheckpoint, as soon as the checkpoint is on this disk
+    a step           SendCheckpoint         send the latest to a member of the next stage: disks fail
+    StartGeneration  DiscardCheckpoints     delete checkpoints of later steps: the group has rolled back
 
-The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The VIEW determines which member
-needs which checkpoint.
+The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The member list determines which
+member needs which checkpoint.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class MemberCheckpoints:
         return [SaveCheckpoint(self._saving)]
 
     def _report_missing(self, assignment: RankAssignment) -> list[MemberEffect]:
-        """Report the stored checkpoints if one that the VIEW expects is missing.
+        """Report the stored checkpoints if one that the member list expects is missing.
 
         The coordinator then makes a new plan.
         """
@@ -181,7 +181,7 @@ class MemberCheckpoints:
         """Send a checkpoint from which another member assembles its stage, as soon as it is stored.
 
         Raises:
-            RemoteProtocolError: the VIEW does not assign this checkpoint to that member.
+            RemoteProtocolError: the member list does not assign this checkpoint to that member.
         """
         rank = assignment.rank_of(peer)
         if rank is None or (request.layers, assignment.rank) not in assignment.members[rank].pieces:
@@ -219,7 +219,7 @@ class MemberCheckpoints:
             if known and checkpoint.digest != known:
                 raise RemoteProtocolError(
                     f"rank {rank} sent a checkpoint of {_describe_layers(checkpoint.layers)} with the digest "
-                    f"{checkpoint.digest.hex()[:12]}; its digest in the VIEW is {known.hex()[:12]}"
+                    f"{checkpoint.digest.hex()[:12]}; the member list has the digest {known.hex()[:12]}"
                 )
             return [StoreCheckpointBlock(peer, block)]
         owner = assignment.layout.backed_up_rank(assignment.rank)

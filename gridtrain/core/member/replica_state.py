@@ -1,10 +1,10 @@
 """Record of the state that a worker holds: its step, its layers, and whether it is synced.
 
-    VIEW, at step a      the worker holds             result
-                         step a, its stage's layers   synced
-                         step a, other layers         `memory_layers`: a stage is assembled from it, or it is
-                                                      used again when the previous partition is restored
-                         another step                 not synced: received, or loaded from disk
+    MembershipView at step a, and the worker holds
+        step a, its stage's layers   synced
+        step a, other layers         `memory_layers`: a stage is assembled from it, or it is used again when
+                                     the previous partition is restored
+        another step                 not synced: received, or loaded from disk
 
 While a worker is not synced, `applied` and `history` identify the state that it will hold.  The trainer owns
 the tensors, and `member_checkpoints` manages the checkpoints on disk.
@@ -110,7 +110,7 @@ class ReplicaState:
         self.is_synced = self.is_synced and self.memory_layers is None
 
     def accept_view(self, view: m.MembershipView, layers: m.Span, *, as_built: bool) -> None:
-        """Adopt the VIEW's ledger and, if this worker is not synced, the position that it must reach.
+        """Adopt the ledger of `view` and, if this worker is not synced, the position that it must reach.
 
         `as_built` is True if the script has already built that state or loaded it from a checkpoint.
         """
@@ -136,7 +136,7 @@ class ReplicaState:
     def make_report(
         self, term: int, generation: int, vote: tuple[m.RoundId, bytes, int] | None
     ) -> m.FreezeReport:
-        """Return the answer to a FREEZE (commit rule 5).
+        """Return the answer to a Freeze (commit rule 5).
 
         `vote` contains the prepared round, its digest and its flags; it is None if there is no
         prepared round.

@@ -42,7 +42,7 @@ def choose_state_source(assignment: RankAssignment, is_pipelined: bool) -> int |
 
 
 def required_ranks(assignment: RankAssignment, trainer: TrainerJoined | None) -> frozenset[int]:
-    """Return the ranks to which this member must be connected before it is READY, and in each step."""
+    """Return the ranks to which this member must be connected before it is ready, and in each step."""
     if trainer is not None and trainer.is_pipelined:
         return _required_in_pipeline(assignment, trainer)
     rank, world_size = assignment.rank, assignment.world_size

@@ -5,13 +5,14 @@
       | -- ResidualBlock 0, 1 -> | complete, checked        |
       | <---- ResidualReply ---- | stored apart             |
       | -- Leave ------------------------------------------> |
-      x                          | <- Freeze, .., VIEW ---- |  the sender is no longer a member, and no step
+      x                          | <- Freeze, ... --------- |
+                                 | <---- MembershipView --- |  the sender is no longer a member, and no step
                                  | adds it to its own       |  was committed in the meantime
 
 A step requires every member's vote.  As long as the sender is a member, no step is committed without it, so a
-residual that it sent after step s stays complete until a VIEW continues from s without the sender.  If the
-sender nevertheless takes part in another step, the recipient drops the residual.  The sender asks a second
-recipient only if the first has declined.  Therefore a residual is added once or not at all, whichever
+residual that it sent after step s stays complete until a MembershipView continues from s without the sender.
+If the sender nevertheless takes part in another step, the recipient drops the residual.  The sender asks a
+second recipient only if the first has declined.  Therefore a residual is added once or not at all, whichever
 messages are lost.
 
 A recipient that is about to leave accepts no more residuals.  It waits until the residuals that it has
@@ -200,7 +201,7 @@ class ResidualTransfer:
     def begin_generation(
         self, assignment: RankAssignment, applied: int, history: bytes, is_synced: bool
     ) -> list[MemberEffect]:
-        """Add the residuals of members that have left; drop those that do not belong to the VIEW's state."""
+        """Add the residuals of members that have left; drop those that do not belong to this state."""
         effects: list[MemberEffect] = []
         for peer, received in list(self._received.items()):
             fits = (received.applied, received.history) == (applied, history)

@@ -1,14 +1,14 @@
 """Changes of the generation, as announced by the coordinator, and routing of messages to their receivers.
 
                      MembershipView                 synced and connected
-APART ----------------------------> FORMING ----------------------> FORMING (READY sent)
+APART ----------------------------> FORMING ----------------------> FORMING (Ready sent)
   ^                                    ^                                |  StartGeneration
   |                     MembershipView |                                v
   +--- StandbyNotice ------ FROZEN <---+----------- Freeze --------- RUNNING
 
 message of       goes to
 a member, Data   the open attempt of the generation, after the checks that apply to all messages
-the coordinator  `coordinator_link` (its term), `generation_entry` (a VIEW), the generation
+the coordinator  `coordinator_link` (its term), `generation_entry` (a MembershipView), the generation
 a peer           `worker_catch_up` (catch-up), the generation (a member); otherwise ignored
 """
 
@@ -38,7 +38,7 @@ class ViewChanges:
         self._context = context
         self._coordinator_link = context.coordinator_link
         self._coordinator = context.coordinator
-        self._pages: dict[int, m.MemberListPage] = {}  # of the next VIEW
+        self._pages: dict[int, m.MemberListPage] = {}  # of the next member list
         self._listed: tuple[m.Member, ...] = ()  # the list of the generation, as it was received
         self._unlisted_generation = 0  # its list was sent as changes of another list than this worker's
         self._early_requests: dict[m.PeerId, m.StateRequest | m.CheckpointRequest] = {}
@@ -69,7 +69,7 @@ class ViewChanges:
             isinstance(message, m.StateRequest | m.CheckpointRequest)
             and message.generation > self.generation_number
         ):
-            self._early_requests[peer] = message  # the VIEW reached the joining member first
+            self._early_requests[peer] = message  # the MembershipView reached the joining member first
             return []
         if generation is None or generation.rank_assignment.rank_of(peer) is None:
             return [LogEvent("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
@@ -150,7 +150,7 @@ class ViewChanges:
         """Start catch-up from these sources; if this worker is a member, only report its position."""
         if term < self._coordinator_link.term:
             return []
-        if self.generation is not None:  # still a member here: its state is replaced by the next VIEW
+        if self.generation is not None:  # the next MembershipView replaces its state
             return [Send(self._coordinator, m.CatchUpReport(*self._context.replica_state.position))]
         return self._context.catch_up.start(sources, now_s)
 
@@ -187,7 +187,7 @@ class ViewChanges:
         return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected, *cancelled]
 
     def _change_list(self, changes: m.MemberListChanges) -> list[MemberEffect]:
-        """Make the next VIEW's list from the current one; if that fails, join again to receive all of it."""
+        """Make the next member list from the current one; if that fails, join again to receive all of it."""
         if changes.term < self._coordinator_link.term or changes.generation <= self.generation_number:
             return []
         members = changes.apply(self._listed) if changes.base == self.generation_number else None

@@ -1,7 +1,7 @@
 """The messages of the protocol: one frozen dataclass each.
 
     types          values that several messages carry: identities, rounds, spans, members, checkpoints
-    coordination   worker <-> coordinator: joining, heartbeats, generations (FREEZE, VIEW, START), leaving
+    coordination   worker <-> coordinator: joining, heartbeats, generations, leaving
     round          worker <-> worker within a round: payloads, votes, decisions, averages
     transfer       state, checkpoints, catch-up and residuals; link measurements; relays
     admin          operators, `gridtrain doctor`, status, the run's bundle

@@ -123,7 +123,7 @@ class Setup(Message):
 class StageCheckpointList(Message):
     """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
-    `generation` is the generation of the last VIEW that the worker had received when it sent this list.
+    `generation` is that of the last MembershipView that the worker had received when it sent this list.
     """
 
     checkpoints: Annotated[tuple[CheckpointInfo, ...], AtMost(MAX_STAGE_CHECKPOINTS)]
@@ -195,7 +195,7 @@ class Heartbeat(Message):
 @message(14)
 @dataclass(frozen=True, slots=True)
 class FreezeReport(Message):
-    """Answer to FREEZE: the worker's state (commit rule 5).
+    """Answer to Freeze: the worker's state (commit rule 5).
 
     Attributes:
         is_synced: whether the worker holds a state, which the following fields describe.
@@ -235,7 +235,7 @@ class CurrentGeneration(Message):
 @message(15)
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """Report that the sender has executed the VIEW's verdict, is synced, and is connected (commit rule 8)."""
+    """Report that the sender has executed the verdict, is synced, and is connected (commit rule 8)."""
 
     term: UInt
     generation: UInt
@@ -405,10 +405,10 @@ class HeartbeatReply(Message):
 @message(34)
 @dataclass(frozen=True, slots=True)
 class Freeze(Message):
-    """FREEZE: order to stop voting and applying updates in this generation (commit rule 5).
+    """Order to stop voting and applying updates in this generation (commit rule 5).
 
     The receiver answers with FreezeReport.  `removed` lists members that left or were removed, which are
-    disconnected at once, before the next VIEW.
+    disconnected at once, before the next MembershipView.
     """
 
     term: UInt
@@ -426,7 +426,7 @@ MAX_MEMBER_PAGES = 256
 @message(35)
 @dataclass(frozen=True, slots=True)
 class MemberListPage(Message):
-    """One page of the next VIEW's members in rank order; all pages are sent before the MembershipView.
+    """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
     If the receiver has the list of its generation, it may receive `MemberListChanges` in place of all pages.
     """
@@ -467,7 +467,7 @@ def _member_line(x: Member) -> str:
 @message(81)
 @dataclass(frozen=True, slots=True)
 class MemberListChanges(Message):
-    """The next VIEW's members, as changes of the receiver's list; takes the place of all pages.
+    """The next generation's members, as changes of the receiver's list; takes the place of all pages.
 
     Attributes:
         base: the receiver's generation, whose list is changed.
@@ -500,11 +500,11 @@ class MemberListChanges(Message):
 @message(36)
 @dataclass(frozen=True, slots=True)
 class MembershipView(Message):
-    """VIEW: the next generation, and the verdict on the step that was open (commit rules 6 and 7).
+    """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     Attributes:
         decided_round: the round that the verdict commits; None if the verdict is ABORT.
-        applied, history, ledger: the state after the verdict, which every member must hold before READY.
+        applied, history, ledger: the state after the verdict, which every member must hold to send Ready.
         exchange: the exchange that the coordinator chose, as `Exchange.describe` writes it, if the script
             leaves the choice to the coordinator; empty if none is chosen yet, so that no round begins.
         stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, then
@@ -529,7 +529,8 @@ class MembershipView(Message):
 class StandbyNotice(Message):
     """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
 
-    `applied`, `history` and `ledger` are as in the VIEW, so that a former member executes the same verdict.
+    `applied`, `history` and `ledger` are as in the MembershipView, so that a former member executes the same
+    verdict.
     """
 
     term: UInt
@@ -543,7 +544,7 @@ class StandbyNotice(Message):
 @message(37)
 @dataclass(frozen=True, slots=True)
 class StartGeneration(Message):
-    """START: order to begin training, because all members are READY (commit rule 8)."""
+    """Order to begin training, because all members are ready (commit rule 8)."""
 
     term: UInt
     generation: UInt

@@ -183,7 +183,7 @@ class StateBlock(Message):
 @message(89)
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest(Message):
-    """Request for the receiver's checkpoint of these layers after the VIEW's step.
+    """Request for the receiver's checkpoint of these layers after the MembershipView's step.
 
     The member list must say that the requester assembles its stage from the checkpoint.  CheckpointBlocks
     answer the request.

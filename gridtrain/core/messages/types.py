@@ -188,7 +188,7 @@ class DeferredBatch:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """Progress of the run through its data.  Replicated; only a commit or a VIEW changes it.
+    """Progress of the run through its data.  Replicated; only a commit or a MembershipView changes it.
 
     Attributes:
         step: the next step to commit.
@@ -196,8 +196,8 @@ class LedgerState:
         requeued: positions whose members were lost before the step was committed; they are assigned first.
         consumed: number of samples of committed steps, including the skipped ones.
         skipped: number of samples of committed steps whose update was skipped.
-        holders: the positions of each member in step `step`, if a VIEW fixed them; None if they are assigned
-            by shares.
+        holders: the positions of each member in step `step`, if a MembershipView fixed them; None if they are
+            assigned by shares.
         late: the batches of members that are absent, by peer in ascending order.
         pending: the batches of the step before, if `LedgerSpec.delay` is 1, by peer in ascending order.
         leases: the positions of a shard that later steps give to this member, if `LedgerSpec.shards` is not

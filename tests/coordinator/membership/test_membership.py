@@ -438,7 +438,7 @@ def test_a_way_that_does_not_work_is_not_taken_again() -> None:
     assert told(run, A) == {A: "", B: "memory://b"}
     assert told(run, B) == {A: "", B: ""}
     run.now_s += 10.0
-    run.say(A, m.PeersUnreachable(1, run.core.generation, (B,)))  # before anybody was READY
+    run.say(A, m.PeersUnreachable(1, run.core.generation, (B,)))  # before anybody was ready
     run.report(A)
     run.report(B)
     assert told(run, A)[B] == told(run, B)[A] == "relay:" + ME.hex()

@@ -49,7 +49,7 @@ class Worker:
     connected: bool = True
     is_set_up: bool = False
     welcomed: bool = False
-    ready_in: int = 0  # the generation in which this very process said READY
+    ready_in: int = 0  # the generation in which this very process said Ready
     synced: bool = False
     applied: int = -1
     history: bytes = EMPTY_HISTORY
@@ -178,8 +178,8 @@ class MembershipMachine(RuleBasedStateMachine):
                 worker.generation,
             ):
                 for member in worker.roster:
-                    assert (term, generation, member.peer) in self.ready, "START before all were READY"
-                assert worker.ready_in == generation, "START for another process with its key"
+                    assert (term, generation, member.peer) in self.ready, "started before all were ready"
+                assert worker.ready_in == generation, "started for another process with its key"
                 worker.running = worker.frozen is None
             case m.Welcome():
                 worker.welcomed = True

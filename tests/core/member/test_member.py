@@ -251,7 +251,7 @@ def lone_view(
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has loaded", "it may still be loading"])
 def test_a_model_overwritten_by_another_state_cannot_start_the_run(told: bool) -> None:
-    """The state of step 501 arrives; after a FREEZE no member holds it, and the VIEW starts at step 0."""
+    """The state of step 501 arrives; after a Freeze no member holds it, and the run starts at step 0."""
     worker = Worker()
     worker.hear(io.PeerConnected(A))
     lone_view(worker, 1, 500, b"h" * 32, ME)

@@ -47,7 +47,7 @@ class Worker:
 
 
 def test_a_disconnected_peer_is_dialled_again_when_it_is_back() -> None:
-    """If it counted as connected, this worker would be READY without the connection, and all would wait."""
+    """If it counted as connected, this worker would be ready without the connection, and all would wait."""
     worker = Worker()
     assert worker.view(1, a="a:1", b="b:1") == ["dial a at a:1", "dial b at b:1"]
     assert worker.hear(io.PeerConnected(A)) + worker.hear(io.PeerConnected(B)) == ["ready"]
@@ -86,7 +86,7 @@ def test_a_peer_that_has_left_is_not_dialled_forever() -> None:
 
 
 def test_a_connection_that_breaks_while_forming_is_dialled_again() -> None:
-    """It was connected at the VIEW, so that it had not been dialled."""
+    """It was connected at the MembershipView, so that it had not been dialled."""
     worker = Worker()
     worker.hear(io.PeerConnected(A))
     assert worker.view(1, a="a:1", b="") == []

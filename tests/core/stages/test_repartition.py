@@ -256,7 +256,7 @@ def cut_anew_without_b() -> StagedRun:
 
 
 def test_the_eldest_does_not_wait_for_ever_for_a_piece_that_nobody_gives() -> None:
-    """C tells of a checkpoint that it does not give; A, which serves longest, cannot be READY without it."""
+    """C tells of a checkpoint that it does not give; A, which serves longest, cannot be ready without it."""
     run = cut_anew_without_b()
     view = run.core.run.view
     assert view is not None

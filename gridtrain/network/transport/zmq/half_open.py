@@ -39,9 +39,12 @@ IPV4_RANGE_BITS, IPV6_RANGE_BITS = 24, 48
 
 
 def address_range(host: str) -> str:
-    """Return the network around an IP address that one party may control; return other hosts unchanged."""
+    """Return the range of addresses that one party may control: an IPv4 /24, an IPv6 /48, or `host` itself.
+
+    Loopback is a range like any other; the limits are large enough for the workers of one machine.
+    """
     try:
-        address = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return host
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

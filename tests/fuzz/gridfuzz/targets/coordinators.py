@@ -226,7 +226,7 @@ class Office:
                         if isinstance(e, io.Send) and isinstance(e.message, m.MembershipView)
                     ]
                     told = [view for view in earlier if view.message.generation == body["generation"]]
-                    must(not told, "a VIEW is told before it is in the journal")
+                    must(not told, "a MembershipView is sent before it is in the journal")
                 case io.DialBack(peer, addresses):
                     self.calls[peer] = addresses
                 case io.Disconnect(peer):
@@ -245,10 +245,11 @@ class Office:
             case m.MembershipView():
                 same = replace(message, term=0)
                 first = self.by_generation.setdefault(message.generation, same)
-                must(first == same, f"two VIEWs of one generation: {first} and {same}")
-                must(data_ledger.is_balanced(message.ledger), "a VIEW's ledger does not add up")
+                must(first == same, f"two of one generation: {first} and {same}")
+                must(data_ledger.is_balanced(message.ledger), "a MembershipView's ledger does not add up")
                 members = {x.peer for x in self.rosters.get(peer, ())}
-                must(peer in members and len(members) == message.world_size, "a VIEW does not fit its Roster")
+                fits = peer in members and len(members) == message.world_size
+                must(fits, "a MembershipView does not fit its member list")
                 must(sum(x.share for x in self.rosters[peer]) >= 1, "nobody has a share of the next step")
                 must(any(not x.joining for x in self.rosters[peer]), "nobody holds the state")
                 self.views[peer] = message
@@ -267,7 +268,8 @@ class Office:
         must(after.generation >= before.generation, "the generation goes back in the journal")
         if any(kind == "generation" for kind, _ in entries):
             must(after.generation > before.generation, "a generation is journalled twice")
-            must(after.view == replace(self.core.run.view, term=self.term), "the journal holds another VIEW")  # type: ignore[type-var]
+            ours = replace(self.core.run.view, term=self.term)  # type: ignore[type-var]
+            must(after.view == ours, "the journal holds another MembershipView")
 
 
 def run(data: bytes) -> bool:

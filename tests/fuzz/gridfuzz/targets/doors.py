@@ -70,9 +70,9 @@ class Gate:
         self.check()
 
     def enrol(self, token: m.PeerId, peer: m.PeerId) -> None:
-        host = self.source.choice(("10.0.0.1", "::1", "", "no host", "fe80::1%eth0"))
+        where = self.source.choice(("10.0.0.0/24", "::/48", "", "no host", "fe80::/48"))
         was = self.door.access_role(peer, self.wall_s)
-        answer = self.door.enrol(token, peer, host, self.wall_s)
+        answer = self.door.enrol(token, peer, where, self.wall_s)
         self.write(answer.entries)
         to_frames(answer.reply)
         if not isinstance(answer.reply, m.Enrolled):

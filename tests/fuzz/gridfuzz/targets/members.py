@@ -412,7 +412,7 @@ class Rig:
         must(core.term >= before.term, "the term goes back")
         is_apart = core.phase is io.MemberPhase.APART  # after a StandbyNotice it is in no generation
         must(core.generation >= before.generation or is_apart, "the generation goes back")
-        must(core.applied >= before.applied or by_view, "the applied step goes back without a VIEW")
+        must(core.applied >= before.applied or by_view, "the applied step goes back without a MembershipView")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
         must(len(core._context.peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
         for peer in self._members():

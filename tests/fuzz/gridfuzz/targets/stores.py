@@ -43,7 +43,7 @@ def run_journal(data: bytes) -> bool:
         again = json.loads(json.dumps(generation_entry(recovered.view, recovered.roster)))
         must(
             recover_run([("generation", again)]).view == recovered.view,
-            "a VIEW is another after writing it down",
+            "a MembershipView is another after writing it down",
         )
     return True
 

@@ -46,7 +46,9 @@ def crowd(made: HalfOpenConnections, host: str, fds: range, now_s: float = 0.0) 
         ("198.51.100.7", "198.51.100.0/24"),
         ("::ffff:198.51.100.7", "198.51.100.0/24"),  # the same party, by another policy
         ("2001:db8:1:2:3::4", "2001:db8:1::/48"),
+        ("[2001:db8:1:2::3]", "2001:db8:1::/48"),
         ("fe80::1%eth0", "fe80::/48"),
+        ("127.0.0.1", "127.0.0.0/24"),
         ("", ""),
         ("no address", "no address"),
     ],
