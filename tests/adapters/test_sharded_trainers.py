@@ -136,3 +136,34 @@ def test_a_stream_is_refused_before_the_first_step(
     with pytest.raises(ConfigError, match="without a length") as caught:
         trainer_of(kind, tmp_path, grid=None, train_dataset=dataset)
     assert "StreamShards" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("trainer", 0), ("trainer", CONTEXT), ("sft", 0)])
+def test_samples_that_a_trainer_cannot_collate_are_shown(
+    kind: str, pack: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "text.txt").write_text("a line of some words\n" * 40)
+    index = build_index([str(tmp_path / "text.txt")], tokenize=tokenizer_named("bytes"), tokenizer="bytes")
+    write_index(index, tmp_path / "index.json")
+    data = gridtrain.Shards(tmp_path / "index.json", **({"pack": pack} if pack else {}))
+
+    def work(grid: gridtrain.Grid, _: int) -> None:
+        options = {"exchange": gridtrain.Dense()}
+        trainer_of(kind, tmp_path, grid=grid, grid_options=options, train_dataset=data).train()
+
+    with (
+        LocalGroup(min_workers=1) as group,
+        pytest.raises(
+            ConfigError, match="makes no batch of samples such as " + ("tensor" if pack else "'a line")
+        ) as caught,
+    ):
+        ThreadedWorkers(group, work, 1, tmp_path).finish()
+    assert "decode=" in caught.value.remedy
+
+
+def test_a_column_that_trl_does_not_find_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    dataset = pytest.importorskip("datasets").Dataset.from_list([{"body": "a"}])
+    with pytest.raises(ConfigError, match="train_dataset has no column 'text', but body"):
+        trainer_of("sft", tmp_path, grid=None, train_dataset=dataset)

@@ -276,7 +276,7 @@ def test_without_digests_a_damaged_sample_is_named_with_its_place(tmp_path: Path
 
 
 def test_a_protocol_that_is_not_installed_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"other://h/index.json is not the index of a data set: .*other"):
+    with pytest.raises(ConfigError, match=r"other://h/index.json cannot be read: .*other"):
         gridtrain.Shards("other://h/index.json")
 
 
