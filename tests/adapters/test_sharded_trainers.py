@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from threaded_workers import ThreadedWorkers
+from threaded_workers import WITHIN_S, ThreadedWorkers
 from torch.utils.data import IterableDataset
 
 import gridtrain
@@ -95,13 +96,17 @@ def test_a_trainer_reads_by_shards(
     (tmp_path / "data").mkdir()
     data = [make(tmp_path / "data") for _ in range(WORKERS)]
     models: dict[int, Any] = {}
+    # Threads share what transformers replaces while it loads a model, and the state of Accelerate.
+    one_at_a_time, all_made = threading.Lock(), threading.Barrier(WORKERS)
     folders = [tmp_path / str(number) for number in range(WORKERS)]
 
     def work(grid: gridtrain.Grid, number: int) -> None:
         options = {"exchange": gridtrain.Dense()}
-        trainer = trainer_of(
-            kind, folders[number], grid=grid, grid_options=options, train_dataset=data[number]
-        )
+        with one_at_a_time:
+            trainer = trainer_of(
+                kind, folders[number], grid=grid, grid_options=options, train_dataset=data[number]
+            )
+        all_made.wait(WITHIN_S)
         trainer.train()
         models[number] = trainer.model
         assert trainer.state.global_step == STEPS
