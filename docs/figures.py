@@ -343,9 +343,6 @@ FIGURES |= {
 FIGURES |= {
     "powersgd-gpt-loss": unreached("accuracy_gpt_20Mbit", "gpt", "powersgd", "last_loss", 2),
     "powersgd-resnet-s": loss_s("accuracy_20Mbit", "resnet", "powersgd"),
-    "hivemind-gpt-loss": unreached("accuracy_gpt_20Mbit", "gpt", "hivemind", "last_loss", 2),
-    "hivemind-gpt-s": unreached("accuracy_gpt_20Mbit", "gpt", "hivemind", "last_s", 0),
-    "hivemind-lstm-s": loss_s("accuracy_20Mbit", "lstm", "hivemind"),
     "limit-whole-mib": limit_mib(0, "in one piece"),
 }
 _AVERAGED = ", outer lr 1 momentum 0, lr 0.003"

@@ -44,10 +44,12 @@ THEIRS = {
     "powersgd-adamw": ("powersgd", "adamw"),
     "hivemind": ("hivemind", "dense"),
     "hivemind-adamw": ("hivemind", "adamw"),
+    "hivemind-local": ("hivemind", "local"),
     "one": ("gloo", "dense"),
     "one-adamw": ("gloo", "adamw"),
 }
-"""Contender -> (trainer, family of settings).  "one" is one process with the batches of all workers."""
+"""Contender -> (trainer, family of settings).  "one" is one process with the batches of all workers;
+hivemind-local averages the change of as many local steps as local-topk."""
 
 
 SAME_MEAN = {
@@ -187,6 +189,9 @@ def theirs(options: argparse.Namespace, workload: Workload, rate: str, name: str
     world = options.world
     if name.startswith("one"):
         world, extra = 1, [*extra, "--batch-size", str(workload.batch_size * world)]
+    if family == "local":
+        every = str((options.gathered or workload.gathered["local"])[0])
+        extra += ["--every", every, "--measure-every", every, "--compression", options.compression]
     if options.learning_rate is not None:
         extra += ["--learning-rate", repr(options.learning_rate)]
     with Net() as net:
@@ -255,6 +260,9 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk")
     parser.add_argument("--powersgd-rank", type=int, default=2)
+    parser.add_argument(
+        "--compression", choices=("none", "float16", "int8"), default="float16", help="of hivemind-local"
+    )
     parser.add_argument("--encrypted", action="store_true")
     parser.add_argument("--baseline", default="gloo")
     parser.add_argument("--out", type=Path, help="write JSON here")

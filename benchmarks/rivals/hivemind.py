@@ -4,7 +4,7 @@ Decides hivemind's settings, which favour it: the group is known beforehand, so 
 all are there, and everybody's first contact is rank 0.
 
     rank 0: DHT --address, by rendezvous--> the others: DHT with that first peer
-    everybody: DecentralizedAverager over n float32, no compression; one step = matchmaking + all-reduce
+    everybody: DecentralizedAverager over n float32; one step = matchmaking + all-reduce
 
 Its links are encrypted, by its default; the averager and its network daemon are processes of their own, whose
 CPU is counted with the rank's.
@@ -26,6 +26,12 @@ from rivals.rendezvous import Rendezvous
 
 MATCHMAKING_S = 2.0
 """How long a group waits for more members; it begins at once when `target_group_size` are there."""
+
+COMPRESSIONS = {
+    "none": hivemind.compression.NoCompression,
+    "float16": hivemind.compression.Float16Compression,
+    "int8": hivemind.compression.Uniform8BitQuantization,
+}
 
 REQUEST_S = 1.0
 STEP_S = 600.0
@@ -54,7 +60,9 @@ def start_dht(request: Request, group: Rendezvous) -> hivemind.DHT:
     return dht or hivemind.DHT(initial_peers=addresses, **options)
 
 
-def start_averager(tensor_N: Tensor, dht: hivemind.DHT, world: int) -> hivemind.DecentralizedAverager:
+def start_averager(
+    tensor_N: Tensor, dht: hivemind.DHT, world: int, compression: str = "none"
+) -> hivemind.DecentralizedAverager:
     return hivemind.DecentralizedAverager(
         averaged_tensors=[tensor_N],
         dht=dht,
@@ -63,6 +71,7 @@ def start_averager(tensor_N: Tensor, dht: hivemind.DHT, world: int) -> hivemind.
         min_group_size=world,
         min_matchmaking_time=MATCHMAKING_S,
         request_timeout=REQUEST_S,
+        compression=COMPRESSIONS[compression](),
         allow_state_sharing=False,
         start=True,
     )

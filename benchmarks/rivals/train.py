@@ -9,7 +9,8 @@ writes FOLDER/steps.jsonl, a line a step (see `accuracy.recorder`):
 
     gloo       DistributedDataParallel over gloo, dense
     powersgd   the same with torch's PowerSGD hook (Vogels et al. 2019) with error feedback and warm start
-    hivemind   one averaging of the gradient a step, all members, no compression
+    hivemind   one averaging of the gradient a step, all members; with --every, of the change of so many
+               local steps
 
 The run ends when the held-out loss is at most --until-loss, or after --steps.
 """
@@ -37,7 +38,10 @@ class Exchange(Protocol):
     """Between a loss and the optimizer's step."""
 
     def backward(self, x_BT: Tensor, y_BT: Tensor) -> float:
-        """The loss; afterwards every parameter's `grad` is the mean of all ranks'."""
+        """The loss; afterwards every parameter's `grad` is the mean of all ranks', but for local steps."""
+
+    def stepped(self) -> None:
+        """After the optimizer's step."""
 
     def stop(self, mine: bool) -> bool:
         """Whether rank 0 has said so; all ranks ask together, and wait for rank 0."""
@@ -89,6 +93,9 @@ class Gloo:
         loss.backward()
         return float(loss)
 
+    def stepped(self) -> None:
+        pass
+
     def stop(self, mine: bool) -> bool:
         flag = torch.tensor([float(mine)])
         self._dist.broadcast(flag, 0)
@@ -100,7 +107,7 @@ class Gloo:
 
 
 class Hivemind:
-    """One averaging a step; see `Exchange`."""
+    """One averaging a step, or each `--every` local steps; see `Exchange`."""
 
     def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
         from rivals import hivemind as rival
@@ -110,22 +117,39 @@ class Hivemind:
         self._stack, self._model, self._workload = contextlib.ExitStack(), model, workload
         self._group = self._stack.enter_context(Rendezvous(request))
         self._dht = rival.start_dht(request, self._group)
-        self._size = sum(parameter.numel() for parameter in trained_of(model))
-        self._averager = rival.start_averager(torch.zeros(self._size), self._dht, request.world)
+        self._trained, self._every, self._steps = trained_of(model), options.every, 0
+        self._common = [parameter.detach().clone() for parameter in self._trained] if self._every > 1 else []
+        size = sum(parameter.numel() for parameter in self._trained)
+        self._averager = rival.start_averager(
+            torch.zeros(size), self._dht, request.world, options.compression
+        )
         self._average = rival.average
 
     def backward(self, x_BT: Tensor, y_BT: Tensor) -> float:
         loss = self._workload.loss(self._model, x_BT, y_BT)
         loss.backward()  # type: ignore[no-untyped-call]
-        gradients: list[Tensor] = [p.grad for p in self._model.parameters() if p.grad is not None]
+        if self._every == 1:
+            self._take_mean([p.grad for p in self._trained if p.grad is not None])
+        return float(loss)
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        self._steps += 1
+        if self._every == 1 or self._steps % self._every:
+            return
+        changes = [p - common for p, common in zip(self._trained, self._common, strict=True)]
+        self._take_mean(changes)
+        for parameter, common, change in zip(self._trained, self._common, changes, strict=True):
+            parameter.copy_(common.add_(change))
+
+    def _take_mean(self, tensors: list[Tensor]) -> None:
         with self._averager.get_tensors() as (mean_N,):
-            torch.cat([gradient.flatten() for gradient in gradients], out=mean_N)
+            torch.cat([tensor.flatten() for tensor in tensors], out=mean_N)
         self._average(self._averager, self._group.world)
         with self._averager.get_tensors() as (mean_N,):
-            parts = mean_N.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
-        return float(loss)
+            parts = mean_N.split([tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     def stop(self, mine: bool) -> bool:
         return bool(self._group.exchange(mine)[0])
@@ -180,6 +204,7 @@ def train(options: argparse.Namespace) -> None:
         loss = exchange.backward(*batches.next())
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
+        exchange.stepped()
         reading, held_out, stop = recorder.read(), None, False
         if step % options.measure_every == 0 or step == options.steps:
             with recorder.standing_still():
@@ -204,7 +229,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--measure-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
-    parser.add_argument("--settings", choices=("dense", "adamw"), default="dense", help="optimizer's family")
+    parser.add_argument(
+        "--settings", choices=("dense", "adamw", "local"), default="dense", help="optimizer's family"
+    )
+    parser.add_argument("--every", type=int, default=1, help="hivemind: local steps of one averaging")
+    parser.add_argument(
+        "--compression", choices=("none", "float16", "int8"), default="none", help="of hivemind"
+    )
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--batch-size", type=int, help="instead of the workload's")
     parser.add_argument("--powersgd-rank", type=int, default=2)

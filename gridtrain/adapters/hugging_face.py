@@ -26,6 +26,8 @@ clip the exchanged gradient, pass `clip_norm=` in `grid_options` and set max_gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,6 +95,8 @@ class GridTrainerMixin(_Trainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
+        if self.data_collator.__module__.partition(".")[0] in ("transformers", "trl"):
+            collate = partial(_collated, collate)
         self._loader = GridLoader(
             self.grid,
             dataset,
@@ -158,6 +162,24 @@ class _StepCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.finish()
+
+
+def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Return the batch.  Raises `ConfigError` if the samples are not what `collate`, of a library, takes."""
+    cause: Exception | None = None
+    try:
+        batch = collate(samples)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        cause = error
+    else:
+        if batch:
+            return batch
+    raise ConfigError(
+        f"the data collator makes no batch of samples such as {samples[0]!r:.80}"
+        + (f": {type(cause).__name__}: {cause}" if cause else ""),
+        remedy='make each sample a dict such as {"input_ids": ..., "labels": ...}, with decode= of '
+        "gridtrain.Shards; or pass data_collator=",
+    ) from cause
 
 
 def _refuse_stream(dataset: Any) -> None:

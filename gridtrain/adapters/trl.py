@@ -18,6 +18,7 @@ from datasets import Dataset  # noqa: E402  trl needs it
 from trl import SFTTrainer  # noqa: E402
 
 from gridtrain.adapters.hugging_face import GridTrainerMixin  # noqa: E402
+from gridtrain.errors import ConfigError  # noqa: E402
 from gridtrain.training.data.shards import ShardedDataset  # noqa: E402
 
 
@@ -29,7 +30,16 @@ class GridSFTTrainer(GridTrainerMixin, SFTTrainer):
 
     def __init__(self, *, train_dataset: Any = None, **options: Any) -> None:
         if not isinstance(train_dataset, ShardedDataset):
-            super().__init__(train_dataset=train_dataset, **options)
+            try:
+                super().__init__(train_dataset=train_dataset, **options)
+            except KeyError as error:
+                columns = getattr(train_dataset, "column_names", None)
+                if columns is None or error.args[0] in columns:
+                    raise
+                raise ConfigError(
+                    f"train_dataset has no column {error}, but {', '.join(columns) or 'none'}",
+                    remedy="rename one: SFTTrainer reads text, messages, prompt and completion, or input_ids",
+                ) from error
             return
         # SFTTrainer takes and prepares only data sets of the package `datasets`: here, one tokenized row.
         super().__init__(train_dataset=Dataset.from_list([{"input_ids": [0], "labels": [0]}]), **options)

@@ -252,7 +252,8 @@ def local(
     """Run `train(grid)` on `workers` workers at the same time, and return their results in order.
 
     The workers are called "worker-0", "worker-1", ...; `faults` are injected into them at chosen steps (see
-    `gridtrain.testing.Faults`).
+    `gridtrain.testing.Faults`).  They are threads of this process: call what is not thread-safe, such as
+    `from_pretrained` of transformers, before `local` or under a lock.
 
     Raises the first exception that a worker raised, after ending the other workers: the waiting or next call
     of their grid raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S`

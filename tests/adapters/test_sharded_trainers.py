@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from threaded_workers import ThreadedWorkers
+from threaded_workers import WITHIN_S, ThreadedWorkers
 from torch.utils.data import IterableDataset
 
 import gridtrain
@@ -95,13 +96,17 @@ def test_a_trainer_reads_by_shards(
     (tmp_path / "data").mkdir()
     data = [make(tmp_path / "data") for _ in range(WORKERS)]
     models: dict[int, Any] = {}
+    # Threads share what transformers replaces while it loads a model, and the state of Accelerate.
+    one_at_a_time, all_made = threading.Lock(), threading.Barrier(WORKERS)
     folders = [tmp_path / str(number) for number in range(WORKERS)]
 
     def work(grid: gridtrain.Grid, number: int) -> None:
         options = {"exchange": gridtrain.Dense()}
-        trainer = trainer_of(
-            kind, folders[number], grid=grid, grid_options=options, train_dataset=data[number]
-        )
+        with one_at_a_time:
+            trainer = trainer_of(
+                kind, folders[number], grid=grid, grid_options=options, train_dataset=data[number]
+            )
+        all_made.wait(WITHIN_S)
         trainer.train()
         models[number] = trainer.model
         assert trainer.state.global_step == STEPS
@@ -136,3 +141,34 @@ def test_a_stream_is_refused_before_the_first_step(
     with pytest.raises(ConfigError, match="without a length") as caught:
         trainer_of(kind, tmp_path, grid=None, train_dataset=dataset)
     assert "StreamShards" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("trainer", 0), ("trainer", CONTEXT), ("sft", 0)])
+def test_samples_that_a_trainer_cannot_collate_are_shown(
+    kind: str, pack: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "text.txt").write_text("a line of some words\n" * 40)
+    index = build_index([str(tmp_path / "text.txt")], tokenize=tokenizer_named("bytes"), tokenizer="bytes")
+    write_index(index, tmp_path / "index.json")
+    data = gridtrain.Shards(tmp_path / "index.json", **({"pack": pack} if pack else {}))
+
+    def work(grid: gridtrain.Grid, _: int) -> None:
+        options = {"exchange": gridtrain.Dense()}
+        trainer_of(kind, tmp_path, grid=grid, grid_options=options, train_dataset=data).train()
+
+    with (
+        LocalGroup(min_workers=1) as group,
+        pytest.raises(
+            ConfigError, match="makes no batch of samples such as " + ("tensor" if pack else "'a line")
+        ) as caught,
+    ):
+        ThreadedWorkers(group, work, 1, tmp_path).finish()
+    assert "decode=" in caught.value.remedy
+
+
+def test_a_column_that_trl_does_not_find_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    dataset = pytest.importorskip("datasets").Dataset.from_list([{"body": "a"}])
+    with pytest.raises(ConfigError, match="train_dataset has no column 'text', but body"):
+        trainer_of("sft", tmp_path, grid=None, train_dataset=dataset)

@@ -58,3 +58,15 @@ def test_a_template_trains_without_a_download_and_its_model_generates(
 
         model = AutoModelForCausalLM.from_pretrained(group.folder / "final-model")
         assert model.generate(torch.tensor([[105, 109]]), max_new_tokens=5).shape == (1, 7)
+
+
+def test_a_base_that_cannot_be_loaded_is_named_before_the_worker_joins(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: make test-adapters")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    script = templates("mine", "lora")["train.py"].replace('BASE = ""', 'BASE = "./missing"', 1)
+    (tmp_path / "train.py").write_text(script)
+    words = (sys.executable, str(tmp_path / "train.py"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "the base './missing' cannot be loaded" in done.stderr and "-> set BASE" in done.stderr
+    assert "Traceback" not in done.stderr

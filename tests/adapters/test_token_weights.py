@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from threaded_workers import ThreadedWorkers
+from threaded_workers import WITHIN_S, ThreadedWorkers
 
 import gridtrain
 from gridtrain.sdk.local_group import LocalGroup
@@ -34,7 +34,7 @@ def test_two_trainers_are_one_process_with_all_tokens(tmp_path: Path, monkeypatc
     first = transformers.AutoModelForCausalLM.from_pretrained(small_llama(tmp_path / "base"))
     models = [copy.deepcopy(first) for _ in range(2)]
     batches: dict[int, list[dict[str, torch.Tensor]]] = {}
-    one_at_a_time = threading.Lock()
+    one_at_a_time, all_made = threading.Lock(), threading.Barrier(2)
 
     class Recording(GridTrainer):
         def get_batch_samples(self, *args, **options):
@@ -62,6 +62,7 @@ def test_two_trainers_are_one_process_with_all_tokens(tmp_path: Path, monkeypatc
                 train_dataset=samples(),
                 optimizers=(torch.optim.SGD(models[number].parameters(), lr=RATE), None),
             )
+        all_made.wait(WITHIN_S)  # training reads that state
         trainer.train()
 
     with LocalGroup(min_workers=2) as group:

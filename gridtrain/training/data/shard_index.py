@@ -94,7 +94,12 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
         shards = tuple(ShardFile(**entry) for entry in body["shards"])
         named, tokenizer = str(body["format"]), str(body["tokenizer"])
         index = ShardIndex(named, shards, tokenizer, str(root) or shard_files.parent(place))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"the index {place} cannot be read: {error.strerror or error}",
+            remedy="pass its path or URL; `gridtrain data index FILES --out index.json` writes one",
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{place} is not the index of a data set: {type(error).__name__}: {error}",
             remedy="write one with `gridtrain data index FILES --out index.json`",

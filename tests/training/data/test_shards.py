@@ -189,7 +189,7 @@ def test_what_is_no_index_is_refused(text: str, words: str, tmp_path: Path) -> N
 
 
 def test_a_missing_index_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"FileNotFoundError.*gridtrain data index"):
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file.*gridtrain data index"):
         gridtrain.Shards(tmp_path / "index.json")
 
 
