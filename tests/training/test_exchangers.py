@@ -90,7 +90,10 @@ def test_workers_with_other_options_have_another_text(exchange: Any, text: str) 
             "outer_momentum is 'a'; it must be a number >= 0 and < 1",
         ),
         (lambda: LocalSteps(4, outer_learning_rate="a"), "outer_learning_rate is 'a'; .* > 0 and finite"),
-        (lambda: LocalSteps(4, overlap="no"), "overlap is 'no'; it must be True, False, or a number of local"),
+        (
+            lambda: LocalSteps(4, overlap="no"),
+            "overlap is 'no'; it must be True, False, or a number of local",
+        ),
         (lambda: Deadlines(beat_s="a"), r"beat_s is 'a'; it must be a number >= 0 -> the default is 0\.5"),
     ],
 )

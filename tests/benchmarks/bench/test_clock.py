@@ -127,6 +127,8 @@ def test_the_clock_of_rivals_stands_still_until_all_go_on(
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.item()
 
+        def stepped(self) -> None: ...
+
         def stop(self, mine: bool) -> bool:
             passes(1000.0)
             return mine
