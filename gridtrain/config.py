@@ -406,7 +406,8 @@ class LocalSteps:
 
     def describe(self) -> str:
         outer = f"outer_learning_rate={self.outer_learning_rate}, outer_momentum={self.outer_momentum}"
-        overlap = f", overlap={self.overlapped_steps}" if self.overlap else ""
+        steps = self.overlapped_steps
+        overlap = f", overlap={True if steps == self.every else steps}" if steps else ""
         return f"LocalSteps(every={self.every}, exchange={self.exchange.describe()}, {outer}{overlap})"
 
 

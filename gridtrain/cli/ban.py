@@ -6,7 +6,13 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.operator_arguments import (
+    known_keys,
+    operator_for,
+    present_keys,
+    resolve_member,
+    with_member_name,
+)
 from gridtrain.cli.option_flags import run_options
 
 
@@ -23,6 +29,7 @@ def ban(who: str, reason: str, run: str, state: Path | None) -> None:
     from gridtrain_coordinator.access.authorization_rules import clean_reason
 
     operator = operator_for(run, state)
-    known = known_keys(operator.status())
-    peer = resolve_member(who, known, any_key=True)
+    status = operator.status()
+    known = known_keys(status)
+    peer = resolve_member(who, known, present=present_keys(status), any_key=True)
     click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, True, clean_reason(reason)))))

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.operator_arguments import (
+    known_keys,
+    operator_for,
+    present_keys,
+    resolve_member,
+    with_member_name,
+)
 from gridtrain.cli.option_flags import run_options
 
 
@@ -24,6 +30,7 @@ def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     from gridtrain_coordinator.access.authorization_rules import clean_reason
 
     operator = operator_for(run, state)
-    known = known_keys(operator.status())
-    peer = resolve_member(who, known)
+    status = operator.status()
+    known = known_keys(status)
+    peer = resolve_member(who, known, present=present_keys(status))
     click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, False, clean_reason(reason)))))

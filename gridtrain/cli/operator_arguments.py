@@ -7,7 +7,7 @@ unban WHO    a banned member's name, or the first 6 or more digits of its key
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,10 +74,18 @@ def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, 
     return known
 
 
-def resolve_member(who: str, known: Mapping[str, str], *, any_key: bool = False) -> bytes:
+def present_keys(status: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the members that are connected."""
+    return {str(line.get("peer")) for line in rows(status, "members")}
+
+
+def resolve_member(
+    who: str, known: Mapping[str, str], *, present: Collection[str] = (), any_key: bool = False
+) -> bytes:
     """Return the key of the member whose name is `who`, or whose key begins with `who`.
 
     Args:
+        present: the keys of connected members, which a name means before members that have left.
         any_key: whether to accept a complete key that is unknown.
 
     Raises:
@@ -86,6 +94,7 @@ def resolve_member(who: str, known: Mapping[str, str], *, any_key: bool = False)
     digits = who.lower()
     is_key = not set(digits) - set(string.hexdigits) and MIN_KEY_DIGITS <= len(digits) <= KEY_DIGITS
     meant = {key for key, name in known.items() if name == who and name != NO_NAME}
+    meant = meant.intersection(present) or meant
     meant |= {key for key in known if is_key and key.startswith(digits)}
     if not meant and any_key and is_key and len(digits) == KEY_DIGITS:
         meant = {digits}

@@ -25,6 +25,7 @@ class ComputeRate:
     def __init__(self) -> None:
         self._measured_steps = 0
         self._began_s: float | None = None
+        self._before_s, self._is_paused = 0.0, False
         self._open_samples = 0
         self._samples = 0
         self._seconds_s = 0.0
@@ -33,22 +34,30 @@ class ComputeRate:
         """Start measuring a batch of `samples` samples; 0 if this worker takes part without samples."""
         self._measured_steps += samples > 0
         counts = samples > 0 and self._measured_steps > WARM_UP_STEPS
-        self._began_s, self._open_samples = now_s if counts else None, samples
+        self._began_s, self._open_samples, self._is_paused = now_s if counts else None, samples, False
 
     def discard(self) -> None:
         """Stop measuring the current turn without counting it."""
-        self._began_s = None
+        self._began_s, self._is_paused = None, False
 
-    def end(self, now_s: float, share: float = 1.0) -> bool:
+    def pause(self, now_s: float) -> None:
+        """Do not count the time until `resume`."""
+        if self._began_s is not None:
+            self._before_s, self._began_s, self._is_paused = now_s - self._began_s, None, True
+
+    def resume(self, now_s: float) -> None:
+        if self._is_paused:
+            self._began_s, self._is_paused = now_s - self._before_s, False
+
+    def end(self, now_s: float) -> bool:
         """Count the current turn, whose gradient is complete; return whether the figures have changed.
 
-        Only the first call in a turn can change the figures.  `share` is the share of the turn's samples that
-        have been computed.
+        Only the first call in a turn can change the figures, and none while the measurement is paused.
         """
         began_s, self._began_s = self._began_s, None
         if began_s is None:
             return False
-        self._samples += round(min(1.0, share) * self._open_samples)
+        self._samples += self._open_samples
         self._seconds_s += now_s - began_s
         return True
 

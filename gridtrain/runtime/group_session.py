@@ -86,7 +86,7 @@ class GroupSession:
         self._is_standby_at_end = self._has_closed = False
         self._turn: WorkerSnapshot | None = None
         self._is_turn_done = False
-        self._turn_began_s = 0.0
+        self._turn_began_s, self._computed_share = 0.0, 1.0
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
         self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
@@ -173,7 +173,7 @@ class GroupSession:
         if self._is_interrupted:
             raise WaitInterrupted
         self._turn = snapshot
-        self._turn_began_s = time.monotonic()
+        self._turn_began_s, self._computed_share = time.monotonic(), 1.0
         self._compute_rate.begin(self._turn_began_s, data_ledger.count_samples(snapshot.spans))
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
@@ -363,7 +363,8 @@ class GroupSession:
         """
         if self._is_exchange_chosen_for_it:
             self._is_awaiting_choice = True
-            self.report_figures({FIRST_STEP_FIGURE: max(1e-6, time.monotonic() - self._turn_began_s)})
+            computed_s = (time.monotonic() - self._turn_began_s) / self._computed_share
+            self.report_figures({FIRST_STEP_FIGURE: max(1e-6, computed_s)})
 
     @property
     def _is_exchange_chosen_for_it(self) -> bool:
@@ -382,10 +383,19 @@ class GroupSession:
         self._compute_rate.begin(time.monotonic(), plan.samples)
         return self._loop.step_rounds.open(self._turn.open_round, parts, settings)
 
-    def finish_computing(self, share: float = 1.0) -> None:
+    def pause_computing(self, share: float) -> None:
+        """See `TrainingSession.pause_computing`."""
+        self._computed_share = share
+        self._compute_rate.pause(time.monotonic())
+
+    def resume_computing(self) -> None:
+        """See `TrainingSession.resume_computing`."""
+        self._compute_rate.resume(time.monotonic())
+
+    def finish_computing(self) -> None:
         """See `TrainingSession.finish_computing`.  In a pipeline it is called when the last micro-batch has
         left this stage."""
-        if self._compute_rate.end(time.monotonic(), share):
+        if self._compute_rate.end(time.monotonic()):
             self.report_figures(self._compute_rate.figures())
 
     def end_round(self, outcome: RoundOutcome) -> None:
@@ -460,7 +470,9 @@ class GroupSession:
         """Return the mean of the workers' values for display, or `value` if the group changes first."""
         if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
             return value
-        step = self.step
+        step, turn = self.step, self._turn
+        if turn is not None and turn.open_round is not None and self._has_delay:
+            step = turn.open_round.step  # a newcomer, too, counts from 0 in each turn
         self._mean_index = self._mean_index + 1 if self._mean_step == step else 0
         self._mean_step = step
         self._loop.request_average(step, self._mean_index, value)
@@ -491,11 +503,15 @@ class GroupSession:
 
     @property
     def step(self) -> int:
-        """The number of steps committed so far; with a delay, only those of turns that have ended."""
-        turn, joined = self._turn, self._joined
-        if joined is None or not joined.setup.ledger.delay or turn is None or turn.open_round is None:
+        """The number of steps committed so far; with a delay, those whose update this worker has applied."""
+        turn = self._turn
+        if not self._has_delay or turn is None or turn.open_round is None:
             return self.snapshot.applied + 1
         return turn.open_round.step + int(self._is_turn_done)
+
+    @property
+    def _has_delay(self) -> bool:
+        return self._joined is not None and self._joined.setup.ledger.delay > 0
 
     @property
     def snapshot(self) -> WorkerSnapshot:

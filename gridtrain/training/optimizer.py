@@ -652,7 +652,7 @@ def check_weighting(
     if weigh_by == "samples":
         return
     misfits = {
-        "LocalSteps(overlap=True)": isinstance(exchange, LocalSteps) and exchange.overlap,
+        "LocalSteps(overlap=...)": isinstance(exchange, LocalSteps) and exchange.overlap,
         "overlap=": overlap is not None,
         'wait="auto"': wait != "all",
     }

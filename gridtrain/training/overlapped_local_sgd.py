@@ -39,7 +39,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     """A `LocalSGDOptimizer` whose rounds overlap with the next turn.
 
     It takes the arguments of `LocalSGDOptimizer`.  `wait="auto"` has no effect: a round waits only for
-    workers that have not finished the turn before, so that a stall shorter than t steps delays nobody.
+    workers that have not finished the turn before, so a stall delays nobody if stall and exchange together
+    take less than t steps.
     """
 
     delay = 1
@@ -71,7 +72,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     def begin_turn(self, calls_with_samples: int) -> None:
         """Submit the change of the turn before, and begin the next turn from it."""
         super().begin_turn(calls_with_samples)
-        self._is_exchanged = False
+        self._is_repeating = self._is_exchanged = False
         self._stopwatch.lap("computing_s")
         self._step_settings = _copy_settings(self.inner)
         plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated later
@@ -107,7 +108,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             super()._report_local()
             return
         overflowed = self.last_skipped
-        self._session.finish_computing(self.local_calls / max(1, self._calls_with_samples))
+        self._session.pause_computing(min(1.0, self.local_calls / max(1, self._calls_with_samples)))
         self._exchange_latest()
         # From here on the change counts from the new anchor.
         self._change_N = self._flat.swap(self._change_N)
@@ -115,10 +116,12 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._set_parameters_to_start()
         self._kept_share, self._is_exchanged = 0.0, True
         self.last_skipped = overflowed
+        self._session.resume_computing()
 
     def _global_step(self) -> None:
         self.local_calls = 0
         if self._is_repeating or self._is_exchanged:
+            self._session.finish_computing()
             super()._report_local()
             self._keep_change()
             self._is_repeating = self.last_skipped = False

@@ -73,9 +73,18 @@ class TrainingSession(Protocol):
         """
         ...
 
-    def finish_computing(self, share: float = 1.0) -> None:
-        """Report this turn's compute figures, once the gradient of a share of its samples is complete.  Later
-        calls in a turn have no effect; `begin`, `run` and `await_submitted` include one."""
+    def pause_computing(self, share: float) -> None:
+        """Leave the time until `resume_computing` out of this turn's compute figures.  `share` of the turn's
+        samples have been computed, 0 < share <= 1."""
+        ...
+
+    def resume_computing(self) -> None:
+        """See `pause_computing`."""
+        ...
+
+    def finish_computing(self) -> None:
+        """Report this turn's compute figures, once the gradient of its samples is complete.  Later calls in a
+        turn have no effect; `begin` and `await_submitted` include one, unless computing is paused."""
         ...
 
     def await_submitted(self) -> RoundOutcome:

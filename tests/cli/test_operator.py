@@ -342,6 +342,7 @@ def test_two_of_one_name_and_a_name_like_a_key() -> None:
         with pytest.raises(ConfigError, match=r"matches 2 members: .*specify more digits"):
             operator_arguments.resolve_member(who, known)
     assert operator_arguments.resolve_member(CARL, known) == bytes.fromhex(CARL)
+    assert operator_arguments.resolve_member("anna", known, present={BERT, CARL}) == bytes.fromhex(BERT)
 
 
 def test_a_long_list_of_candidates_is_cut() -> None:

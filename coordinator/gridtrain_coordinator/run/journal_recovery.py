@@ -66,7 +66,10 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 definition = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
             case "generation":
                 latest, phase = body, ""
-                names.update((bytes.fromhex(line["peer"]), str(line["name"])) for line in body["members"])
+                for line in body["members"]:
+                    peer = bytes.fromhex(line["peer"])
+                    names.pop(peer, None)  # the latest ones last
+                    names[peer] = str(line["name"])
             case "state" if "checkpoint" in body:  # the phase has not changed
                 entry = body["checkpoint"]
                 at = entry["step"] - 1, bytes.fromhex(entry["digest"]), parse_ledger(entry["ledger"])

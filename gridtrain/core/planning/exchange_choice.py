@@ -423,6 +423,7 @@ def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFac
         "" if auto.sparse else "; with exchange=Auto() in it, sparse exchanges work with this optimizer, too"
     )
     return (
-        f"; only {best.efficiency:.0%} of a step is spent computing: LocalSteps(every={proposed.every}) "
+        f"; only {best.efficiency:.0%} of a step is spent computing: "
+        f"LocalSteps(every={proposed.every}{', overlap=True' if best.overlapped else ''}) "
         f"in the script would make it {1.0 - proposed.share:.0%}{what}"
     )

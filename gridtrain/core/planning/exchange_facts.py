@@ -24,7 +24,7 @@ DIRECT_DENSE = Dense(topology="direct").describe()
 """The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology."""
 
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
-_LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(?:, overlap=(\d{1,9}))?\)")
+_LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(?:, overlap=(True|\d{1,9}))?\)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
 
 
@@ -87,7 +87,7 @@ def local_steps_of(setup: Setup | None) -> LocalStepsFacts | None:
     if found is None:
         return None
     every = max(1, int(found[1]))
-    return LocalStepsFacts(every, min(every, int(found[2] or 0)))
+    return LocalStepsFacts(every, every if found[2] == "True" else min(every, int(found[2] or 0)))
 
 
 def parameter_count(setup: Setup | None) -> int:

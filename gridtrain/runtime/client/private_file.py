@@ -13,6 +13,8 @@ from pathlib import Path
 
 LEFTOVER_AGE_S = 60.0
 MAX_LEFTOVERS = 100
+PARTIAL = "partial-"
+"""Part of the names of files that are being written, which no user's file has."""
 
 
 def replace_private_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
@@ -26,7 +28,7 @@ def replace_private_file(path: Path, content: str | bytes, *, durable: bool = Fa
     Raises `OSError`.
     """
     _remove_leftovers(path)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    partial = path.with_name(f".{path.name}.{PARTIAL}{secrets.token_hex(4)}")
     try:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
@@ -42,7 +44,7 @@ def replace_private_file(path: Path, content: str | bytes, *, durable: bool = Fa
 
 def _remove_leftovers(path: Path) -> None:
     """Remove the partial files of killed processes: those that are old, and that no process has locked."""
-    for left in islice(path.parent.glob(f".{glob.escape(path.name)}.????????"), MAX_LEFTOVERS):
+    for left in islice(path.parent.glob(f".{glob.escape(path.name)}.{PARTIAL}*"), MAX_LEFTOVERS):
         with suppress(OSError):  # it is being written, or another process has removed it
             if time.time() - left.stat().st_mtime < LEFTOVER_AGE_S:
                 continue  # it may just have been created, and not be locked yet

@@ -20,19 +20,19 @@ def leftover(folder: Path, name: str, age_s: float = 2 * LEFTOVER_AGE_S) -> Path
 
 def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
     path = tmp_path / "budget.json"
-    leftover(tmp_path, ".budget.json.0123abcd")
+    leftover(tmp_path, ".budget.json.partial-0123abcd")
     replace_private_file(path, "whole")
     assert [each.name for each in tmp_path.iterdir()] == ["budget.json"]
     assert path.read_text() == "whole" and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_files_of_live_writers_and_of_others_stay(tmp_path: Path) -> None:
-    written = leftover(tmp_path, ".budget.json.0123abcd")
+    written = leftover(tmp_path, ".budget.json.partial-0123abcd")
     kept = {
         written,
-        leftover(tmp_path, ".budget.json.4567abcd", age_s=1.0),  # just created
-        leftover(tmp_path, ".other.json.0123abcd"),
-        leftover(tmp_path, ".budget.json.backup"),
+        leftover(tmp_path, ".budget.json.partial-4567abcd", age_s=1.0),  # just created
+        leftover(tmp_path, ".other.json.partial-0123abcd"),
+        leftover(tmp_path, ".budget.json.20261101"),
     }
     with written.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
