@@ -91,7 +91,8 @@ class GroupSession:
         self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: buckets of it may be under way
-        self._mean_step = self._mean_index = 0
+        self._mean_step, self._mean_generation = 0, -1
+        self._mean_values: list[float] = []  # this worker's, in the step `_mean_step`
         self._announced: tuple[int, int, int] | None = None  # generation, step and weight
         self._compute_rate = ComputeRate()
         self._contribution = ContributionReporter(Path(config.contribution) if config.contribution else None)
@@ -337,6 +338,7 @@ class GroupSession:
             return None
         assert snapshot.open_round is not None
         self._turn = snapshot
+        self._repeat_averages(step, snapshot.generation)
         self._loop.step_rounds.begin_attempt()
         if self._early_plan is not None and self._has_begun(snapshot):
             return self._early_plan[1]
@@ -473,12 +475,26 @@ class GroupSession:
         step, turn = self.step, self._turn
         if turn is not None and turn.open_round is not None and self._has_delay:
             step = turn.open_round.step  # a newcomer, too, counts from 0 in each turn
-        self._mean_index = self._mean_index + 1 if self._mean_step == step else 0
-        self._mean_step = step
-        self._loop.request_average(step, self._mean_index, value)
+        if step != self._mean_step:
+            self._mean_step, self._mean_values = step, []
+        self._repeat_averages(step, self.snapshot.generation)
+        self._mean_values.append(value)
+        index = len(self._mean_values) - 1
+        self._loop.request_average(step, index, value)
         self._announced = None  # the answer to it is no longer awaited
-        mean = self._loop.await_average(step, self._mean_index, self.config.deadlines.first_step_s)
-        return value if mean is None else mean
+        mean = self._loop.await_average(step, index, self.config.deadlines.first_step_s)
+        if mean is None:  # the generation had ended, or had not started
+            self._mean_generation = -1
+            return value
+        return mean
+
+    def _repeat_averages(self, step: int, generation: int) -> None:
+        """Contribute this step's values once more in a new generation: a newcomer makes all calls of the
+        step, and would wait for workers that have made theirs."""
+        if generation != self._mean_generation:
+            self._mean_generation = generation
+            for index, value in enumerate(self._mean_values if step == self._mean_step else ()):
+                self._loop.request_average(step, index, value)
 
     def announce_weight(self, weight: int) -> None:
         """See `TrainingSession.announce_weight`."""

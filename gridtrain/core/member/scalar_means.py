@@ -4,10 +4,10 @@ and for the weights of contributions (`grid.weigh`), of which each member uses i
     member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
 
 Within a step, the i-th call on one worker corresponds to the i-th call on each other worker; weights have the
-index `WEIGHTS_INDEX`.  If the
-generation ends before all members have called, the average is cancelled and the trainer continues with its
-own value.  The root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace
-the values of another member.
+index `WEIGHTS_INDEX`.  If the generation ends before all members have called, the average is cancelled and
+the trainer continues with its own value.  A rank that has made a later call is not waited for.  The
+root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of
+another member.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ class ScalarMeans:
     def awaited_ranks(self) -> frozenset[int]:
         """On the root, the ranks whose values are still missing; empty if no average is open."""
         ranks = range(self._rank_assignment.world_size)
-        open_keys = self._values.keys() - self._results.keys()
-        return frozenset(rank for key in open_keys for rank in ranks if rank not in self._values[key])
+        return frozenset(rank for key in self._open_keys for rank in ranks if rank not in self._values[key])
+
+    @property
+    def _open_keys(self) -> list[MeanKey]:
+        return sorted(self._values.keys() - self._results.keys())
 
     def complete(self) -> list[MemberEffect]:
         """Complete all open averages with the values received so far; called on the root."""
-        open_keys = sorted(self._values.keys() - self._results.keys())
-        return [effect for key in open_keys for effect in self._complete(key, must_wait=False)]
+        return [effect for key in self._open_keys for effect in self._complete(key, must_wait=False)]
 
     def request(self, key: MeanKey, value: float) -> list[MemberEffect]:
         """Contribute the trainer's value to an average; `DeliverMean` follows."""
@@ -112,16 +114,25 @@ class ScalarMeans:
         """
         self._values.setdefault(key, {})[rank] = value
         self._keep_latest(key, rank)
-        return self._send_result(key, rank) if key in self._results else self._complete(key, must_wait=True)
+        if key in self._results:
+            return self._send_result(key, rank)
+        return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def _complete(self, key: MeanKey, *, must_wait: bool) -> list[MemberEffect]:
-        """Compute and send an average; wait for the numbers of all ranks that are not absent."""
+        """Compute and send an average; wait for the numbers of all ranks that are not absent and have not
+        passed it."""
         values = self._values[key]
         awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
-        if key in self._results or (must_wait and awaited):
+        if must_wait and any(not self._has_passed(rank, key) for rank in awaited):
             return []
         self._results[key] = _mean([values[rank] for rank in sorted(values)])
         return [effect for rank in sorted(values) for effect in self._send_result(key, rank)]
+
+    def _has_passed(self, rank: int, key: MeanKey) -> bool:
+        """Whether a rank has contributed to a later average, and so will not contribute to this one: with a
+        delay, a newcomer may begin with the step after the one in which the others compute."""
+        later = (each for each in self._keys_of.get(rank, ()) if each[1] != WEIGHTS_INDEX)
+        return key[1] != WEIGHTS_INDEX and max(later, default=key) > key
 
     def _keep_latest(self, key: MeanKey, rank: int) -> None:
         """Drop this rank's oldest values beyond the limit; the values of other ranks are not affected."""

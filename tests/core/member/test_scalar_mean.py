@@ -10,7 +10,7 @@ import pytest
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import DeliverMean, Send
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, ScalarMeans
+from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, WEIGHTS_INDEX, ScalarMeans
 from gridtrain.errors import RemoteProtocolError
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
@@ -73,13 +73,25 @@ def test_the_open_averages_at_the_root_are_bounded() -> None:
 
 def test_a_flood_of_one_member_crowds_out_no_other() -> None:
     root = means(A)
-    root.request((7, 0), 1.0)
     root.receive(C, ask(2.0))
     for step in range(2**62, 2**62 + 10 * MAX_OPEN_MEANS):
-        assert root.receive(B, ask(1.0, step=step)) == []
-    tell = m.MeanReply(1, 5, 7, 0, 2.0)
-    assert root.receive(B, ask(3.0)) == [DeliverMean(7, 0, 2.0), Send(B, tell), Send(C, tell)]
-    assert len(root._values) == MAX_OPEN_MEANS
+        root.receive(B, ask(1.0, step=step))
+    tell = m.MeanReply(1, 5, 7, 0, 1.5)
+    assert root.request((7, 0), 1.0) == [DeliverMean(7, 0, 1.5), Send(C, tell)], "B has passed it"
+    assert root.receive(B, ask(3.0)) == [Send(B, tell)]
+    assert len(root._values) <= MAX_OPEN_MEANS + 1
+
+
+def test_a_member_that_has_made_a_later_call_is_not_waited_for() -> None:
+    root = means(A)
+    root.request((7, 3), 1.0)
+    root.receive(C, m.MeanRequest(1, 5, 7, 3, 2.0))
+    earlier = m.MeanReply(1, 5, 7, 2, 9.0)
+    assert root.receive(B, m.MeanRequest(1, 5, 7, 2, 9.0)) == [Send(B, earlier)], "A and C have passed it"
+    weights = m.MeanRequest(1, 5, 7, WEIGHTS_INDEX, 9.0)
+    assert root.receive(B, weights) == [], "weights are announced before other calls of a step"
+    tell = m.MeanReply(1, 5, 7, 3, 1.5)
+    assert root.receive(B, ask(9.0, step=8)) == [DeliverMean(7, 3, 1.5), Send(C, tell)]
 
 
 @pytest.mark.parametrize(
