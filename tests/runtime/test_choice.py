@@ -48,7 +48,7 @@ def test_a_choice_that_is_open_again_is_waited_for() -> None:
     choices: Any = {"Dense()": None, chosen.exchange: None}
     session._joined = io.TrainerJoined(setup, lambda *_: frozenset(), None, choices)
     session._turn, session._turn_began_s, session._early_plan = OPEN, 0.0, None
-    session._computed_share, session._mean_generation, session._mean_values = 1.0, -1, []
+    session._computed_share, session._mean_step, session._mean_generation = 1.0, -1, -1
     session._is_turn_done = session._is_standby_at_end = session._is_awaiting_choice = False
     session._compute_rate = type("Rate", (), {"end": lambda self, now_s: False})()
     plan = session.begin()
