@@ -1,4 +1,6 @@
-"""Parse and format sizes, durations and counts such as "500MB", "10ms", "7d" and "2 workers"."""
+"""Parse and format sizes, durations and counts such as "500MB", "10ms", "7d" and "2 workers", and words
+of the coordinator's status.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,11 @@ def shorten(text: str, max_bytes: int) -> str:
 def format_count(count: int, noun: str) -> str:
     """Return a number with its noun in singular or plural, such as "1 worker" and "1,200 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_worker_state(state: str) -> str:
+    """Return the glossary's word for a worker's state in the coordinator's status."""
+    return {"following": "catching up", "spare": "standby"}.get(state, state)
 
 
 def format_field(value: object) -> str:

@@ -18,7 +18,7 @@ import click
 
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import PLAIN_WIDTH, count, make_console, mapping, rows
-from gridtrain.quantities import format_bytes, format_field
+from gridtrain.quantities import format_bytes, format_field, format_worker_state
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group
@@ -35,9 +35,6 @@ RECONNECT_TIMEOUT_S = 30.0
 RECENT_EVENTS = 5
 PHASE_STYLES = {"waiting": "yellow", "training": "green", "paused": "red", "finished": "cyan"}
 COLUMNS = ("share", "step", "up/s", "down/s", "comp.", "select", "comm.", "wait", "heard")
-SHOWN_STATES = {"following": "catching up", "spare": "standby"}
-"""Words of the glossary for states that the coordinator's answer calls otherwise."""
-
 DROP_ORDER = ("select", "wait", "reach", "comm.", "comp.", "heard", "down/s")
 """The columns to drop on a narrow terminal, in this order, so that names, which commands need, stay
 readable."""
@@ -206,7 +203,7 @@ def members_table(
             "-" if rank is None else count(rank),
             *([count(member.get("stage"))] if in_stages else []),
             str(member.get("name", "?")),
-            SHOWN_STATES.get(state := str(member.get("state", "?")), state),
+            format_worker_state(str(member.get("state", "?"))),
             str(member.get("reach") or "-"),
             *([count(member.get("strikes"))] if has_violations else []),
             count(member.get("share")),

@@ -25,7 +25,7 @@ class ComputeRate:
     def __init__(self) -> None:
         self._measured_steps = 0
         self._began_s: float | None = None
-        self._before_s, self._is_paused = 0.0, False
+        self._before_pause_s: float | None = None
         self._open_samples = 0
         self._samples = 0
         self._seconds_s = 0.0
@@ -34,20 +34,21 @@ class ComputeRate:
         """Start measuring a batch of `samples` samples; 0 if this worker takes part without samples."""
         self._measured_steps += samples > 0
         counts = samples > 0 and self._measured_steps > WARM_UP_STEPS
-        self._began_s, self._open_samples, self._is_paused = now_s if counts else None, samples, False
+        self._began_s, self._open_samples = now_s if counts else None, samples
+        self._before_pause_s = None
 
     def discard(self) -> None:
         """Stop measuring the current turn without counting it."""
-        self._began_s, self._is_paused = None, False
+        self._began_s = self._before_pause_s = None
 
     def pause(self, now_s: float) -> None:
         """Do not count the time until `resume`."""
         if self._began_s is not None:
-            self._before_s, self._began_s, self._is_paused = now_s - self._began_s, None, True
+            self._before_pause_s, self._began_s = now_s - self._began_s, None
 
     def resume(self, now_s: float) -> None:
-        if self._is_paused:
-            self._began_s, self._is_paused = now_s - self._before_s, False
+        if self._before_pause_s is not None:
+            self._began_s, self._before_pause_s = now_s - self._before_pause_s, None
 
     def end(self, now_s: float) -> bool:
         """Count the current turn, whose gradient is complete; return whether the figures have changed.

@@ -23,8 +23,8 @@ from torch.optim import lr_scheduler
 
 from gridtrain.config import Auto, Exchange, LocalSteps, round_exchange
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer
-from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
+from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer, is_resumable
+from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training import hyperparameter_check
@@ -142,7 +142,7 @@ class Absence:
         if plan.compare_after:
             self._comparisons.add(plan.step)
         main: CollectiveBuffer | BucketedBuffer | None = previous[0] if previous else None
-        if not (isinstance(main, DenseRingBuffer | BucketedBuffer) and main.is_resumable):
+        if main is None or not is_resumable(main):
             main = optimizer.make_empty_buffer(plan)
         if main is None:
             return None

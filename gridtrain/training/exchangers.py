@@ -24,7 +24,7 @@ from gridtrain.core.collectives import allgather, butterfly, direct, ring, star,
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
-from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer
+from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer, is_resumable
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.rounded_buffers import largest_contribution, make_dense_buffer
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
@@ -76,8 +76,7 @@ class ExchangeAttempt:
     @property
     def is_resumable(self) -> bool:
         """Whether a retry can continue with this attempt and the data that it has received."""
-        first = self.buckets[0].buffer
-        return isinstance(first, DenseRingBuffer) and first.is_resumable
+        return is_resumable(self.buffer)
 
 
 class Exchanger(Protocol):

@@ -64,7 +64,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._change_N = torch.zeros_like(flat_N, pin_memory=flat_N.is_pinned())
         self._is_change_finite = True
         self._kept_share = 1.0  # the turn starts at anchor - this share of the change in flat_N
-        self._is_repeating = self._is_exchanged = False
+        self._is_repeating = False
         self._step_settings = inner
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     def begin_turn(self, calls_with_samples: int) -> None:
         """Submit the change of the turn before, and begin the next turn from it."""
         super().begin_turn(calls_with_samples)
-        self._is_repeating = self._is_exchanged = False
+        self._is_repeating = False
         self._stopwatch.lap("computing_s")
         self._step_settings = _copy_settings(self.inner)
         plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated later
@@ -89,7 +89,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     def end_empty_turn(self) -> None:
         """End a turn in which no worker has samples: only the change of the turn before is exchanged."""
         self._calls_left = 0
-        self._global_step()
+        self._exchange_latest()
 
     def begin_repeated_turn(self, calls_with_samples: int) -> None:
         """Begin a turn that only computes the change, from the anchor; the next turn submits it."""
@@ -114,13 +114,13 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._change_N = self._flat.swap(self._change_N)
         self._kept_share = 1.0
         self._set_parameters_to_start()
-        self._kept_share, self._is_exchanged = 0.0, True
+        self._kept_share = 0.0
         self.last_skipped = overflowed
         self._session.resume_computing()
 
     def _global_step(self) -> None:
         self.local_calls = 0
-        if self._is_repeating or self._is_exchanged:
+        if self._is_repeating or self._overlapped_steps < self._every:  # exchanged after that step
             self._session.finish_computing()
             super()._report_local()
             self._keep_change()

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gridtrain.quantities import format_worker_state
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
 from gridtrain_coordinator.dashboard.history import History, Point, shortened
@@ -53,9 +54,6 @@ ARRIVAL_EVENTS = {
 EVENT_FIELDS = 12
 PAUSED_STATE = "paused"
 """The state of a worker that its owner has paused."""
-
-STATE_NAMES = {"following": "catching up", "spare": "standby"}
-"""The glossary's words for states that the status calls otherwise."""
 
 STATE_REASONS = {
     "joining": "its links are being measured",
@@ -232,8 +230,7 @@ class Board:
 
     def _fill(self, row: WorkerRow, peer: str, member: Mapping[str, Any]) -> None:
         figures = member.get("figures", {})
-        state = sanitize.text(member["state"], 20)
-        state = STATE_NAMES.get(state, state)
+        state = format_worker_state(sanitize.text(member["state"], 20))
         about = {
             sanitize.text(k, 32): sanitize.text(v, 120) for k, v in dict(member.get("about", {})).items()
         }

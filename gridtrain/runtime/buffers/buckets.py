@@ -69,11 +69,6 @@ class BucketedBuffer:
         known = [rest_B for rest_B in rests if rest_B is not None]
         return np.concatenate(known) if len(known) == len(self.parts) else None
 
-    @property
-    def is_resumable(self) -> bool:
-        """Whether a retry in the same generation uses the same buffers."""
-        return all(isinstance(part, DenseRingBuffer) and part.is_resumable for part in self.parts)
-
     def compute_digest(self) -> bytes:
         """Return the digest of the whole update.  See `CollectiveBuffer.compute_digest`."""
         digests = [part.compute_digest() for part in self.parts]
@@ -88,6 +83,12 @@ def update_of(buffer: CollectiveBuffer | BucketedBuffer) -> FloatArray | SparseV
     if is_sparse or (isinstance(buffer, BucketedBuffer) and buffer.is_sparse):
         return buffer.update  # type: ignore[union-attr]
     return buffer.update_N  # type: ignore[union-attr]
+
+
+def is_resumable(buffer: CollectiveBuffer | BucketedBuffer) -> bool:
+    """Return whether a retry in the same generation uses the same buffer and what it has received."""
+    first = buffer.parts[0] if isinstance(buffer, BucketedBuffer) else buffer  # all parts are of one kind
+    return isinstance(first, DenseRingBuffer) and first.is_resumable
 
 
 def buffers_by_channel(
