@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import rivals
@@ -77,6 +77,7 @@ class Run:
         step_s: median seconds of a step.
         timed_steps: the seconds are those of `step` such steps as the mean of so many; 0: all were run.
         curve: (step, seconds, held-out loss) of each measurement.
+        seed: of the initial parameters.
     """
 
     workload: str
@@ -90,6 +91,7 @@ class Run:
     step_s: float
     timed_steps: int = 0
     curve: tuple[tuple[int, float, float], ...] = ()
+    seed: int = 0
 
 
 def read(path: Path) -> list[dict[str, float]]:
@@ -151,10 +153,12 @@ def target_of(options: argparse.Namespace, workload: Workload | type[Workload]) 
     return workload.target if options.target is None else float(options.target)
 
 
-def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, folder: Path) -> None:
+def ours(
+    options: argparse.Namespace, workload: Workload, rate: str, road: str, folder: Path, seed: int
+) -> None:
     script = [sys.executable, "-m", "accuracy.train", "--workload", workload.name, "--road", road]
     script += ["--density", str(options.density), "--every", str(options.every)]
-    script += ["--steps", str(options.steps), "--folder", str(folder)]
+    script += ["--steps", str(options.steps), "--folder", str(folder), "--seed", str(seed)]
     if options.learning_rate is not None:
         script += ["--learning-rate", repr(options.learning_rate)]
     if options.gathered is not None:
@@ -177,10 +181,14 @@ def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, 
         start(net, plan, folder, lambda name: script).wait(options.limit, tick)
 
 
-def theirs(options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path) -> None:
+def theirs(
+    options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path, seed: int
+) -> None:
     trainer, family = THEIRS[name]
     extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
     extra += [
+        "--seed",
+        str(seed),
         "--until-loss",
         str(target_of(options, workload)),
         "--powersgd-rank",
@@ -190,7 +198,7 @@ def theirs(options: argparse.Namespace, workload: Workload, rate: str, name: str
     if name.startswith("one"):
         world, extra = 1, [*extra, "--batch-size", str(workload.batch_size * world)]
     if family == "local":
-        every = str((options.gathered or workload.gathered["local"])[0])
+        every = str((options.gathered or workload.gathered["local"])[0]).partition("/")[0]
         extra += ["--every", every, "--measure-every", every, "--compression", options.compression]
     if options.learning_rate is not None:
         extra += ["--learning-rate", repr(options.learning_rate)]
@@ -199,16 +207,17 @@ def theirs(options: argparse.Namespace, workload: Workload, rate: str, name: str
         train_rival(hosts, trainer, folder, options.limit, extra)
 
 
-def run(options: argparse.Namespace, workload: Workload, rate: str, contender: str) -> Run:
+def run(options: argparse.Namespace, workload: Workload, rate: str, contender: str, seed: int = 0) -> Run:
     folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
     try:
-        (theirs if contender in THEIRS else ours)(options, workload, rate, contender, folder)
+        (theirs if contender in THEIRS else ours)(options, workload, rate, contender, folder, seed)
     except Arrived:
         pass
     except LabError as error:
         print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
     records = read(folder / "steps.jsonl")
     found = summary(records, workload, rate, contender, target_of(options, workload))
+    found = replace(found, seed=seed)
     if options.extrapolate is None or found.seconds is not None:
         return found
     known = steps_of(options.extrapolate)
@@ -223,7 +232,12 @@ def table(runs: Sequence[Run], baseline: str) -> str:
     ]
     for r in runs:
         other = next(
-            (b for b in runs if (b.workload, b.rate, b.contender) == (r.workload, r.rate, baseline)), None
+            (
+                b
+                for b in runs
+                if (b.workload, b.rate, b.seed, b.contender) == (r.workload, r.rate, r.seed, baseline)
+            ),
+            None,
         )
         if r.seconds is None:
             reached = "-" if r.last_loss is None else f"not in {r.last_s:.0f} s: {r.last_loss:.2f}"
@@ -258,12 +272,15 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="of a packet, one way")
     parser.add_argument("--extrapolate", type=Path, metavar="FILE", help="see above; FILE: of --out")
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
-    parser.add_argument("--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk")
+    parser.add_argument(
+        "--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk; 8/2: overlap=2"
+    )
     parser.add_argument("--powersgd-rank", type=int, default=2)
     parser.add_argument(
         "--compression", choices=("none", "float16", "int8"), default="float16", help="of hivemind-local"
     )
     parser.add_argument("--encrypted", action="store_true")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the initial parameters")
     parser.add_argument("--baseline", default="gloo")
     parser.add_argument("--out", type=Path, help="write JSON here")
     return parser.parse_args(arguments)
@@ -276,12 +293,12 @@ def main(arguments: Sequence[str]) -> int:
     for name in options.workloads:
         workload = WORKLOADS[name]()
         for rate in options.rates:
-            for contender in options.contenders:
+            for seed, contender in product(options.seeds, options.contenders):
                 why = missing.get(TRAINERS[THEIRS[contender][0]], "") if contender in THEIRS else ""
                 if why:
                     print(f"left out: {contender}: {why}", file=sys.stderr)
                     continue
-                runs.append(run(options, workload, rate, contender))
+                runs.append(run(options, workload, rate, contender, seed))
                 print(table(runs[-1:], "").splitlines()[-1], flush=True)
                 if options.out is not None:
                     write(options, arguments, runs)

@@ -57,10 +57,11 @@ def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
             return "local", gridtrain.LocalSteps(every=every, exchange=gridtrain.GTopK(density=density))
         case "local-topk" | "local-topk-sgd" as road:
             family = "local-sgd" if road.endswith("sgd") else "local"
-            short, many = options.gathered or WORKLOADS[options.workload].gathered[family]
+            turn, many = options.gathered or WORKLOADS[options.workload].gathered[family]
+            every, _, overlapped = str(turn).partition("/")
             words = str(many) if "=" in str(many) else f"density={many},values=int8"
             gathered = parse_exchange(f"topk:{words}")
-            return family, gridtrain.LocalSteps(every=int(short), exchange=gathered)
+            return family, gridtrain.LocalSteps(int(every), gathered, overlap=int(overlapped or 0))
         case _:
             sparse = gridtrain.GTopK(density=density, values="int8")
             return "local", gridtrain.LocalSteps(every=every, exchange=sparse)

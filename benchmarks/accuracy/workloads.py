@@ -67,14 +67,15 @@ class Workload(ABC):
         batch_size: samples of one worker's step.
         target: held-out loss at which a run has arrived.
         settings: by family: "dense" (plain gradients, every step), "sparse" (DGC), "local" (LocalSteps).
-        gathered: of the local families: local steps of an exchange, and the density of what is gathered.
+        gathered: of the local families: local steps of an exchange ("8/2": of which 2 overlap with the
+            exchange before), and the density of what is gathered.
     """
 
     name: str
     batch_size: int
     target: float
     settings: dict[str, Settings]
-    gathered: ClassVar[dict[str, tuple[int, float | str]]] = {"local": (8, 0.1), "local-sgd": (8, 0.1)}
+    gathered: ClassVar[dict[str, tuple[int | str, float | str]]] = {"local": (8, 0.1), "local-sgd": (8, 0.1)}
     train: Dataset[Pair]
 
     @abstractmethod
