@@ -390,7 +390,9 @@ class WholeModelState(ModelState):
             on_written=self._upload,
         )
         self._checkpoint_step: int | None = None  # the step of the checkpoint that was found on disk
-        self._is_resumed = False  # state and residual come from the checkpoint, and no step was taken since
+        self._is_resumed = (
+            False  # state and residual come from the checkpoint, and no step has been taken since
+        )
         largest_bytes = largest_state_bytes(optimizer.model)
         session.tasks.attach_state(
             lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes
