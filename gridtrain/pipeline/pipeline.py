@@ -94,6 +94,7 @@ class Pipeline:
     calls_per_turn = 1
     local_calls = 0
     weigh_by = "samples"
+    wait = "all"
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Pipeline:
         self._failed_round: PipelineRound | None = None
         self.buffer_averaging = BufferAveraging(self.model, options.average_buffers_every)
         self.exchange_config = options.exchange
-        self.compare_every = options.compare_every
+        self.compare_every, self.clip_norm = options.compare_every, options.clip_norm
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.metered = False
         self._stored_bytes = self._largest_micro_batch = 0

@@ -30,9 +30,15 @@ from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
-from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
+from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
-from gridtrain.training.model_state import CheckpointOptions, ModelState, describe_machine, position_of
+from gridtrain.training.model_state import (
+    ModelState,
+    ModelStateOptions,
+    describe_machine,
+    largest_state_bytes,
+    position_of,
+)
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual
 from gridtrain.training.worker_residual import WorkerResidual
 
@@ -52,14 +58,13 @@ class StageModelState(ModelState):
         self,
         session: GroupSession,
         held: HeldStage,
-        checkpoints: CheckpointOptions,
-        max_transfer_bytes: int,
+        options: ModelStateOptions,
         *,
         profile: Profile | Sequence[Layer] | None = None,
         memory_bytes: int = 0,
         measure_flops: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        super().__init__(session, checkpoints, max_transfer_bytes)
+        super().__init__(session, options)
         self._held, self._profile, self._memory_bytes = held, profile, memory_bytes
         self._measure_flops = measure_flops
         self._store: StageCheckpointStore | None = None

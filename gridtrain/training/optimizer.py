@@ -137,7 +137,7 @@ class GridOptimizer(WrappingOptimizer):
         self.exchange_config = exchange
         self.replicated = inner
         self._session = session
-        self._clip_norm = clip_norm
+        self.clip_norm = clip_norm
         self._flat = FlatGradient(model, inner, exchange_device)
         self.base = base or FrozenBase(model)
         self.overlap_config = overlap
@@ -553,8 +553,8 @@ class GridOptimizer(WrappingOptimizer):
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Write the update, clipped, to every `p.grad`."""
         self._flat.load_update(update)
-        if self._clip_norm is not None:
-            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (l2_norm(update) + 1e-6)))
+        if self.clip_norm is not None:
+            self._flat.flat_N.mul_(min(1.0, self.clip_norm / (l2_norm(update) + 1e-6)))
         self._flat.scatter()
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
