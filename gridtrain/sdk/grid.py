@@ -614,7 +614,7 @@ class Grid:
         wrapped = self._wrapped()
         assert isinstance(wrapped, GridOptimizer)
         for number, batch in enumerate(batches):
-            wrapped.begin_micro_batch(number, weights)
+            wrapped.weights.begin_micro_batch(number, weights)
             yield batch
 
 
