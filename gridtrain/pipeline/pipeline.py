@@ -51,7 +51,7 @@ from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.open_round import PipelineRound, RoundPart
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 from gridtrain.training.buffer_averaging import BufferAveraging
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt
 from gridtrain.training.optimizer import check_compatible, l2_norm
@@ -314,7 +314,7 @@ class Pipeline:
             norm_squared = l2_norm(state.without_tied_copies(update_of(update))) ** 2
         summary = StageSummary(
             digest,
-            serialization.hyperparameter_digest(state.inner),
+            hyperparameters.hyperparameter_digest(state.inner),
             result.loss * plan.weight if result.loss is not None and plan.samples else 0.0,
             norm_squared,
             self._micro_batch_count.step_timings(result, plan.samples),

@@ -11,7 +11,7 @@ import torch
 
 from gridtrain.core.messages import Facts
 from gridtrain.pipeline.pipeline import Pipeline
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint.hyperparameters import hyperparameter_digest
 from gridtrain.training.checkpoint.pretrained import adapter_facts
 from gridtrain.training.optimizer import GridOptimizer
 
@@ -45,7 +45,10 @@ def describe_optimizer(inner: torch.optim.Optimizer) -> str:
         for name, value in sorted(options.items())
         if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
     )
-    text, settings = f"{type(inner).__name__}({shown})", serialization.hyperparameter_digest(inner).hex()[:12]
+    text, settings = (
+        f"{type(inner).__name__}({shown})",
+        hyperparameter_digest(inner).hex()[:12],
+    )
     if others:
         text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
     return text if len(text) <= 400 else f"{text[:360]}... {settings}"

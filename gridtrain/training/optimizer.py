@@ -39,7 +39,7 @@ from gridtrain.training.absence import Absence
 from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.batch_weights import BatchWeights, check_weighting
 from gridtrain.training.buffer_averaging import BufferAveraging
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
@@ -335,7 +335,7 @@ class GridOptimizer(WrappingOptimizer):
             # A retry adds the hyperparameters at the end, so that the channels of the others do not change.
             extra = [each for each in (averages, trial, compared) if each is not None]
             self._stopwatch.lap("selecting_s")
-            settings_text = serialization.hyperparameters_json(self._settings_of_step)
+            settings_text = hyperparameters.hyperparameters_json(self._settings_of_step)
             self.absence.check_step(plan.step, settings_text)
             self.residual.mark_sent(attempt)
             outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
@@ -366,7 +366,7 @@ class GridOptimizer(WrappingOptimizer):
         attempt = self._prepare(plan, usable or plan.samples == 0, {})
         averages = self.buffer_averaging.make_collective_buffer(plan)
         self.residual.mark_sent(attempt)
-        settings = serialization.hyperparameters_json(self._settings_of_step)
+        settings = hyperparameters.hyperparameters_json(self._settings_of_step)
         buffers = [attempt.buffer] if averages is None else [attempt.buffer, averages]
         self._session.submit(plan, buffers, attempt.skip, settings)
         self._sent = plan, attempt, averages
@@ -436,7 +436,7 @@ class GridOptimizer(WrappingOptimizer):
 
         The digest is part of every vote, so that a learning rate that differs on one worker is never applied.
         """
-        return serialization.hyperparameter_digest(self.inner)
+        return hyperparameters.hyperparameter_digest(self.inner)
 
     def track(self, **trackers: serialization.Stateful) -> None:
         """Add stateful objects, such as schedulers and weight averages, to the replicated state.  Every
@@ -475,9 +475,9 @@ class GridOptimizer(WrappingOptimizer):
             raise RemoteProtocolError(text, remedy="request the whole state instead") from error
 
     def load_settings(self, settings: bytes) -> None:
-        """Load another worker's optimizer settings, as `serialization.hyperparameters_json` wrote them."""
+        """Load another worker's optimizer settings, as `hyperparameters.hyperparameters_json` wrote them."""
         _, groups = json.loads(settings)
-        serialization.load_hyperparameters(self.inner, groups)
+        hyperparameters.load_hyperparameters(self.inner, groups)
 
     def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Apply the update of a step in which this worker did not take part, with the present settings.
