@@ -131,7 +131,7 @@ class Pipeline:
         """The number of the stage of this worker's rank, which the coordinator may change; None for a
         standby."""
         snapshot = self._session.snapshot
-        return self.held.stage_at(snapshot) if snapshot.world_size else None
+        return self.held.places.stage(snapshot) if snapshot.world_size else None
 
     @property
     def stages(self) -> int:
@@ -239,8 +239,8 @@ class Pipeline:
     def _attempt(
         self, state: StageState, plan: StepPlan, inputs: Any, targets: Any
     ) -> tuple[RoundOutcome, _Contribution | None]:
-        layout, count = self.held.layout_at(plan), self._micro_batch_count
-        executor = state.prepare_executor(self.held.stages_at(plan), inputs)
+        layout, count = self.held.places.layout(plan), self._micro_batch_count
+        executor = state.prepare_executor(self.held.places.stages(plan), inputs)
         sizes = state.micro_batch_sizes(plan.samples, count.number)
         self._largest_micro_batch = max(sizes, default=0)
         link = RoundStageLink(layout, plan.rank, state.max_payload_bytes(self._largest_micro_batch))
@@ -380,7 +380,7 @@ class Pipeline:
     def _update_micro_batches(self, plan: StepPlan, summaries: StageSummaryBuffer) -> None:
         """Record the step's timings; when the number of micro-batches is chosen, log and report it."""
         figures = [summary.figures for summary in summaries.summaries]
-        chosen = self._micro_batch_count.record_step(figures, self.held.layout_at(plan))
+        chosen = self._micro_batch_count.record_step(figures, self.held.places.layout(plan))
         if chosen is not None:
             log.info("from step %d on %s", plan.step + 1, chosen.reason)
             self._session.report_figures({"micro_batches": float(chosen.micro_batches)})
