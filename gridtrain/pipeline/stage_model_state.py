@@ -57,6 +57,8 @@ class StageModelState(ModelState):
         measure_flops: a function that measures this device's float32 operations per second.
     """
 
+    _store: StageCheckpointStore | None
+
     def __init__(
         self,
         session: GroupSession,
@@ -70,7 +72,6 @@ class StageModelState(ModelState):
         super().__init__(session, options)
         self._held, self._profile, self._memory_bytes = held, profile, memory_bytes
         self._measure_flops = measure_flops
-        self._store: StageCheckpointStore | None = None
         self._has_read_disk = False
         session.tasks.attach_state(
             held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
@@ -114,13 +115,6 @@ class StageModelState(ModelState):
             stage_neighbours(defined, neighbours_of(options.exchange)),
             describe_machine(defined.device, held.base),
         )
-
-    def _wait_for_writer(self, timeout_s: float) -> bool:
-        return self._store is None or self._store.wait(timeout_s)
-
-    def _release_folder(self) -> None:
-        if self._store is not None:
-            self._store.release()
 
     @property
     def exports(self) -> bool:

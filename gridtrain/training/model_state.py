@@ -56,6 +56,7 @@ from gridtrain.training.checkpoint.checkpoint_upload import MAX_FINAL_ATTEMPTS, 
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.checkpoint.model_export import plain_state, save_model
 from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, shown_url
+from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
 from gridtrain.training.optimizer import GridOptimizer
@@ -102,6 +103,7 @@ class ModelState(ABC):
         self._left: LeftResidual | None = None  # of this worker when it left; not added yet
         self._received_magnitude = 0.0
         self._has_initial_weights = True
+        self._store: CheckpointStore | StageCheckpointStore | None = None  # a subclass opens it
         self._uploader: CheckpointUploader | None = None
         self._written_step: int | None = None  # of the checkpoint that was written last
         self._final_step: int | None = None  # the run's last step, if its checkpoint is being written
@@ -230,7 +232,8 @@ class ModelState(ABC):
         self._wait_for_writer(timeout_s)
         if self._uploader is not None:
             self._uploader.close(timeout_s)
-        self._release_folder()
+        if self._store is not None:
+            self._store.release()
 
     # -- the final model ---------------------------------------------------------------------------------
 
@@ -267,13 +270,6 @@ class ModelState(ABC):
         """Begin to write a checkpoint in the background."""
 
     @abstractmethod
-    def _wait_for_writer(self, timeout_s: float) -> bool:
-        """Wait for a checkpoint that is being written; return whether none is being written any more."""
-
-    @abstractmethod
-    def _release_folder(self) -> None: ...
-
-    @abstractmethod
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """Prepare the state for a pause; return its position if it stays in memory, otherwise None."""
 
@@ -298,6 +294,10 @@ class ModelState(ABC):
         return self._residual.add(entries, snapshot.world_size)
 
     # -- shared --------------------------------------------------------------------------------------------
+
+    def _wait_for_writer(self, timeout_s: float) -> bool:
+        """Wait for a checkpoint that is being written; return whether none is being written any more."""
+        return self._store is None or self._store.wait(timeout_s)
 
     def _restore_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         self._load_state(blobs)
@@ -376,7 +376,7 @@ class WholeModelState(ModelState):
     def __init__(self, session: GroupSession, optimizer: GridOptimizer, options: ModelStateOptions) -> None:
         super().__init__(session, options)
         self._optimizer = optimizer
-        self.checkpoints = CheckpointStore(
+        self.checkpoints = self._store = CheckpointStore(
             options.folder,
             every=options.every,
             keep=options.keep,
@@ -456,12 +456,6 @@ class WholeModelState(ModelState):
             )
         self._is_resumed, self._checkpoint_step = False, None
         super().begin_turn(snapshot)
-
-    def _wait_for_writer(self, timeout_s: float) -> bool:
-        return self.checkpoints.wait(timeout_s)
-
-    def _release_folder(self) -> None:
-        self.checkpoints.release()
 
     @property
     def exports(self) -> bool:
