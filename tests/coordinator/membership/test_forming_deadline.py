@@ -21,7 +21,7 @@ from gridtrain_coordinator.run.events import (
     PeerDisconnected,
     Send,
 )
-from gridtrain_coordinator.run.registry import StateTransferProgress
+from gridtrain_coordinator.run.liveness import StateTransferProgress
 
 SETUP = m.Setup((("model", "100 parameters"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
@@ -389,7 +389,7 @@ def test_a_source_in_a_long_step_is_waited_for_as_its_steps_last() -> None:
         while run.core.run.view_change.is_forming and elapsed < 400:
             run.now_s += 1.0
             elapsed += 1
-            source.last_heard_s = run.now_s
+            source.liveness.last_heard_s = run.now_s
             run.tick()
         assert least <= elapsed <= most, (step_s, elapsed)
 
