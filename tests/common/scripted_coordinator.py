@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from types import UnionType
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -29,9 +30,9 @@ Journal = list[tuple[str, dict[str, Any]]]
 
 
 def sent(
-    effects: Iterable[Effect], kind: type[m.Message] = m.Message, to: m.PeerId | None = None
+    effects: Iterable[Effect], kind: type[m.Message] | UnionType = m.Message, to: m.PeerId | None = None
 ) -> list[Any]:
-    """The messages of a type among these effects, of which one worker may be the receiver."""
+    """The messages of a type among these effects; only those to one worker, if it is named."""
     return [
         e.message
         for e in effects
