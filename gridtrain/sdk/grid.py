@@ -634,6 +634,7 @@ class Grid:
                 remedy="use grid.batches(dataset, ...)",
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
+        turns.feeds_loader = True
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
 
     def _base_rule(self, base: str | None) -> str:
@@ -717,7 +718,8 @@ class Grid:
                 self._is_closed = True
                 if self._model_state is not None and self._turns is not None:
                     budget_bytes = self._pauses.remaining_bytes // 2
-                    self._model_state.leave(budget_bytes, between_steps=self._turns.is_stopped)
+                    between_steps = self._turns.is_stopped or self._session.is_turn_done
+                    self._model_state.leave(budget_bytes, between_steps=between_steps)
         finally:
             self._session.close("its run is finished" if self.finished else self._data_failure or reason)
             if self._model_state is not None:
@@ -844,6 +846,8 @@ class Grid:
                 exports = self._is_exporter()
             if exports:
                 self._export()
+            else:
+                log.warning("the run is finished; another worker writes its model")
         if isinstance(written, Exception):
             raise written
         self._model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
