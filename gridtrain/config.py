@@ -296,6 +296,12 @@ def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | 
             f'exchange is "{given}", which is not a known name',
             remedy='use exchange="auto", or an exchange such as GTopK()',
         )
+    if not isinstance(given, Exchange | LocalSteps | Auto):
+        text = given.__name__ if isinstance(given, type) else repr(given)
+        raise ConfigError(
+            f"exchange is {text}, which is not an exchange",
+            remedy=f"call it: {text}()" if isinstance(given, type) else "use an exchange such as GTopK()",
+        )
     return given
 
 

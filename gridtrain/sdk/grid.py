@@ -462,6 +462,7 @@ class Grid:
                 remedy="use grid.batches(dataset, ...)",
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
+        turns.feeds_loader = True
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
 
     def weigh(self, count: int | torch.Tensor) -> None:
@@ -542,7 +543,8 @@ class Grid:
                 self._is_closed = True
                 if self._model_state is not None and self._turns is not None:
                     budget_bytes = self._pauses.remaining_bytes // 2
-                    self._model_state.leave(budget_bytes, between_steps=self._turns.is_stopped)
+                    between_steps = self._turns.is_stopped or self._session.is_turn_done
+                    self._model_state.leave(budget_bytes, between_steps=between_steps)
         finally:
             self._session.close("its run is finished" if self.finished else self._data_failure or reason)
             if self._model_state is not None:
