@@ -28,6 +28,7 @@ FloatArray = npt.NDArray[np.float32]
 TruncatedEntries = tuple[IndexArray, FloatArray]
 """Entries to add to a residual: strictly increasing indices (K,), and non-zero values (K,)."""
 
+_LARGEST = float(np.finfo(np.float32).max)
 _RESERVE_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; glibc retains at most twice as much
 _SAMPLED_FROM = 1 << 13  # the number of magnitudes from which a sample saves time
 _STRIDE = 32
@@ -81,7 +82,7 @@ def largest_summable(world_size: int, growth: float = 1.0) -> float:
     Args:
         growth: the factor by which roundings may increase a sum, if it is rounded on the way.
     """
-    return float(np.finfo(np.float32).max) / (2 * world_size * growth)
+    return _LARGEST / (2 * world_size * growth)
 
 
 def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
