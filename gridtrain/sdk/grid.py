@@ -97,6 +97,7 @@ from gridtrain.training.data.batch_sizes import (
     check_readers,
     describe_optimizer,
     parse_int,
+    to_intervals,
     to_ints,
     unsupported_scaler_error,
 )
@@ -384,6 +385,9 @@ class Grid:
                 "grid.optimizer was called twice",
                 remedy="call grid.optimizer only once, because a run trains one model",
             )
+        average_buffers_every, compare_every = to_intervals(
+            average_buffers_every=average_buffers_every, compare_every=compare_every
+        )
         wait = self._config.wait if wait is None else wait
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
@@ -488,6 +492,9 @@ class Grid:
             )
         if self._scalers:
             raise unsupported_scaler_error()
+        average_buffers_every, compare_every = to_intervals(
+            average_buffers_every=average_buffers_every, compare_every=compare_every
+        )
         check_stages(stages)
         make_schedule, schedule_name = schedule_for(schedule, ahead)
         options = PipelineOptions(
@@ -654,7 +661,14 @@ class Grid:
                 "grid.weigh was called for a pipeline, whose steps are weighed by samples",
                 remedy="weight the losses of the samples, as docs/pipeline.md describes",
             )
-        wrapped.weigh(int(count))
+        try:
+            tokens = int(count)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"the weight of a batch is {count!r}; it must be a number of tokens",
+                remedy="pass the number of tokens of which the loss is the mean",
+            ) from None
+        wrapped.weigh(tokens)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -19,6 +19,9 @@ from gridtrain.errors import ConfigError
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.data import readers
 
+MAX_STEP_SAMPLES = 2**31 - 1
+"""The largest number of samples of a worker, and of all workers, in a step: a count of the protocol."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
@@ -69,6 +72,24 @@ class BatchSizes:
                 raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1")
+        samples = max(self.batch_size, self.global_batch_size or 0)
+        if samples > MAX_STEP_SAMPLES:
+            raise ConfigError(
+                f"a step would have {samples} samples; at most {MAX_STEP_SAMPLES} are possible",
+                remedy="use smaller batches, or fewer of them in a step",
+            )
+
+
+def to_intervals(**named: Any) -> list[int]:
+    """Return numbers of steps as plain ints; 0 stands for never.  Raises `ConfigError` for other values."""
+    intervals = []
+    for name, steps in zip(named, to_ints(**named), strict=True):
+        if steps is None or steps < 0:
+            raise ConfigError(
+                f"{name} is {steps}; it must be a number of steps, or 0 for never", remedy=f"try {name}=500"
+            )
+        intervals.append(steps)
+    return intervals
 
 
 def unsupported_scaler_error() -> ConfigError:
