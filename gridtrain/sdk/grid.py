@@ -94,6 +94,7 @@ from gridtrain.training.checkpoint.pretrained import adapter_facts
 from gridtrain.training.data import readers, sampler
 from gridtrain.training.data.batch_sizes import (
     BatchSizes,
+    check_kinds,
     check_readers,
     describe_optimizer,
     parse_int,
@@ -385,6 +386,7 @@ class Grid:
                 "grid.optimizer was called twice",
                 remedy="call grid.optimizer only once, because a run trains one model",
             )
+        check_kinds(optimizer, model)
         average_buffers_every, compare_every = to_intervals(
             average_buffers_every=average_buffers_every, compare_every=compare_every
         )

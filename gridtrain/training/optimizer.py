@@ -624,11 +624,6 @@ def check_compatible(
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
     if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigError(f"{name} cannot be used in a run", remedy="use SGD or AdamW")
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise ConfigError(
-            f"the optimizer is a {name}; it must be a torch.optim.Optimizer",
-            remedy="call grid.optimizer(optimizer, model, ...)",
-        )
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
         text = f"clip_norm is {clip_norm!r}; it must be a number > 0 and finite"
         raise ConfigError(text, remedy="try clip_norm=1.0")

@@ -232,7 +232,7 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
         ),
         (
             Script(kind=lambda *_, **__: None),
-            "the optimizer is a NoneType; it must be a torch.optim.Optimizer",
+            "grid.optimizer was given a NoneType and a Sequential; it needs a torch.optim.Optimizer and a",
         ),  # type: ignore[arg-type]
         (
             Script(reported="low"),

@@ -80,6 +80,16 @@ class BatchSizes:
             )
 
 
+def check_kinds(optimizer: object, model: object) -> None:
+    """Raise `ConfigError` unless these are an optimizer and a model; they are easily swapped."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"grid.optimizer was given a {type(optimizer).__name__} and a {type(model).__name__}; it needs a "
+            "torch.optim.Optimizer and a torch.nn.Module",
+            remedy="call grid.optimizer(optimizer, model, ...)",
+        )
+
+
 def to_intervals(**named: Any) -> list[int]:
     """Return numbers of steps as plain ints; 0 stands for never.  Raises `ConfigError` for other values."""
     intervals = []
