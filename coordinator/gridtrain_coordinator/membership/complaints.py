@@ -72,7 +72,7 @@ class Complaints:
         if message.peer not in run.workers:
             return []  # it has left and is no longer registered
         failures.record(worker.peer, message.peer, now_s)
-        run.workers[message.peer].record_link_broken(now_s)
+        run.workers[message.peer].liveness.record_link_broken(now_s)
         centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
         flapping = failures.common_endpoint(now_s, size, centre)
         if flapping is not None:
