@@ -52,7 +52,14 @@ from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
 from gridtrain.runtime.client.worker_naming import default_listen_address
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.process_hooks import describe_end, install_sigterm_handler, uncaught_error
-from gridtrain.sdk.arguments import check_readers, state_options, to_ints, unsupported_scaler_error
+from gridtrain.sdk.arguments import (
+    check_kinds,
+    check_readers,
+    state_options,
+    to_intervals,
+    to_ints,
+    unsupported_scaler_error,
+)
 from gridtrain.sdk.device_speed import device_flops, float32_flops
 from gridtrain.sdk.reported_figures import ReportedFigures
 from gridtrain.sdk.run_end import export_folder, finish_run
@@ -215,6 +222,10 @@ class Grid:
                 "grid.optimizer was called twice",
                 remedy="call grid.optimizer only once, because a run trains one model",
             )
+        check_kinds(optimizer, model)
+        average_buffers_every, compare_every = to_intervals(
+            average_buffers_every=average_buffers_every, compare_every=compare_every
+        )
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
             chosen = _fit_auto(chosen, optimizer, overlap)
@@ -318,6 +329,9 @@ class Grid:
             )
         if self._scalers:
             raise unsupported_scaler_error()
+        average_buffers_every, compare_every = to_intervals(
+            average_buffers_every=average_buffers_every, compare_every=compare_every
+        )
         make_schedule, schedule_name = schedule_for(schedule, ahead)
         options = PipelineOptions(
             stages=stages,
@@ -480,7 +494,14 @@ class Grid:
                 "grid.weigh was called for a pipeline, whose steps are weighed by samples",
                 remedy="weight the losses of the samples, as docs/pipeline.md describes",
             )
-        wrapped.weigh(int(count))
+        try:
+            tokens = int(count)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"the weight of a batch is {count!r}; it must be a number of tokens",
+                remedy="pass the number of tokens of which the loss is the mean",
+            ) from None
+        wrapped.weigh(tokens)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
