@@ -183,7 +183,7 @@ class Membership:
             case PeerConnected(peer, host):
                 self._addresses.on_connected(peer, host)
                 if worker is not None:
-                    worker.record_connected()
+                    worker.record_connected(now_s)
             case PeerDisconnected(peer, _):
                 self._addresses.on_disconnected(peer)
                 if worker is not None:

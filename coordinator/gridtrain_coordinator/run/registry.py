@@ -32,6 +32,9 @@ INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
 """A worker's timeout as a multiple of the longest interval of its heartbeats; the share of that interval that
 remains after each heartbeat, so that it counts for more than an hour; and the longest interval."""
 
+JOIN_WAIT_S = 0.25
+"""Shortest wait for the Join that a worker sends first over a restored connection; its agent sends none."""
+
 MAX_SILENT = 1024
 """Number of workers lost by their silence whose intervals are kept for their return."""
 
@@ -121,7 +124,8 @@ class Worker:
         is_addressable: whether the coordinator knows how other workers reach it; required for admission.
         is_admitted: whether its setup fits, and the measurement of its links is complete or has timed out.
         has_caught_up: whether it holds the members' state, or cannot catch up while they train (`CatchUp`).
-        is_connected: whether a connection with its key is open, from the worker or another program.
+        connected_s: the time at which the open connection with its key, from the worker or another program,
+            was opened; None if none is open.
         disconnected_s: the time at which its connection broke; None if it has joined since then.
         link_broken_s: the time at which a member last reported a broken connection to this worker.
         checkpoints: the stage checkpoints on its disk.
@@ -144,7 +148,7 @@ class Worker:
     is_admitted: bool = False
     has_caught_up: bool = False
     probe_deadline_s: float = math.inf
-    is_connected: bool = True
+    connected_s: float | None = -math.inf
     disconnected_s: float | None = None
     link_broken_s: float = -math.inf
     checkpoints: tuple[m.CheckpointInfo, ...] = ()
@@ -163,15 +167,15 @@ class Worker:
 
     # -- reports -------------------------------------------------------------------------------------
 
-    def record_connected(self) -> None:
+    def record_connected(self, now_s: float) -> None:
         """Record a connection with the worker's key.
 
         Only a `Join` proves that the worker itself is back, because its agent connects with the same key.
         """
-        self.is_connected = True
+        self.connected_s = now_s
 
     def record_disconnected(self, now_s: float) -> None:
-        self.is_connected = False
+        self.connected_s = None
         if self.disconnected_s is None:
             self.disconnected_s = now_s
 
@@ -242,6 +246,8 @@ class Worker:
         self.heartbeats.excuse_stall(stalled_s)
         if self.disconnected_s is not None:
             self.disconnected_s = extend_start(self.disconnected_s, limits.regreet_s, until_s)
+        if self.connected_s is not None:
+            self.connected_s = extend_start(self.connected_s, JOIN_WAIT_S, until_s)
 
     # -- derived values ------------------------------------------------------------------------------
 
@@ -288,15 +294,18 @@ class Worker:
         """Return the time until which a broken connection may be restored.
 
         A cut cable or a frozen machine does not reset connections.  If two connections of one worker break at
-        the same time, its process has ended, so the wait is short.  While a connection is open, a `Join` may
-        still arrive, so there is no deadline.
+        the same time, its process has ended, so the wait is short.  A connection that is open may be its
+        return or another program's, for example its agent's: a `Join` is awaited a little longer, not until
+        that program ends.
         """
-        if self.disconnected_s is None or self.is_connected:
+        if self.disconnected_s is None:
             return math.inf
         has_ended = self._is_link_broken(limits)
-        return self.disconnected_s + (
-            min(limits.regreet_s, limits.ended_s) if has_ended else limits.regreet_s
-        )
+        wait_s = min(limits.regreet_s, limits.ended_s) if has_ended else limits.regreet_s
+        deadline_s = self.disconnected_s + wait_s
+        if self.connected_s is None:
+            return deadline_s
+        return max(deadline_s, self.connected_s + max(wait_s, JOIN_WAIT_S))
 
     def _is_link_broken(self, limits: Deadlines) -> bool:
         at_s = self.disconnected_s

@@ -13,6 +13,7 @@ from gridtrain_coordinator.run.registry import (
     AVOIDED_PAIR_RTT_S,
     FEWEST_BEATS,
     INTERVALS,
+    JOIN_WAIT_S,
     LEAST_SILENCE_S,
     MAX_RESTARTS,
     Registry,
@@ -84,8 +85,11 @@ def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:
         assert ended.deadline_s(LIMITS) == 1.0 + wait_s
         assert not ended.failure_reason(LIMITS, 0.99 + wait_s)
         assert ended.failure_reason(LIMITS, 1.0 + wait_s).startswith(why)
-        ended.record_connected()
-        assert not ended.failure_reason(LIMITS, 1.0 + wait_s), "a Join may come"
+        ended.record_connected(0.99 + wait_s)
+        join_s = 0.99 + wait_s + max(wait_s, JOIN_WAIT_S)
+        assert ended.deadline_s(LIMITS) == join_s, "a Join may come"
+        ended.excuse_stall(1.0, join_s + 1.0, LIMITS)
+        assert ended.deadline_s(LIMITS) >= join_s + 1.0, "it may wait to be read"
         ended.record_join("tcp://a:1")
         assert ended.link_broken_s == -math.inf and ended.disconnected_s is None
 
