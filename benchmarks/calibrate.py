@@ -34,7 +34,7 @@ import torch
 import zmq
 
 from bench.cells import Link
-from bench.ground import ground_of, why_no_link
+from bench.link_hosts import hosts_of, why_no_link
 from gridtrain.core.collectives.ring import MAX_SLICE_BYTES
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.exchange_facts import parse_workload
@@ -186,11 +186,11 @@ def in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: int) -> 
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
     with (
         tempfile.TemporaryDirectory(prefix="calibrate-") as folder,
-        ground_of(link, loopback=bool(why_no_link(link))) as ground,
+        hosts_of(link, loopback=bool(why_no_link(link))) as hosts,
         contextlib.ExitStack() as stack,
     ):
         groups = {
-            name: stack.enter_context(start_group(setting, ground, Path(folder) / str(index)))
+            name: stack.enter_context(start_group(setting, hosts, Path(folder) / str(index)))
             for index, (name, setting) in enumerate(settings.items())
         }
         for turn in range(-3, repeats):

@@ -68,7 +68,7 @@ def limit_table(found: dict[str, Any]) -> str:
 
 def memory_table(found: dict[str, Any]) -> str:
     lines = [
-        "| schedule | re-materialisation | micro-batches kept | peak above the weights and gradients |",
+        "| schedule | re-materialization | micro-batches kept | peak above the weights and gradients |",
         "|---|---|---:|---:|",
     ]
     for row in found["rows"]:

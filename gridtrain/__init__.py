@@ -40,13 +40,14 @@ except KeyboardInterrupt:
     raise SystemExit(130) from None  # Ctrl-C just after a command was started
 
 if TYPE_CHECKING:
-    from gridtrain.sdk.grid import Grid, join
+    from gridtrain.sdk.grid import Grid
+    from gridtrain.sdk.join import join
     from gridtrain.sdk.local_group import local
     from gridtrain.training.data.shards import ShardedDataset, Shards
     from gridtrain.training.optimizer import GridOptimizer
 
 _LAZY = {
-    "join": "gridtrain.sdk.grid",
+    "join": "gridtrain.sdk.join",
     "Grid": "gridtrain.sdk.grid",
     "GridOptimizer": "gridtrain.training.optimizer",
     "ShardedDataset": "gridtrain.training.data.shards",

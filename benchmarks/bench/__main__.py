@@ -3,7 +3,7 @@
 python -m bench --suite goals --out results           every goal, with rivals where they are installed
 python -m bench --cell "gtopk P=4 n=25.6M rate=100Mbit" "gloo/all_gather P=4 n=25.6M rate=100Mbit"
 python -m bench report results/bench.json             the report again from a file
-python -m bench quick                                 what got slower than benchmarks/results/quick.json
+python -m bench quick                                 what became slower than benchmarks/results/quick.json
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import quick, rivals_side
+from bench import quick, rival_block
 from bench.cells import CellError, parse
-from bench.play import Effort, play
+from bench.measurement import Effort, measure_cells
 from bench.report import markdown, picture
 from bench.results import Results, ResultsError, machine
 from bench.suites import SUITES
@@ -37,15 +37,13 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="cells of the suite that contain this text"
     )
-    parser.add_argument("--blocks", type=int, default=2, help="turns that each cell of a link gets")
-    parser.add_argument("--repeats", type=int, default=3, help="in each turn, at least")
+    parser.add_argument("--blocks", type=int, default=2, help="number of turns of each cell")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats in each turn, at least")
     parser.add_argument(
-        "--loopback", action="store_true", help="no namespaces: rates by the members' own limits"
+        "--loopback", action="store_true", help="without namespaces; members limit their rates"
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder of the three files")
-    parser.add_argument(
-        "--keep", action="store_true", help="quick: write the figures that later runs are held to"
-    )
+    parser.add_argument("--keep", action="store_true", help="quick: record the figures for later comparisons")
     options = parser.parse_args(arguments)
     if options.blocks < 1 or options.repeats < 1:
         parser.error("--blocks and --repeats must be at least 1")
@@ -55,24 +53,26 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, command: str) -> Results:
-    """Writes the results so far after each link: a long run that is stopped leaves what it has."""
+    """Measure, and write the results after each link, so that a stopped run leaves the ones so far."""
     cells = [parse(text) for text in options.cell] or SUITES[options.suite]()
     cells = [cell for cell in cells if options.only in cell.text]
-    reasons = rivals_side.missing()
+    reasons = rival_block.missing()
     results = Results(made(command, options.blocks), machine(), reasons)
     if any(cell.n > 0 for cell in cells) and not options.cell and options.suite == "goals":
         from gridtrain.tools.bench.processor_bench import measure_processor
 
         results.local = measure_processor(25_600_000, 0.001)
     effort = Effort(options.blocks, options.repeats, loopback=options.loopback)
-    for result in play(cells, effort, reasons, lambda text: print(text, file=sys.stderr, flush=True)):
+    for result in measure_cells(
+        cells, effort, reasons, lambda text: print(text, file=sys.stderr, flush=True)
+    ):
         results.cells.append(result)
         write(results, options.out)
     return results
 
 
 def command_of(arguments: Sequence[str]) -> str:
-    """What was typed, without where the files go: a figure does not depend on that."""
+    """Return the command line without the output folder, on which no figure depends."""
     kept = list(arguments)
     if "--out" in kept:
         at = kept.index("--out")

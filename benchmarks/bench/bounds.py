@@ -1,17 +1,17 @@
-"""The least time that a link allows an exchange, whatever the processors do.
+"""Lower bounds for the time of an exchange, from the links alone.
 
-Decides the formulas; knows no measurement.  alpha: seconds one way; B: bytes a second of each cable, in each
-direction at once; S: bytes of one member's payload, of a dense exchange those of its whole vector.
+alpha: latency in seconds one way; B: bytes per second of each link, in both directions at once; S: bytes of
+one member's payload (of a dense exchange: of its whole vector).
 
     dense, ring or any other    2 (P-1) alpha + 2 (P-1)/P * S / B       Patarasuk and Yuan 2009, section 2
-    dense, single reducer       2 alpha + 2 (P-1) S / B                 its cable carries everybody's
+    dense, single reducer       2 alpha + 2 (P-1) S / B                 its link carries all vectors
     TopK, all-gather            ceil(log2 P) alpha + (P-1) S / B
     gTop-k, butterfly           rounds * (alpha + S / B), rounds = floor(log2 P) + 2 [P no power of two]
     gTop-k, tree and broadcast  2 ceil(log2 P) (alpha + S / B)          Shi et al. 2019, section 3
     gTop-k, single reducer      2 alpha + 2 (P-1) S / B
 
-S is exact for our payloads (`wire.sparse.encoded_bytes`) and 8 bytes an entry for the rivals'.  That a merge
-may have fewer than k entries is left out: with synthetic gradients it has k.
+S is exact for gridtrain's payloads (`sparse_payload.encoded_bytes`) and 8 bytes an entry for rivals'.  A
+merge is assumed to have k entries, as it has with synthetic gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ RIVAL_ENTRY_BYTES = 8
 
 
 def butterfly_rounds(world_size: int) -> int:
-    """With the fold before and after it where P is no power of two."""
+    """Return the number of rounds, with the fold if P is not a power of two."""
     return int(math.log2(world_size)) + 2 * (world_size & (world_size - 1) != 0)
 
 
 def dense_s(world_size: int, vector_bytes: float, alpha_s: float, beta_s: float) -> float:
-    """beta_s: seconds per byte."""
+    """Return the bound of a dense ring.  beta_s: seconds per byte."""
     return 2 * (world_size - 1) * (alpha_s + vector_bytes * beta_s / world_size)
 
 
@@ -64,7 +64,7 @@ SPARSE: dict[str, Callable[[int, float, float, float], float]] = {
 
 
 def payload_bytes(cell: Cell) -> float | None:
-    """Of one member, as it is first sent.  None: this module does not know."""
+    """Return the bytes of one member's first payload; None if unknown."""
     if cell.rival:
         return None if cell.op == "powersgd" else float(RIVAL_ENTRY_BYTES * cell.k)
     exchange = cell.exchange
@@ -75,7 +75,7 @@ def payload_bytes(cell: Cell) -> float | None:
 
 
 def bound_s(cell: Cell) -> float | None:
-    """None: nothing limits the link, or there is no formula here for what is exchanged."""
+    """Return the lower bound; None if the link is unlimited or there is no formula."""
     if not cell.link.bandwidth_Bps:
         return None
     P, alpha_s, beta_s = cell.link.workers, cell.link.delay_s, 1.0 / cell.link.bandwidth_Bps

@@ -1,11 +1,9 @@
-"""What one figure is a figure of.
+"""Cells: what is measured, and how it is written as text.
 
-Decides how a cell is written down.  Measures nothing.
-
-    "gtopk:values=fp16 P=4 n=25.6M rate=100Mbit density=0.001"           ours
-    "gloo/all_reduce P=4 n=25.6M rate=1Gbit delay=20ms"                  a rival's operation
-    "dense P=4 n=25.6M rate=1Gbit curve"                                 encrypted
-    "dense P=4 n=25.6M rate=100Mbit cc=cubic"                            another congestion control
+"gtopk:values=fp16 P=4 n=25.6M rate=100Mbit density=0.001"           an exchange of gridtrain
+"gloo/all_reduce P=4 n=25.6M rate=1Gbit delay=20ms"                  a rival's operation
+"dense P=4 n=25.6M rate=1Gbit curve"                                 encrypted
+"dense P=4 n=25.6M rate=100Mbit cc=cubic"                            another congestion control
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ _TIME = re.compile(r"([0-9.]+)(ms|s)")
 
 
 class CellError(ValueError):
-    """A text that is no cell; it says which word and what would be one."""
+    """A text is not a cell; the message names the word and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Where an exchange takes place; cells of the same link take turns.
+    """The network of an exchange.
 
     Attributes:
-        workers: P, each with a cable of its own.
-        rate: of each cable, in each direction, such as "100Mbit"; "": nothing limits it.
-        delay_s: from any worker to any other, one way.
-        loss: share of the frames that are lost on the way.
-        congestion: the kernel's congestion control there, such as "cubic"; "": this machine's.
+        workers: P, each with a link of its own.
+        rate: of each link in each direction, such as "100Mbit"; "" is unlimited.
+        delay_s: latency from any worker to any other, one way.
+        loss: share of the frames that are lost.
+        congestion: the kernel's congestion control, such as "cubic"; "" is this machine's default.
     """
 
     workers: int
@@ -47,7 +45,7 @@ class Link:
 
     @property
     def bandwidth_Bps(self) -> float:
-        """0: nothing limits it."""
+        """Bytes per second; 0 is unlimited."""
         return rate_Bps(self.rate) if self.rate else 0.0
 
     def __str__(self) -> str:
@@ -59,13 +57,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One thing to measure.
+    """An exchange to measure.
 
     Attributes:
-        what: an exchange of ours ("gtopk:values=fp16") or a rival's operation ("gloo/all_reduce").
+        what: an exchange of gridtrain ("gtopk:values=fp16") or a rival's operation ("gloo/all_reduce").
         n: elements of the vector, float32.
-        density: of sparse ones: k = max(1, round(density * n)).
-        encrypted: ours alone; rivals have no encryption.
+        density: of sparse exchanges: k = max(1, round(density * n)).
+        encrypted: whether CURVE is used; rivals have no encryption.
     """
 
     what: str
@@ -76,7 +74,7 @@ class Cell:
 
     @property
     def rival(self) -> str:
-        """Its name; "": one of ours."""
+        """The rival's name; "" for gridtrain."""
         return self.what.partition("/")[0] if "/" in self.what else ""
 
     @property
@@ -89,12 +87,12 @@ class Cell:
 
     @property
     def exchange(self) -> Exchange:
-        """Of a cell of ours.  Raises `ConfigError`: this gridtrain has no such exchange."""
+        """The exchange of a gridtrain cell.  Raises `ConfigError` if there is no such exchange."""
         return parse_exchange(self.what, {"density": str(self.density)})
 
     @property
     def exchange_text(self) -> str:
-        """For `gridtrain.tools.bench.bench_member`: `what` with the density that it does not name itself."""
+        """The exchange for `gridtrain.tools.bench.bench_member`: `what` with the density if it lacks one."""
         sparse = self.exchange.sparse and "density=" not in self.what
         return self.what + (f"{',' if ':' in self.what else ':'}density={self.density!r}" if sparse else "")
 
@@ -104,12 +102,12 @@ class Cell:
 
     @property
     def dense(self) -> bool:
-        """Whether every element travels."""
+        """Whether all elements are exchanged."""
         return not self.exchange.sparse if not self.rival else self.op.startswith("all_reduce")
 
     @property
     def text(self) -> str:
-        """What `parse` reads back."""
+        """The text that `parse` reads."""
         words = [self.what, f"P={self.link.workers}", f"n={self.n}", f"density={self.density!r}"]
         words += [f"rate={self.link.rate}"] if self.link.rate else []
         words += [f"delay={self.link.delay_s!r}s"] if self.link.delay_s else []
@@ -119,9 +117,9 @@ class Cell:
 
 
 def parse(text: str) -> Cell:
-    """A cell from its words, in any order after the first.
+    """Parse a cell, whose words after the first may be in any order.
 
-    Raises `CellError`, and `ConfigError` for an exchange that this gridtrain does not have.
+    Raises `CellError`, and `ConfigError` for an unknown exchange.
     """
     what, *words = text.split()
     values: dict[str, str] = {}
@@ -153,7 +151,7 @@ def parse(text: str) -> Cell:
     if cell.rival and encrypted:
         raise CellError(f"{text!r}: rivals are measured in plain mode")
     if not cell.rival:
-        cell.exchange  # noqa: B018 - raises what is wrong with it
+        cell.exchange  # noqa: B018 - raises if it is invalid
     return cell
 
 

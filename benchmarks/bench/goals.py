@@ -1,9 +1,7 @@
-"""The goals of "fast" with their numbers, and whether a run met them.
+"""The speed goals with their numbers, and whether a run met them.
 
-Decides what counts as met; the numbers are those of the project's issue, and change only with it.
-
-    Goal("P = 4, 100 Mbit/s: gTop-k", cell, of="seconds", at_most=0.040)
-      measured 0.038 -> met      0.052 -> not met, by 30 %      no samples -> not measured: the reason
+Goal("P = 4, 100 Mbit/s: gTop-k", cell, of="seconds", at_most=0.040)
+  measured 0.038 -> met      0.052 -> not met, by 30 %      no samples -> not measured: the reason
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 
 from bench.cells import Cell, parse
 from bench.results import CellResult, Results
-from gridtrain.errors import ConfigError
 
 DENSE = "n=25.6M"
 SPARSE = "n=25.6M density=0.001 rate=100Mbit"
@@ -21,14 +18,14 @@ SPARSE = "n=25.6M density=0.001 rate=100Mbit"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One promise about one cell.
+    """A goal for one cell.
 
     Attributes:
-        name: for the table.
-        cell: what is measured; None: a local figure, by the name `of`.
+        name: its name in the table.
+        cell: what is measured; None for the local figure named `of`.
         of: "seconds", "x bound", "bytes an entry", or the name of a local figure.
         at_most: the number to reach, in the unit of `of`.
-        beside: rivals that belong in the same run.
+        beside: rivals to measure in the same run.
     """
 
     name: str
@@ -40,7 +37,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`measured`: None if there is no figure, then `why` says it."""
+    """Whether a goal is met.  If `measured` is None, `why` has the reason."""
 
     goal: Goal
     measured: float | None
@@ -76,13 +73,13 @@ def _gtopk(workers: int, at_most_s: float) -> Goal:
 
 
 def goals() -> list[Goal]:
-    """All that a bench can measure.  The one of int8 values is there once this gridtrain has them."""
+    """Return all goals that a bench can measure."""
     fp16 = parse(f"gtopk P=4 {SPARSE}")
     return [
         _gtopk(4, 0.040),
         _gtopk(8, 0.075),
         Goal("bytes an entry, fp16", fp16, "bytes an entry", 3.6),
-        *([Goal("bytes an entry, int8", int8, "bytes an entry", 2.6)] if (int8 := _int8()) else []),
+        Goal("bytes an entry, int8", parse(f"gtopk:values=int8 P=4 {SPARSE}"), "bytes an entry", 2.6),
         Goal("selection, CPU, one thread, n = 25.6M", None, "select_ns", 1.5),
         _dense("dense, P = 4, 100 Mbit/s", "4 rate=100Mbit", 1.07),
         _dense("dense, P = 8, 100 Mbit/s", "8 rate=100Mbit", 1.07),
@@ -92,15 +89,8 @@ def goals() -> list[Goal]:
     ]
 
 
-def _int8() -> Cell | None:
-    try:
-        return parse(f"gtopk:values=int8 P=4 {SPARSE}")
-    except ConfigError:  # this gridtrain has no int8 values
-        return None
-
-
 def judge(goal: Goal, results: Results) -> Verdict:
-    """Against the medians of a run."""
+    """Compare a goal with the medians of a run."""
     if goal.cell is None:
         measured = results.local.get(goal.of)
         return Verdict(goal, measured, "" if measured is not None else "no local figures in this run")
@@ -109,11 +99,11 @@ def judge(goal: Goal, results: Results) -> Verdict:
         skipped = [entry.skipped for entry in results.cells if entry.cell == goal.cell and entry.skipped]
         return Verdict(goal, None, skipped[0] if skipped else "not in this run")
     measured = MEASURES[goal.of](result)
-    return Verdict(goal, measured, "" if measured is not None else "the samples do not know it")
+    return Verdict(goal, measured, "" if measured is not None else "the samples lack it")
 
 
 def bytes_an_entry(result: CellResult) -> float | None:
-    """Of the payloads that travelled, their own heads included, the transport's framing not."""
+    """Return the payload bytes for each entry, with payload headers, without the transport's framing."""
     size = result.median_of("payload_bytes")
     return None if size is None else size / result.cell.k
 

@@ -1,12 +1,12 @@
-"""`make bench-quick`: what got slower, in under three minutes on two cores.
+"""`make bench-quick`: finds what became slower, in under three minutes on two cores.
 
-Decides which ratios are taken and how far they may rise.  A ratio is to something that does not change with
-this project and runs in the same minute: gloo's dense all-reduce, and a copy of the memory.
+Each figure is a ratio to something that does not change with this project and is measured in the same minute:
+gloo's dense all-reduce, or a copy of the memory.
 
     measured   {"select": 18.1, "dense / gloo": 1.02, ...}
-    kept       benchmarks/results/quick.json: {"figures": {"select": {"ratio": 17.6, "tolerance": 0.35}, ...}}
-    slower     ratio > kept ratio * (1 + tolerance)        exit code 1, and each of them said in words
-    better     ratio < kept ratio / (1 + tolerance)        a warning: the kept one guards nothing any more
+    recorded   benchmarks/results/quick.json: {"figures": {"select": {"ratio": 17.6, "tolerance": 0.35}, ...}}
+    slower     ratio > recorded ratio * (1 + tolerance)        exit code 1, and a line for each
+    better     ratio < recorded ratio / (1 + tolerance)        a warning, because the record detects less
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import rivals_side
-from bench.play import Effort, play
+from bench import rival_block
+from bench.measurement import Effort, measure_cells
 from bench.results import CellResult, machine
 from bench.suites import SMALL_ELEMENTS
 from bench.suites import quick as quick_cells
@@ -27,7 +27,7 @@ from gridtrain.tools.bench.processor_bench import measure_processor
 from lab.net import why_not
 
 SCHEMA = 1
-KEPT = Path(__file__).resolve().parents[1] / "results" / "quick.json"
+RECORD = Path(__file__).resolve().parents[1] / "results" / "quick.json"
 PARAMETERS, DENSITY = 4_000_000, 0.01
 
 LOCAL = {
@@ -36,7 +36,7 @@ LOCAL = {
     "decode_ns": ("decode", 0.35),
     "merge_ns": ("merge", 0.35),
 }
-"""To a memory copy: what they are called, and by which share the ratio may rise."""
+"""Ratios to a memory copy: their descriptions, and by which share they may rise."""
 
 EXCHANGES = {
     "dense seconds": ("a dense exchange takes, of gloo's time,", 0.20),
@@ -49,33 +49,41 @@ EXCHANGES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One figure beside the kept one.  `now` or `kept` is None: not there, `why` says it."""
+    """A figure beside the recorded one.  Either may be None; `why` is the reason why `now` is None."""
 
     name: str
     now: float | None
-    kept: float | None
+    recorded: float | None
     tolerance: float
     why: str = ""
 
     @property
     def slower(self) -> bool:
-        return self.now is not None and self.kept is not None and self.now > self.kept * (1 + self.tolerance)
+        return (
+            self.now is not None
+            and self.recorded is not None
+            and self.now > self.recorded * (1 + self.tolerance)
+        )
 
     @property
     def better(self) -> bool:
-        """So much that it could get slower again by the tolerance, and nobody would be told."""
-        return self.now is not None and self.kept is not None and self.now < self.kept / (1 + self.tolerance)
+        """Whether it could become slower by the tolerance without being noticed."""
+        return (
+            self.now is not None
+            and self.recorded is not None
+            and self.now < self.recorded / (1 + self.tolerance)
+        )
 
     def __str__(self) -> str:
         what = LOCAL[self.name][0] if self.name in LOCAL else EXCHANGES.get(self.name, (self.name, 0.0))[0]
         if self.now is None:
             return f"not measured  {what}: {self.why}"
         unit = " copies" if self.name in LOCAL else ""
-        if self.kept is None:
+        if self.recorded is None:
             return f"new           {what} {self.now:.3g}{unit}"
         word = "SLOWER        " if self.slower else "BETTER        " if self.better else "fine          "
-        change = f"kept {self.kept:.3g}, {self.now / self.kept - 1:+.0%}, at most +{self.tolerance:.0%}"
-        return f"{word}{what} {self.now:.3g}{unit} ({change})"
+        change = f"{self.now / self.recorded - 1:+.0%}, at most +{self.tolerance:.0%}"
+        return f"{word}{what} {self.now:.3g}{unit} (recorded {self.recorded:.3g}, {change})"
 
 
 def tolerance_of(name: str) -> float:
@@ -83,16 +91,16 @@ def tolerance_of(name: str) -> float:
 
 
 def compare(
-    now: Mapping[str, float], kept: Mapping[str, Mapping[str, float]], why: Mapping[str, str]
+    now: Mapping[str, float], recorded: Mapping[str, Mapping[str, float]], why: Mapping[str, str]
 ) -> list[Finding]:
-    """All figures that are measured, kept or both, in a fixed order.  `why`: a figure was not measured."""
-    names = [name for name in (*LOCAL, *EXCHANGES) if name in now or name in kept or name in why]
+    """Compare all measured or recorded figures, in a fixed order.  `why`: reasons of missing ones."""
+    names = [name for name in (*LOCAL, *EXCHANGES) if name in now or name in recorded or name in why]
     return [
         Finding(
             name,
             now.get(name),
-            kept[name]["ratio"] if name in kept else None,
-            kept[name]["tolerance"] if name in kept else tolerance_of(name),
+            recorded[name]["ratio"] if name in recorded else None,
+            recorded[name]["tolerance"] if name in recorded else tolerance_of(name),
             why.get(name, "nothing was measured"),
         )
         for name in names
@@ -100,15 +108,15 @@ def compare(
 
 
 def local_ratios(figures: Mapping[str, float]) -> dict[str, float]:
-    """A parameter or an entry, in copies of one parameter."""
+    """Return the time for a parameter or an entry, in copies of one parameter."""
     return {name: figures[name] / figures["copy_ns"] for name in LOCAL}
 
 
 def exchange_ratios(results: list[CellResult]) -> tuple[dict[str, float], dict[str, str]]:
-    """(ratios, why there are none).
+    """Return the ratios, and the reasons of missing ones.
 
-    The least of all repeats counts, as the machine can only add to it; of the small exchange the median: its
-    CPU time depends on how many messages a process finds when it wakes up.
+    The minimum of all repeats counts, because other load only adds to it.  For the small exchange the
+    median counts, because its CPU time depends on how many messages a process finds when it wakes up.
     """
     by_name = {_name(result): result for result in results}
     ratios: dict[str, float] = {}
@@ -137,36 +145,38 @@ def least_cpu_s(result: CellResult) -> float:
     return min(sample.cpu_s for sample in result.clean)
 
 
-def measured(say: Any) -> tuple[dict[str, float], dict[str, str]]:
-    """All ratios of this machine, and why others are missing."""
-    say("selection, codec and merge beside a copy")
+def measured(log: Any) -> tuple[dict[str, float], dict[str, str]]:
+    """Measure all ratios on this machine; return them, and the reasons of missing ones."""
+    log("selection, codec and merge beside a copy")
     ratios = local_ratios(measure_processor(PARAMETERS, DENSITY))
     effort = Effort(blocks=2, repeats=6, loopback=bool(why_not()))
-    results = list(play(quick_cells(), effort, rivals_side.missing(), say))
+    results = list(measure_cells(quick_cells(), effort, rival_block.missing(), log))
     more, why = exchange_ratios(results)
     return ratios | more, why
 
 
 def main(*, keep: bool, command: str, date: str) -> int:
-    """0: nothing is slower.  1: something is, and was named.  2: there are no kept figures."""
-    if not keep and not KEPT.exists():
-        print(f"bench: there are no kept figures ({KEPT.name}): write them with --keep", file=sys.stderr)
+    """Return 0 if nothing became slower, 1 if something did, 2 if there are no recorded figures."""
+    if not keep and not RECORD.exists():
+        print(
+            f"bench: there are no recorded figures ({RECORD.name}): write them with --keep", file=sys.stderr
+        )
         return 2
     now, why = measured(lambda text: print(text, file=sys.stderr, flush=True))
     if keep:
         figures = {name: {"ratio": round(r, 4), "tolerance": tolerance_of(name)} for name, r in now.items()}
         whole = {"schema": SCHEMA, "made": {"date": date, "command": command}, "machine": machine()}
-        KEPT.write_text(json.dumps(whole | {"figures": figures}, indent=1) + "\n")
-        print(f"kept {len(figures)} figures in {KEPT.name}")
+        RECORD.write_text(json.dumps(whole | {"figures": figures}, indent=1) + "\n")
+        print(f"recorded {len(figures)} figures in {RECORD.name}")
         return 0
-    findings = compare(now, json.loads(KEPT.read_text())["figures"], why)
+    findings = compare(now, json.loads(RECORD.read_text())["figures"], why)
     print("\n".join(map(str, findings)))
     if better := [finding for finding in findings if finding.better]:
         print(
-            f"{len(better)} of {len(findings)} figures are far better than the kept ones, which guard "
-            "nothing there: keep new ones with --keep, on a machine that has nothing else to do"
+            f"{len(better)} of {len(findings)} figures are far better than the recorded "
+            "ones, which detect less there: record new ones with --keep on an idle machine"
         )
     slower = [finding for finding in findings if finding.slower]
     if slower:
-        print(f"{len(slower)} of {len(findings)} figures got slower; run it again to rule out a busy machine")
+        print(f"{len(slower)} of {len(findings)} figures became slower; repeat this to rule out other load")
     return 1 if slower else 0

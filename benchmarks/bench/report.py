@@ -1,9 +1,7 @@
-"""A bench run for people: Markdown tables and a picture.
+"""The report of a bench run: Markdown tables and a picture.
 
-Decides how figures are written.  Computes nothing but ratios.
-
-    | what | median | min | p90 | x bound | CPU s | CPU s per GB | bytes sent | how |
-    | goal | wanted | measured | |
+| what | median | min | p90 | x bound | CPU s | CPU s per GB | bytes sent | how |
+| goal | wanted | measured | |
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from bench.bounds import FLOAT_BYTES
 from bench.goals import Verdict, judged
-from bench.play import by_link
+from bench.measurement import by_link
 from bench.results import CellResult, Results
 from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 
@@ -23,7 +21,7 @@ OURS = "with the vote and its decision"
 
 
 def markdown(results: Results, picture: str = "") -> str:
-    """The whole report.  `picture`: the name of the SVG beside it; "": there is none."""
+    """Return the whole report.  `picture`: the file name of the SVG, or ""."""
     made, machine = results.made, results.machine
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     lines = [
@@ -33,10 +31,9 @@ def markdown(results: Results, picture: str = "") -> str:
     ]
     lines += [
         "",
-        "Seconds of the exchange alone, all members starting together until the last one's end. Ours include",
-        "the vote and its decision, which rivals do not have. Putting a sparse result into the model's",
-        "vector is in nobody's but PowerSGD's, whose hook does both. CPU seconds are of one process. Bound:",
-        "what the link alone takes.",
+        "Time of the exchange alone, from the common start to the end of the last member. Ours includes",
+        "the vote and its decision, which rivals do not have. Only PowerSGD's includes writing the result",
+        "into the model's vector. CPU seconds are of one process. Bound: the time that the links alone need.",
     ]
     lines += ["", "## Goals", "", *goal_table(judged(results))]
     lines += ["", "## Figures", ""]
@@ -70,7 +67,7 @@ def in_unit(of: str, value: float) -> str:
 
 
 def figure_table(rows: Sequence[CellResult]) -> list[str]:
-    """Fastest first; what was left out says why."""
+    """Return a table, fastest first; a cell that was left out has its reason."""
     heads = (
         "what",
         "median",
@@ -116,11 +113,11 @@ def _row(row: CellResult) -> tuple[str, ...]:
 
 
 def how(row: CellResult) -> str:
-    """A rival's version, algorithm and settings; of ours, what others leave out."""
+    """Describe a rival's version, algorithm and settings, or what gridtrain's time includes."""
     if not row.cell.rival:
         return OURS
     notes = dict.fromkeys(sample.note for sample in row.samples if sample.note)
-    return " / ".join(notes) or "its version was not noted"
+    return " / ".join(notes) or "version unknown"
 
 
 def time(value_s: float) -> str:
@@ -150,7 +147,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def picture(results: Results) -> str:
-    """x bound or time, for each exchange against what varies in this run: P, or n.  "": nothing."""
+    """Draw the time of each exchange against what varies in this run, P or n; "" if nothing does."""
     done = [result for result in results.cells if result.samples]
     sizes, groups = {r.cell.n for r in done}, {r.cell.link.workers for r in done}
     if max(len(sizes), len(groups)) < 2:
@@ -166,7 +163,7 @@ def picture(results: Results) -> str:
 
 
 def _panel(rows: Sequence[CellResult], title: str, by_workers: bool) -> ChartPanel | None:
-    """Of the kind of link that most of the cells have.  None: nothing varies there."""
+    """Draw the cells of the most frequent kind of link; None if nothing varies."""
     kinds = [(row.cell.link.rate, row.cell.link.delay_s, row.cell.link.loss) for row in rows]
     if not kinds:
         return None

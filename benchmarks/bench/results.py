@@ -1,7 +1,7 @@
-"""The figures of a bench run as a file: what was measured, where, by which command.
+"""The result file of a bench run: what was measured, on which kind of machine, by which command.
 
-Decides the format, and which numbers stand for a cell: the median, the least and the 90th percentile of all
-its repeats.  Never names a machine, a user or a path.
+A cell is represented by the median, the minimum and the 90th percentile of its repeats.  The file names no
+machine, user or path.
 
     {"schema": 1, "made": {...}, "machine": {...}, "rivals": {...}, "cells": [{"cell": "gtopk P=4 ...",
      "samples": [{"seconds": ..., "cpu_s": ..., ...}], "bound_s": ..., "skipped": ""}], "local": {...}}
@@ -9,11 +9,11 @@ its repeats.  Never names a machine, a user or a path.
     schema            1; a reader refuses another number
     made              "date" (UTC), "command", "software", "blocks"
     machine           cores, memory_GiB, kernel, python, processor, gpu
-    rivals            name -> why it is left out; "": it can run
+    rivals            name -> why it is left out; "" if it can run
     cells[].cell      as `bench.cells.parse` reads it
-    cells[].samples   one for each repeat, see `Sample`; the warm-up is not among them
-    cells[].bound_s   the least time that the link allows; null: no limit, or no formula
-    cells[].skipped   why there are no samples; "": there are
+    cells[].samples   one for each repeat without the warm-up, see `Sample`
+    cells[].bound_s   lower bound; null if the link is unlimited or there is no formula
+    cells[].skipped   why there are no samples; "" if there are
     local             nanoseconds per parameter of selection, codec, merge, and of a memory copy
 """
 
@@ -34,7 +34,7 @@ SCHEMA = 1
 
 
 class ResultsError(ValueError):
-    """A file that holds no results of this schema."""
+    """A file does not contain results of this schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class Sample:
     Attributes:
         seconds: until the last member had the result.
         cpu_s: CPU seconds, mean of the members' processes.
-        sent_bytes: mean of the members; None: not known.
-        payload_bytes: of one payload, mean; before the transport's own framing; ours alone.
-        workspace_s: decode, merge, encode, seal within `seconds`; ours alone.
-        prepare_s, prepare_cpu_s: selection and encoding before `seconds`; ours alone.
-        aborts: attempts that did not commit; ours alone.
-        block: which of the turns this repeat belongs to.
+        sent_bytes: mean of the members; None if unknown.
+        payload_bytes: mean size of a payload without the transport's framing (gridtrain only).
+        workspace_s: time for decoding, merging, encoding and digests within `seconds` (gridtrain only).
+        prepare_s, prepare_cpu_s: selection and encoding before `seconds` (gridtrain only).
+        aborts: attempts that did not commit (gridtrain only).
+        block: the turn to which this repeat belongs.
         note: the rival's version, its algorithm with the settings, and remarks.
-        machine_use: of all cores, by whatever ran (the lab's delays, the kernel's share of a line), from the
-            first member's start until all had settled; None: not known.
+        machine_use: use of all cores by all processes and the kernel, from the first member's start until
+            all were idle; None if unknown.
     """
 
     seconds: float
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass(slots=True)
 class CellResult:
-    """A cell and its repeats.  `skipped`: why there are none."""
+    """A cell and its samples.  `skipped` is the reason if there are none."""
 
     cell: Cell
     bound_s: float | None
@@ -79,7 +79,7 @@ class CellResult:
 
     @property
     def clean(self) -> list[Sample]:
-        """Repeats without aborted attempts, which alone are one exchange's; all, if each had some."""
+        """The samples without aborted attempts; all samples if each had some."""
         return [sample for sample in self.samples if not sample.aborts] or self.samples
 
     @property
@@ -96,7 +96,7 @@ class CellResult:
 
     @property
     def cpu_s(self) -> float:
-        """Of one member's process in one exchange, median."""
+        """Median CPU seconds of one member's process in one exchange."""
         return statistics.median(sample.cpu_s for sample in self.clean)
 
     @property
@@ -104,18 +104,18 @@ class CellResult:
         return self.median_s / self.bound_s if self.bound_s else None
 
     def median_of(self, name: str) -> float | None:
-        """Of the samples that know it."""
+        """Return the median of a field over the samples that have it."""
         known = [value for sample in self.clean if (value := getattr(sample, name)) is not None]
         return statistics.median(known) if known else None
 
     def cpu_s_per_GB(self) -> float:
-        """Of one process, for each 1e9 bytes of the dense vector."""
+        """Return the CPU seconds of one process for 1e9 bytes of the dense vector."""
         return self.cpu_s / (4e-9 * self.cell.n)
 
 
 @dataclass(slots=True)
 class Results:
-    """A whole file."""
+    """The content of a result file."""
 
     made: dict[str, Any]
     machine: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Results:
     local: dict[str, float] = field(default_factory=dict)
 
     def of(self, cell: Cell) -> CellResult | None:
-        """The result with samples for this cell."""
+        """Return the result of this cell that has samples."""
         return next((result for result in self.cells if result.cell == cell and result.samples), None)
 
     def to_json(self) -> str:
@@ -142,7 +142,7 @@ class Results:
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """Raises `ResultsError`."""
+        """Parse a result file.  Raises `ResultsError`."""
         try:
             whole = json.loads(text)
             if whole["schema"] != SCHEMA:
@@ -158,17 +158,17 @@ class Results:
             ]
             return cls(whole["made"], whole["machine"], whole["rivals"], cells, whole["local"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ResultsError(f"these are no results of a bench run: {error!r}") from None
+            raise ResultsError(f"this is not a result file of a bench run: {error!r}") from None
 
 
 def _short(sample: Sample) -> dict[str, Any]:
-    """Without what is not known, and to a microsecond."""
+    """Return the known fields, rounded to a microsecond."""
     known = {name: value for name, value in asdict(sample).items() if value not in (None, "", 0)}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in known.items()}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Between the two neighbours in proportion, as numpy does."""
+    """Return a percentile with linear interpolation, as numpy does."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -177,7 +177,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on; nothing that names this machine."""
+    """Describe the kind of machine, without names."""
     info = {
         "cores": len(os.sched_getaffinity(0)),
         "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

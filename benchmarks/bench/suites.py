@@ -1,14 +1,14 @@
 """Lists of cells by name.
 
-    goals      every goal, with the rivals beside it
+    goals      every goal, with rivals
     first      dense and gTop-k, P = 4, 100 Mbit/s, two sizes, beside gloo
     quick      small cells on loopback or namespaces, for `make bench-quick`
     scaling    P = 2 to 32 at 100 Mbit/s: CPU seconds and time, sparse and dense
     rates      1000, 100 and 20 Mbit/s, 0 to 40 ms
-    predictions  what the planner's cost model is held against: see `predictions`
-    sparse     every topology and kind of values of ours, P = 4 and 8, beside others' sparse exchanges
+    predictions  cells with which the planner's cost model is compared: see `predictions`
+    sparse     every topology and kind of values, P = 4 and 8, beside rivals' sparse exchanges
 
-An exchange that this gridtrain does not have is left out, and said.
+An unknown exchange is left out with a message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def first() -> list[Cell]:
 
 
 SMALL_ELEMENTS = 120_000
-"""A vector so small that messages cost more than bytes."""
+"""Elements of a vector so small that messages cost more than bytes."""
 
 
 def quick() -> list[Cell]:

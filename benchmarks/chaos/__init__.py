@@ -1,1 +1,1 @@
-"""Chaos: real processes that are killed, frozen, cut off and starved, and what the run makes of it."""
+"""Runs of real processes under faults: kills, freezes, stalls, cut links and full disks."""

@@ -1,8 +1,8 @@
-"""`python -m chaos`: a calm run, one under faults, and the report that compares their rates.
+"""`python -m chaos`: a calm run, a run under faults, and a report that compares their rates.
 
     python -m chaos --minutes 2 --every 5 --seed 1 --workers 6 --out FOLDER
 
-Exit code 1: a promise was broken, or 60 s passed without a committed step.
+Exit code 1: a guarantee was violated, or no step was committed for 60 s.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from chaos import report
-from chaos.ground import Loopback
-from chaos.play import Plan, play
+from chaos.execution import Plan, execute
+from chaos.infrastructure import Loopback
 from chaos.schedule import LASTS_S, draw
 from lab.net import why_not
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=2.0, help="of the run under faults")
+    parser.add_argument("--minutes", type=float, default=2.0, help="duration of the run under faults")
     parser.add_argument("--calm", type=float, metavar="MINUTES", help="of the calm run (as long, at most 5)")
     parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=6)
-    parser.add_argument("--rate", default="100Mbit", help="of each worker's cable, both ways")
+    parser.add_argument("--rate", default="100Mbit", help="of each worker's link, in each direction")
     parser.add_argument("--exchange", default="dense", choices=("dense", "topk", "gtopk", "local"))
     parser.add_argument("--model", default="mlp", choices=("mlp", "gpt", "lora"))
-    parser.add_argument("--compute", type=float, default=0.02, metavar="SECONDS", help="of each step")
-    parser.add_argument("--kinds", default="", help="only these, separated by commas")
-    parser.add_argument("--loopback", action="store_true", help="no namespaces: no cuts and holes")
-    parser.add_argument("--out", type=Path, help="where logs and reports go; default: a new folder")
+    parser.add_argument("--compute", type=float, default=0.02, metavar="SECONDS", help="of each step, waited")
+    parser.add_argument("--kinds", default="", help="inject only these, separated by commas")
+    parser.add_argument("--loopback", action="store_true", help="without namespaces, cuts and holes")
+    parser.add_argument("--out", type=Path, help="folder of logs and reports (default: a new one)")
     return parser.parse_args(argv)
 
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
             compute_s=options.compute,
         )
         say(f"-- {name}: {plan.workers} workers, {lasts_s:.0f} s, {len(faults)} faults, in {folder / name}")
-        summaries[name] = report.summary(plan, play(plan, folder / name, say))
+        summaries[name] = report.summary(plan, execute(plan, folder / name, say))
     return finish(options, argv, missing, summaries, folder)
 
 
@@ -77,7 +77,7 @@ def finish(
         "command": shlex.join(["python", "-m", "chaos", *argv]),
         "seed": options.seed,
         "every_s": options.every,
-        "ground": f"{where}, {options.rate} each way, {options.exchange}, {options.model}",
+        "hosts": f"{where}, {options.rate} each way, {options.exchange}, {options.model}",
     }
     result = report.whole(arguments, summaries["calm"], summaries["chaos"])
     (folder / "report.json").write_text(json.dumps(result, indent=1) + "\n")

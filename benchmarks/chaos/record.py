@@ -1,13 +1,12 @@
-"""What the workers wrote, and whether every promise was kept.
+"""Derives from the workers' output which attempts were committed, and which guarantees were violated.
 
-Decides which attempts were committed and what is wrong with the run.  Touches no process: it is given lines.
+    round  [3, 120, 0]  positions 960-968      from each worker, before it sends anything
+    outcome [3, 120, 0] committed              from each worker that learns it.  The attempt then counts for
+                                               all workers whose loops took part; an absent one uses its
+                                               positions later
+    state   step 120    digest                 equal on all workers
 
-    round  [3, 120, 0]  positions 960-968      of each worker, before it sends anything
-    outcome [3, 120, 0] committed              of whoever lives to hear it: then it counts for all whose
-                                               loops took part; who was absent uses its positions later
-    state   step 120    digest                 the same on all
-
-A position is handed out once for each pass over the data; `end` tells which ones were given back at last.
+A position of the data is assigned once in each pass; the mark `end` names those returned at the end.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ MOST_FINDINGS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What one worker brought to a round: positions of the ledger, and the sample at each."""
+class Assignment:
+    """The positions of the data ledger that one worker took in a round, and the sample at each."""
 
     worker: str
     positions: list[int]
@@ -35,21 +34,24 @@ class Taken:
 
 @dataclass(slots=True)
 class Record:
-    """Attributes:
-    committed_s: of each committed step, when the first worker heard of it.
+    """The output of all workers of a run.
+
+    Attributes:
+        committed: the rounds that were committed, by step.
+        committed_s: when the first worker learned that a step was committed.
     """
 
     committed: dict[int, set[Round]] = field(default_factory=lambda: defaultdict(set))
     committed_s: dict[int, float] = field(default_factory=dict)
     world_sizes: dict[Round, int] = field(default_factory=dict)
-    taken: dict[Round, list[Taken]] = field(default_factory=lambda: defaultdict(list))
+    taken: dict[Round, list[Assignment]] = field(default_factory=lambda: defaultdict(list))
     digests: dict[int, dict[str, set[str]]] = field(default_factory=dict)
     loaded: dict[str, list[Line]] = field(default_factory=lambda: defaultdict(list))
     latest_s: dict[str, float] = field(default_factory=dict)
     ends: dict[str, Line] = field(default_factory=dict)
 
     def take(self, worker: str, line: Line) -> None:
-        """One line of a worker's output."""
+        """Add one line of a worker's output."""
         name: Round = tuple(line.get("round", ()))  # type: ignore[assignment]
         match line.get("mark"):
             case "loaded":
@@ -57,7 +59,7 @@ class Record:
             case "round":
                 self.world_sizes[name] = line["of"]
                 positions = [at for start, stop in line["spans"] for at in range(start, stop)]
-                self.taken[name].append(Taken(worker, positions, line["samples"]))
+                self.taken[name].append(Assignment(worker, positions, line["samples"]))
             case "outcome" if not line.get("submitted", True):
                 self.taken[name] = [each for each in self.taken[name] if each.worker != worker]
             case "outcome" if line["committed"]:
@@ -75,11 +77,11 @@ class Record:
         return max(self.committed_s.values(), default=0.0)
 
     def commits_s(self) -> list[float]:
-        """When a step was committed, in order."""
+        """Return the times of all commits in order."""
         return sorted(self.committed_s.values())
 
     def samples_between(self, begin_s: float, end_s: float) -> int:
-        """How many samples the steps took that were committed in this time."""
+        """Return the number of samples of the steps that were committed in an interval."""
         steps = (step for step, at_s in self.committed_s.items() if begin_s <= at_s < end_s)
         rounds = (name for step in steps for name in self.committed[step])
         return sum(len(each.samples) for name in rounds for each in self.taken[name])
@@ -87,20 +89,20 @@ class Record:
     def steps_between(self, begin_s: float, end_s: float) -> int:
         return sum(begin_s <= at_s < end_s for at_s in self.committed_s.values())
 
-    def broken(self, workers: Iterable[str], size: int) -> list[str]:
-        """Promises that were not kept, in words; empty: all were."""
+    def violations(self, workers: Iterable[str], size: int) -> list[str]:
+        """Describe each violation of a guarantee, for a data set of `size` samples."""
         found = [*self._forks(), *self._replicas(), *self._ends(set(workers))]
         if self.ends:
             found += self._positions(next(iter(self.ends.values())))
         return (found + self._passes(size))[:MOST_FINDINGS]
 
-    # -- one promise each ----------------------------------------------------------------------------
+    # -- one guarantee each ----------------------------------------------------------------------------
 
     def _forks(self) -> list[str]:
         twice = {step: sorted(names) for step, names in self.committed.items() if len(names) > 1}
         missing = sorted(set(range(max(self.committed, default=-1) + 1)) - set(self.committed))
         found = [f"step {step} was committed in several rounds: {names}" for step, names in twice.items()]
-        return found + ([f"nobody heard of the commit of steps {missing[:10]}"] if missing else [])
+        return found + ([f"no worker learned of the commit of steps {missing[:10]}"] if missing else [])
 
     def _replicas(self) -> list[str]:
         return [
@@ -112,11 +114,11 @@ class Record:
     def _ends(self, workers: set[str]) -> list[str]:
         found = [f"{name} did not reach the end" for name in sorted(workers - set(self.ends))]
         names = ("step", "digest", "cursor", "consumed", "requeued")
-        told = Counter(str([line[name] for name in names]) for line in self.ends.values())
-        return found + ([f"the workers end differently: {dict(told)}"] if len(told) > 1 else [])
+        endings = Counter(str([line[name] for name in names]) for line in self.ends.values())
+        return found + ([f"the workers end differently: {dict(endings)}"] if len(endings) > 1 else [])
 
     def _positions(self, end: Line) -> list[str]:
-        """Each position below the ledger's cursor was committed once, or is given out next."""
+        """Check that each position below the ledger's cursor was committed once or will be assigned next."""
         held: Counter[int] = Counter()
         for names in self.committed.values():
             for name in names:
@@ -137,7 +139,7 @@ class Record:
         return found
 
     def _passes(self, size: int) -> list[str]:
-        """In a whole pass over the data each sample was taken once: of the samples themselves."""
+        """Check that each sample was used once in each complete pass, by the samples themselves."""
         taken: dict[int, Counter[int]] = defaultdict(Counter)
         for names in self.committed.values():
             for name in names:
@@ -148,7 +150,7 @@ class Record:
                     for position, sample in zip(each.positions, each.samples, strict=True):
                         taken[position // size][sample] += 1
         return [
-            f"pass {number}: {len(counts)} different ones of {size} samples"
+            f"pass {number}: {len(counts)} different samples of {size}"
             for number, counts in sorted(taken.items())
             if sum(counts.values()) == size and len(counts) != size
         ]

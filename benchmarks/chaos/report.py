@@ -1,7 +1,7 @@
-"""What a chaos run says: figures beside those of a calm run, as JSON and Markdown.
+"""The report of a run under faults beside a calm run, as JSON and Markdown.
 
-Decides which numbers are shown.  A stall is the longest time between two commits that a fault has caused;
-time lost is all that the gaps until the next fault have above the usual one.
+A stall is the longest time between two commits that a fault has caused.  The time lost is the sum, over the
+gaps until the next fault, of what exceeds the usual gap.
 """
 
 from __future__ import annotations
@@ -12,54 +12,54 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from chaos.play import Plan, Played, Struck
+from chaos.execution import InjectedFault, Plan, RunResult
 from chaos.schedule import OF_COORDINATOR
 
 AFTER_S = 2.0
-"""A fault's stall begins at most so long after it; what comes later is somebody's return."""
+"""Latest begin of a fault's stall after the fault; later gaps come from a returning worker."""
 
 BACK_S = 3.0
-"""Until the members have come back to a coordinator that was started again."""
+"""Time in which the members reconnect to a restarted coordinator."""
 
 BEFORE_S = 0.5
-"""A gap that has begun so long before a fault is another one's."""
+"""A gap that began earlier than this before a fault was not caused by it."""
 
 
-def summary(plan: Plan, played: Played) -> dict[str, Any]:
-    """Of one run."""
-    record, length_s = played.record, played.end_s - played.begin_s
-    life_s = played.life_s()
-    samples = record.samples_between(played.begin_s, played.end_s)
+def summary(plan: Plan, result: RunResult) -> dict[str, Any]:
+    """Return the figures of one run."""
+    record, length_s = result.record, result.end_s - result.begin_s
+    life_s = result.life_s()
+    samples = record.samples_between(result.begin_s, result.end_s)
     gaps_s = [after - before for before, after in itertools.pairwise(record.commits_s())]
-    inside = [at_s for at_s in record.commits_s() if played.begin_s <= at_s < played.end_s]
+    inside = [at_s for at_s in record.commits_s() if result.begin_s <= at_s < result.end_s]
     return {
         "workers": plan.workers,
         "seconds": round(length_s, 1),
-        "steps": record.steps_between(played.begin_s, played.end_s),
+        "steps": record.steps_between(result.begin_s, result.end_s),
         "samples": samples,
         "life_s": round(life_s, 1),
         "samples_per_life_s": round(samples / life_s, 2) if life_s else 0.0,
         "usual_step_s": round(statistics.median(gaps_s), 4) if gaps_s else None,
         "longest_gap_s": round(max((b - a for a, b in itertools.pairwise(inside)), default=0.0), 2),
-        "coordinator_starts": played.coordinator_starts,
+        "coordinator_starts": result.coordinator_starts,
         "script_starts": sum(len(lines) for lines in record.loaded.values()),
-        "faults": dict(Counter(struck.kind for struck in played.struck)),
-        "left_out": played.left_out,
-        "by_kind": by_kind(played, statistics.median(gaps_s) if gaps_s else 0.0),
-        "broken": played.broken,
+        "faults": dict(Counter(fault.kind for fault in result.injected)),
+        "left_out": result.left_out,
+        "by_kind": by_kind(result, statistics.median(gaps_s) if gaps_s else 0.0),
+        "broken": result.broken,
     }
 
 
-def by_kind(played: Played, usual_s: float) -> dict[str, dict[str, Any]]:
-    """The survivors' stalls in order, their median and the worst, and time lost until the next fault."""
-    commits_s = played.record.commits_s()
+def by_kind(result: RunResult, usual_s: float) -> dict[str, dict[str, Any]]:
+    """Return, by kind of fault, all stalls of the survivors, and the median and worst stall and time lost."""
+    commits_s = result.record.commits_s()
     stalls: dict[str, list[float]] = defaultdict(list)
     lost: dict[str, list[float]] = defaultdict(list)
-    ends_s = [struck.at_s for struck in played.struck[1:]] + [played.end_s]
-    for struck, next_s in zip(played.struck, ends_s, strict=False):
-        label = label_of(struck, played.struck)
-        stalls[label].append(stall_s(commits_s, struck, next_s))
-        lost[label].append(lost_s(commits_s, struck.at_s, next_s, usual_s))
+    ends_s = [fault.at_s for fault in result.injected[1:]] + [result.end_s]
+    for fault, next_s in zip(result.injected, ends_s, strict=False):
+        label = label_of(fault, result.injected)
+        stalls[label].append(stall_s(commits_s, fault, next_s))
+        lost[label].append(lost_s(commits_s, fault.at_s, next_s, usual_s))
     return {
         kind: {
             "count": len(found),
@@ -73,27 +73,27 @@ def by_kind(played: Played, usual_s: float) -> dict[str, dict[str, Any]]:
     }
 
 
-def label_of(struck: Struck, everything: Sequence[Struck]) -> str:
-    """Its kind, and whether the coordinator was away: without it nobody can be left behind (rule 10)."""
+def label_of(fault: InjectedFault, everything: Sequence[InjectedFault]) -> str:
+    """Return the kind of a fault, and whether the coordinator was down: then no member can be removed."""
     away = any(
-        other.kind in OF_COORDINATOR and other.at_s < struck.at_s < other.until_s + BACK_S
+        other.kind in OF_COORDINATOR and other.at_s < fault.at_s < other.until_s + BACK_S
         for other in everything
     )
-    return f"{struck.kind}, no coordinator" if away and struck.kind not in OF_COORDINATOR else struck.kind
+    return f"{fault.kind}, no coordinator" if away and fault.kind not in OF_COORDINATOR else fault.kind
 
 
-def stall_s(commits_s: Sequence[float], struck: Struck, next_s: float) -> float:
-    """The longest gap between two commits that begins shortly after the fault, or contains it."""
-    until_s = min(struck.at_s + AFTER_S, next_s)
-    if struck.kind == "kill":
-        until_s = min(until_s, struck.at_s + AFTER_S / 2)  # later it is its return that costs time
+def stall_s(commits_s: Sequence[float], fault: InjectedFault, next_s: float) -> float:
+    """Return the longest gap between two commits that contains the fault or begins shortly after it."""
+    until_s = min(fault.at_s + AFTER_S, next_s)
+    if fault.kind == "kill":
+        until_s = min(until_s, fault.at_s + AFTER_S / 2)  # later gaps come from its return
     gaps = itertools.pairwise(commits_s)
-    since_s = struck.at_s - BEFORE_S
-    return max((b - a for a, b in gaps if b > struck.at_s and since_s <= a < until_s), default=0.0)
+    since_s = fault.at_s - BEFORE_S
+    return max((b - a for a, b in gaps if b > fault.at_s and since_s <= a < until_s), default=0.0)
 
 
 def lost_s(commits_s: Sequence[float], at_s: float, next_s: float, usual_s: float) -> float:
-    """What the long gaps between two faults have above a usual one."""
+    """Return by how much the long gaps between two faults exceed the usual gap, in all."""
     gaps = (b - a for a, b in itertools.pairwise(commits_s) if at_s <= (a + b) / 2 < next_s)
     return sum(gap - usual_s for gap in gaps if gap > 3 * usual_s)
 
@@ -114,7 +114,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Chaos",
         "",
-        f"`{arguments['command']}`; {arguments['ground']}.",
+        f"`{arguments['command']}`; {arguments['hosts']}.",
         "",
         "| | calm | chaos |",
         "|---|---|---|",
@@ -132,6 +132,6 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"Left out: {len(chaos['left_out'])} of the planned faults.",
         "",
-        *(f"- BROKEN: {text}" for text in (*calm["broken"], *chaos["broken"])),
+        *(f"- VIOLATED: {text}" for text in (*calm["broken"], *chaos["broken"])),
     ]
     return "\n".join(lines).rstrip() + "\n"

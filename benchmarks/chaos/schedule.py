@@ -1,10 +1,8 @@
-"""Which fault strikes whom, when and for how long: a pure function of a seed.
+"""The schedule of faults: kind, target, time and duration, a pure function of a seed.
 
-Decides nothing while a run goes on, and touches no process.
-
-    bag      kill kill kill kill stop stop stall stall cut cut hole coordinator disk-coordinator disk-worker
-    drawn    without putting back, then a new bag: in a long run each kind comes as often as its share
-    times    one in each interval of `every_s`, at a random moment of its middle half
+bag      kill kill kill kill stop stop stall stall cut cut hole coordinator disk-coordinator disk-worker
+drawn    without replacement, then a new bag, so that each kind has its share of a long run
+times    one in each interval of `every_s`, at a random time in its middle half
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
 
-# How long each kind lasts, in seconds: shorter than the group's patience (5 s), about so, and longer.
+# Durations of each kind in seconds: shorter than the heartbeat timeout (5 s), about equal, and longer.
 LASTS_S = {
-    "kill": (0.0,),  # the agent starts the script again
+    "kill": (0.0,),  # the agent restarts the script
     "stop": (0.3, 1.0, 2.0, 8.0),
     "stall": (0.3, 1.0, 3.0, 8.0),  # the training loop sleeps, the process answers
     "cut": (0.3, 1.0, 2.0, 10.0),
@@ -36,7 +34,7 @@ OF_COORDINATOR = frozenset({"coordinator", "disk-coordinator"})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`at_s` counts from the beginning; `worker` is a number, for kinds that hit one."""
+    """A planned fault: `at_s` from the begin of the measured part; `worker`: the number of the target."""
 
     at_s: float
     kind: str
@@ -47,7 +45,7 @@ class Fault:
 def draw(
     seed: int, *, length_s: float, every_s: float, workers: int, kinds: Collection[str] = frozenset(LASTS_S)
 ) -> list[Fault]:
-    """The faults of a run in order of time; `kinds` that this machine can do."""
+    """Return the faults of a run in order of time, of the `kinds` that can be injected on this machine."""
     random = Random(seed)
     bag: list[str] = []
     faults = []

@@ -1,16 +1,16 @@
-"""What the workers run: an ordinary training loop that writes down everything that can be checked.
+"""The workers' script: an ordinary training loop that writes all that the guarantees can be checked by.
 
     python -m chaos.train '{"stop": "/path/of/a/file", ...}'         see `Options`
 
 Each line of stdout is one JSON object with a `mark`:
 
-    loaded    torch is imported, the group is joined next; `pid`
+    loaded    torch is imported, and joining begins; `pid`
     round     an attempt begins: `round` = [generation, step, attempt], its positions and its samples
     outcome   of that attempt; `submitted`: whether the loop took part, before the group went on without it
     state     digest of model and optimizer after the committed step
     end       the step in the file `stop` is reached: digest and ledger
 
-Not a part of the product: it reaches into the session, to see attempts.
+It uses private attributes of the session to observe attempts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FEATURES, CLASSES, CONTEXT = 16, 8, 64
 FOREVER = 100_000_000
 STALL_POLL_S = 0.02
 TOO_LATE = late_submission(SubmitRound(RoundId(0, 0, 0, 0), {})).reason
-"""Why a submission does not count that came after the group went on without it."""
+"""The reason why a submission is rejected after the group has proceeded without it."""
 
 EXCHANGES = {
     "dense": (gridtrain.Dense(), 0.9),
@@ -53,12 +53,12 @@ EXCHANGES = {
 
 @dataclass(frozen=True)
 class Options:
-    """One JSON object on the command line.
+    """The options, a JSON object on the command line.
 
     Attributes:
-        stop: a file that will hold the step to end before; until then there is none.
+        stop: a file that is created with the step before which the loop ends.
         stall: a file; while it exists, the loop sleeps.
-        compute_s: a pause in each step that stands for a volunteer's GPU: workers share few cores here.
+        compute_s: a wait in each step instead of computing, because the workers share few cores.
     """
 
     stop: str
@@ -72,12 +72,12 @@ class Options:
 
 
 def say(mark: str, **fields: object) -> None:
-    """One write for one line: two threads cannot mix theirs."""
+    """Write a line to stdout with one system call, so that lines of two threads are not mixed."""
     os.write(1, (json.dumps({"mark": mark, "at_s": time.monotonic(), **fields}) + "\n").encode())
 
 
 class Points:
-    """(features, class, its own index), from a fixed random teacher."""
+    """Samples (features, class, index), labelled by a fixed random linear model."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -92,7 +92,7 @@ class Points:
 
 
 class Text:
-    """(bytes, next bytes, its own index), the first windows of the demo's text."""
+    """Samples (bytes, next bytes, index): the first windows of the demo's text."""
 
     def __init__(self, count: int) -> None:
         self._windows, self._count = Windows(load_corpus().train, CONTEXT), count
@@ -105,12 +105,12 @@ class Text:
 
 
 def task_of(options: Options) -> tuple[nn.Module, Any]:
-    """(model, samples).  All workers but the first are given the first one's parameters."""
+    """Return the model and the samples; the group replaces all initial parameters by the first worker's."""
     width = options.width
     match options.model:
         case "gpt":
             return ByteGPT(seed=os.getpid()), Text(options.samples)
-        case "lora":  # the base must be everybody's, the adapters need not be
+        case "lora":  # the base must be equal on all workers, the adapters need not be
             base = ByteLlama(64, 128, layers=2, heads=4, context=CONTEXT, seed=0)
             return with_lora(base, rank=8, alpha=16.0, seed=os.getpid()), Text(options.samples)
         case _:
@@ -119,8 +119,8 @@ def task_of(options: Options) -> tuple[nn.Module, Any]:
             return nn.Sequential(*layers, nn.Linear(width, CLASSES)), Points(options.samples)
 
 
-class Witness:
-    """Wraps `session.run`: tells of every attempt; `committed`: the latest step applied here."""
+class AttemptLog:
+    """Wraps `session.run` and writes every attempt; `committed` is the latest step that was applied here."""
 
     def __init__(self, grid: gridtrain.Grid) -> None:
         self.batch: list[int] = []
@@ -132,7 +132,7 @@ class Witness:
         turn = self._session._turn
         name = [turn.open_round.generation, turn.open_round.step, turn.open_round.attempt]
         spans = [[span.start, span.stop] for span in turn.spans]
-        samples = self.batch if plan.samples else []  # else: a stand-in, which counts nothing
+        samples = self.batch if plan.samples else []  # a stand-in batch has no samples that count
         say("round", round=name, of=plan.world_size, spans=spans, samples=samples)
         outcome = self._run(plan, workspaces, skip, salt)
         latest = self._session._loop.step_rounds.last_submitted
@@ -160,11 +160,11 @@ def train(options: Options) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = torch.optim.SGD(trained, lr=0.02, momentum=momentum)
     optimizer = grid.optimizer(inner, model, exchange=exchange, wait="auto")
-    replicated = getattr(optimizer, "replicated", inner)  # with local steps, moments are each worker's own
-    witness = Witness(grid)
+    replicated = getattr(optimizer, "replicated", inner)  # with local steps, each worker has its own moments
+    attempts = AttemptLog(grid)
     for x, y, indices_B in grid.batches(data, batch_size=options.batch_size, steps=FOREVER):
         last = last_step(stop)
-        if last < FOREVER:  # nobody may be left out at the end, when the others take part no more
+        if last < FOREVER:  # at the end no step may proceed without a worker
             grid._session._loop.step_rounds.stop_absences()
         if grid.step >= last:
             break
@@ -173,16 +173,16 @@ def train(options: Options) -> None:
             time.sleep(STALL_POLL_S)
         nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
         calls = getattr(optimizer, "local_calls", 0)
-        witness.batch = witness.batch if calls else []
-        if calls < getattr(optimizer, "_calls_with_samples", 1):  # else: a stand-in at the end of a pass
-            witness.batch += indices_B.tolist()
-        before = witness.committed
+        attempts.batch = attempts.batch if calls else []
+        if calls < getattr(optimizer, "_calls_with_samples", 1):  # not a stand-in batch at the end of a pass
+            attempts.batch += indices_B.tolist()
+        before = attempts.committed
         optimizer.step()
         optimizer.zero_grad()
-        if witness.committed != before:
+        if attempts.committed != before:
             say(
                 "state",
-                step=witness.committed,
+                step=attempts.committed,
                 digest=serialization.replica_digest(model, replicated).hex()[:16],
             )
     ledger = grid._session.snapshot.ledger
@@ -196,10 +196,10 @@ def train(options: Options) -> None:
         late=[[span.start, span.stop] for batch in ledger.late for span in batch.spans],
     )
     with grid.evaluation():
-        signal.pause()  # SIGTERM ends it: everybody has to reach the end before anybody leaves
+        signal.pause()  # until SIGTERM, because no worker may leave before all have reached the end
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO)  # on stderr, which the agents keep
+    logging.basicConfig(level=logging.INFO)  # to stderr, which the agents save
     train(Options(**json.loads(sys.argv[1])))

@@ -1,4 +1,4 @@
-r"""Peak memory of one stage, with and without re-materialisation: the process's own peak, a process a case.
+r"""Peak memory of one stage, with and without re-materialization: the process's own peak, a process a case.
 
 Decides nothing.  The stage works through its list of the schedule with made-up activations and gradients, so
 there are no other stages in its process.  Run as a program it measures one case and prints JSON.
@@ -92,7 +92,7 @@ def all_cases() -> list[Peak]:
 
 
 def inputs_bytes() -> int:
-    """Of what re-materialisation keeps of one micro-batch."""
+    """Of what re-materialization keeps of one micro-batch."""
     return Tensor.numel(torch.empty(SAMPLES, SHAPE.context, SHAPE.width, device="meta")) * 4
 
 

@@ -5,7 +5,7 @@ section, and a name without a page is left out.
 
     docs/*.md                     pages as they are
     docs/project/*.md    <--      SECURITY.md, CHANGELOG.md ... of the repository's root
-    links out of docs/   -->      a page, if the file is one; a download; for a folder or decision its path
+    links out of docs/   -->      a page; a file to download; the path of a folder; a decision's number
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ SECTIONS = {
         "frozen-base",
         "data",
         "adapters",
-        "site",
     ),
     "Reference": (
         "cli",
@@ -63,7 +62,7 @@ LAST = "Project"
 """The section of pages that are not named."""
 
 RECORDS = DOCS / "decisions"
-"""Decision records: for those who change the code, so not in the book; links to them become their path."""
+"""Decision records: for those who change the code, so not in the book; of links to them the text remains."""
 
 BORROWED = {
     "project/changelog": "CHANGELOG.md",
@@ -106,7 +105,10 @@ def relinked(text: str, source: Path, page: str) -> str:
         if not path.is_relative_to(ROOT) or not path.exists():
             return link[0]  # Sphinx will say that it is broken
         if path.is_dir() or (path.suffix == ".md" and _page_of(path) is None):
-            return f"{link['text']} (`{path.relative_to(ROOT)}`)"
+            name = path.relative_to(ROOT).as_posix()
+            if path.is_relative_to(RECORDS) and path.name[:4].isdigit():
+                return link["text"]  # such as "decision 0066"
+            return f"`{name}`" if link["text"].strip("`") == name else f"{link['text']} (`{name}`)"
         at = _page_of(path)
         to = DOCS / f"{at}.md" if at else path
         href = os.path.relpath(to, (DOCS / page).parent)

@@ -6,7 +6,8 @@
     for batch in grid.batches(data, batch_size=32, epochs=1): ...
 
 The rows of a shard, `stream.shard(num_shards, index)`, are written into the cache when it is opened, and
-compared with the index.  So they are read and mapped once, are shuffled, and a run continues in mid-shard.
+compared with the index.  They are therefore read and mapped only once, can be shuffled, and a run can resume
+in the middle of a shard.
 Use neither `stream.shuffle` nor `split_dataset_by_node`: the run shuffles, and divides the shards itself.
 """
 

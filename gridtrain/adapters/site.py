@@ -45,7 +45,8 @@ from torch._C._distributed_c10d import HashStore
 
 from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.sdk.grid import Grid, join
+from gridtrain.sdk.grid import Grid
+from gridtrain.sdk.join import join
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.data import sampler

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.operator_arguments import (
-    known_keys,
-    operator_for,
-    present_keys,
-    resolve_member,
-    with_member_name,
-)
+from gridtrain.cli.operator_arguments import remove_member
 from gridtrain.cli.option_flags import run_options
 
 
@@ -26,11 +20,4 @@ def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     It is disconnected at once, and needs a new invitation to join again.  An open invitation with uses left
     admits the same person with another key: see `gridtrain invite --withdraw`.
     """
-    from gridtrain.core.messages import RemoveWorker
-    from gridtrain_coordinator.access.authorization_rules import clean_reason
-
-    operator = operator_for(run, state)
-    status = operator.status()
-    known = known_keys(status)
-    peer = resolve_member(who, known, present=present_keys(status))
-    click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, False, clean_reason(reason)))))
+    remove_member(who, reason, run, state, ban=False)

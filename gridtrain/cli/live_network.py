@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gridtrain.core.planning.network_model import LinkModel, NetworkModel
     from gridtrain.core.planning.workload import Workload
 
-MOST_MEMBERS = 1000  # as many as a coordinator admits
+MOST_MEMBERS = 2000  # as many as a coordinator admits
 
 
 @dataclass(frozen=True, slots=True)

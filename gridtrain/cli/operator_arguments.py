@@ -60,6 +60,18 @@ def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
     return told if name == NO_NAME else f"{name}: {told}"
 
 
+def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: bool) -> None:
+    """Order the coordinator to remove a member; with `ban` also a key that is unknown here, for good."""
+    from gridtrain.core.messages import RemoveWorker
+    from gridtrain_coordinator.access.authorization_rules import clean_reason
+
+    operator = operator_for(run, state)
+    status = operator.status()
+    known = known_keys(status)
+    peer = resolve_member(who, known, present=_present_keys(status), any_key=ban)
+    click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, ban, clean_reason(reason)))))
+
+
 # -- finding a member by name or key -----------------------------------------------------------------
 
 
@@ -74,7 +86,7 @@ def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, 
     return known
 
 
-def present_keys(status: Mapping[str, Any]) -> set[str]:
+def _present_keys(status: Mapping[str, Any]) -> set[str]:
     """Return the keys of the members that are connected."""
     return {str(line.get("peer")) for line in rows(status, "members")}
 

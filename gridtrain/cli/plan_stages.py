@@ -58,7 +58,7 @@ _OPTIONS = (
     click.option(
         "--optimizer", default="adam", metavar="NAME", help="Optimizer, for the size of its state.  [adam]"
     ),
-    click.option("--keep-activations", is_flag=True, help="Plan without re-materialisation."),
+    click.option("--keep-activations", is_flag=True, help="Plan without re-materialization."),
 )
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

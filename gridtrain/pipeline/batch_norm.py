@@ -1,6 +1,6 @@
 """Manage the buffers that a forward writes to: running statistics of batch norm, and other buffers of layers.
 
-Batch norm normalises each micro-batch by its own statistics, and stores the statistics of the whole
+Batch norm normalizes each micro-batch by its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each
 micro-batch"; "the moving average ... over the entire mini-batch" is stored for evaluation).
 

@@ -4,25 +4,21 @@ rank in a snapshot or a step plan --> stage and layers --> StageState, built if 
                                                              |  replaced: its residual is lost, unless it
                                                              |  was transferred or saved before
     a replica's state, checkpoints  --restore_state, load--> |
-    newcomers, checkpoints, export <--capture_state, pack----+
+    newcomers, checkpoints         <--capture_state, pack----+
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.messages import CheckpointInfo, Facts, Span
 from gridtrain.errors import ConfigError
-from gridtrain.pipeline.model_stages import ModelStages
+from gridtrain.pipeline.model_stages import ModelStages, StagePlaces
 from gridtrain.pipeline.stage_optimizer import StageOptimizer
 from gridtrain.pipeline.stage_state import MakeOptimizer, PipelineOptions, StageState, make_optimizer
 from gridtrain.runtime.group_session import GroupSession
@@ -32,7 +28,6 @@ from gridtrain.training.checkpoint import checkpoint_merge, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY, FrozenBase
-from gridtrain.training.checkpoint.model_export import plain_state, save_model
 from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
@@ -51,6 +46,7 @@ class HeldStage:
         base: the frozen parameters of the whole model, which are not part of the state.
 
     Attributes:
+        places: which stage and layers this worker's rank has.
         template: the optimizer of the whole model on the meta device, which provides groups and settings.
         optimizer: the optimizer of the held stage; it stays the same object when the stage changes.
         trackers: schedulers and other tracked objects by name; they are part of the state.
@@ -66,7 +62,7 @@ class HeldStage:
         base: FrozenBase,
     ) -> None:
         self.defined, self.options, self.base = defined, options, base
-        self._stages = defined  # as the model is partitioned in the latest generation
+        self.places = StagePlaces(defined)
         self._make_optimizer, self._session = make, session
         self.template = make_optimizer(make, defined.whole.parameters())
         self.optimizer = StageOptimizer(self.template)
@@ -79,32 +75,6 @@ class HeldStage:
     def track(self, **trackers: serialization.Stateful) -> None:
         """Add objects to the state that a joining worker receives."""
         self.trackers.update(trackers)
-
-    # -- where this worker is ------------------------------------------------------------------------
-
-    def stages_at(self, place: WorkerSnapshot | StepPlan) -> ModelStages:
-        """Return the stages of the generation of `place`; before the first generation, the stages that the
-        run defines."""
-        bounds = place.stage_bounds or self.defined.cuts
-        if bounds != self._stages.cuts:
-            self._stages = self.defined.with_cuts(bounds)
-        return self._stages
-
-    def layout_at(self, place: WorkerSnapshot | StepPlan) -> RankLayout:
-        """Return the layout of the ranks into stages and replicas."""
-        return RankLayout.for_world_size(self.stages_at(place).stages, place.world_size)
-
-    def stage_at(self, place: WorkerSnapshot | StepPlan) -> int:
-        """Return the number of the stage of this worker's rank."""
-        return self.layout_at(place).stage_of(place.rank)
-
-    def layers_at(self, place: WorkerSnapshot | StepPlan) -> Span:
-        """Return the range of layers of this worker's rank."""
-        return Span(*self.stages_at(place).block_range(self.stage_at(place)))
-
-    def is_alone(self, place: WorkerSnapshot) -> bool:
-        """Return whether this worker is the only one that holds the stage of its rank."""
-        return place.world_size == self.stages_at(place).stages
 
     # -- the stage in memory ---------------------------------------------------------------------------
 
@@ -125,7 +95,7 @@ class HeldStage:
 
     def at(self, place: WorkerSnapshot | StepPlan) -> StageState:
         """Return the stage of this worker's rank; build it unless it is in memory."""
-        stages, stage = self.stages_at(place), self.stage_at(place)
+        stages, stage = self.places.stages(place), self.places.stage(place)
         if self.current is None or self.current.blocks != Span(*stages.block_range(stage)):
             self._restore_start = self._restore_start or self.capture_settings()
             self._report_lost_residual()
@@ -206,7 +176,7 @@ class HeldStage:
         Before the first step the stage of `place` is built, because no worker needs another stage's state
         yet.  See `serialization.capture_state`.
         """
-        if place.applied >= 0 and self.layers not in (None, self.layers_at(place)):
+        if place.applied >= 0 and self.layers not in (None, self.places.layers(place)):
             return None
         held = self.at(place)
         self.base.check_unchanged(held.module)
@@ -256,39 +226,10 @@ class HeldStage:
         held = self.assigned()
         if held.blocks != layers:
             return  # this worker's rank has changed; the caller tries again
-        checkpoint_merge.load_merged(found, held.module, held.inner, self.trackers, self._stages.tied_names)
+        checkpoint_merge.load_merged(
+            found, held.module, held.inner, self.trackers, self.places.latest.tied_names
+        )
         if held.residual.size and (
             residual := checkpoint_merge.merged_residual(found, held.module, held.flat)
         ):
             held.residual.load(residual)
-
-    @property
-    def exports(self) -> bool:
-        """Whether this worker writes its stage's part of the final model, as only the first replica does."""
-        snapshot = self._session.snapshot
-        if not snapshot.world_size:
-            return False  # a standby
-        return self.layout_at(snapshot).replica_of(snapshot.rank) == 0
-
-    def export(self, folder: Path) -> None:
-        """Write this stage's part of the final model and, for the first stage, the index of all parts."""
-        held, stages = self.assigned(), self._stages
-        path = folder / _part_name(held.stage, stages.stages)
-        save_model(plain_state(held.module), path)
-        if held.stage == 0:
-            parts = {
-                name: _part_name(stage, stages.stages)
-                for stage in range(stages.stages)
-                for name in stages.tensor_names(stage)
-            }
-            text = json.dumps({"metadata": {"stages": stages.stages}, "weight_map": parts}, indent=1)
-            partial = path.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, folder / "final.safetensors.index.json")
-        log.warning("the run is finished; stage %d of the model is in %s", held.stage, path)
-        if base := self.base.describe():
-            log.warning("the file contains what was trained, without the base (%s)", base)
-
-
-def _part_name(stage: int, stages: int) -> str:
-    return f"final-{stage + 1:05d}-of-{stages:05d}.safetensors"

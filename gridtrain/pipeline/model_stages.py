@@ -17,11 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.messages import Span
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.random_seeds import borrowed_generators
 from gridtrain.pipeline.stage import TiedParameter
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint.model_export import plain_state
 
 
@@ -143,6 +147,42 @@ class ModelStages:
     def _blocks(self, stage: int) -> Sequence[nn.Module]:
         start, stop = self.block_range(stage)
         return self.blueprint.blocks[start:stop]
+
+
+class StagePlaces:
+    """The stage and the layers of this worker's rank in a snapshot or a step plan.
+
+    Attributes:
+        defined: the stages of the run's definition.
+        latest: the stages of the latest generation, in which the model may be partitioned differently.
+    """
+
+    def __init__(self, defined: ModelStages) -> None:
+        self.defined = self.latest = defined
+
+    def stages(self, place: WorkerSnapshot | StepPlan) -> ModelStages:
+        """Return the stages of the generation of `place`; before the first generation, the stages that the
+        run defines."""
+        bounds = place.stage_bounds or self.defined.cuts
+        if bounds != self.latest.cuts:
+            self.latest = self.defined.with_cuts(bounds)
+        return self.latest
+
+    def layout(self, place: WorkerSnapshot | StepPlan) -> RankLayout:
+        """Return the layout of the ranks into stages and replicas."""
+        return RankLayout.for_world_size(self.stages(place).stages, place.world_size)
+
+    def stage(self, place: WorkerSnapshot | StepPlan) -> int:
+        """Return the number of the stage of this worker's rank."""
+        return self.layout(place).stage_of(place.rank)
+
+    def layers(self, place: WorkerSnapshot | StepPlan) -> Span:
+        """Return the range of layers of this worker's rank."""
+        return Span(*self.stages(place).block_range(self.stage(place)))
+
+    def is_alone(self, place: WorkerSnapshot) -> bool:
+        """Return whether this worker is the only one that holds the stage of its rank."""
+        return place.world_size == self.stages(place).stages
 
 
 def _even_cuts(blueprint: Blueprint, stages: int) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.open_round import PipelineRound, RoundPart
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 from gridtrain.training.buffer_averaging import BufferAveraging
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt
 from gridtrain.training.optimizer import check_compatible, l2_norm
@@ -94,6 +94,7 @@ class Pipeline:
     calls_per_turn = 1
     local_calls = 0
     weigh_by = "samples"
+    wait = "all"
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Pipeline:
         self._failed_round: PipelineRound | None = None
         self.buffer_averaging = BufferAveraging(self.model, options.average_buffers_every)
         self.exchange_config = options.exchange
-        self.compare_every = options.compare_every
+        self.compare_every, self.clip_norm = options.compare_every, options.clip_norm
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.metered = False
         self._stored_bytes = self._largest_micro_batch = 0
@@ -130,7 +131,7 @@ class Pipeline:
         """The number of the stage of this worker's rank, which the coordinator may change; None for a
         standby."""
         snapshot = self._session.snapshot
-        return self.held.stage_at(snapshot) if snapshot.world_size else None
+        return self.held.places.stage(snapshot) if snapshot.world_size else None
 
     @property
     def stages(self) -> int:
@@ -238,8 +239,8 @@ class Pipeline:
     def _attempt(
         self, state: StageState, plan: StepPlan, inputs: Any, targets: Any
     ) -> tuple[RoundOutcome, _Contribution | None]:
-        layout, count = self.held.layout_at(plan), self._micro_batch_count
-        executor = state.prepare_executor(self.held.stages_at(plan), inputs)
+        layout, count = self.held.places.layout(plan), self._micro_batch_count
+        executor = state.prepare_executor(self.held.places.stages(plan), inputs)
         sizes = state.micro_batch_sizes(plan.samples, count.number)
         self._largest_micro_batch = max(sizes, default=0)
         link = RoundStageLink(layout, plan.rank, state.max_payload_bytes(self._largest_micro_batch))
@@ -313,7 +314,7 @@ class Pipeline:
             norm_squared = l2_norm(state.without_tied_copies(update_of(update))) ** 2
         summary = StageSummary(
             digest,
-            serialization.hyperparameter_digest(state.inner),
+            hyperparameters.hyperparameter_digest(state.inner),
             result.loss * plan.weight if result.loss is not None and plan.samples else 0.0,
             norm_squared,
             self._micro_batch_count.step_timings(result, plan.samples),
@@ -379,7 +380,7 @@ class Pipeline:
     def _update_micro_batches(self, plan: StepPlan, summaries: StageSummaryBuffer) -> None:
         """Record the step's timings; when the number of micro-batches is chosen, log and report it."""
         figures = [summary.figures for summary in summaries.summaries]
-        chosen = self._micro_batch_count.record_step(figures, self.held.layout_at(plan))
+        chosen = self._micro_batch_count.record_step(figures, self.held.places.layout(plan))
         if chosen is not None:
             log.info("from step %d on %s", plan.step + 1, chosen.reason)
             self._session.report_figures({"micro_batches": float(chosen.micro_batches)})

@@ -10,7 +10,9 @@ this worker returns                the rest of the residual is added, if no step
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,10 +31,17 @@ from gridtrain.pipeline.profiler import Profile
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
+from gridtrain.training.checkpoint.model_export import plain_state, save_model
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
-from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
+from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
-from gridtrain.training.model_state import CheckpointOptions, ModelState, describe_machine, position_of
+from gridtrain.training.model_state import (
+    ModelState,
+    ModelStateOptions,
+    describe_machine,
+    largest_state_bytes,
+    position_of,
+)
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual
 from gridtrain.training.worker_residual import WorkerResidual
 
@@ -48,21 +57,21 @@ class StageModelState(ModelState):
         measure_flops: a function that measures this device's float32 operations per second.
     """
 
+    _store: StageCheckpointStore | None
+
     def __init__(
         self,
         session: GroupSession,
         held: HeldStage,
-        checkpoints: CheckpointOptions,
-        max_transfer_bytes: int,
+        options: ModelStateOptions,
         *,
         profile: Profile | Sequence[Layer] | None = None,
         memory_bytes: int = 0,
         measure_flops: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        super().__init__(session, checkpoints, max_transfer_bytes)
+        super().__init__(session, options)
         self._held, self._profile, self._memory_bytes = held, profile, memory_bytes
         self._measure_flops = measure_flops
-        self._store: StageCheckpointStore | None = None
         self._has_read_disk = False
         session.tasks.attach_state(
             held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
@@ -107,19 +116,32 @@ class StageModelState(ModelState):
             describe_machine(defined.device, held.base),
         )
 
-    def _wait_for_writer(self, timeout_s: float) -> bool:
-        return self._store is None or self._store.wait(timeout_s)
-
-    def _release_folder(self) -> None:
-        if self._store is not None:
-            self._store.release()
-
     @property
     def exports(self) -> bool:
-        return self._held.exports
+        """Whether this worker writes its stage's part of the final model, as only the first replica does."""
+        snapshot = self._session.snapshot
+        if not snapshot.world_size:
+            return False  # a standby
+        return self._held.places.layout(snapshot).replica_of(snapshot.rank) == 0
 
     def export(self, folder: Path) -> None:
-        self._held.export(folder)
+        """Write this stage's part of the final model and, for the first stage, the index of all parts."""
+        held, stages = self._held.assigned(), self._held.places.latest
+        path = folder / _part_name(held.stage, stages.stages)
+        save_model(plain_state(held.module), path)
+        if held.stage == 0:
+            parts = {
+                name: _part_name(stage, stages.stages)
+                for stage in range(stages.stages)
+                for name in stages.tensor_names(stage)
+            }
+            text = json.dumps({"metadata": {"stages": stages.stages}, "weight_map": parts}, indent=1)
+            partial = path.with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, folder / "final.safetensors.index.json")
+        log.warning("the run is finished; stage %d of the model is in %s", held.stage, path)
+        if base := self._held.base.describe():
+            log.warning("the file contains what was trained, without the base (%s)", base)
 
     @property
     def _layers(self) -> Span:
@@ -144,13 +166,13 @@ class StageModelState(ModelState):
             self._upload(found.path, found.path.parent.name)  # may be missing there
 
     def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool:
-        return self._checkpoints.is_due(self._held.layers_at(snapshot), snapshot.applied + 1)
+        return self._checkpoints.is_due(self._held.places.layers(snapshot), snapshot.applied + 1)
 
     def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
         document, tensors = self._held.pack(snapshot)
         residual = self._held.at(snapshot).residual.state()
         content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual)
-        self._checkpoints.write(self._held.layers_at(snapshot), content)
+        self._checkpoints.write(self._held.places.layers(snapshot), content)
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """Save the stage unless a replica has it, and release its memory."""
@@ -164,10 +186,10 @@ class StageModelState(ModelState):
         layers, stage = self._held.layers, self._held.stage
         if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
             return
-        is_alone = self._held.is_alone(snapshot)
+        is_alone = self._held.places.is_alone(snapshot)
         if not is_alone and snapshot.phase is MemberPhase.RUNNING:
             return  # in any other phase its replicas may be gone as well
-        if self._held.layers_at(snapshot) != layers:
+        if self._held.places.layers(snapshot) != layers:
             return  # the group has continued with other stages
         if not self._has_checkpoints:
             log.warning(
@@ -200,7 +222,7 @@ class StageModelState(ModelState):
         return found
 
     def _add_left(self, left: LeftResidual, entries: SparseVector, snapshot: WorkerSnapshot) -> bool:
-        if left.layers != self._held.layers_at(snapshot):
+        if left.layers != self._held.places.layers(snapshot):
             return False
         residual = self._held.at(snapshot).residual  # builds the stage, if it is not in memory yet
         residual.clear()  # it came from a checkpoint of the same step; `left` is the remainder
@@ -228,3 +250,7 @@ def stage_neighbours(defined: ModelStages, neighbours: NeighboursOf) -> Callable
         return frozenset(found - {rank})
 
     return ranks
+
+
+def _part_name(stage: int, stages: int) -> str:
+    return f"final-{stage + 1:05d}-of-{stages:05d}.safetensors"

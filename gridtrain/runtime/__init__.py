@@ -10,7 +10,8 @@ the member core (`gridtrain.core.member`).
 
 - `group_session`, `trainer_tasks`, `step_plan`: the interface for the training thread, the tasks that it
   performs while it waits, and the data of one attempt.
-- `group_connection`: owns the I/O loop, and makes a new I/O loop after each pause.
+- `group_connection`: owns the I/O loop, and makes a new I/O loop after each pause; `group_means`: means of
+  numbers over the members.
 - `mailbox/`: the only objects that both threads share; `snapshot_builder` makes the snapshots.
 - `io_loop`: passes events to the core, and executes the core's effects with the modules below and the
   transport.

@@ -24,6 +24,7 @@ class ComputeRate:
 
     def __init__(self) -> None:
         self._measured_steps = 0
+        self._turn_began_s, self._computed_share = 0.0, 1.0
         self._began_s: float | None = None
         self._before_pause_s: float | None = None
         self._open_samples = 0
@@ -34,6 +35,7 @@ class ComputeRate:
         """Start measuring a batch of `samples` samples; 0 if this worker takes part without samples."""
         self._measured_steps += samples > 0
         counts = samples > 0 and self._measured_steps > WARM_UP_STEPS
+        self._turn_began_s, self._computed_share = now_s, 1.0
         self._began_s, self._open_samples = now_s if counts else None, samples
         self._before_pause_s = None
 
@@ -41,8 +43,9 @@ class ComputeRate:
         """Stop measuring the current turn without counting it."""
         self._began_s = self._before_pause_s = None
 
-    def pause(self, now_s: float) -> None:
-        """Do not count the time until `resume`."""
+    def pause(self, now_s: float, share: float) -> None:
+        """Do not count the time until `resume`; `share` of the turn's samples have been computed."""
+        self._computed_share = share
         if self._began_s is not None:
             self._before_pause_s, self._began_s = now_s - self._began_s, None
 
@@ -61,6 +64,10 @@ class ComputeRate:
         self._samples += self._open_samples
         self._seconds_s += now_s - began_s
         return True
+
+    def turn_s(self, now_s: float) -> float:
+        """Return how long the current turn takes, counted or not, if its samples were computed until now."""
+        return (now_s - self._turn_began_s) / self._computed_share
 
     def figures(self) -> dict[str, float]:
         """Return the figures for a heartbeat."""

@@ -9,7 +9,6 @@ While the training thread waits, it performs tasks for the group (`trainer_tasks
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,6 @@ from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.group import member_events as io
-from gridtrain.core.member.scalar_means import WEIGHTS_INDEX
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused
 from gridtrain.network.transport.access_control import PeerAllowlist
@@ -31,6 +29,7 @@ from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.compute_rate import ComputeRate
 from gridtrain.runtime.contribution import ContributionReporter
 from gridtrain.runtime.group_connection import GroupConnection
+from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import ApplyMissedSteps, CaptureState, WorkerTask
@@ -69,6 +68,8 @@ class GroupSession:
             the group.
         on_turn_begun: a function that is called with this worker's rank and the step before the loop gets the
             batch.
+        is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
+        is_standby_at_end: whether the run has finished and this worker was not a member at its end.
     """
 
     def __init__(
@@ -83,17 +84,13 @@ class GroupSession:
         self.on_batch_dropped: Callable[[], None] = lambda: None
         self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
         self._joined: io.TrainerJoined | None = None
-        self._is_standby_at_end = self._has_closed = False
+        self.is_turn_done = self.is_standby_at_end = self._has_closed = False
         self._turn: WorkerSnapshot | None = None
-        self._is_turn_done = False
-        self._turn_began_s, self._computed_share = 0.0, 1.0
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
         self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: buckets of it may be under way
-        self._mean_step, self._mean_generation = 0, -1
-        self._mean_values: list[float] = []  # this worker's, in the step `_mean_step`
-        self._announced: tuple[int, int, int] | None = None  # generation, step and weight
+        self._means = GroupMeans(self.connection)
         self._compute_rate = ComputeRate()
         self._contribution = ContributionReporter(Path(config.contribution) if config.contribution else None)
 
@@ -153,7 +150,7 @@ class GroupSession:
         Raises the errors of `IoLoop.start`.  After an error the call can be repeated with another transport.
         """
         assert self._joined is not None
-        self._turn, self._is_turn_done, self._early_plan = None, False, None
+        self._turn, self.is_turn_done, self._early_plan = None, False, None
         self._compute_rate.discard()
         joined = replace(self._joined, setup=replace(self._joined.setup, checkpoint=held))
         self.connection.resume(transport, allowlist, joined, reset=touched and held is None)
@@ -167,33 +164,22 @@ class GroupSession:
         """
         if self._joined is None:
             raise _missing_dataset_error()
-        self._turn, self._is_turn_done = None, False
+        self._turn, self.is_turn_done = None, False
         snapshot = self._wait(lambda _: self._is_interrupted, between_batches=True)
         if snapshot is None or snapshot.is_finished:
             return None
         if self._is_interrupted:
             raise WaitInterrupted
         self._turn = snapshot
-        self._turn_began_s, self._computed_share = time.monotonic(), 1.0
-        self._compute_rate.begin(self._turn_began_s, data_ledger.count_samples(snapshot.spans))
+        self._compute_rate.begin(time.monotonic(), data_ledger.count_samples(snapshot.spans))
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
         return snapshot
 
     @property
-    def is_standby_at_end(self) -> bool:
-        """Whether the run has finished and this worker was not a member at its end."""
-        return self._is_standby_at_end
-
-    @property
     def turn_spans(self) -> tuple[m.Span, ...]:
         """This worker's positions in the latest turn; empty if the worker takes part without samples."""
         return self._turn.spans if self._turn is not None else ()
-
-    @property
-    def is_turn_done(self) -> bool:
-        """Whether the batch of the latest turn was used in its step or came too late for it."""
-        return self._is_turn_done
 
     def predict_spans(self, count: int) -> list[tuple[m.Span, ...]]:
         """Predict this worker's positions in the next `count` steps, assuming that the group does not change.
@@ -232,7 +218,7 @@ class GroupSession:
 
         Raises `WaitInterrupted` if `interrupts(snapshot)` is true, unless the run has ended.
         """
-        if self._is_standby_at_end:
+        if self.is_standby_at_end:
             return None
 
         def is_over(here: WorkerSnapshot) -> bool:
@@ -265,7 +251,7 @@ class GroupSession:
             was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
             if refused.code != "finished" or not (self._is_pipeline or was_running):
                 raise
-            self._is_standby_at_end = True
+            self.is_standby_at_end = True
             return None
 
     def _next_task(self, snapshot: WorkerSnapshot, *, between_batches: bool) -> WorkerTask | None:
@@ -281,7 +267,7 @@ class GroupSession:
     def predict_plan(self) -> StepPlan | None:
         """See `TrainingSession.predict_plan`."""
         snapshot, turn = self.snapshot, self._turn
-        if turn is None or self._is_turn_done or snapshot.open_round is None or snapshot.open_round.attempt:
+        if turn is None or self.is_turn_done or snapshot.open_round is None or snapshot.open_round.attempt:
             return None
         if (snapshot.open_round, snapshot.spans) != (turn.open_round, turn.spans):
             return None
@@ -314,7 +300,7 @@ class GroupSession:
                 remedy="leave the loop when grid.batches(...) ends, because the run ends with it",
             )
         step = self._turn.open_round.step
-        if self._is_turn_done:
+        if self.is_turn_done:
             raise ConfigError(
                 f"optimizer.step() was called twice for the batch of step {step}; each batch is one step",
                 remedy="call optimizer.step() once for each batch, or once for every a batches of "
@@ -334,11 +320,11 @@ class GroupSession:
         finally:
             self._is_awaiting_choice = False
         if snapshot is None or not self._is_turn_of(snapshot, step):
-            self._is_turn_done = True
+            self.is_turn_done = True
             return None
         assert snapshot.open_round is not None
         self._turn = snapshot
-        self._repeat_averages(step, snapshot.generation)
+        self._means.repeat(step, snapshot.generation)
         self._loop.step_rounds.begin_attempt()
         if self._early_plan is not None and self._has_begun(snapshot):
             return self._early_plan[1]
@@ -365,7 +351,7 @@ class GroupSession:
         """
         if self._is_exchange_chosen_for_it:
             self._is_awaiting_choice = True
-            computed_s = (time.monotonic() - self._turn_began_s) / self._computed_share
+            computed_s = self._compute_rate.turn_s(time.monotonic())
             self.report_figures({FIRST_STEP_FIGURE: max(1e-6, computed_s)})
 
     @property
@@ -387,8 +373,7 @@ class GroupSession:
 
     def pause_computing(self, share: float) -> None:
         """See `TrainingSession.pause_computing`."""
-        self._computed_share = share
-        self._compute_rate.pause(time.monotonic())
+        self._compute_rate.pause(time.monotonic(), share)
 
     def resume_computing(self) -> None:
         """See `TrainingSession.resume_computing`."""
@@ -402,9 +387,10 @@ class GroupSession:
 
     def end_round(self, outcome: RoundOutcome) -> None:
         """Record the outcome of a round."""
-        self._is_turn_done = outcome.is_committed
+        self.is_turn_done = outcome.is_committed
         if outcome.is_committed:
-            self._count_contribution()
+            self._contribution.step_committed(data_ledger.count_samples(self.turn_spans))
+            self._report_contribution(time.monotonic())
 
     def run(
         self,
@@ -440,11 +426,6 @@ class GroupSession:
         self.end_round(outcome)
         return outcome
 
-    def _count_contribution(self) -> None:
-        assert self._turn is not None
-        self._contribution.step_committed(data_ledger.count_samples(self._turn.spans))
-        self._report_contribution(time.monotonic())
-
     def _report_contribution(self, now_s: float, *, last: bool = False) -> None:
         if self._contribution.path is not None and (last or self._contribution.is_due(now_s)):
             here, traffic = self._loop.mailbox.read(), self.connection.traffic.values()
@@ -475,47 +456,18 @@ class GroupSession:
         step, turn = self.step, self._turn
         if turn is not None and turn.open_round is not None and self._has_delay:
             step = turn.open_round.step  # a newcomer, too, counts from 0 in each turn
-        if step != self._mean_step:
-            self._mean_step, self._mean_values = step, []
-        self._repeat_averages(step, self.snapshot.generation)
-        self._mean_values.append(value)
-        index = len(self._mean_values) - 1
-        self._loop.request_average(step, index, value)
-        self._announced = None  # the answer to it is no longer awaited
-        mean = self._loop.await_average(step, index, self.config.deadlines.first_step_s)
-        if mean is None:  # the generation had ended, or had not started
-            self._mean_generation = -1
-            return value
-        return mean
-
-    def _repeat_averages(self, step: int, generation: int) -> None:
-        """Contribute this step's values once more in a new generation: a newcomer makes all calls of the
-        step, and would wait for workers that have made theirs."""
-        if generation != self._mean_generation:
-            self._mean_generation = generation
-            for index, value in enumerate(self._mean_values if step == self._mean_step else ()):
-                self._loop.request_average(step, index, value)
+        return self._means.average(step, self.snapshot.generation, value)
 
     def announce_weight(self, weight: int) -> None:
         """See `TrainingSession.announce_weight`."""
         turn = self._turn
         if turn is not None and turn.open_round is not None and not self._is_dropping_batch:
             weight = weight if turn.spans else 0
-            self._request_weights(turn.open_round.generation, turn.open_round.step, weight)
+            self._means.announce_weight(turn.open_round.generation, turn.open_round.step, weight)
 
     def total_weight(self, plan: StepPlan, weight: int) -> int | None:
         """See `TrainingSession.total_weight`."""
-        if self._announced != (plan.generation, plan.step, weight):
-            self._request_weights(plan.generation, plan.step, weight)
-        mean = self._loop.await_average(plan.step, WEIGHTS_INDEX, self.config.deadlines.first_step_s)
-        if mean is None or not math.isfinite(mean):
-            return None
-        total = round(mean * plan.world_size)
-        return total if total >= weight else None  # otherwise a member has sent a wrong value
-
-    def _request_weights(self, generation: int, step: int, weight: int) -> None:
-        self._announced = generation, step, weight
-        self._loop.request_average(step, WEIGHTS_INDEX, weight)
+        return self._means.total_weight(plan, weight)
 
     @property
     def step(self) -> int:
@@ -523,7 +475,7 @@ class GroupSession:
         turn = self._turn
         if not self._has_delay or turn is None or turn.open_round is None:
             return self.snapshot.applied + 1
-        return turn.open_round.step + int(self._is_turn_done)
+        return turn.open_round.step + int(self.is_turn_done)
 
     @property
     def _has_delay(self) -> bool:
@@ -533,7 +485,7 @@ class GroupSession:
     def snapshot(self) -> WorkerSnapshot:
         """This worker's current view of the run."""
         mailbox = self._loop.mailbox
-        return mailbox.snapshot if self._is_standby_at_end else mailbox.read()
+        return mailbox.snapshot if self.is_standby_at_end else mailbox.read()
 
     def set_busy(self, busy: bool) -> None:
         """Set whether the trainer is busy with other work, such as an evaluation.
@@ -554,7 +506,7 @@ class GroupSession:
 
         Returns whether the coordinator has declared the run finished within `FINISH_TIMEOUT_S`.
         """
-        if self._is_standby_at_end:
+        if self.is_standby_at_end:
             return True
         until_s = time.monotonic() + FINISH_TIMEOUT_S
         try:

@@ -1,7 +1,9 @@
 """The objects that a user's script calls: `Grid` from `gridtrain.join()`, and a whole group in one process.
 
-join() --> Grid                 grid.py: optimizer(), pipeline(), batches(), mean(), report(), ...
+join() --> Grid                 join.py; grid.py: optimizer(), pipeline(), batches(), mean(), report(), ...
+            |-- arguments.py, run_facts.py: checks, and what must be equal on all workers
             |-- Turns           turns.py: the samples of each step, and pauses between two steps
+            |-- run_end.py: the last checkpoint and the final model
             |-- ModelState      gridtrain.training, gridtrain.pipeline: checkpoints, residual, export
             |-- GroupSession    gridtrain.runtime: rounds, votes, the I/O thread
             |-- ReportedFigures reported_figures.py: checks of figures and names

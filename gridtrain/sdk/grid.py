@@ -1,8 +1,8 @@
-"""`grid = gridtrain.join()` and its methods: the interface of a training script.
+"""`Grid`: the interface of a training script.
 
 `Grid` connects a PyTorch training loop to the parts that do the work:
 
-    gridtrain.join()      transport, GroupSession (I/O thread) --> Grid
+    gridtrain.join()      transport, GroupSession (I/O thread) --> Grid (see `join`)
     grid.optimizer(...)   GridOptimizer or LocalSGDOptimizer, and WholeModelState for checkpoints and residual
     grid.pipeline(...)    Pipeline, and StageModelState
     grid.batches(...)     Turns: one item for each call of `optimizer.step`, until the run has ended
@@ -16,42 +16,24 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gridtrain._version import __version__
-from gridtrain.config import (
-    Auto,
-    Deadlines,
-    Exchange,
-    GTopK,
-    JoinConfig,
-    LocalSteps,
-    Overlap,
-    exchange_of,
-)
+from gridtrain.config import Auto, Exchange, GTopK, JoinConfig, LocalSteps, Overlap, exchange_of
 from gridtrain.core.commit import data_ledger
-from gridtrain.core.group.invitation import parse
-from gridtrain.core.messages import Facts, LedgerSpec, Span
+from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
-from gridtrain.errors import ConfigError, DataError, GridtrainError
+from gridtrain.errors import ConfigError, DataError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
-from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.rate_limiter import parse_rate
-from gridtrain.network.transport.stack import build_stack
-from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.pipeline import model_costs
 from gridtrain.pipeline.blueprint import Blueprint, Init, Model
 from gridtrain.pipeline.micro_batch_count import parse_micro_batches
@@ -63,183 +45,34 @@ from gridtrain.pipeline.stage_model_state import StageModelState
 from gridtrain.pipeline.stage_state import (
     MakeOptimizer,
     PipelineOptions,
-    check_stages,
     parse_wire,
     schedule_for,
 )
-from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, AgentControl, AgentLink, NoAgent
-from gridtrain.runtime.client.coordinator_client import parse_coordinator_address
-from gridtrain.runtime.client.enrollment import enroll
-from gridtrain.runtime.client.worker_naming import (
-    default_listen_address,
-    random_name,
-    run_folder_name,
-    state_directory,
-)
+from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
+from gridtrain.runtime.client.worker_naming import default_listen_address
 from gridtrain.runtime.group_session import GroupSession
-from gridtrain.runtime.process_hooks import (
-    describe_end,
-    install_error_hook,
-    install_sigterm_handler,
-    uncaught_error,
-)
+from gridtrain.runtime.process_hooks import describe_end, install_sigterm_handler, uncaught_error
+from gridtrain.sdk.arguments import check_readers, state_options, to_ints, unsupported_scaler_error
 from gridtrain.sdk.device_speed import device_flops, float32_flops
-from gridtrain.sdk.reported_figures import ReportedFigures, check_names
+from gridtrain.sdk.reported_figures import ReportedFigures
+from gridtrain.sdk.run_end import export_folder, finish_run
+from gridtrain.sdk.run_facts import run_facts
 from gridtrain.sdk.turns import Turns
-from gridtrain.tools.options.resolve import join_settings
-from gridtrain.tools.options.runfile import RunFile
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
-from gridtrain.training.checkpoint.pretrained import adapter_facts
 from gridtrain.training.data import readers, sampler
-from gridtrain.training.data.batch_sizes import (
-    BatchSizes,
-    check_readers,
-    describe_optimizer,
-    parse_int,
-    to_ints,
-    unsupported_scaler_error,
-)
+from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.data.prefetch import Prefetcher
 from gridtrain.training.data.shards import ShardedDataset
 from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
-from gridtrain.training.model_state import CheckpointOptions, ModelState, WholeModelState
+from gridtrain.training.model_state import ModelState, WholeModelState
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
 from gridtrain.training.pause import MakeTransport, PauseController, SetRateLimits
 
-log = logging.getLogger("gridtrain")
-
 CHECKPOINT_TIMEOUT_S = 30.0
 """The seconds for which `Grid.close` waits for a checkpoint that is being written or uploaded."""
-
-FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
-"""The seconds for which the end of a run waits for the previous checkpoint, for that of the last step, and
-for its upload."""
-
-
-def join(
-    invitation: str | None = None,
-    *,
-    name: str | None = None,
-    listen: str | None = None,
-    advertise: str | None = None,
-    upload_limit: str | None = None,
-    download_limit: str | None = None,
-    export_dir: str | None = None,
-    checkpoint_every: int | None = None,
-    checkpoint_keep: int | None = None,
-    checkpoints: str | None = None,
-    handover_mib: int | None = None,
-    state_dir: str | None = None,
-    relay: bool | None = None,
-    unencrypted: bool | None = None,
-) -> Grid:
-    """Join a run.  Arguments that are not given are read from the variables `GRIDTRAIN_*`, which are set by
-    `gridtrain worker`, and in a script that was started by hand also from run.toml.
-
-    Args:
-        invitation: the string "gridtrain1:..." from the run's owner; not needed under `gridtrain worker`.
-        name: the name of this worker, which the other workers can see; by default a random name.
-        listen: the address to which peers connect, "tcp://interface:port"; port 0 uses any free port.  The
-            default is a free port of the interface that leads to the coordinator.
-        advertise: the address that is announced to peers, if it differs from `listen`.
-        upload_limit, download_limit: rates such as "20Mbit"; they also apply to relayed traffic.
-        export_dir: the folder to which the first worker writes the final model; the state directory by
-            default.
-        checkpoint_every: the number of steps between two checkpoints on this worker's disk, 500 by default; 0
-            writes none.  If all workers have left a run, it continues from the latest checkpoint of a worker
-            that returns.
-        checkpoint_keep: the number of checkpoints to keep, 2 by default.
-        checkpoints: a URL such as "s3://bucket/run", to which checkpoints are uploaded as well; this worker
-            continues from its latest one if its disk has no later one.  See docs/operations.md.
-        handover_mib: the maximum size in MiB of the residual that this worker sends to another worker when it
-            leaves before the end, the largest values first; 16 by default, which is also the upper limit.
-        state_dir: the folder for checkpoints.
-        relay: whether to forward messages between two members that cannot reach each other; the messages are
-            encrypted end to end.  True by default.
-        unencrypted: whether to disable encryption, for benchmarks; the coordinator must disable it, too.
-
-    Raises:
-        ConfigError: an argument or variable is malformed, or there is no invitation.
-        CoordinatorUnreachable: the coordinator did not answer in time.
-        JoinRefused: the coordinator refused this worker; the message says why.
-    """
-    install_error_hook()
-    arguments: dict[str, str | None] = {
-        "name": name or None,
-        "listen": listen,
-        "advertise": advertise,
-        "upload_limit": upload_limit,
-        "download_limit": download_limit,
-        "export_dir": export_dir,
-        "checkpoint_every": None if checkpoint_every is None else str(checkpoint_every),
-        "checkpoint_keep": None if checkpoint_keep is None else str(checkpoint_keep),
-        "checkpoints": checkpoints,
-        "handover_mib": None if handover_mib is None else str(handover_mib),
-        "state_dir": state_dir,
-        "relay": None if relay is None else "yes" if relay else "no",
-        "unencrypted": "yes" if unencrypted else None,
-    }
-    if "GRIDTRAIN_COORDINATOR" not in os.environ:  # otherwise the agent has read run.toml
-        arguments |= join_settings(arguments, os.environ, RunFile.find(os.environ))
-    arguments["name"] = arguments["name"] or os.environ.get("GRIDTRAIN_NAME") or random_name()
-    with ExitStack() as resources:
-        if invitation is not None:
-            entry = resources.enter_context(
-                enroll(
-                    parse(invitation),
-                    Deadlines().connect_s,
-                    unencrypted=arguments["unencrypted"] == "yes",
-                )
-            )
-            arguments |= entry.join_options()
-        config = JoinConfig.from_environment(None, **arguments)
-        config = replace(config, coordinator=parse_coordinator_address(config.coordinator))
-        check_names(config)
-        identity = Identity.read(Path(config.identity))
-        connector = _Connector(config, identity)
-        transport, allowlist = connector.connect()
-        grid = Grid(transport, config, allowlist, connector.faults)
-        if control := os.environ.get(CONTROL_VARIABLE):
-            grid.led_by(AgentLink(control, grid.moved_bytes), connector.connect, connector.set_rate_limits)
-        grid.resources = resources.pop_all()  # the identity is this worker's until its grid is closed
-        return grid
-
-
-class _Connector:
-    """Creates a worker's transport, and a new transport after each pause, with the current rate limits."""
-
-    def __init__(self, config: JoinConfig, identity: Identity) -> None:
-        self._config, self._identity = config, identity
-        self._upload_Bps = parse_rate(config.upload_limit) if config.upload_limit else None
-        self._download_Bps = parse_rate(config.download_limit) if config.download_limit else None
-        self.faults = Faults.parse(config.faults) if config.faults else None
-        self._sockets: ZeroMQTransport | None = None
-
-    def connect(self) -> tuple[FlowControlTransport, PeerAllowlist]:
-        config, encrypted = self._config, self._config.unencrypted != "yes"
-        allowlist = PeerAllowlist(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
-        self._sockets = ZeroMQTransport(
-            self._identity,
-            f"gridtrain {__version__}",
-            gate=allowlist,
-            encrypted=encrypted,
-            plain_anywhere=not encrypted,  # the coordinator has to allow it, too
-            upload_Bps=self._upload_Bps,
-            download_Bps=self._download_Bps,
-        )
-        with_faults = partial(self.faults.over, name=config.name) if self.faults is not None else None
-        transport = build_stack(
-            self._sockets, self._identity, may_relay=allowlist.may_relay, with_faults=with_faults
-        )
-        return transport, allowlist
-
-    def set_rate_limits(self, upload_Bps: float | None, download_Bps: float | None) -> None:
-        self._upload_Bps, self._download_Bps = upload_Bps, download_Bps
-        if self._sockets is not None:
-            self._sockets.set_rate_limits(upload_Bps, download_Bps)
 
 
 class Grid:
@@ -271,8 +104,6 @@ class Grid:
         self._pauses = PauseController(self._session, NoAgent(), None, lambda upload_Bps, download_Bps: None)
         self._model_state: ModelState | None = None
         self._turns: Turns | None = None
-        self._clip_norm: float | None = None
-        self._wait = "all"
         self._is_closed = False
         self._data_failure = ""  # why this worker leaves, if its data cannot be read
         atexit.register(self._close_at_exit)
@@ -384,30 +215,29 @@ class Grid:
                 "grid.optimizer was called twice",
                 remedy="call grid.optimizer only once, because a run trains one model",
             )
-        wait = self._config.wait if wait is None else wait
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
             chosen = _fit_auto(chosen, optimizer, overlap)
-        options: dict[str, Any] = {
-            "clip_norm": clip_norm,
-            "average_buffers_every": average_buffers_every,
-            "compare_every": compare_every,
-            "overlap": overlap,
-            "wait": wait,
-            "exchange_device": exchange_device,
-            "base": FrozenBase(model, sent=send_frozen, rule=self._base_rule(base)),
-            "weigh_by": weigh_by,
-        }
+        kind: Callable[..., GridOptimizer] = GridOptimizer
         if isinstance(chosen, LocalSteps):
             kind = OverlappedLocalSGDOptimizer if chosen.overlap else LocalSGDOptimizer
-            wrapped: GridOptimizer = kind(optimizer, model, chosen, self._session, **options)
-        else:
-            wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
-        self._optimizer, self._clip_norm, self._wait = wrapped, clip_norm, wrapped.wait
-        self._track_scalers()
-        self._model_state = WholeModelState(
-            self._session, wrapped, self._checkpoint_options(), self._max_transfer_bytes()
+        wrapped = kind(
+            optimizer,
+            model,
+            chosen,
+            self._session,
+            clip_norm=clip_norm,
+            average_buffers_every=average_buffers_every,
+            compare_every=compare_every,
+            overlap=overlap,
+            wait=self._config.wait if wait is None else wait,
+            base=FrozenBase(model, sent=send_frozen, rule=self._config.base if base is None else base),
+            weigh_by=weigh_by,
+            exchange_device=exchange_device,
         )
+        self._optimizer = wrapped
+        self._track_scalers()
+        self._model_state = WholeModelState(self._session, wrapped, state_options(self._config))
         if self._pauses.is_controlled:  # started by an agent: the owner may compare the workers' speed
             self._session.report_figures({"float32_flops": float32_flops(model)})
         return wrapped
@@ -488,7 +318,6 @@ class Grid:
             )
         if self._scalers:
             raise unsupported_scaler_error()
-        check_stages(stages)
         make_schedule, schedule_name = schedule_for(schedule, ahead)
         options = PipelineOptions(
             stages=stages,
@@ -510,20 +339,19 @@ class Grid:
         frozen = FrozenBase(
             staging.whole,
             sent=send_frozen,
-            rule=self._base_rule(base),
+            rule=self._config.base if base is None else base,
             pieces=staging.frozen_blocks,
         )
         pipe = Pipeline(staging, optimizer, options, self._session, frozen)
         self._model_state = StageModelState(
             self._session,
             pipe.held,
-            self._checkpoint_options(),
-            self._max_transfer_bytes(),
+            state_options(self._config),
             profile=profile,
             memory_bytes=model_costs.training_memory_bytes(memory_bytes, staging.device),
             measure_flops=lambda: device_flops(staging.device),
         )
-        self._optimizer, self._clip_norm = pipe, clip_norm
+        self._optimizer = pipe
         return pipe
 
     def batches(
@@ -636,9 +464,6 @@ class Grid:
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
 
-    def _base_rule(self, base: str | None) -> str:
-        return self._config.base if base is None else base
-
     def weigh(self, count: int | torch.Tensor) -> None:
         """Weight this worker's gradient by `count`, such as the number of tokens of which its loss is the
         mean, so that the group's gradient is that of the mean over all tokens of the step.
@@ -750,25 +575,6 @@ class Grid:
             )
         return self._optimizer
 
-    def _checkpoint_options(self) -> CheckpointOptions:
-        """Return the checkpoint options.  Each worker on a machine has its own folder, in a folder named
-        after the coordinator's key."""
-        config = self._config
-        if config.state_dir:
-            folder = Path(config.state_dir)
-        else:
-            worker = run_folder_name(Path(config.identity).stem or config.name)
-            folder = state_directory(config.run) / "checkpoints" / config.coordinator_key[:16] / worker
-        return CheckpointOptions(
-            folder,
-            every=parse_int("checkpoint_every", config.checkpoint_every),
-            keep=parse_int("checkpoint_keep", config.checkpoint_keep),
-            url=config.checkpoints,
-        )
-
-    def _max_transfer_bytes(self) -> int:
-        return parse_int("handover_mib", self._config.handover_mib) << 20
-
     def _join_run(
         self,
         dataset: Any,
@@ -782,36 +588,24 @@ class Grid:
         assert self._model_state is not None
         self._session.check_not_joined()
         sizes.check()
-        self._export_folder()
+        export_folder(self._config)
         size, data_text = readers.measure_dataset(dataset, length)
         shards = dataset.shard_sizes if isinstance(dataset, ShardedDataset) else ()
         spec = LedgerSpec(size, seed, epochs, steps, delay=wrapped.delay, shards=shards)
         data_ledger.validate(spec)
-        facts: Facts = (
-            ("model", wrapped.base.describe_model()),
-            ("buffers", wrapped.buffer_averaging.describe()),
-            ("exchange", wrapped.describe_exchange()),
-            ("optimizer", describe_optimizer(wrapped.inner)),
-            ("clip_norm", str(self._clip_norm)),
-            ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
-            ("data", data_text),
-            *((("wait", self._wait),) if self._wait != "all" else ()),
-            *((("weigh_by", "tokens"),) if wrapped.weigh_by != "samples" else ()),
-            *wrapped.base.facts(),
-            *adapter_facts(wrapped.model),
-        )
         self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes.batch_size)
-        self._model_state.join(facts, spec, sizes)
+        self._model_state.join(run_facts(wrapped, data_text), spec, sizes)
         return self._turns
 
     def _run_turns(self) -> Iterator[Sequence[Span]]:
         """Yield this worker's spans for each call of `optimizer.step`; export the model at the end of the
         run."""
-        assert self._turns is not None
-        was_finished = self._turns.is_finished  # a DataLoader may ask once more after the end
-        yield from self._turns
-        if self._turns.is_finished and not self._turns.is_stopped and not was_finished:
-            self._finish()
+        turns, model_state = self._turns, self._model_state
+        assert turns is not None and model_state is not None
+        was_finished = turns.is_finished  # a DataLoader may ask once more after the end
+        yield from turns
+        if turns.is_finished and not turns.is_stopped and not was_finished:
+            finish_run(self._session, model_state, self._config)
 
     def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
         """Yield a step's micro-batches, and set the weight of each; the weights of a stand-in batch have no
@@ -820,69 +614,8 @@ class Grid:
         wrapped = self._wrapped()
         assert isinstance(wrapped, GridOptimizer)
         for number, batch in enumerate(batches):
-            wrapped.begin_micro_batch(number, weights)
+            wrapped.weights.begin_micro_batch(number, weights)
             yield batch
-
-    def _finish(self) -> None:
-        if self._session.is_standby_at_end:
-            log.warning(
-                "the run is finished; at the end this worker held neither the model nor a stage of it"
-            )
-            return
-        assert self._model_state is not None
-        exports = self._is_exporter()
-        written = self._try_final_checkpoint(0.0)  # a slow disk does not delay the export
-        if exports:
-            self._export()
-        if written is False:
-            written = self._try_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
-        if not self._session.wait_for_members():
-            log.warning("this worker left before the coordinator had declared the run finished")
-        if not exports:
-            # The first worker may have been lost after the last step, before its export.
-            with suppress(GridtrainError):  # it ended the session; the group's state is then unknown
-                exports = self._is_exporter()
-            if exports:
-                self._export()
-        if isinstance(written, Exception):
-            raise written
-        self._model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
-
-    def _try_final_checkpoint(self, timeout_s: float) -> bool | Exception:
-        """Return the result of `write_final_checkpoint`, or the error, which is to be raised at the very end:
-        such as a changed base, or no memory for a copy."""
-        assert self._model_state is not None
-        try:
-            return self._model_state.write_final_checkpoint(timeout_s)
-        except Exception as error:
-            return error
-
-    def _is_exporter(self) -> bool:
-        assert self._model_state is not None
-        return self._model_state.exports
-
-    def _export(self) -> None:
-        assert self._model_state is not None
-        self._model_state.export(self._export_folder())
-
-    def _export_folder(self) -> Path:
-        """Create and check the export folder before the training, because afterwards it would be too late to
-        choose another folder."""
-        if "://" in self._config.export_dir:
-            raise ConfigError(
-                f"export_dir is {self._config.export_dir!r}; it must be a folder",
-                remedy="leave it out, and copy the final model with gridtrain export to the URL",
-            )
-        folder = Path(self._config.export_dir or state_directory(self._config.run))
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError as error:
-            raise ConfigError(
-                f"the final model cannot be written to {folder}: {error.strerror or error}",
-                remedy="choose another folder with --export-dir (or gridtrain.join(export_dir=...))",
-            ) from None
 
 
 def _fit_auto(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None) -> Auto:

@@ -28,7 +28,7 @@ from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training import hyperparameter_check
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
@@ -159,7 +159,7 @@ class Absence:
             GridtrainError: a step cannot be applied; the model is unusable then.
         """
         for step in steps:
-            own = serialization.hyperparameters_json(self._optimizer.inner)
+            own = hyperparameters.hyperparameters_json(self._optimizer.inner)
             if step.update is not None:
                 if step.settings != own:
                     self._optimizer.load_settings(step.settings)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.merge import FloatArray, largest_summable
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import model_buffers, nested_values
 
 _DIGEST_BITS = 32
 _HEAD = 1 + _DIGEST_BITS
@@ -34,12 +34,12 @@ class BufferAveraging:
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model = model
-        self._every = every if serialization.has_buffers(model) else 0
+        self._every = every if model_buffers.has_buffers(model) else 0
 
     def describe(self) -> str:
         """Return a description of the buffers and the averaging interval, which must be equal on all
         workers."""
-        text, _ = serialization.buffers_digest(self._model)
+        text, _ = model_buffers.buffers_digest(self._model)
         return f"{text}, averaged every {self._every} steps" if self._every else text
 
     def is_due(self, step: int) -> bool:
@@ -54,18 +54,18 @@ class BufferAveraging:
         limit = largest_summable(plan.world_size)
         floats: list[FloatArray] = []
         heads: list[FloatArray] = [np.ones(1, np.float32)]
-        for buffer in serialization.float_buffers(self._model):
+        for buffer in model_buffers.float_buffers(self._model):
             values_N = buffer.detach().cpu().reshape(-1).to(torch.float32).numpy()
             usable = bool((np.abs(values_N) <= limit).all())
             floats.append(values_N if usable else np.zeros_like(values_N))
             heads += [np.full(1, usable, np.float32), _digest_bits(buffer)]
-        words_M = serialization.integer_buffers_vector(self._model).view(np.uint16).astype(np.float32)
+        words_M = model_buffers.integer_buffers_vector(self._model).view(np.uint16).astype(np.float32)
         parts = (*floats, *heads, words_M if plan.rank == 0 else np.zeros_like(words_M))
         return DenseRingBuffer(np.concatenate(parts), plan.world_size)
 
     def apply(self, buffer: DenseRingBuffer) -> None:
         """Load the contributors' average of float buffers and rank 0's integer buffers, after the commit."""
-        buffers = serialization.float_buffers(self._model)
+        buffers = model_buffers.float_buffers(self._model)
         n = sum(buffer.numel() for buffer in buffers)
         sums_N, members, heads, words_M = np.split(buffer.update_N, (n, n + 1, n + 1 + _HEAD * len(buffers)))
         pieces = np.split(sums_N, np.cumsum([buffer.numel() for buffer in buffers])[:-1]) if buffers else []
@@ -75,11 +75,11 @@ class BufferAveraging:
                 with torch.no_grad():
                     own.copy_(torch.from_numpy(sum_N / contributors).view(own.shape))
         integers = np.ascontiguousarray(words_M.astype(np.uint16)).view(np.int64)
-        serialization.load_integer_buffers_vector(self._model, integers)
+        model_buffers.load_integer_buffers_vector(self._model, integers)
 
 
 def _digest_bits(buffer: Tensor) -> FloatArray:
     """Return a buffer's digest as (32,) zeros and ones.  If all members' buffers are equal, the sum of each
     bit is 0 or the number of members."""
-    digest = hashlib.blake2b(serialization.tensor_bytes(buffer).data, digest_size=_DIGEST_BITS // 8).digest()
+    digest = hashlib.blake2b(nested_values.tensor_bytes(buffer).data, digest_size=_DIGEST_BITS // 8).digest()
     return np.unpackbits(np.frombuffer(digest, np.uint8)).astype(np.float32)

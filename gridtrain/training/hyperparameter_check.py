@@ -25,7 +25,7 @@ from gridtrain.core.commit.two_phase_commit import largest_agreeing_group
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import hyperparameters
 
 ROW_BYTES = 512
 _CHECKSUM_BYTES = 8
@@ -47,8 +47,8 @@ def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer)
     if plan.attempt == 0:
         return None
     body = (
-        serialization.hyperparameter_digest(optimizer)
-        + "\n".join(serialization.hyperparameter_lines(optimizer)).encode()
+        hyperparameters.hyperparameter_digest(optimizer)
+        + "\n".join(hyperparameters.hyperparameter_lines(optimizer)).encode()
     )
     body = body[: ROW_BYTES - _CHECKSUM_BYTES].ljust(ROW_BYTES - _CHECKSUM_BYTES)
     rows = np.zeros((plan.world_size, ROW_BYTES), np.float32)

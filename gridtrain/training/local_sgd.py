@@ -177,7 +177,7 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def begin_turn(self, calls_with_samples: int) -> None:
         self.local_calls, self._calls_left, self._calls_with_samples = 0, self._every, calls_with_samples
-        self._counts, self._counted = [], 0.0
+        self.weights.begin_turn()
         self._save_turn_start()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -198,7 +198,7 @@ class LocalSGDOptimizer(GridOptimizer):
         if self.local_calls == 0:
             self._save_anchor()
         self.local_calls += 1
-        self._take_counts(self.local_calls <= self._calls_with_samples)
+        self.weights.take(self.local_calls <= self._calls_with_samples)
         self._local_step()
         if self.local_calls < self._every:
             self._report_local()

@@ -56,7 +56,8 @@ from gridtrain.training.checkpoint.checkpoint_upload import MAX_FINAL_ATTEMPTS, 
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.checkpoint.model_export import plain_state, save_model
 from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, shown_url
-from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
+from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
+from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.residual_departure import (
@@ -75,32 +76,34 @@ SETTLE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointOptions:
-    """The folder of a worker's checkpoints, the number of steps between two checkpoints (0 writes none), the
-    number of checkpoints to keep, and the URL to which they are uploaded, if any."""
+class ModelStateOptions:
+    """What a worker keeps on disk, and what it sends when it leaves.
+
+    Attributes:
+        folder: the folder of its checkpoints.
+        every: the number of steps between two checkpoints; 0 writes none.
+        keep: the number of checkpoints to keep.
+        url: the URL to which checkpoints are uploaded, if any.
+        max_transfer_bytes: the maximum number of bytes of its residual that it sends when it leaves.
+    """
 
     folder: Path
     every: int
     keep: int
     url: str = ""
+    max_transfer_bytes: int = 0
 
 
 class ModelState(ABC):
-    """One worker's model in one run.  Use it on the training thread.
+    """One worker's model in one run.  Use it on the training thread."""
 
-    Args:
-        max_transfer_bytes: the maximum number of bytes of its residual that this worker sends when it leaves.
-    """
-
-    def __init__(
-        self, session: GroupSession, checkpoints: CheckpointOptions, max_transfer_bytes: int
-    ) -> None:
-        self._session, self._options = session, checkpoints
-        self._max_transfer_bytes = max_transfer_bytes
+    def __init__(self, session: GroupSession, options: ModelStateOptions) -> None:
+        self._session, self._options = session, options
         self._facts: Facts = ()
         self._left: LeftResidual | None = None  # of this worker when it left; not added yet
         self._received_magnitude = 0.0
         self._has_initial_weights = True
+        self._store: CheckpointStore | StageCheckpointStore | None = None  # a subclass opens it
         self._uploader: CheckpointUploader | None = None
         self._written_step: int | None = None  # of the checkpoint that was written last
         self._final_step: int | None = None  # the run's last step, if its checkpoint is being written
@@ -229,7 +232,8 @@ class ModelState(ABC):
         self._wait_for_writer(timeout_s)
         if self._uploader is not None:
             self._uploader.close(timeout_s)
-        self._release_folder()
+        if self._store is not None:
+            self._store.release()
 
     # -- the final model ---------------------------------------------------------------------------------
 
@@ -266,13 +270,6 @@ class ModelState(ABC):
         """Begin to write a checkpoint in the background."""
 
     @abstractmethod
-    def _wait_for_writer(self, timeout_s: float) -> bool:
-        """Wait for a checkpoint that is being written; return whether none is being written any more."""
-
-    @abstractmethod
-    def _release_folder(self) -> None: ...
-
-    @abstractmethod
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """Prepare the state for a pause; return its position if it stays in memory, otherwise None."""
 
@@ -298,6 +295,10 @@ class ModelState(ABC):
 
     # -- shared --------------------------------------------------------------------------------------------
 
+    def _wait_for_writer(self, timeout_s: float) -> bool:
+        """Wait for a checkpoint that is being written; return whether none is being written any more."""
+        return self._store is None or self._store.wait(timeout_s)
+
     def _restore_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         self._load_state(blobs)
         if self._has_initial_weights:
@@ -321,9 +322,8 @@ class ModelState(ABC):
         if residual is None or not residual.size:
             return None
         drop = self._drop_from_checkpoint if self._has_checkpoints else None
-        left = transfer_residual(
-            self._session, residual, min(budget_bytes, self._max_transfer_bytes), drop, self._layers
-        )
+        most_bytes = min(budget_bytes, self._options.max_transfer_bytes)
+        left = transfer_residual(self._session, residual, most_bytes, drop, self._layers)
         residual.clear()
         return left
 
@@ -373,24 +373,20 @@ class WholeModelState(ModelState):
 
     _layers = WHOLE_MODEL
 
-    def __init__(
-        self,
-        session: GroupSession,
-        optimizer: GridOptimizer,
-        checkpoints: CheckpointOptions,
-        max_transfer_bytes: int,
-    ) -> None:
-        super().__init__(session, checkpoints, max_transfer_bytes)
+    def __init__(self, session: GroupSession, optimizer: GridOptimizer, options: ModelStateOptions) -> None:
+        super().__init__(session, options)
         self._optimizer = optimizer
-        self.checkpoints = CheckpointStore(
-            checkpoints.folder,
-            every=checkpoints.every,
-            keep=checkpoints.keep,
+        self.checkpoints = self._store = CheckpointStore(
+            options.folder,
+            every=options.every,
+            keep=options.keep,
             report_figures=session.report_figures,
             on_written=self._upload,
         )
         self._checkpoint_step: int | None = None  # the step of the checkpoint that was found on disk
-        self._is_resumed = False  # state and residual come from the checkpoint, and no step was taken since
+        self._is_resumed = (
+            False  # state and residual come from the checkpoint, and no step has been taken since
+        )
         largest_bytes = largest_state_bytes(optimizer.model)
         session.tasks.attach_state(
             lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes
@@ -463,12 +459,6 @@ class WholeModelState(ModelState):
         self._is_resumed, self._checkpoint_step = False, None
         super().begin_turn(snapshot)
 
-    def _wait_for_writer(self, timeout_s: float) -> bool:
-        return self.checkpoints.wait(timeout_s)
-
-    def _release_folder(self) -> None:
-        self.checkpoints.release()
-
     @property
     def exports(self) -> bool:
         """Whether this worker has rank 0, and therefore writes the final model."""
@@ -520,6 +510,13 @@ class WholeModelState(ModelState):
 
     def _drop_from_checkpoint(self, step: int) -> None:
         self.checkpoints.drop_residual(step)
+
+
+def largest_state_bytes(model: torch.nn.Module) -> int:
+    """Return an upper bound for the bytes of a state: optimizers have two or three copies of the model, and
+    each weight average has one more."""
+    tensors = (*model.parameters(), *model.buffers())
+    return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -37,8 +37,9 @@ from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training import hyperparameter_check
 from gridtrain.training.absence import Absence
 from gridtrain.training.auto_exchanger import AutoExchanger
+from gridtrain.training.batch_weights import BatchWeights, check_weighting
 from gridtrain.training.buffer_averaging import BufferAveraging
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
@@ -50,7 +51,6 @@ from gridtrain.training.worker_residual import WorkerResidual
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 _NORM_BLOCK = 1 << 20
-_MOST_COUNTED = 1 << 31  # tokens of a micro-batch; sums of all members' counts are exact in float64
 
 log = logging.getLogger("gridtrain")
 
@@ -97,6 +97,7 @@ class GridOptimizer(WrappingOptimizer):
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
             it is `inner`.
         residual: the gradient that this worker has not sent yet.
+        weights: how much this worker's batch counts in a step.
         last_skipped: whether the latest step was skipped, or was taken without this worker.
         last_overflowed: whether the latest step was skipped because a gradient was not finite.
         timings: the seconds of the latest step: computing, waiting, selecting, communicating, applying.
@@ -137,7 +138,7 @@ class GridOptimizer(WrappingOptimizer):
         self.exchange_config = exchange
         self.replicated = inner
         self._session = session
-        self._clip_norm = clip_norm
+        self.clip_norm = clip_norm
         self._flat = FlatGradient(model, inner, exchange_device)
         self.base = base or FrozenBase(model)
         self.overlap_config = overlap
@@ -172,10 +173,7 @@ class GridOptimizer(WrappingOptimizer):
         self.absence = Absence(self, self._trackers)
         self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
         self._sent: SentStep | None = None
-        self.weigh_by = weigh_by
-        self._counts: list[float] = []  # by call of `weigh` since the latest call of `step`
-        self._counted = 0.0  # in this turn, up to the latest call of `step`
-        self._fraction = 1.0  # of the micro-batch's samples that are counted in it
+        self.weights = BatchWeights(weigh_by, self._flat, session)
 
     @property
     def skipped_steps(self) -> int:
@@ -239,68 +237,21 @@ class GridOptimizer(WrappingOptimizer):
     def begin_turn(self, calls_with_samples: int) -> None:
         """Begin a turn in which `calls_with_samples` of the calls have samples; the others get stand-in
         batches."""
-        self._counts.clear()
+        self.weights.begin_turn()
         if self._backwards > 1:  # a loop may step its scheduler after each of them
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
 
-    def begin_micro_batch(self, number: int, weights: Sequence[float]) -> None:
-        """Begin micro-batch `number` of a step; the loop divides the loss of each micro-batch by their
-        number.
-
-        The accumulated gradient is scaled, so that micro-batches count by their weights.  The last factor, at
-        most 1 if weights never rise, is applied in the step, so that a clipped gradient stays clipped.  In a
-        run that weighs by tokens, `weigh` scales gradients, before the loop can clip them.
-        """
-        self._fraction = min(1.0, weights[number])  # below 1 for a sample that is in several micro-batches
-        if self.weigh_by == "samples":
-            self._flat.rescale(weights[number - 1] / weights[number] if number else 1.0)
-            self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
+    @property
+    def weigh_by(self) -> str:
+        """What this worker's gradient is weighted by: "samples" or "tokens"."""
+        return self.weights.weigh_by
 
     def weigh(self, count: int) -> None:
         """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; see
         `Grid.weigh`."""
-        if self.weigh_by == "samples":
-            raise ConfigError(
-                "grid.weigh was called in a run that weighs by samples",
-                remedy='pass grid.optimizer(..., weigh_by="tokens") on all workers',
-            )
-        if not 0 <= count <= _MOST_COUNTED:
-            raise ConfigError(
-                f"the weight of a batch is {count}; it must be from 0 to {_MOST_COUNTED}",
-                remedy="pass the number of tokens of which the loss is the mean",
-            )
-        self._counts.append(count * self._fraction)
-        # The gradient is the weighted mean after each backward pass, so that a loop can clip it.
-        number, total = len(self._counts), sum(self._counts)
-        share = self._counts[-1] / total if total else 0.0
-        if number > 1:
-            self._flat.rescale(number / (number - 1) * (1.0 - share))
-        self._flat.scale_backward(number * share)
-        if len(self._counts) == self._backwards and self.local_calls + 1 == self.calls_per_turn:
-            self._session.announce_weight(round(self._counted + sum(self._counts)))
-
-    def _take_counts(self, has_samples: bool = True) -> None:
-        """Add the counts of the gradient that is about to be used to those of the turn."""
-        if self.weigh_by == "samples":
-            return
-        if not self._counts:
-            error = ConfigError(
-                "optimizer.step() was called for a batch without a weight",
-                remedy="call grid.weigh(tokens) for each batch, before optimizer.step()",
-            )
-            self._session.close(error.reason)  # so that the others do not wait for the end of this script
-            raise error
-        self._counted += sum(self._counts) if has_samples else 0.0
-        self._counts.clear()
-        self._flat.scale_backward(1.0)
-
-    def _weighed(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with counted tokens in place of samples; wait for the other members' counts."""
-        if self.weigh_by == "samples":
-            return plan
-        count = round(self._counted) if plan.samples else 0
-        total = self._session.total_weight(plan, count)
-        return plan if total is None else replace(plan, samples=count, total_samples=total)
+        number = self.weights.add(count)
+        if number == self._backwards and self.local_calls + 1 == self.calls_per_turn:
+            self.weights.announce()
 
     # -- the group's step ------------------------------------------------------------------------
 
@@ -320,7 +271,7 @@ class GridOptimizer(WrappingOptimizer):
                 "exchange() was called twice for one step",
                 remedy="call optimizer.step() after each optimizer.exchange()",
             )
-        self._take_counts()
+        self.weights.take()
         early = None
         if self._overlapper is not None:
             check_no_scaler(self)
@@ -346,7 +297,7 @@ class GridOptimizer(WrappingOptimizer):
         finally:
             self._round_start = self._turn_start = None
             self._is_exchanging = False
-            self._counted = 0.0
+            self.weights.end_step()
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
         finish_queued_work(self._flat.flat_N.device)  # backward belongs to this worker's measured speed
@@ -373,7 +324,7 @@ class GridOptimizer(WrappingOptimizer):
             if attempt is None or fresh or not attempt.is_resumable:
                 sent = early[1] if early is not None and early[0] is plan else {}
                 early = None
-                weighed = self._weighed(plan)
+                weighed = self.weights.plan_by_counts(plan)
                 self._stopwatch.lap("waiting_s")
                 attempt = self._prepare(weighed, usable or weighed.samples == 0, sent)
             if fresh:  # otherwise the rings continue with what they have received
@@ -384,7 +335,7 @@ class GridOptimizer(WrappingOptimizer):
             # A retry adds the hyperparameters at the end, so that the channels of the others do not change.
             extra = [each for each in (averages, trial, compared) if each is not None]
             self._stopwatch.lap("selecting_s")
-            settings_text = serialization.hyperparameters_json(self._settings_of_step)
+            settings_text = hyperparameters.hyperparameters_json(self._settings_of_step)
             self.absence.check_step(plan.step, settings_text)
             self.residual.mark_sent(attempt)
             outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
@@ -415,7 +366,7 @@ class GridOptimizer(WrappingOptimizer):
         attempt = self._prepare(plan, usable or plan.samples == 0, {})
         averages = self.buffer_averaging.make_collective_buffer(plan)
         self.residual.mark_sent(attempt)
-        settings = serialization.hyperparameters_json(self._settings_of_step)
+        settings = hyperparameters.hyperparameters_json(self._settings_of_step)
         buffers = [attempt.buffer] if averages is None else [attempt.buffer, averages]
         self._session.submit(plan, buffers, attempt.skip, settings)
         self._sent = plan, attempt, averages
@@ -485,7 +436,7 @@ class GridOptimizer(WrappingOptimizer):
 
         The digest is part of every vote, so that a learning rate that differs on one worker is never applied.
         """
-        return serialization.hyperparameter_digest(self.inner)
+        return hyperparameters.hyperparameter_digest(self.inner)
 
     def track(self, **trackers: serialization.Stateful) -> None:
         """Add stateful objects, such as schedulers and weight averages, to the replicated state.  Every
@@ -524,9 +475,9 @@ class GridOptimizer(WrappingOptimizer):
             raise RemoteProtocolError(text, remedy="request the whole state instead") from error
 
     def load_settings(self, settings: bytes) -> None:
-        """Load another worker's optimizer settings, as `serialization.hyperparameters_json` wrote them."""
+        """Load another worker's optimizer settings, as `hyperparameters.hyperparameters_json` wrote them."""
         _, groups = json.loads(settings)
-        serialization.load_hyperparameters(self.inner, groups)
+        hyperparameters.load_hyperparameters(self.inner, groups)
 
     def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Apply the update of a step in which this worker did not take part, with the present settings.
@@ -553,8 +504,8 @@ class GridOptimizer(WrappingOptimizer):
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Write the update, clipped, to every `p.grad`."""
         self._flat.load_update(update)
-        if self._clip_norm is not None:
-            self._flat.flat_N.mul_(min(1.0, self._clip_norm / (l2_norm(update) + 1e-6)))
+        if self.clip_norm is not None:
+            self._flat.flat_N.mul_(min(1.0, self.clip_norm / (l2_norm(update) + 1e-6)))
         self._flat.scatter()
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
@@ -639,29 +590,6 @@ def check_compatible(
             "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
             stacklevel=4,  # the line that called grid.optimizer(...)
         )
-
-
-def check_weighting(
-    weigh_by: str, exchange: Exchange | LocalSteps | Auto, overlap: Overlap | None, wait: str
-) -> None:
-    """Raise `ConfigError` unless steps can be weighed in this way."""
-    if weigh_by not in ("samples", "tokens"):
-        raise ConfigError(
-            f"weigh_by is {weigh_by!r}; it must be 'samples' or 'tokens'", remedy='use weigh_by="samples"'
-        )
-    if weigh_by == "samples":
-        return
-    misfits = {
-        "LocalSteps(overlap=...)": isinstance(exchange, LocalSteps) and exchange.overlap,
-        "overlap=": overlap is not None,
-        'wait="auto"': wait != "all",
-    }
-    for name, is_used in misfits.items():
-        if is_used:
-            raise ConfigError(
-                f'weigh_by="tokens" was set with {name}, but it needs all workers\' counts for each gradient',
-                remedy=f'remove {name}, or use weigh_by="samples"',
-            )
 
 
 def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:

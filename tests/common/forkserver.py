@@ -43,7 +43,7 @@ PRELOADED = (
     "torch.utils.data",
     "zmq",
     "gridtrain",
-    "gridtrain.sdk.grid",
+    "gridtrain.sdk.join",
     "gridtrain.pipeline.pipeline",
     "gridtrain.cli.main",
     "gridtrain_coordinator.daemon",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from types import UnionType
 from typing import Any
 
 from gridtrain.config import Deadlines
@@ -16,6 +18,7 @@ from gridtrain_coordinator.run.events import (
     LogEvent,
     MessageReceived,
     RunPhase,
+    Send,
 )
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
 
@@ -24,6 +27,21 @@ A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 Journal = list[tuple[str, dict[str, Any]]]
+
+
+def sent(
+    effects: Iterable[Effect], kind: type[m.Message] | UnionType = m.Message, to: m.PeerId | None = None
+) -> list[Any]:
+    """The messages of a type among these effects; only those to one worker, if it is named."""
+    return [
+        e.message
+        for e in effects
+        if isinstance(e, Send) and isinstance(e.message, kind) and to in (None, e.peer)
+    ]
+
+
+def receivers(effects: Iterable[Effect], kind: type[m.Message]) -> list[m.PeerId]:
+    return [e.peer for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
 class ScriptedCoordinator:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scripted_coordinator import SETUP, ScriptedCoordinator
+from scripted_coordinator import SETUP, ScriptedCoordinator, sent
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
-from gridtrain_coordinator.run.events import Effect, PeerDisconnected, Send
+from gridtrain_coordinator.run.events import Effect, PeerDisconnected
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 
 
@@ -101,5 +101,4 @@ class StagedRun(ScriptedCoordinator):
 
     def last_sent(self, peer: m.PeerId, kind: type[m.Message]) -> list[m.Message]:
         """Of the latest answer."""
-        sends = [effect for effect in self.effects if isinstance(effect, Send) and effect.peer == peer]
-        return [effect.message for effect in sends if isinstance(effect.message, kind)]
+        return sent(self.effects, kind, peer)

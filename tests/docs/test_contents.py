@@ -29,12 +29,14 @@ def test_named_pages_that_are_missing_are_left_out_and_others_stand_at_the_end()
 def test_links_out_of_docs_lead_to_a_page_a_file_or_a_name() -> None:
     text = (
         "[a](../SECURITY.md#trust) [b](cli.md) [c](../docker) [`d`](../LICENSE) [e](https://x.y/z.md)\n"
-        "[decisions](decisions/README.md)\n"
+        "[decisions](decisions/README.md) [docker](../docker)\n"
+        "[decision 0001](decisions/0001-three-packages-one-distribution.md)\n"
         "```\n[kept](../SECURITY.md)\n```\n"
     )
     assert repository.relinked(text, ROOT / "docs" / "operations.md", "operations") == (
         "[a](project/security-policy.md#trust) [b](cli.md) c (`docker`) [`d`](../LICENSE) [e](https://x.y/z.md)\n"
-        "decisions (`docs/decisions/README.md`)\n"
+        "decisions (`docs/decisions/README.md`) `docker`\n"
+        "decision 0001\n"
         "```\n[kept](../SECURITY.md)\n```\n"
     )
 

@@ -45,6 +45,8 @@ def test_the_main_pages_have_figures() -> None:
 def test_every_mark_is_well_formed(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.count("<!--=") == text.count("<!--/-->") == len(figures.MARK.findall(text))
+    starts = [line for line in text.splitlines() if line.lstrip().startswith("<!--=")]
+    assert starts == [], "a comment at the start of a line ends the paragraph before it"
 
 
 def unmarked(text: str) -> set[str]:

@@ -1,6 +1,6 @@
-"""A short chaos run in `make test`: every promise is checked, under the faults that this machine can do.
+"""A short run under faults: every guarantee is checked, with the faults that this machine can inject.
 
-`make chaos MINUTES=20 EVERY=5` is the long one.
+`make chaos MINUTES=20 EVERY=5` is the long run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.play import Plan, play
+from chaos.execution import Plan, execute
 from chaos.report import summary
 from chaos.schedule import DISK, NETWORK, Fault
 from gridtrain.testing import Faults
@@ -18,11 +18,10 @@ from lab.net import why_not
 pytestmark = pytest.mark.integration
 
 MOST_STALL_S = 15.0
-"""A tenth of it on a machine of two cores; more means that the others waited for somebody who does not come,
-and how long it takes where nothing else runs is for `make chaos`."""
+"""Ten times the usual stall on two cores: a longer one means that the others waited for a worker in vain."""
 
 
-def test_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
+def test_a_short_storm_violates_no_guarantee(tmp_path: Path) -> None:
     planned = tmp_path / "faults.json"
     planned.write_text(Faults().kill_at("worker-3", 20, "during").text())
     storm = [
@@ -44,13 +43,13 @@ def test_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
         planned=f"@{planned}",
         waits=True,
     )
-    played = play(plan, tmp_path / "run", print)
-    figures = summary(plan, played)
+    result = execute(plan, tmp_path / "run", print)
+    figures = summary(plan, result)
     print(figures)
-    assert played.broken == [], "\n".join(played.broken)
-    done = [struck.kind for struck in played.struck]
-    assert sorted(done) == sorted(fault.kind for fault in faults), played.left_out
-    assert (tmp_path / "faults.json.struck-0").exists(), "the planned fault struck"
-    assert figures["script_starts"] == plan.workers + 2, "the agents started both killed ones again, once"
+    assert result.broken == [], "\n".join(result.broken)
+    done = [fault.kind for fault in result.injected]
+    assert sorted(done) == sorted(fault.kind for fault in faults), result.left_out
+    assert (tmp_path / "faults.json.struck-0").exists(), "the planned fault happened"
+    assert figures["script_starts"] == plan.workers + 2, "the agents restarted both killed scripts once"
     for kind in ("kill", "stop", "coordinator"):
         assert figures["by_kind"][kind]["stall_worst_s"] < MOST_STALL_S, kind

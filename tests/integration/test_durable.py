@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.training.checkpoint import checkpoint_store, serialization
+from gridtrain.training.checkpoint import checkpoint_store, nested_values, serialization
 from gridtrain_coordinator.journal.backups import JOURNAL
 
 pytestmark = pytest.mark.integration
@@ -268,7 +268,7 @@ def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
     assert first.position == second.position
     begun = [worker.marked("begin")[0] for worker in resumed]
     assert {line["step"] for line in begun} == {20}
-    bits = blake2b(b"".join(serialization.tensor_bytes(x).tobytes() for x in kept.values()), digest_size=16)
+    bits = blake2b(b"".join(nested_values.tensor_bytes(x).tobytes() for x in kept.values()), digest_size=16)
     assert {line["parameters"] for line in begun} == {bits.hexdigest()}
     assert group.events("rollback") == [{"from": 24, "to": 20}]
     assert len(ends) == 3 and one_digest(ends) and ends[0]["step"] == SAMPLES // 16

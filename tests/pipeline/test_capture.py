@@ -20,7 +20,7 @@ from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage_model_state import StageModelState
 from gridtrain.pipeline.stage_state import PipelineOptions
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.training.model_state import CheckpointOptions
+from gridtrain.training.model_state import ModelStateOptions
 
 ASKED, ANOTHER, SPARE = (
     WorkerSnapshot(rank=rank, world_size=size, applied=5) for rank, size in ((0, 2), (1, 2), (0, 0))
@@ -69,8 +69,7 @@ def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) 
         layers=Span(0, 2),
         stage=0,
         residual=None,
-        is_alone=lambda place: False,
-        layers_at=lambda place: Span(0, 2),
+        places=SimpleNamespace(is_alone=lambda place: False, layers=lambda place: Span(0, 2)),
         pack=lambda place: ({}, {}),
         release=lambda: None,
         capture_state=None,
@@ -80,7 +79,7 @@ def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) 
     tasks = SimpleNamespace(**dict.fromkeys(("attach_state", "attach_residual"), lambda *_: None))
     tasks.settle_absences = lambda timeout_s: None
     session: Any = SimpleNamespace(snapshot=picture, tasks=tasks)
-    state = StageModelState(session, held, CheckpointOptions(Path(), every=10, keep=2), 0)
+    state = StageModelState(session, held, ModelStateOptions(Path(), every=10, keep=2))
     state._store = store
     state.rest(0)
     assert written == ([] if stage is MemberPhase.RUNNING else [Span(0, 2)])

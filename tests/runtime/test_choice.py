@@ -9,6 +9,8 @@ from typing import Any
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
+from gridtrain.runtime.compute_rate import ComputeRate
+from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
@@ -47,10 +49,9 @@ def test_a_choice_that_is_open_again_is_waited_for() -> None:
     setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 1, None)
     choices: Any = {"Dense()": None, chosen.exchange: None}
     session._joined = io.TrainerJoined(setup, lambda *_: frozenset(), None, choices)
-    session._turn, session._turn_began_s, session._early_plan = OPEN, 0.0, None
-    session._computed_share, session._mean_step, session._mean_generation = 1.0, -1, -1
-    session._is_turn_done = session._is_standby_at_end = session._is_awaiting_choice = False
-    session._compute_rate = type("Rate", (), {"end": lambda self, now_s: False})()
+    session._turn, session._early_plan, session._means = OPEN, None, GroupMeans(session.connection)
+    session.is_turn_done = session.is_standby_at_end = session._is_awaiting_choice = False
+    session._compute_rate = ComputeRate()
     plan = session.begin()
     assert plan is not None and plan.exchange == chosen.exchange and plan.world_size == 2
     assert session.connection.figures[FIRST_STEP_FIGURE] > 0, "reported before the choice is waited for"

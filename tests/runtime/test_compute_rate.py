@@ -27,11 +27,11 @@ def test_the_first_batch_stand_ins_and_evaluations_do_not_count() -> None:
 def test_an_exchange_amid_a_turn_does_not_count() -> None:
     pace = ComputeRate()
     pace.begin(0.0, 8)
-    pace.pause(5.0)
+    pace.pause(5.0, 0.5)
     pace.resume(9.0)  # nothing: the first batch does not count
     assert not pace.end(10.0)
     pace.begin(20.0, 8)
-    pace.pause(21.0)
+    pace.pause(21.0, 0.5)
     assert not pace.end(25.0), "the exchange waits with a complete gradient"
     pace.resume(30.0)
     pace.resume(31.0)

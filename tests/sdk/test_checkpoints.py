@@ -18,6 +18,7 @@ from torch import nn
 import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.sdk import grid as grid_module
+from gridtrain.sdk import run_end
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.model_export import export_model
@@ -182,7 +183,7 @@ def test_a_disk_that_no_longer_answers_costs_the_last_checkpoint_and_not_the_fin
         true_save(content, path)
 
     monkeypatch.setattr(checkpoint_store, "save", save)
-    monkeypatch.setattr(grid_module, "FINAL_CHECKPOINT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(run_end, "FINAL_CHECKPOINT_TIMEOUT_S", 0.05)
     monkeypatch.setattr(grid_module, "CHECKPOINT_TIMEOUT_S", 0.05)
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=-1, waits=False))
     answers.set()

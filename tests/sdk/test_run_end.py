@@ -75,7 +75,7 @@ def test_a_worker_that_was_receiving_the_model_when_the_run_ended_is_not_refused
         )
 
     session: Any = GroupSession.__new__(GroupSession)
-    session._is_standby_at_end, session._joined = False, None
+    session.is_standby_at_end, session._joined = False, None
     mailbox = SimpleNamespace(snapshot=WorkerSnapshot(run_state=(state, "")))
     session.connection = SimpleNamespace(wait=refuse, loop=SimpleNamespace(mailbox=mailbox))
     if state in ("", "finished"):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.sdk.local_group import local
 
 LENGTH, STEPS, RATE = 7, 12, 0.2
@@ -113,7 +113,7 @@ class Group:
         for step in range(STEPS):
             pieces = [batch for each in self.batches[step].values() for batch in each]
             inner.zero_grad()
-            _loss(model, tuple(map(torch.cat, zip(*pieces, strict=True)))).backward()  # type: ignore[arg-type]
+            _loss(model, tuple(map(torch.cat, zip(*pieces, strict=True)))).backward()
             inner.step()
         for each in self.models.values():
             torch.testing.assert_close(each.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-6)
@@ -193,11 +193,12 @@ def test_local_steps_are_weighted_by_the_tokens_of_all_of_them() -> None:
 
 @pytest.mark.parametrize(("mean", "total"), [(4.0, 12), (float("nan"), None), (1.5, None), (None, None)])
 def test_a_total_that_cannot_be_is_not_used(mean: float | None, total: int | None) -> None:
-    session: Any = GroupSession.__new__(GroupSession)
-    session._announced, session.config = (1, 7, 5), SimpleNamespace(deadlines=Deadlines())
-    session.connection = SimpleNamespace(loop=SimpleNamespace(await_average=lambda *_: mean))
+    loop, config = SimpleNamespace(await_average=lambda *_: mean), SimpleNamespace(deadlines=Deadlines())
+    connection: Any = SimpleNamespace(loop=loop, config=config)
+    means = GroupMeans(connection)
+    means._announced = (1, 7, 5)
     plan: Any = SimpleNamespace(generation=1, step=7, world_size=3)
-    assert session.total_weight(plan, 5) == total
+    assert means.total_weight(plan, 5) == total
 
 
 def test_the_others_weigh_again_without_a_worker_that_leaves_in_a_step() -> None:

@@ -29,7 +29,7 @@ from gridtrain.core.commit.two_phase_commit import (
 from gridtrain.core.group.member_events import DeliverMean
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.residual_transfer import ResidualTransfer
-from gridtrain.core.member.scalar_means import ScalarMeans
+from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, ScalarMeans
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.codec import MAX_PAYLOAD_BYTES, decode
 from gridtrain.network.wire.sparse_payload import ValueKind, encode
@@ -311,9 +311,9 @@ def an_average_that_a_member_made() -> Any:
 
 def numbers_for_steps_that_never_come() -> Any:
     root = ScalarMeans(RankAssignment(A, 1, 5, ROSTER))
-    for step in range(5000):
+    for step in range(2 * MAX_OPEN_MEANS):
         root.receive(C, m.MeanRequest(1, 5, 2**40 + step, 0, 1.0))
-    return len(root._values) > 1000 or None
+    return len(root._values) > MAX_OPEN_MEANS or None
 
 
 # -- a residual that is handed over --------------------------------------------------------------------

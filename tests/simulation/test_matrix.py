@@ -13,7 +13,8 @@ from simulation.test_world import KINDS, OTHER_KINDS, build, check, exempt
 from simulation.world import SimWorker, World
 
 WORKERS, FROM_STEP = 4, 2
-SEEDS = range(3)
+RANKS = (0, 2)
+"""Of whom leaves or crashes: who counts the votes, and somebody else.  Also the seeds."""
 Event = Callable[[World, SimWorker], SimWorker]
 """What happens, to a member if it happens to one; returns whom it concerns."""
 
@@ -46,9 +47,8 @@ def is_training(world: World) -> bool:
 @pytest.mark.parametrize("kind", KINDS + OTHER_KINDS)
 @pytest.mark.parametrize("event", [join, leave, leave_with_handover, crash], ids=lambda event: event.__name__)
 def test_promises_hold(kind: str, event: Event) -> None:
-    """The one that leaves or crashes is rank 0, which counts the votes, in the first history."""
     samples = 150 if event is join else 60  # a newcomer is admitted after a second or two
-    for seed in SEEDS:
+    for seed in RANKS:
         world, book = build(seed, kind, workers=WORKERS, samples=samples, compute_s=(0.1, 0.2))
         while not is_training(world):
             assert not world.finished and world.now_s < 30.0, f"seed {seed}: the group does not train"

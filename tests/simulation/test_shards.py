@@ -79,7 +79,7 @@ COVERING = (1, 77)
 
 def test_promises_hold_with_shards(seeds: Seeds) -> None:
     totals: Counter[str] = Counter()
-    for seed in seeds(400, always=COVERING, drawn=60):
+    for seed in seeds(400, always=COVERING, drawn=20):
         world, book = history(seed)
         if not world.alive or world.log.start_overs or world.log.blank_backups:
             continue  # as in `test_delay`

@@ -298,7 +298,7 @@ def test_a_stage_that_is_loaded_after_the_freeze_ends_a_pause() -> None:
 
 
 def test_promises_hold_under_churn(seeds: Seeds) -> None:
-    sweep(seeds(60, always=COVERING, drawn=15), history, () if seeds.is_replay else SEEN)
+    sweep(seeds(60, always=COVERING, drawn=6), history, () if seeds.is_replay else SEEN)
 
 
 def test_stages_are_created_anew_by_other_workers_if_no_step_was_committed() -> None:

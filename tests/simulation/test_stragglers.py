@@ -128,7 +128,7 @@ def test_promises_hold_with_stalls(seeds: Seeds) -> None:
     """Histories over all exchanges; every case of an absence occurs in some of them."""
     kinds = group.KINDS + group.OTHER_KINDS
     totals: Counter[str] = Counter()
-    for seed in seeds(400, always=COVERING, drawn=16):
+    for seed in seeds(400, always=COVERING, drawn=8):
         world, book = history(seed, kinds[seed % len(kinds)])
         group.check(world, book, SAMPLES)
         totals.update(

@@ -472,7 +472,7 @@ def test_a_coordinator_takes_back_the_workers_of_a_later_one_that_stay_with_it()
 
 
 def test_promises_hold_on_the_other_topologies(seeds: Seeds) -> None:
-    for seed in seeds(150, always=range(len(OTHER_KINDS)), drawn=30):
+    for seed in seeds(150, always=range(len(OTHER_KINDS)), drawn=14):
         world, book = history(seed, OTHER_KINDS[seed % len(OTHER_KINDS)])
         check(world, book)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gridtrain.config import Dense, GTopK
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import model_buffers
 from gridtrain.training.optimizer import GridOptimizer
 
 
@@ -108,7 +108,7 @@ def test_batch_norm_in_a_loop(network):
             model(torch.randn(8, 4, generator=generator) + session.rank).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(str([buffer.tolist() for buffer in serialization.float_buffers(model)]))
+            seen.append(str([buffer.tolist() for buffer in model_buffers.float_buffers(model)]))
         return seen
 
     equal = [len(set(step)) == 1 for step in zip(*network(3).train(worker), strict=True)]
@@ -117,8 +117,8 @@ def test_batch_norm_in_a_loop(network):
 
 def test_vectors_hold_persistent_buffers_only():
     model = Counted([1.0, 2.0], 9)
-    assert [buffer.tolist() for buffer in serialization.float_buffers(model)] == [[1.0, 2.0]]
-    assert serialization.integer_buffers_vector(model).tolist() == [9, 0]
+    assert [buffer.tolist() for buffer in model_buffers.float_buffers(model)] == [[1.0, 2.0]]
+    assert model_buffers.integer_buffers_vector(model).tolist() == [9, 0]
 
 
 def test_a_shared_buffer_counts_under_its_persistent_name():
@@ -127,4 +127,4 @@ def test_a_shared_buffer_counts_under_its_persistent_name():
     model.register_buffer("cache", shared, persistent=False)
     model.register_buffer("mean", shared)
     model.register_buffer("again", shared)
-    assert [name for name, _ in serialization.buffers_of(model)] == ["mean"]
+    assert [name for name, _ in model_buffers.buffers_of(model)] == ["mean"]

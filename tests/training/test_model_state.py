@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gridtrain.errors import GridtrainError
-from gridtrain.training.model_state import CheckpointOptions, WholeModelState
+from gridtrain.training.model_state import ModelStateOptions, WholeModelState
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual
 
 OWN = LeftResidual(4, b"h", np.array([1.0, 0.0, 2.0], np.float32))
@@ -31,7 +31,7 @@ def state(tmp_path: Path) -> Any:
 
     made: Any = WholeModelState.__new__(WholeModelState)
     made._session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: None))
-    made._options, made._facts, made._left = CheckpointOptions(tmp_path, every=10, keep=2), (), None
+    made._options, made._facts, made._left = ModelStateOptions(tmp_path, every=10, keep=2), (), None
     made._transfer_residual, made._keep_for_pause = transfer, lambda: None
     return made
 

@@ -28,7 +28,7 @@ EVERY_S = 2.0
 ASK_S = 1.0
 GPU_BUSY_PERCENT = 5
 GPU_DRAWN_PERCENT = 10
-"""The GPU utilisation above which another program is considered a game rather than the desktop."""
+"""The GPU utilization above which another program is considered a game rather than the desktop."""
 
 _SYSTEM_SESSION_CLASSES = ("manager", "background")
 """Classes of sessions that systemd opens for services and timers, without a login."""

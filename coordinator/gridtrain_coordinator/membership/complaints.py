@@ -74,7 +74,7 @@ class Complaints:
             return []
         if message.peer not in run.workers:
             return []  # it has left and is no longer registered
-        run.workers[message.peer].record_link_broken(now_s)
+        run.workers[message.peer].liveness.record_link_broken(now_s)
         if not is_current:
             return []
         failures.record(worker.peer, message.peer, now_s)

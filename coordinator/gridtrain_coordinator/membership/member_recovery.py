@@ -117,7 +117,7 @@ class MemberRecovery:
         run, self._take_over_s = self._run, math.inf
         if self._later_term <= run.term:
             return None
-        here = {worker.peer for worker in run.workers.values() if worker.disconnected_s is None}
+        here = {worker.peer for worker in run.workers.values() if worker.liveness.disconnected_s is None}
         if not here or not run.members | self._later_members <= here:
             self._take_over_s = now_s + run.limits.regather_s
             return None

@@ -183,11 +183,11 @@ class Membership:
             case PeerConnected(peer, host):
                 self._addresses.on_connected(peer, host)
                 if worker is not None:
-                    worker.record_connected(now_s)
+                    worker.liveness.record_connected(now_s)
             case PeerDisconnected(peer, _):
                 self._addresses.on_disconnected(peer)
                 if worker is not None:
-                    worker.record_disconnected(now_s)
+                    worker.liveness.record_disconnected(now_s)
             case ProtocolViolation(peer, reason):
                 effects = [RecordViolation(peer, reason)]
             case DialBackResult(peer, address):
@@ -196,7 +196,7 @@ class Membership:
                 effects = self._handle_removal(event)
             case MessageReceived(peer, message):
                 if worker is not None:
-                    worker.record_message(now_s)
+                    worker.liveness.record_message(now_s)
                 effects = self._handle_message(peer, message, now_s)
         effects = warnings + effects + self._advance(now_s)
         if self._settled_reason is None:
@@ -400,7 +400,7 @@ class Membership:
             case m.Ready(term, generation, history):
                 if run.view_change.is_forming and run.is_current(term, generation):
                     run.view_change.record_ready(peer, history)
-                    worker.mark_loading(False)
+                    worker.liveness.mark_loading(False)
                     self._divergence.clear_if_recovered(peer, generation)
             case m.RoundStalled():
                 self._freeze_phase.shorten_delay(message.round.generation, now_s)

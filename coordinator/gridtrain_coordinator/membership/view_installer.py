@@ -196,7 +196,7 @@ class ViewInstaller:
         )
         run.install(view, members)
         for worker in run.workers.values():
-            worker.mark_loading(worker.peer in lacking)
+            worker.liveness.mark_loading(worker.peer in lacking)
         self._divergence.begin_generation(group_by_stage(run.member_order, run.partition.stage_count))
         self._readiness.begin(now_s)
         self._member_lists.begin_generation()

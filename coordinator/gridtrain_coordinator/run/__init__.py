@@ -1,7 +1,7 @@
 """The coordinator's record of the run.  Pure: no sockets, threads, clocks or tensors.
 
 run_state          the shared state: registered workers, members, phase, with
-                   registry, view_change, stage_bounds
+                   registry, liveness, view_change, stage_bounds
 events             the events that `Membership` handles, and the effects that it returns
 generation_plan    measurements of workers and links --> rank order, exchange, shares; with
                    reorder_limits (which reports count, and when they reorder ranks),

@@ -109,7 +109,7 @@ class RunState:
     @property
     def connected_members(self) -> list[m.PeerId]:
         """Members that have joined over their current connection, in rank order."""
-        return [peer for peer in self.present_members if self.workers[peer].disconnected_s is None]
+        return [peer for peer in self.present_members if self.workers[peer].liveness.disconnected_s is None]
 
     @property
     def is_finished(self) -> bool:

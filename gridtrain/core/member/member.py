@@ -49,10 +49,7 @@ from gridtrain.core.group.member_events import (
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.stall_detection import LoopStallDetector
 from gridtrain.core.member.context import MemberContext
-from gridtrain.core.member.coordinator_link import CoordinatorLink
 from gridtrain.core.member.generation import Generation, late_submission
-from gridtrain.core.member.replica_state import ReplicaState
-from gridtrain.core.member.residual_transfer import ResidualTransfer
 from gridtrain.core.member.view_changes import ViewChanges
 
 
@@ -64,16 +61,21 @@ class MemberCore:
         coordinator: public key of the coordinator.
         join: the Join message that introduces this worker.
         deadlines: time limits, see `gridtrain.config.Deadlines`.
+
+    Attributes:
+        coordinator_link, replica_state, residual_transfer: parts of the state, to be read only.
     """
 
     def __init__(self, own_id: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:
         self.own_id = own_id
         self.coordinator = coordinator
-        self._context = MemberContext(own_id, coordinator, join, deadlines)
+        self._context = context = MemberContext(own_id, coordinator, join, deadlines)
+        self.coordinator_link, self.replica_state = context.coordinator_link, context.replica_state
+        self.residual_transfer = context.residual_transfer
         self._view_changes = ViewChanges(self._context)
         self._stall_detector = LoopStallDetector()
 
-    # -- state, read-only: the objects that hold it, and the values that are read most often ------
+    # -- state, read-only: the values that are read most often --------------------------------------
 
     @property
     def current_generation(self) -> Generation | None:
@@ -81,20 +83,8 @@ class MemberCore:
         return self._view_changes.generation
 
     @property
-    def coordinator_link(self) -> CoordinatorLink:
-        return self._context.coordinator_link
-
-    @property
-    def replica_state(self) -> ReplicaState:
-        return self._context.replica_state
-
-    @property
-    def residual_transfer(self) -> ResidualTransfer:
-        return self._context.residual_transfer
-
-    @property
     def term(self) -> int:
-        return self._context.coordinator_link.term
+        return self.coordinator_link.term
 
     @property
     def generation(self) -> int:
@@ -119,22 +109,22 @@ class MemberCore:
     @property
     def applied(self) -> int:
         """The last step applied; -1 if there is none."""
-        return self._context.replica_state.applied
+        return self.replica_state.applied
 
     @property
     def step(self) -> int:
         """The open step, or the next one if none is open."""
-        return self._context.replica_state.step
+        return self.replica_state.step
 
     @property
     def history(self) -> bytes:
         """Chained digest of all updates applied."""
-        return self._context.replica_state.history
+        return self.replica_state.history
 
     @property
     def is_synced(self) -> bool:
         """Whether this worker holds the state of its stage that `applied` and `history` identify."""
-        return self._context.replica_state.is_synced
+        return self.replica_state.is_synced
 
     @property
     def is_finished(self) -> bool:
@@ -215,10 +205,10 @@ class MemberCore:
             case HeartbeatDue():
                 return self._send_heartbeat(event, now_s)
             case RefuseResiduals():
-                self._context.residual_transfer.refuse()
+                self.residual_transfer.refuse()
                 return []
             case ResidualReceived(peer):
-                return self._context.residual_transfer.mark_complete(self.rank_assignment, peer)
+                return self.residual_transfer.mark_complete(self.rank_assignment, peer)
             case ProbeResults(rtt_s):
                 return [Send(self.coordinator, m.LinkLatencies(rtt_s))]
             case LeaveGroup(reason, is_temporary):

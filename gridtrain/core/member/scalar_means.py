@@ -41,7 +41,7 @@ class ScalarMeans:
         self._results: dict[MeanKey, float] = {}
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, the latest last
         self.awaited_key: MeanKey | None = None
-        self._value = 0.0  # this member's, of the awaited average
+        self._value = 0.0  # this member's value in the awaited average
 
     def set_absent(self, ranks: frozenset[int]) -> None:
         """Set the ranks whose trainers have stalled; averages are completed without them."""

@@ -1,4 +1,4 @@
-"""Divide a sequence of layers into stages by dynamic programming, minimising the cost of the costliest stage.
+"""Divide a sequence of layers into stages by dynamic programming, minimizing the cost of the costliest stage.
 
 The cost of a stage is a function of (stage, start, stop).  The best partition of a prefix does not depend on
 the remaining layers, so the best partitions of all prefixes are computed, one stage at a time.
@@ -47,7 +47,7 @@ def bottleneck_cuts(
     within: float = math.inf,
     edges: EdgeCosts = (),
 ) -> FoundCuts:
-    """Find the partition of `count` layers that minimises the largest `cost(stage, start, stop)`.
+    """Find the partition of `count` layers that minimizes the largest `cost(stage, start, stop)`.
 
     If several partitions have the same largest cost, the one whose later stages begin latest is returned.
 

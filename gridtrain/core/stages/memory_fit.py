@@ -22,7 +22,7 @@ MOST_STAGES = 64
 def smallest_shortfall(
     layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings
 ) -> tuple[tuple[int, ...], float]:
-    """Return the cuts that minimise the largest shortfall of memory, and this shortfall in bytes.
+    """Return the cuts that minimize the largest shortfall of memory, and this shortfall in bytes.
 
     A negative shortfall means that this number of bytes is free.
     """
@@ -100,7 +100,7 @@ def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: Execu
     else:
         remedy = (
             f'divide "{layers[big].name}" into smaller layers, make the batch or the model smaller, or use '
-            "larger cards; more stages, smaller micro-batches and re-materialisation are not sufficient"
+            "larger cards; more stages, smaller micro-batches and re-materialization are not sufficient"
         )
     return ConfigError(reason, remedy=remedy)
 
@@ -113,7 +113,7 @@ def _sufficient_remedies(
     ):
         yield "the schedule 1f1b"
     if not running.rematerialise and fits(layers, cards, replace(running, rematerialise=True)):
-        yield "re-materialisation"
+        yield "re-materialization"
     samples, batch = running.samples, running.samples * running.micro_batches
     while samples > 1:
         samples //= 2

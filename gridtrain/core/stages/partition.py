@@ -8,14 +8,14 @@
 
 **Objective.**  While a pipeline is full, it completes one micro-batch in each period, which is the time of
 its slowest stage.  A stage's time is the larger of its compute time (forward, backward, and a second forward
-if activations are re-materialised) and its transfer time in the busier direction: the stage uploads
+if activations are re-materialized) and its transfer time in the busier direction: the stage uploads
 activations and gradients to its neighbours and downloads theirs.  Without overlap a stage's time is the sum
-of both times.  `best_partition` minimises the period among all partitions that fit into the cards' memory.
+of both times.  `best_partition` minimizes the period among all partitions that fit into the cards' memory.
 Among partitions whose period is within `slack` of the minimum, it chooses the partition whose fullest card
 has the most free memory and, in a tie, the partition whose later stages begin latest.  Latency is ignored,
 because it lengthens filling and draining, not the period (`step_time` simulates the whole step).
 
-The search (`bottleneck_partition`) runs twice, first to minimise the period and then to minimise memory
+The search (`bottleneck_partition`) runs twice, first to minimize the period and then to minimize memory
 within that period.  If one search did both, the best partition of a prefix would depend on the remaining
 layers.
 """

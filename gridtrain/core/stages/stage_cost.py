@@ -4,8 +4,8 @@
 
     parameters      parameters and buffers
     copies          gradients and the optimizer's state: `copies` x the trainable parameters
-    activations     b (k input + kept + output)   with re-materialisation: one micro-batch is recomputed
-                    b k (input + kept + output)   without re-materialisation
+    activations     b (k input + kept + output)   with re-materialization: one micro-batch is recomputed
+                    b k (input + kept + output)   without re-materialization
                     + b work + fixed work         each of the layer for which it is largest
     transit         2 b (all payloads received or sent): one micro-batch in work, one in transfer
 
@@ -288,7 +288,7 @@ class StageCostModel:
         return self._seconds(self._forward[stop] - self._forward[start], stage)
 
     def backward_s(self, stage: int, start: int, stop: int) -> float:
-        """Return the time of backward, including the second forward if activations are re-materialised."""
+        """Return the time of backward, including the second forward if activations are re-materialized."""
         work = self._backward[stop] - self._backward[start]
         if self._recomputes[stage]:
             work += self._forward[stop] - self._forward[start]
@@ -324,7 +324,7 @@ class StageCostModel:
         return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
-        """Return the stage's time for a micro-batch; a partition minimises the largest of these times."""
+        """Return the stage's time for a micro-batch; a partition minimizes the largest of these times."""
         compute_s, transfer_s = self.compute_s(stage, start, stop), self.transfer_s(stage, start, stop)
         return max(compute_s, transfer_s) if self.running.overlap else compute_s + transfer_s
 

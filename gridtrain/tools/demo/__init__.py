@@ -9,6 +9,6 @@ step_records      the file that the first worker writes and the demo reads
 orchestrator      starts coordinator and workers as processes, and always ends them
 progress_view     progress on a terminal or in a log
 demo_report       the table and the sentences;  svg_chart: the chart
-main              all of it in order
+main              runs the demo from start to end
 pipeline_demo, pipeline_worker, pipeline_model    the same for a model in stages
 """

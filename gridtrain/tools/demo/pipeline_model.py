@@ -1,4 +1,4 @@
-"""The model of `gridtrain demo --pipeline`: the demo's byte GPT as a chain of blocks, larger, and Adam.
+"""The model of `gridtrain demo --pipeline`: a larger byte GPT than the demo's, as blocks, with Adam.
 
 It defines shapes, initial values, settings, and the cuts into four stages.
 

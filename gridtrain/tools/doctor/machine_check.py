@@ -278,6 +278,6 @@ def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
     skew_s = ours_s - theirs_s
     text = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the coordinator's"
     if abs(skew_s) > MOST_SKEW_s:
-        fix = "switch on time synchronisation, which logs and invitations need, but training does not"
+        fix = "switch on time synchronization, which logs and invitations need, but training does not"
         return warning("clock", text, fix, skew_s=skew_s)
     return ok("clock", text, skew_s=skew_s)

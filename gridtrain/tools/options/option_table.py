@@ -175,6 +175,15 @@ def format_value(value: OptionValue) -> str:
 
 TEXT, FOLDER, COUNT, NUMBER, SWITCH, TEXTS = OptionKind
 
+_LOG_FORMAT = Option(
+    "log_format",
+    TEXT,
+    "Format of log lines.",
+    default="",
+    default_description="json in a pipe or file",
+    choices=("text", "json"),
+)
+
 COORDINATOR: tuple[Option, ...] = (
     Option(
         "listen",
@@ -279,14 +288,7 @@ COORDINATOR: tuple[Option, ...] = (
         each="--dashboard-host",
         is_comma_separated=True,
     ),
-    Option(
-        "log_format",
-        TEXT,
-        "Format of log lines.",
-        default="",
-        default_description="json in a pipe or file",
-        choices=("text", "json"),
-    ),
+    _LOG_FORMAT,
 )
 
 WORKER: tuple[Option, ...] = (
@@ -445,14 +447,7 @@ WORKER: tuple[Option, ...] = (
     ),
     Option("restarts", COUNT, "Number of restarts of a failing script.", default=0, metavar="N"),
     Option("prefix", SWITCH, "Start each line of output with the worker's name.", default=False),
-    Option(
-        "log_format",
-        TEXT,
-        "Format of log lines.",
-        default="",
-        default_description="json in a pipe or file",
-        choices=("text", "json"),
-    ),
+    _LOG_FORMAT,
     Option(
         "set",
         TEXTS,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import model_buffers, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY, state_parameters
@@ -85,7 +85,7 @@ def load_merged(
     buffers: dict[str, Any] = {}
     for source in reversed(sources):
         buffers |= source.buffers
-    own = dict(serialization.buffers_of(module))
+    own = dict(model_buffers.buffers_of(module))
     order = parameter_order(module, optimizer)
     serialization.load_state(
         {

@@ -18,8 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import RemoteProtocolError
 from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import (
     FROZEN_KEY,
@@ -37,11 +37,17 @@ from gridtrain.training.checkpoint.frozen_base import (
     state_parameters,
     without_base,
 )
+from gridtrain.training.checkpoint.hyperparameters import (
+    hyperparameter_digest,
+    load_hyperparameters,
+    plain_groups,
+)
+from gridtrain.training.checkpoint.model_buffers import buffers_of
+from gridtrain.training.checkpoint.nested_values import DTYPES, Packer, tensor_bytes, unpack
 
 _T = TypeVar("_T")
 
 _LENGTHS, _WORD = struct.Struct("<2Q"), struct.Struct("<Q")
-_MAX_DEPTH = 32
 _PARTS = ("parameters", "buffers", "optimizer", "settings")
 _PACKED = ("parameters", "buffers", "optimizer", "trackers")
 
@@ -61,7 +67,19 @@ INTERNAL_PREFIX = ":"
 received state lacks them (because it comes from an older version, or from a worker without a loss scale)."""
 
 
-# -- the whole state -----------------------------------------------------------------------------
+def _invalid_state(reason: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"this is not a training state: {reason}", remedy="request the state from another worker"
+    )
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raise `RemoteProtocolError` in place of the errors of a state that is not what `pack_state` writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _invalid_state(f"{type(error).__name__}: {error}") from error
 
 
 def capture_state(
@@ -72,11 +90,11 @@ def capture_state(
     Raises:
         ConfigError: a state_dict contains a value that is neither a tensor nor plain data.
     """
-    own, common = _Packer(copies=False), _Packer(copies=False)
+    own, common = Packer(copies=False), Packer(copies=False)
     private = {
         "buffers": own.pack(dict(buffers_of(model)), "model"),
         "trackers": {name: own.pack(item.state_dict(), name) for name, item in trackers.items()},
-        "settings": own.pack(_plain_groups(optimizer), "optimizer"),
+        "settings": own.pack(plain_groups(optimizer), "optimizer"),
     }
     if not whole:
         return [_frame(private, own.tensors)]
@@ -87,36 +105,18 @@ def capture_state(
     return [_frame(private, own.tensors), _frame(shared, common.tensors)]
 
 
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.float32: "F32",
-    torch.complex64: "C64",
-    torch.float64: "F64",
-    torch.int64: "I64",
-}
-"""The names of dtypes in safetensors; a file has the tensors in the reverse order of their dtypes here."""
-
-
 def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> memoryview:
     """Serialize a part of the state, with the tensors as `safetensors.torch.save` writes them.
 
     Each tensor is copied once, into the result, because the state may need most of the memory.
     """
-    kinds = list(_DTYPES)
+    kinds = list(DTYPES)
     order = sorted(tensors, key=lambda name: (-kinds.index(tensors[name].dtype), name))
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for name in order:
         start, end = end, end + tensors[name].nbytes
-        shape, dtype = list(tensors[name].shape), _DTYPES[tensors[name].dtype]
+        shape, dtype = list(tensors[name].shape), DTYPES[tensors[name].dtype]
         table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text, header = (json.dumps(each, separators=(",", ":")).encode() for each in (document, table))
     header += b" " * (-len(header) % _WORD.size)
@@ -135,7 +135,7 @@ def pack_state(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Copy the state; return a JSON document and the tensors that it names.  Raises the errors of
     `capture_state`."""
-    packer = _Packer()
+    packer = Packer()
     document = {
         "parameters": packer.pack(dict(state_parameters(model)), "model"),
         "buffers": packer.pack(dict(buffers_of(model)), "model"),
@@ -204,7 +204,7 @@ def check_content(blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
 
 def _digest_of(values: Mapping[str, Any]) -> bytes:
     total = hashlib.blake2b(digest_size=32)
-    for part in ("parameters", "buffers", "optimizer", "trackers"):
+    for part in _PACKED:
         _hash(values.get(part), total)
     return total.digest()
 
@@ -214,9 +214,8 @@ def _hash(value: Any, total: hashlib.blake2b) -> None:
     have the same digest as the originals."""
     match value:
         case Tensor():
-            flat = value.detach().cpu().contiguous()
-            total.update(f"tensor {flat.dtype} {tuple(flat.shape)};".encode())
-            total.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+            total.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
+            total.update(tensor_bytes(value).data)
         case Mapping():
             total.update(f"dict {len(value)};".encode())
             for key in sorted(value, key=repr):
@@ -230,14 +229,12 @@ def _hash(value: Any, total: hashlib.blake2b) -> None:
             total.update(f"{type(value).__name__} {value!r};".encode())
 
 
+@_reading()
 def model_tensors(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return parameters and buffers by name, as a plain state_dict.  Raises `RemoteProtocolError` if a tensor
     is missing."""
-    try:
-        named = _unpack(document["parameters"], tensors) | _unpack(document["buffers"], tensors)
-        named |= {alias: named[name] for alias, name in document.get("aliases", {}).items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _invalid_state(f"{type(error).__name__}: {error}") from error
+    named = unpack(document["parameters"], tensors) | unpack(document["buffers"], tensors)
+    named |= {alias: named[name] for alias, name in document.get("aliases", {}).items()}
     return {str(name): tensor for name, tensor in named.items()}
 
 
@@ -377,16 +374,14 @@ def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
     return read_state(document, tensors), end + tensors_bytes
 
 
+@_reading()
 def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the packed values by part: parameters, buffers, ...  Raises the errors of `restore_state`."""
-    try:
-        trackers = document.get("trackers")
-        values = {name: _unpack(document[name], tensors) for name in _PARTS if name in document}
-        if trackers is not None:
-            values["trackers"] = {name: _unpack(state, tensors) for name, state in trackers.items()}
-        return values
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _invalid_state(f"{type(error).__name__}: {error}") from error
+    trackers = document.get("trackers")
+    values = {name: unpack(document[name], tensors) for name in _PARTS if name in document}
+    if trackers is not None:
+        values["trackers"] = {name: unpack(state, tensors) for name, state in trackers.items()}
+    return values
 
 
 def _has_named_groups(state: Any) -> bool:
@@ -415,95 +410,17 @@ def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
         )
 
 
-def _invalid_state(reason: str) -> RemoteProtocolError:
-    return RemoteProtocolError(
-        f"this is not a training state: {reason}", remedy="request the state from another worker"
-    )
-
-
 def pack_private(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
     """Pack an additional state for a checkpoint: return its JSON, and add copies of its tensors to
     `tensors`."""
-    packer = _Packer()
-    packer.tensors = tensors
-    return packer.pack(state, "optimizer")
+    return Packer(tensors).pack(state, "optimizer")
 
 
+@_reading()
 def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the state that was passed to `pack_private`.  Raises `RemoteProtocolError` if `node` is not its
     result."""
-    try:
-        return dict(_unpack(node, tensors))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _invalid_state(f"{type(error).__name__}: {error}") from error
-
-
-# -- nested state_dicts as JSON and tensors ------------------------------------------------------
-
-
-class _Packer:
-    """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered.
-
-    Args:
-        copies: whether to copy the tensors to the CPU; otherwise they are those of the state.
-    """
-
-    def __init__(self, *, copies: bool = True) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._copies = copies
-
-    def pack(self, value: Any, where: str) -> Any:
-        if isinstance(value, Tensor):
-            name = str(len(self.tensors))
-            if self._copies:  # always, because safetensors refuses memory that two tensors share
-                value = value.to("cpu", copy=True).contiguous()
-            elif value.dtype not in _DTYPES:
-                raise ConfigError(
-                    f"{where} is a tensor of {value.dtype}, which cannot be sent to a joining worker",
-                    remedy="keep it as another dtype in state_dict()",
-                )
-            self.tensors[name] = value.detach()
-            return {"tensor": name}
-        if isinstance(value, np.generic):
-            value = value.item()
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, Mapping):
-            kind = "counter" if isinstance(value, Counter) else "dict"
-            items = [[self.pack(k, where), self.pack(v, f"{where}.{k}")] for k, v in value.items()]
-            return {kind: items}
-        if isinstance(value, list | tuple):
-            kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
-        raise ConfigError(
-            f"{where} is a {type(value).__name__}, which cannot be sent to a joining worker",
-            remedy="keep tensors, numbers, strings, lists and dicts in state_dict()",
-        )
-
-
-def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
-    """Return a packed value; raise `ValueError`, `KeyError` or `TypeError` for anything that `_Packer` does
-    not write."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
-    if not isinstance(node, dict):
-        if isinstance(node, list):
-            raise ValueError("it contains a bare list")
-        return node
-    ((kind, content),) = node.items()
-    match kind:
-        case "tensor":
-            return tensors[content]
-        case "list" | "tuple":
-            values = [_unpack(item, tensors, depth + 1) for item in content]
-            return tuple(values) if kind == "tuple" else values
-        case "dict" | "counter":
-            items = {_unpack(k, tensors, depth + 1): _unpack(v, tensors, depth + 1) for k, v in content}
-            return Counter(items) if kind == "counter" else items
-    raise ValueError(f"unknown kind {kind!r}")
-
-
-# -- digests -------------------------------------------------------------------------------------
+    return dict(unpack(node, tensors))
 
 
 def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
@@ -512,7 +429,7 @@ def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 
     Buffers are left out, because they may differ between two averagings.
     """
-    packer = _Packer(copies=False)
+    packer = Packer(copies=False)
     layout = {
         "parameters": packer.pack(dict(state_parameters(model)), "model"),
         "state": packer.pack(_sorted(optimizer.state_dict()["state"]), "optimizer"),
@@ -525,138 +442,5 @@ def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     return total.digest()
 
 
-def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
-    """Return a 32-byte digest of the optimizer's class and all plain fields of its groups (lr, weight_decay,
-    ...)."""
-    return hashlib.blake2b(hyperparameters_json(optimizer), digest_size=32).digest()
-
-
-def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
-    """Return the optimizer's class and all plain fields of its groups, as JSON."""
-    return json.dumps([type(optimizer).__name__, _plain_groups(optimizer)], sort_keys=True).encode()
-
-
-def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Load each group's fields, as `hyperparameters_json` wrote them.  Raises `ValueError` if the groups do
-    not match."""
-    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"the number of groups is not {len(optimizer.param_groups)}")
-    for group, fields in zip(optimizer.param_groups, groups, strict=True):
-        if not isinstance(fields, dict) or not fields.keys() <= group.keys() - set(_NAMES):
-            raise ValueError("the settings have fields that this optimizer does not have")
-        for name, value in fields.items():
-            group[name] = _convert_like(group[name], value, name)
-
-
-def _convert_like(own: Any, value: Any, name: str) -> Any:
-    """Convert `value`, which was decoded from JSON, to the type of `own`.  Raises `ValueError` if that is
-    impossible."""
-    if isinstance(own, Tensor) and isinstance(value, int | float):
-        return own.fill_(value)
-    if isinstance(own, tuple | list) and isinstance(value, tuple | list) and len(own) == len(value):
-        return type(own)(_convert_like(mine, theirs, name) for mine, theirs in zip(own, value, strict=True))
-    numbers = (int, float)
-    alike = isinstance(own, bool) == isinstance(value, bool)
-    if type(own) is type(value) or (alike and isinstance(own, numbers) and isinstance(value, numbers)):
-        return value
-    raise ValueError(f"{name} is {value!r} in the state, but {own!r} on this worker")
-
-
-def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the hyperparameters as "name=value" lines, beginning with the fields of all groups that
-    schedulers change."""
-    groups = _plain_groups(optimizer)
-    pairs = [(name, number) for number, group in enumerate(groups) for name in group]
-    pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))
-    several = len(groups) > 1
-    return [
-        f"{name}{f' of group {number}' if several else ''}={groups[number][name]}" for name, number in pairs
-    ]
-
-
-def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    groups = []
-    for group in optimizer.param_groups:
-        fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}
-        groups.append({k: v for k, v in fields.items() if k not in _NAMES and _is_plain(v)})
-    return groups
-
-
-_OFTEN_CHANGED = ("lr", "momentum", "weight_decay")
-_NAMES = ("params", "param_names")  # the model's, with other prefixes under torch.compile
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
-
-
 def _sorted(state: Any) -> Any:
     return {k: _sorted(state[k]) for k in sorted(state, key=str)} if isinstance(state, dict) else state
-
-
-def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """Return the tensor's bytes in logical order, (bytes,) uint8."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return array
-
-
-# -- buffers: float ones are averaged, integer ones taken from the lowest rank ---------------------
-
-
-def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the persistent buffers (those in `state_dict`) by name, in the model's order; shared buffers
-    occur once."""
-    persistent = model.state_dict(keep_vars=True).keys()
-    named: dict[int, tuple[str, Tensor]] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in persistent:  # a shared buffer may have another name that is not
-            named.setdefault(id(buffer), (name, buffer))
-    names = canonical_names([name for name, _ in named.values()])
-    return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
-
-
-def _buffers_of_type(model: nn.Module, *, floating: bool) -> list[Tensor]:
-    return [b for _, b in buffers_of(model) if b.is_floating_point() == floating and not b.is_complex()]
-
-
-def float_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the floating-point buffers (batch-norm statistics, ...)."""
-    return _buffers_of_type(model, floating=True)
-
-
-def has_buffers(model: nn.Module) -> bool:
-    return bool(buffers_of(model))
-
-
-def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
-    """Return a description and a digest of the buffers' names, shapes and dtypes, not of their values."""
-    named = buffers_of(model)
-    lines = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
-    text = f"{len(named)} tensor{'s' * (len(named) > 1)}, digest {digest.hex()[:12]}" if named else "none"
-    return text, digest
-
-
-def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
-    """Return all integer and boolean buffers (batch counters, ...) as one (n,) int64 vector."""
-    pieces = [t.detach().cpu().reshape(-1).to(torch.int64) for t in _buffers_of_type(model, floating=False)]
-    return np.asarray(torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).numpy())
-
-
-def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:
-    """Load the `integer_buffers_vector` of the lowest rank."""
-    _scatter(_buffers_of_type(model, floating=False), vector_N)
-
-
-def _scatter(tensors: Sequence[Tensor], vector_N: npt.NDArray[Any]) -> None:
-    expected = sum(t.numel() for t in tensors)
-    if vector_N.shape != (expected,):
-        raise RemoteProtocolError(f"the buffers have shape {vector_N.shape}; expected ({expected},)")
-    with torch.no_grad():
-        for tensor, piece in zip(
-            tensors, torch.split(torch.from_numpy(vector_N), [t.numel() for t in tensors]), strict=True
-        ):
-            tensor.copy_(piece.view(tensor.shape))

@@ -228,15 +228,15 @@ class StageCheckpointStore:
 
     def files_to_copy(self, held: CheckpointInfo) -> Sequence[Path]:
         """Return the files that are copied to another worker's disk; the residual is not copied."""
-        folder = checkpoint_store.step_folder(self.folder_of(held.layers), held.applied + 1)
-        return [folder / name for name in FILES]
+        return [self._path(held.layers, held) / name for name in FILES]
 
     def make_copy_folder(self, held: CheckpointInfo) -> Path:
         """Create a new folder for a copy from another worker.  Raises `OSError`."""
-        self.folder_of(held.layers).mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in self.folder_of(held.layers).glob(".copy-*"):
+        stage = self.folder_of(held.layers)
+        stage.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in stage.glob(".copy-*"):
             shutil.rmtree(left, ignore_errors=True)  # its sender was lost
-        folder = self.folder_of(held.layers) / f".copy-{held.applied + 1:08d}"
+        folder = stage / f".copy-{held.applied + 1:08d}"
         folder.mkdir()
         return folder
 
@@ -251,12 +251,11 @@ class StageCheckpointStore:
                     "it has a different state or different training settings", remedy="none is needed"
                 )
             checkpoint_store.read(folder)  # checks its tensors
-            store = self.folder_of(held.layers)
             path = self._replace(held.layers, held)
             self._drop_unaligned(held.layers)
             checkpoint_store.sync_files(folder)
             checkpoint_store.publish_folder(folder, path)
-            for old in checkpoint_store.list_checkpoints(store)[: -self._keep]:
+            for old in checkpoint_store.list_checkpoints(path.parent)[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
         except (OSError, ConfigError) as error:
             log.warning("a copy of another stage's checkpoint is not stored: %s", error)

@@ -1,7 +1,7 @@
 """The samples of a step, from positions in the run to samples of a data set to batches.
 
 sampler: positions to indices, the same on all workers;  readers: batches from a data set;  prefetch:
-read ahead in other processes;  batch_sizes: checks of `Grid`'s arguments
+read ahead in other processes;  batch_sizes: how many samples a step has
 
 shards: data sets that are read file by file, from shard_index: their files;  shard_files: opening, checking
 and keeping them;  shard_fetch: copying them from elsewhere;  shard_formats: the samples in a file;

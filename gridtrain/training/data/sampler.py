@@ -29,7 +29,7 @@ from torch.utils.data import Sampler, default_collate
 from gridtrain.core.commit.shard_leases import locate, split_at_shards
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError
-from gridtrain.training.checkpoint.serialization import tensor_bytes
+from gridtrain.training.checkpoint.nested_values import tensor_bytes
 from gridtrain.training.data.shards import ShardedDataset
 
 DIGEST_SAMPLES = 16

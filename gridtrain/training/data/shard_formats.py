@@ -36,7 +36,7 @@ class ShardFormat:
     """A format of shards.
 
     Attributes:
-        suffixes: the ends of file names by which the format is recognised.
+        suffixes: the ends of file names by which the format is recognized.
         ranges: a function that finds the samples in a file; raises `ValueError` or `tarfile.TarError`.
         decode: a function that converts the bytes of one sample; raises `ValueError` or `tarfile.TarError`.
         convert: a function that first writes the file in the form that the others read; None if they read it

@@ -226,6 +226,6 @@ def _common_format(places: Sequence[str]) -> str:
         return name
     names = shorten(", ".join(map(posixpath.basename, places)), 80)
     raise ConfigError(
-        f"the names of the files ({names}) do not say one format",
+        f"the file names ({names}) do not indicate one format",
         remedy=f"pass --format with one of {', '.join(FORMATS)}",
     )

@@ -7,7 +7,7 @@ import pytest
 from bench.bounds import bound_s, butterfly_rounds, payload_bytes
 from bench.cells import Cell, CellError, Link, parse
 from bench.goals import goals
-from bench.play import by_link
+from bench.measurement import by_link
 from bench.suites import SUITES
 from gridtrain.config import Dense, GTopK
 from gridtrain.errors import ConfigError

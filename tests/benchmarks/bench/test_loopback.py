@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.cells import parse
-from bench.play import Effort, play
+from bench.measurement import Effort, measure_cells
 from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
 
 pytest.importorskip("torch")
@@ -19,7 +19,8 @@ def test_cells_on_loopback() -> None:
     effort = Effort(blocks=2, repeats=2, warmup=1, loopback=True)
     said: list[str] = []
     results = {
-        result.cell: result for result in play([dense, gtopk, rival, late], effort, {"gloo": ""}, said.append)
+        result.cell: result
+        for result in measure_cells([dense, gtopk, rival, late], effort, {"gloo": ""}, said.append)
     }
 
     for cell in (dense, gtopk):

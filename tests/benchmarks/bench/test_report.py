@@ -13,10 +13,10 @@ from bench import quick
 from bench.bounds import bound_s
 from bench.cells import parse
 from bench.goals import Goal, judge, judged
-from bench.quick import EXCHANGES, KEPT, LOCAL, compare, exchange_ratios, local_ratios
+from bench.quick import EXCHANGES, LOCAL, RECORD, compare, exchange_ratios, local_ratios
 from bench.report import markdown, picture
 from bench.results import CellResult, Results, ResultsError, Sample, machine, percentile
-from bench.rivals_side import RivalBlock
+from bench.rival_block import RivalBlock
 from rivals.contract import Result
 
 DENSE = "dense P=4 n=25.6M rate=100Mbit"
@@ -123,8 +123,8 @@ def test_the_report_says_how_each_was_measured() -> None:
 
 def test_a_rival_notes_its_version_and_its_algorithm(tmp_path: Path) -> None:
     cell = parse("mpi/all_reduce P=2 n=1k rate=1Gbit")
-    ground = SimpleNamespace(address=lambda name: "10.0.0.1", interface="eth0")
-    block = RivalBlock(cell, ground, tmp_path, 0)  # type: ignore[arg-type]
+    hosts = SimpleNamespace(address=lambda name: "10.0.0.1", interface="eth0")
+    block = RivalBlock(cell, hosts, tmp_path, 0)  # type: ignore[arg-type]
     for rank in range(2):
         Result("mpi", "Open MPI 4.1.4", "all_reduce", 1000, 2, rank, [1.0], [0.5], [8], 4000).write(
             block.out(rank)
@@ -170,29 +170,29 @@ def test_quick_says_what_got_slower() -> None:
     found = compare(now, kept, {"dense seconds": "rivals not installed: gloo"})
 
     assert list(map(str, found)) == [
-        "SLOWER        selection with the residual 13.1 copies (kept 10, +31%, at most +30%)",
+        "SLOWER        selection with the residual 13.1 copies (recorded 10, +31%, at most +30%)",
         "new           decode 4 copies",
-        "fine          merge 129 copies (kept 100, +29%, at most +30%)",
+        "fine          merge 129 copies (recorded 100, +29%, at most +30%)",
         "not measured  a dense exchange takes, of gloo's time,: rivals not installed: gloo",
     ]
     assert [finding.name for finding in found if finding.slower] == ["select_ns"]
     assert not [finding for finding in found if finding.better]
 
 
-def test_quick_warns_of_kept_figures_that_guard_nothing(
+def test_quick_warns_of_recorded_figures_that_detect_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "quick.json"
     figures = {name: {"ratio": 10.0, "tolerance": 0.25} for name in ("select_ns", "encode_ns", "merge_ns")}
     kept.write_text(json.dumps({"figures": figures}))
-    monkeypatch.setattr(quick, "KEPT", kept)
+    monkeypatch.setattr(quick, "RECORD", kept)
     now = {"select_ns": 7.9, "encode_ns": 8.1, "merge_ns": 10.0}
     monkeypatch.setattr(quick, "measured", lambda say: (now, {}))
     assert quick.main(keep=False, command="python -m bench quick", date="") == 0
     said = capsys.readouterr().out
-    assert "BETTER        selection with the residual 7.9 copies (kept 10, -21%, at most +25%)" in said
+    assert "BETTER        selection with the residual 7.9 copies (recorded 10, -21%, at most +25%)" in said
     assert "fine          encode 8.1 copies" in said
-    assert "1 of 3 figures are far better than the kept ones, which guard nothing there: keep" in said
+    assert "1 of 3 figures are far better than the recorded ones, which detect less there: record" in said
 
 
 def test_ratios_to_a_copy() -> None:
@@ -222,8 +222,8 @@ def test_ratios_to_gloo() -> None:
     assert ratios == {} and set(why.values()) == {"no torch"} and len(why) == 5
 
 
-def test_the_kept_figures_are_those_of_a_quick_bench() -> None:
-    whole = json.loads(KEPT.read_text())
+def test_the_recorded_figures_are_those_of_a_quick_bench() -> None:
+    whole = json.loads(RECORD.read_text())
     assert whole["schema"] == 1 and whole["made"]["command"].startswith("python -m bench quick")
     assert set(whole["figures"]) == {*LOCAL, *EXCHANGES}
     assert all(figure["ratio"] > 0 and figure["tolerance"] > 0 for figure in whole["figures"].values())

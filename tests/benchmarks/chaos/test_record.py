@@ -1,4 +1,4 @@
-"""What a chaos run finds: each kind of broken promise, put into the record of a run that kept them all."""
+"""Each violation of a guarantee is found when it is put into the record of a correct run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from chaos.play import Played, Struck
+from chaos.execution import InjectedFault, RunResult
 from chaos.record import Record
 from chaos.report import by_kind
 from chaos.schedule import BAG, LASTS_S, draw
@@ -45,10 +45,10 @@ def findings(lines: list[tuple[str, dict[str, Any]]]) -> list[str]:
     record = Record()
     for worker, line in lines:
         record.take(worker, line)
-    return record.broken(WORKERS, SIZE)
+    return record.violations(WORKERS, SIZE)
 
 
-def test_a_run_that_kept_its_promises_has_no_findings() -> None:
+def test_a_correct_run_has_no_findings() -> None:
     assert findings(whole_run()) == []
 
 
@@ -102,13 +102,13 @@ def a_step_nobody_committed(lines: list[tuple[str, dict[str, Any]]]) -> None:
         (another_model, "after step 2 the models differ"),
         (twice, "position 8 was counted 2 times"),
         (never, "position 11 was counted 0 times"),
-        (same_sample, "different ones of 8 samples"),
+        (same_sample, "different samples of 8"),
         (one_is_missing, "bert did not reach the end"),
         (another_end, "the workers end differently"),
-        (a_step_nobody_committed, "nobody heard of the commit of steps"),
+        (a_step_nobody_committed, "no worker learned of the commit of steps"),
     ],
 )
-def test_each_broken_promise_is_found(break_it: Any, finding: str) -> None:
+def test_each_violation_is_found(break_it: Any, finding: str) -> None:
     lines = whole_run()
     break_it(lines)
     assert any(finding in found for found in findings(lines)), findings(lines)
@@ -171,8 +171,10 @@ def test_stalls_and_lost_time_are_read_from_the_commits() -> None:
         record.take(
             "anna", {"mark": "outcome", "round": [1, step, 0], "committed": True, "at_s": committed_s}
         )
-    played = Played(record, begin_s=0.0, end_s=4.0, struck=[Struck("kill", "bert", 1.05, 1.05, 0.0)])
-    assert by_kind(played, 0.1)["kill"] == {
+    result = RunResult(
+        record, begin_s=0.0, end_s=4.0, injected=[InjectedFault("kill", "bert", 1.05, 1.05, 0.0)]
+    )
+    assert by_kind(result, 0.1)["kill"] == {
         "count": 1,
         "stalls_s": [0.5],
         "stall_median_s": 0.5,

@@ -50,6 +50,7 @@ from gridtrain.runtime.state_transfer.update_log import StepUpdate
 from gridtrain.runtime.state_transfer.update_log import decode_update as read_update
 from gridtrain.runtime.state_transfer.update_log import encode_update as write_update
 from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.sdk.run_facts import describe_optimizer
 from gridtrain.testing import FakeSensors, Faults, FileSensors
 from gridtrain.tools.bundle import Bundle
 from gridtrain.tools.options import PROGRAMS, RunFile, resolve
@@ -58,22 +59,23 @@ from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint.checkpoint_store import read as read_checkpoint
 from gridtrain.training.checkpoint.checkpoint_store import read_header as read_checkpoint_head
 from gridtrain.training.checkpoint.flat_gradient import model_digest
+from gridtrain.training.checkpoint.hyperparameters import (
+    hyperparameter_digest,
+    hyperparameter_lines,
+)
+from gridtrain.training.checkpoint.hyperparameters import hyperparameters_json as optimizer_settings
 from gridtrain.training.checkpoint.model_export import export_model
 from gridtrain.training.checkpoint.serialization import (
     capture_state,
     content_digest,
     frame_state,
-    hyperparameter_digest,
-    hyperparameter_lines,
     model_tensors,
     pack_state,
     replica_digest,
     restore_state,
 )
-from gridtrain.training.checkpoint.serialization import hyperparameters_json as optimizer_settings
 from gridtrain.training.checkpoint.serialization import initial_digest as initial_digest
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
-from gridtrain.training.data.batch_sizes import describe_optimizer
 from gridtrain.training.data.sampler import dataset_digest, permutation, value_digest
 from gridtrain.training.residual_departure import load_left_residual as pick_up_residual
 from gridtrain_coordinator.access.authorization import recover_authorization as recover_door

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scripted_coordinator import ME, A, B, C, D, ScriptedCoordinator
+from scripted_coordinator import ME, A, B, C, D, ScriptedCoordinator, sent
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -19,9 +19,8 @@ from gridtrain_coordinator.run.events import (
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
-    Send,
 )
-from gridtrain_coordinator.run.registry import StateTransferProgress
+from gridtrain_coordinator.run.liveness import StateTransferProgress
 
 SETUP = m.Setup((("model", "100 parameters"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
@@ -50,9 +49,8 @@ class Group(ScriptedCoordinator):
 
     def way(self, viewer: m.PeerId, other: m.PeerId) -> str:
         """The address of `other` in the latest member list of `viewer`."""
-        sent = [x.message for x in self.seen if isinstance(x, Send) and x.peer == viewer]
-        rosters = [message for message in sent if isinstance(message, m.MemberListPage)]
-        return next(member.address for member in rosters[-1].members if member.peer == other)
+        latest = sent(self.seen, m.MemberListPage, viewer)[-1]
+        return next(member.address for member in latest.members if member.peer == other)
 
     def beats(self, seconds: float, **came_Bps: float) -> None:
         """All workers send heartbeats; the named ones receive that much of their state each second."""
@@ -72,7 +70,7 @@ class Group(ScriptedCoordinator):
 
     @property
     def frozen(self) -> int:
-        return sum(isinstance(x, Send) and isinstance(x.message, m.Freeze) and x.peer == A for x in self.seen)
+        return len(sent(self.seen, m.Freeze, A))
 
 
 def test_who_has_built_the_same_is_sent_nothing() -> None:
@@ -389,7 +387,7 @@ def test_a_source_in_a_long_step_is_waited_for_as_its_steps_last() -> None:
         while run.core.run.view_change.is_forming and elapsed < 400:
             run.now_s += 1.0
             elapsed += 1
-            source.last_heard_s = run.now_s
+            source.liveness.last_heard_s = run.now_s
             run.tick()
         assert least <= elapsed <= most, (step_s, elapsed)
 

@@ -5,7 +5,7 @@ The other members are stalled meanwhile; each test lists the events by second.
 
 from __future__ import annotations
 
-from scripted_coordinator import SETUP, A, B, C, Journal, ScriptedCoordinator
+from scripted_coordinator import SETUP, A, B, C, Journal, ScriptedCoordinator, receivers
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -15,9 +15,8 @@ from gridtrain_coordinator.run.events import (
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
-    Send,
 )
-from gridtrain_coordinator.run.registry import JOIN_WAIT_S
+from gridtrain_coordinator.run.liveness import JOIN_WAIT_S
 
 LIMITS = Deadlines()
 
@@ -81,19 +80,34 @@ class Told(ScriptedCoordinator):
         self.say(peer, m.FreezeReport(*told, None, b"", 0), now_s)
 
     def frozen(self) -> list[m.PeerId]:
-        return [e.peer for e in self.seen if isinstance(e, Send) and isinstance(e.message, m.Freeze)]
+        return receivers(self.seen, m.Freeze)
 
     def lost(self) -> list[tuple[str, str]]:
         return [(e.fields["name"], e.fields["reason"]) for e in self.notes("lost")]
 
 
-def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
-    """10.00  C's connection to the coordinator is reset;  10.02  A's to C as well;  10.10  C is lost."""
+def broken(reported_s: float | None) -> Told:
+    """At second 10 of training C's connection to the coordinator breaks; A reports that its own has, too."""
     told = Told()
     told.train()
     told.pass_to(9.9, A, B, C)
     told.lose(C, 10.0)
-    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    if reported_s is not None:
+        told.say(A, m.ConnectionLost(1, 1, C), reported_s)
+    return told
+
+
+def assert_lost_after_regreet_s(told: Told, since_s: float) -> None:
+    """C, whose connection broke then, may come back until that time has passed."""
+    told.pass_to(since_s + LIMITS.regreet_s - 0.01, A, B)
+    assert not told.lost()
+    told.pass_to(since_s + LIMITS.regreet_s, A, B)
+    assert told.lost() == [("c", "lost its connection and did not reconnect")]
+
+
+def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
+    """10.00  C's connection to the coordinator is reset;  10.02  A's to C as well;  10.10  C is lost."""
+    told = broken(reported_s=10.02)
     told.pass_to(10.0 + LIMITS.ended_s - 0.01, A, B)
     assert not told.lost()
     told.pass_to(10.0 + LIMITS.ended_s, A, B)
@@ -103,11 +117,7 @@ def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
 
 def test_another_program_with_the_workers_key_is_not_its_return() -> None:
     """10.000  C is killed;  10.015  its agent asks for the run's status;  10.030  and disconnects."""
-    told = Told()
-    told.train()
-    told.pass_to(9.9, A, B, C)
-    told.lose(C, 10.0)
-    told.say(A, m.ConnectionLost(1, 1, C), 10.002)
+    told = broken(reported_s=10.002)
     told.connect(C, 10.015)
     told.lose(C, 10.03)
     told.pass_to(10.0 + LIMITS.ended_s, A, B)
@@ -116,11 +126,7 @@ def test_another_program_with_the_workers_key_is_not_its_return() -> None:
 
 def test_nobody_is_lost_while_a_connection_is_open_over_which_a_join_may_come() -> None:
     """10.0  C's connections break;  10.09  it has connected again;  10.3  its Join has arrived."""
-    told = Told()
-    told.train()
-    told.pass_to(9.9, A, B, C)
-    told.lose(C, 10.0)
-    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    told = broken(reported_s=10.02)
     told.connect(C, 10.09)
     told.pass_to(10.3, A, B)
     told.join(C, 10.3)
@@ -144,17 +150,10 @@ def test_a_program_that_stays_connected_with_the_workers_key_does_not_keep_it_in
 
 def test_a_connection_that_broke_before_the_return_counts_no_more() -> None:
     """10.0  C's connections break;  10.05  it has joined again;  10.5  one breaks: it may come back."""
-    told = Told()
-    told.train()
-    told.pass_to(9.9, A, B, C)
-    told.lose(C, 10.0)
-    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    told = broken(reported_s=10.02)
     told.join(C, 10.05)
     told.lose(C, 10.5)
-    told.pass_to(10.5 + LIMITS.regreet_s - 0.01, A, B)
-    assert not told.lost()
-    told.pass_to(10.5 + LIMITS.regreet_s, A, B)
-    assert told.lost() == [("c", "lost its connection and did not reconnect")]
+    assert_lost_after_regreet_s(told, since_s=10.5)
 
 
 def test_a_member_that_ends_while_a_generation_forms_is_detected_as_soon() -> None:
@@ -208,18 +207,12 @@ def test_a_report_of_an_earlier_generation_says_nothing() -> None:
 
 def test_one_broken_connection_may_come_back() -> None:
     """10.0  C's connection breaks;  10.9  it is restored;  20.0  it breaks again;  21.0  C is lost."""
-    told = Told()
-    told.train()
-    told.pass_to(9.9, A, B, C)
-    told.lose(C, 10.0)
+    told = broken(reported_s=None)
     told.pass_to(10.9, A, B)
     told.join(C, 10.9)
     told.pass_to(19.9, A, B, C)
     told.lose(C, 20.0)
-    told.pass_to(20.0 + LIMITS.regreet_s - 0.01, A, B)
-    assert not told.lost()
-    told.pass_to(20.0 + LIMITS.regreet_s, A, B)
-    assert told.lost() == [("c", "lost its connection and did not reconnect")]
+    assert_lost_after_regreet_s(told, since_s=20.0)
 
 
 def test_what_a_member_said_long_ago_is_no_second_connection() -> None:

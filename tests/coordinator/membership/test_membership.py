@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_coordinator import ME, SETUP, A, B, C, D, E, ScriptedCoordinator
+from scripted_coordinator import ME, SETUP, A, B, C, D, E, ScriptedCoordinator, receivers, sent
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -60,8 +60,7 @@ def test_the_journal_comes_before_what_it_decides() -> None:
     run.report(A)
     kinds = [type(effect) for effect in run.effects]
     assert kinds.index(JournalEntry) < kinds.index(Send)
-    views = [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.MembershipView)]
-    assert {e.peer for e in views} == {A, B}
+    assert set(receivers(run.effects, m.MembershipView)) == {A, B}
 
 
 def test_newcomers_that_join_again_and_again_hold_up_nobody() -> None:
@@ -110,9 +109,8 @@ def test_workers_that_join_before_the_run_is_defined_do_not_exceed_its_limit() -
         run.say(peer, m.Join("r", "w", "memory://x", True, False, 0))
     refused = {}
     for peer in peers:
-        for effect in run.say(peer, setup):
-            if isinstance(effect, Send) and isinstance(effect.message, m.Refused):
-                refused[peer] = effect.message.code, effect.message.reason
+        for message in sent(run.say(peer, setup), m.Refused):
+            refused[peer] = message.code, message.reason
     reason = f"the run has {most} workers; it can have at most {most}"
     assert refused == dict.fromkeys(peers[most:], ("full", reason))
     assert not any(isinstance(effect, Disconnect) for effect in run.say(peers[0], setup)), "it is counted"
@@ -160,7 +158,7 @@ def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
         return core.handle(MessageReceived(peer, setup), 1.0)
 
     effects = sets_up(A, wrong)
-    assert [e.message.code for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    assert [message.code for message in sent(effects, m.Refused)]
     assert core.run.definition is None and not core.snapshot(1.0)["facts"]
     effects = sets_up(B, SETUP)
     assert [e.body["facts"] for e in effects if isinstance(e, JournalEntry) and e.kind == "run"] == [
@@ -191,7 +189,7 @@ class OldRun:
 
 
 def refusals(effects: list[Effect]) -> list[str]:
-    return [e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    return [message.reason for message in sent(effects, m.Refused)]
 
 
 def journalled_facts(effects: list[Effect]) -> list[dict[str, str]]:
@@ -207,9 +205,7 @@ def test_a_run_that_was_defined_before_bases_were_described_takes_that_of_the_fi
     run.core.handle(MessageReceived(C, m.WorkerInfo((("base_origin", "llama@0123"),))), 1.0)
     effects = run.set_up(D, "1 MB, digest 02", origin="llama@4567")
     (reason,) = refusals(effects)
-    (remedy,) = [
-        e.message.remedy for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)
-    ]
+    (remedy,) = [message.remedy for message in sent(effects, m.Refused)]
     assert "send_frozen=" in remedy and "a seed does not suffice" in remedy
     bases = "base is 1 MB, digest 02 here and 1 MB, digest 01 in the run"
     origins = "the base was loaded from llama@4567 here and llama@0123 in the run"
@@ -286,7 +282,7 @@ def test_until_a_step_is_committed_the_next_worker_replaces_a_definition_that_no
         run.say(A, m.Heartbeat(1, 1, 1, ()))
     run.say(B, m.Join("r", "b", ""))
     effects = run.say(B, OTHER)
-    (refused,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    (refused,) = sent(effects, m.Refused)
     how = "use another name in run.toml" if has_left == "after it" else "setup of a is the wrong one, stop or"
     assert how in refused.remedy
     run.say(A, m.Leave("its script failed"))
@@ -317,11 +313,7 @@ def test_who_waits_is_told_how_many_there_are() -> None:
     said = [core.run.reason]
     for peer in (A, B):
         effects = core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
-        said += [
-            e.message.reason
-            for e in effects
-            if isinstance(e, Send) and isinstance(e.message, m.RunStateUpdate)
-        ]
+        said += [message.reason for message in sent(effects, m.RunStateUpdate)]
     core.handle(MessageReceived(A, m.Leave("enough")), 1.0)
     said.append(core.snapshot(1.0)["reason"])
     assert said == [
@@ -383,23 +375,19 @@ def test_what_a_tick_has_done_is_not_due_any_more() -> None:
 
 def told(run: Run, viewer: m.PeerId) -> dict[m.PeerId, str]:
     """The addresses at which `viewer` dials, by the member list that it received last."""
-    rosters = [
-        e.message
-        for e in run.effects
-        if isinstance(e, Send) and e.peer == viewer and isinstance(e.message, m.MemberListPage)
-    ]
-    return {member.peer: member.address for member in with_own_addresses(viewer, rosters[-1].members)}
+    latest = sent(run.effects, m.MemberListPage, viewer)[-1]
+    return {member.peer: member.address for member in with_own_addresses(viewer, latest.members)}
 
 
 def test_a_worker_is_admitted_when_it_is_known_how_others_reach_it() -> None:
     run = Run(A)
     callback, *_ = [e for e in run.say(B, m.Join("r", "b", "tcp://10.0.0.2:70")) if isinstance(e, DialBack)]
     assert callback == DialBack(B, ("tcp://10.0.0.2:70",))
-    assert not [e for e in run.say(B, SETUP) if isinstance(e, Send) and isinstance(e.message, m.Admitted)]
-    sent = {type(e.message): e for e in run.hear(DialBackResult(B, "")) if isinstance(e, Send)}
-    assert sent[m.Reachability].message == m.Reachability("")
-    assert sent[m.ExpectProbes] == Send(A, m.ExpectProbes(((B, ""),)))
-    assert sent[m.Admitted] == Send(B, m.Admitted(((A, "memory://a"),)))
+    assert not sent(run.say(B, SETUP), m.Admitted)
+    sends = {type(e.message): e for e in run.hear(DialBackResult(B, "")) if isinstance(e, Send)}
+    assert sends[m.Reachability].message == m.Reachability("")
+    assert sends[m.ExpectProbes] == Send(A, m.ExpectProbes(((B, ""),)))
+    assert sends[m.Admitted] == Send(B, m.Admitted(((A, "memory://a"),)))
 
 
 def test_of_workers_that_come_together_each_pair_is_measured_and_no_two_begin_with_the_same() -> None:
@@ -409,10 +397,10 @@ def test_of_workers_that_come_together_each_pair_is_measured_and_no_two_begin_wi
         run.hear(DialBackResult(peer, f"tcp://10.0.0.{peer[0]}:70"))
     probed = {}
     for peer in (B, C, D):  # none of them has answered with its Links yet
-        sent = [e for e in run.say(peer, SETUP) if isinstance(e, Send)]
-        (admitted,) = [e.message for e in sent if isinstance(e.message, m.Admitted)]
+        effects = run.say(peer, SETUP)
+        (admitted,) = sent(effects, m.Admitted)
         probed[peer] = [other for other, _ in admitted.probe_targets]
-        assert {e.peer for e in sent if isinstance(e.message, m.ExpectProbes)} == set(probed[peer])
+        assert set(receivers(effects, m.ExpectProbes)) == set(probed[peer])
     assert probed == {B: [A], C: [B, A], D: [C, B, A]}
 
 
@@ -430,9 +418,7 @@ def test_a_way_that_does_not_work_is_not_taken_again() -> None:
     run = Run(A, B)
     run.now_s += 10.0
     run.say(B, m.PeersUnreachable(1, run.core.generation, (A,)))
-    assert [e.message for e in run.effects if isinstance(e, Send) and e.peer == A] == [
-        m.Freeze(1, 1, "b cannot reach a as planned")
-    ]
+    assert sent(run.effects, to=A) == [m.Freeze(1, 1, "b cannot reach a as planned")]
     run.report(A)
     run.report(B)
     assert told(run, A) == {A: "", B: "memory://b"}
@@ -463,7 +449,7 @@ def test_a_member_that_came_back_is_planned_for_only_when_its_place_is_known() -
     run.join(C)
     run.report(A)
     run.report(B)
-    assert not [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.MembershipView)]
+    assert not sent(run.effects, m.MembershipView)
     run.hear(DialBackResult(B, ""))
     assert told(run, B) == {A: "memory://a", B: "", C: "memory://c"}
 
@@ -656,9 +642,7 @@ class Sharers(Run):
 
 
 def freezes(effects: list[Effect]) -> list[str]:
-    return sorted(
-        {e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.Freeze)}
-    )
+    return sorted({freeze.reason for freeze in sent(effects, m.Freeze)})
 
 
 def test_shares_follow_the_speed_that_beats_tell() -> None:
@@ -711,9 +695,7 @@ def newcomer(run: Run, peer: m.PeerId) -> list[Effect]:
 
 
 def donations(effects: list[Effect]) -> list[tuple[m.PeerId, m.ServeCatchUp]]:
-    return [
-        (e.peer, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, m.ServeCatchUp)
-    ]
+    return [*zip(receivers(effects, m.ServeCatchUp), sent(effects, m.ServeCatchUp), strict=True)]
 
 
 def test_a_follower_is_served_until_it_is_a_member() -> None:
@@ -725,7 +707,7 @@ def test_a_follower_is_served_until_it_is_a_member() -> None:
     assert not [donate for _, donate in donations(effects) if donate.receivers == ()], (
         "there are updates to come"
     )
-    assert any(isinstance(e, Send) and isinstance(e.message, m.Freeze) for e in effects)
+    assert sent(effects, m.Freeze)
     again = run.say(C, m.CatchUpReport(8, b"h"))  # each second until it is a member
     logged = [e.event for e in effects + again if isinstance(e, LogEvent)]
     assert logged.count("caught_up") == 1
@@ -734,11 +716,8 @@ def test_a_follower_is_served_until_it_is_a_member() -> None:
 def ways_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:
     """By message type, the addresses that `peer` is told."""
     lists = {
-        type(e.message).__name__: e.message.sources
-        if isinstance(e.message, m.CatchUpFrom)
-        else e.message.peers
-        for e in effects
-        if isinstance(e, Send) and e.peer == peer and isinstance(e.message, m.CatchUpFrom | m.ExpectProbes)
+        type(message).__name__: message.sources if isinstance(message, m.CatchUpFrom) else message.peers
+        for message in sent(effects, m.CatchUpFrom | m.ExpectProbes, peer)
     }
     return {kind: [(x[:1].decode(), way) for x, way in ways] for kind, ways in lists.items()}
 
@@ -818,10 +797,9 @@ def test_states_are_compared_by_the_coordinator_and_a_liar_moves_only_itself() -
     effects = run.say(A, m.ReplicaDigest(1, generation, 9, b"same"))
     effects += run.say(B, m.ReplicaDigest(1, generation, 9, b"other"))
     effects += run.say(b"e" * 32, m.ReplicaDigest(1, generation, 9, b"a stranger's"))
-    assert not [e for e in effects if isinstance(e, Send) and isinstance(e.message, m.ReplicaDiverged)]
+    assert not sent(effects, m.ReplicaDiverged)
     effects = run.say(C, m.ReplicaDigest(1, generation, 9, b"same"))
-    told = [e for e in effects if isinstance(e, Send) and isinstance(e.message, m.ReplicaDiverged)]
-    assert [e.peer for e in told] == [B]
+    assert receivers(effects, m.ReplicaDiverged) == [B]
     assert run.core.snapshot(run.now_s)["drifts"] == 1
 
 
@@ -834,28 +812,17 @@ def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
     run.core.handle(PeerDisconnected(B, "reset"), run.now_s)
     run.core.handle(PeerConnected(B, ""), run.now_s)
     again = m.Join("r", "b", "memory://b", is_rejoin=True, generation=1)
-    told = [e.message for e in run.say(B, again) if isinstance(e, Send) and e.peer == B]
-    kinds = [type(message).__name__ for message in told]
-    assert kinds == [
-        "Welcome",
-        "RunStateUpdate",
-        "ReplicaDiverged",
-        "MemberListPage",
-        "MembershipView",
-        "Freeze",
-    ]
+    kinds = [type(message).__name__ for message in sent(run.say(B, again), to=B)]
+    told = ["ReplicaDiverged", "MemberListPage", "MembershipView"]
+    assert kinds == ["Welcome", "RunStateUpdate", *told, "Freeze"]
     for peer in (A, B, C):
         run.report(peer)
     assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, B: True, C: False}
-    sent = [type(e.message).__name__ for e in run.effects if isinstance(e, Send) and e.peer == B]
-    assert sent == ["ReplicaDiverged", "MemberListPage", "MembershipView"], (
-        "its line may have come back only now"
-    )
+    kinds = [type(message).__name__ for message in sent(run.effects, to=B)]
+    assert kinds == told, "its line may have come back only now"
     run.start(A, B, C)
     again = replace(again, generation=2)
-    assert not [
-        e for e in run.say(B, again) if isinstance(e, Send) and isinstance(e.message, m.ReplicaDiverged)
-    ]
+    assert not sent(run.say(B, again), m.ReplicaDiverged)
     run.join(D)
     for peer in (A, B, C):
         run.report(peer)
@@ -960,5 +927,5 @@ def test_after_the_end_a_setup_is_answered_by_that() -> None:
     run = Run(A, B)
     run.core.run.phase = RunPhase.FINISHED
     effects = run.say(A, SETUP)
-    codes = [e.message.code for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    codes = [message.code for message in sent(effects, m.Refused)]
     assert codes == ["finished"]

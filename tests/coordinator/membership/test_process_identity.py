@@ -7,7 +7,7 @@ state, no rank, no setup.  Causes: an agent that restarts its script, a containe
 from __future__ import annotations
 
 import pytest
-from scripted_coordinator import ME, A, B, C, Journal, ScriptedCoordinator
+from scripted_coordinator import ME, A, B, C, Journal, ScriptedCoordinator, sent
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -39,7 +39,7 @@ class Run(ScriptedCoordinator):
         self.hear(PeerConnected(peer, "host"))
         told = self.say(peer, m.Join("r", name, address, True, again, generation))
         self.hear(DialBackResult(peer, address))
-        return [type(e.message).__name__ for e in told if isinstance(e, Send) and e.peer == peer]
+        return [type(message).__name__ for message in sent(told, to=peer)]
 
     def enter(self, peer: m.PeerId, setup: m.Setup = SETUP) -> None:
         self.say(peer, setup, m.LinkLatencies(()))
@@ -122,7 +122,7 @@ def test_what_the_dead_one_said_of_being_ready_does_not_count() -> None:
     run.join(A)
     run.ready(B)
     assert run.core.phase is not RunPhase.TRAINING
-    assert not [e for e in run.seen if isinstance(e, Send) and isinstance(e.message, m.StartGeneration)]
+    assert not sent(run.seen, m.StartGeneration)
 
 
 def test_a_worker_that_is_no_member_yet_is_named_only_when_its_new_process_is_set_up() -> None:

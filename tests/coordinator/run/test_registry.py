@@ -9,15 +9,18 @@ import pytest
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain_coordinator.run.registry import (
-    AVOIDED_PAIR_RTT_S,
+from gridtrain_coordinator.run.liveness import (
     FEWEST_BEATS,
     INTERVALS,
     JOIN_WAIT_S,
     LEAST_SILENCE_S,
     MAX_RESTARTS,
-    Registry,
+    Liveness,
     StateTransferProgress,
+)
+from gridtrain_coordinator.run.registry import (
+    AVOIDED_PAIR_RTT_S,
+    Registry,
     Worker,
     batch_limits,
     round_trip_times,
@@ -30,7 +33,13 @@ SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
 def worker(peer: m.PeerId = A, joined_s: float = 0.0) -> Worker:
-    return Worker(peer, peer[:1].decode(), "", joined_s, joined_s)
+    return Worker(peer, peer[:1].decode(), "", joined_s, Liveness(joined_s))
+
+
+def disconnected() -> Liveness:
+    broken = Liveness(0.0)
+    broken.record_disconnected(1.0)
+    return broken
 
 
 def test_a_state_is_on_its_way_until_its_last_byte_or_while_it_moves() -> None:
@@ -71,7 +80,7 @@ def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:
     silent_s = LIMITS.silence_s
     assert silent.deadline_s(LIMITS) == silent_s and not silent.failure_reason(LIMITS, silent_s - 0.01)
     assert silent.failure_reason(LIMITS, silent_s) == f"sent nothing for {silent_s:.1f} s"
-    silent.mark_loading(True)
+    silent.liveness.mark_loading(True)
     assert silent.deadline_s(LIMITS) == max(LIMITS.ready_s, silent_s)
     for broken_s, wait_s, why in (
         (-math.inf, LIMITS.regreet_s, "lost its connection and did not reconnect"),
@@ -79,23 +88,23 @@ def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:
         (1.01 + LIMITS.regreet_s, LIMITS.regreet_s, "lost its connection and"),
     ):
         ended = worker()
-        ended.record_disconnected(1.0)
-        ended.record_disconnected(1.5)
-        ended.record_link_broken(broken_s)
+        ended.liveness.record_disconnected(1.0)
+        ended.liveness.record_disconnected(1.5)
+        ended.liveness.record_link_broken(broken_s)
         assert ended.deadline_s(LIMITS) == 1.0 + wait_s
         assert not ended.failure_reason(LIMITS, 0.99 + wait_s)
         assert ended.failure_reason(LIMITS, 1.0 + wait_s).startswith(why)
-        ended.record_connected(0.99 + wait_s)
+        ended.liveness.record_connected(0.99 + wait_s)
         join_s = 0.99 + wait_s + max(wait_s, JOIN_WAIT_S)
         assert ended.deadline_s(LIMITS) == join_s, "a Join may come"
         ended.excuse_stall(1.0, join_s + 1.0, LIMITS)
         assert ended.deadline_s(LIMITS) >= join_s + 1.0, "it may wait to be read"
         ended.record_join("tcp://a:1")
-        assert ended.link_broken_s == -math.inf and ended.disconnected_s is None
+        assert ended.liveness.link_broken_s == -math.inf and ended.liveness.disconnected_s is None
 
 
 def beat(one: Worker, number: int, at_s: float) -> None:
-    one.record_message(at_s)
+    one.liveness.record_message(at_s)
     one.record_heartbeat(m.Heartbeat(number, 0, number, ()), at_s)
 
 
@@ -103,15 +112,16 @@ def test_a_worker_with_regular_heartbeats_counts_as_lost_sooner() -> None:
     regular, hesitant = worker(), worker()
     for number in range(1, FEWEST_BEATS + 1):
         for one, pause_s in ((regular, 0.0), (hesitant, 0.4 if number == 7 else 0.0)):
-            assert one.deadline_s(LIMITS) == one.last_heard_s + LIMITS.silence_s, "too few heartbeats"
+            heard_s = one.liveness.last_heard_s
+            assert one.deadline_s(LIMITS) == heard_s + LIMITS.silence_s, "too few heartbeats"
             beat(one, number, 0.5 * number + pause_s)
-    now_s = regular.last_heard_s
+    now_s = regular.liveness.last_heard_s
     assert regular.deadline_s(LIMITS) == now_s + LEAST_SILENCE_S
     assert regular.failure_reason(LIMITS, now_s + LEAST_SILENCE_S) == "sent nothing for 2.0 s"
     assert hesitant.deadline_s(LIMITS) == pytest.approx(now_s + INTERVALS * 0.9, rel=0.05)
     beat(hesitant, 99, now_s + 3.0)
     assert hesitant.deadline_s(LIMITS) == now_s + 3.0 + LIMITS.silence_s, "never later than for all"
-    regular.mark_loading(True)
+    regular.liveness.mark_loading(True)
     assert regular.deadline_s(LIMITS) == now_s + max(LIMITS.ready_s, LIMITS.silence_s)
 
 
@@ -122,7 +132,7 @@ def test_without_progress_and_while_it_catches_up_a_worker_has_all_the_time() ->
         idle.record_heartbeat(m.Heartbeat(number, 0, 0, ()), 0.5 * number)
         beat(newcomer, number, 0.5 * number)
     assert newcomer.is_catching_up and idle.deadline_s(LIMITS) == LIMITS.silence_s
-    assert newcomer.deadline_s(LIMITS) == newcomer.last_heard_s + LIMITS.silence_s
+    assert newcomer.deadline_s(LIMITS) == newcomer.liveness.last_heard_s + LIMITS.silence_s
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -132,34 +142,34 @@ def test_a_silence_from_which_a_worker_has_returned_counts(is_silent: bool) -> N
     before = workers.register(A, "a", "", 0.0)
     for number in range(1, FEWEST_BEATS + 1):
         beat(before, number, 0.5 * number)
-    now_s = before.last_heard_s
+    now_s = before.liveness.last_heard_s
     if not is_silent:
-        before.record_disconnected(now_s)
+        before.liveness.record_disconnected(now_s)
     workers.record_lost(before)
     after = workers.register(A, "a", "", now_s + 3.0)
     for number in range(1, FEWEST_BEATS + 1):
         beat(after, number, now_s + 3.0 + 0.5 * number)
     expected_s = LIMITS.silence_s if is_silent else LEAST_SILENCE_S
-    assert after.deadline_s(LIMITS) == after.last_heard_s + expected_s
+    assert after.deadline_s(LIMITS) == after.liveness.last_heard_s + expected_s
 
 
 def test_a_stall_of_the_coordinator_is_no_interval_of_a_worker() -> None:
     one = worker()
     for number in range(1, FEWEST_BEATS + 1):
         beat(one, number, 0.5 * number)
-    one.excuse_stall(3.0, one.last_heard_s + 3.0, LIMITS)
+    one.excuse_stall(3.0, one.liveness.last_heard_s + 3.0, LIMITS)
     beat(one, 99, 0.5 * FEWEST_BEATS + 3.5)
-    assert one.deadline_s(LIMITS) == one.last_heard_s + LEAST_SILENCE_S
+    assert one.deadline_s(LIMITS) == one.liveness.last_heard_s + LEAST_SILENCE_S
 
 
 def test_after_a_stall_of_the_coordinator_all_that_is_waited_for_has_more_time() -> None:
     waiting = worker()
-    waiting.record_disconnected(1.0)
+    waiting.liveness.record_disconnected(1.0)
     waiting.begin_probing(2.0)
     assert waiting.deadline_s(LIMITS) == 2.0
     waiting.excuse_stall(30.0, 40.0, LIMITS)
-    assert waiting.last_heard_s == 40.0 - LIMITS.silence_s and waiting.probe_deadline_s == 40.0
-    assert waiting.disconnected_s == 40.0 - LIMITS.regreet_s
+    assert waiting.liveness.last_heard_s == 40.0 - LIMITS.silence_s and waiting.probe_deadline_s == 40.0
+    assert waiting.liveness.disconnected_s == 40.0 - LIMITS.regreet_s
     assert waiting.progressed_s == 30.0 == waiting.state_progress.progressed_s
 
 
@@ -185,7 +195,7 @@ def test_a_worker_is_introduced_then_admitted_and_eligible_once_it_has_caught_up
         ({"is_admitted": True, "standby_reason": "too small"}, None, "spare"),
         ({"is_admitted": True, "setup": replace(SETUP, can_catch_up=True)}, None, "following"),
         ({"is_admitted": True}, 0, "active"),
-        ({"is_admitted": True, "disconnected_s": 1.0}, 0, "suspect"),
+        ({"is_admitted": True, "liveness": disconnected()}, 0, "suspect"),
     ],
 )
 def test_the_state_of_a_worker_as_the_status_shows_it(

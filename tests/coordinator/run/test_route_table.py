@@ -10,6 +10,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.member.generation_entry import with_own_addresses
 from gridtrain.core.messages import relay_of
 from gridtrain_coordinator.run.addressing import AddressBook
+from gridtrain_coordinator.run.liveness import Liveness
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.route_table import PeerLocation, RouteTable, dial_back_addresses
 
@@ -159,7 +160,7 @@ def test_of_each_member_two_lines_are_kept_however_many_read_them() -> None:
     """Routes over relays differ for nearly each pair: for 1,000 members that would be a million entries."""
     where, peers = AddressBook(COORDINATOR), [bytes([number]) * 32 for number in range(1, 41)]
     for number, peer in enumerate(peers):
-        worker = Worker(peer, "", f"tcp://10.0.0.{number}:1", 0.0, 0.0)
+        worker = Worker(peer, "", f"tcp://10.0.0.{number}:1", 0.0, Liveness(0.0))
         where.on_connected(peer, f"198.51.100.{number}")
         where.request_dial_back(worker, can_relay=True)
         where.on_dial_back_result(worker, worker.address if number % 2 else "")
@@ -179,7 +180,7 @@ def test_the_list_for_all_that_can_be_dialled_says_what_the_list_for_each_says()
             book = AddressBook(COORDINATOR)
             for peer, location in zip(peers, mix, strict=True):
                 if location is not None:
-                    worker = Worker(peer, "", location.claimed_address, 0.0, 0.0)
+                    worker = Worker(peer, "", location.claimed_address, 0.0, Liveness(0.0))
                     book.on_connected(peer, location.host)
                     book.request_dial_back(worker, can_relay=True)
                     book.on_dial_back_result(worker, location.verified_address)
@@ -200,7 +201,7 @@ def test_the_list_for_all_that_can_be_dialled_says_what_the_list_for_each_says()
 def test_a_shared_list_follows_a_worker_that_moves() -> None:
     book, roster = AddressBook(COORDINATOR), (m.Member(A, "", "", 1, False),)
     for address in (at("a"), at("b")):
-        worker = Worker(A, "", address, 0.0, 0.0)
+        worker = Worker(A, "", address, 0.0, Liveness(0.0))
         book.request_dial_back(worker, can_relay=True)
         book.on_dial_back_result(worker, address)
         assert [member.address for member in book.shared_list(roster)] == [address]
@@ -223,7 +224,7 @@ def test_a_route_that_failed_blocks_the_direct_exchange_until_its_worker_moves()
 
 
 def test_an_answer_about_an_earlier_address_is_ignored() -> None:
-    book, worker = AddressBook(COORDINATOR), Worker(A, "a", at("a"), 0.0, 0.0)
+    book, worker = AddressBook(COORDINATOR), Worker(A, "a", at("a"), 0.0, Liveness(0.0))
     assert book.on_dial_back_result(worker, at("a")) == [], "it has left"
     assert book.request_dial_back(worker, False) and not worker.is_addressable
     assert book.on_dial_back_result(worker, at("z")) == [] and not worker.is_addressable

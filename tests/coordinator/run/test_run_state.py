@@ -6,6 +6,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
+from gridtrain_coordinator.run.liveness import Liveness
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import MAX_STEPS, RunState
 
@@ -76,14 +77,14 @@ def test_who_may_be_in_the_next_generation() -> None:
     *_, C, D = peers = [letter.encode() * 32 for letter in "abcd"]
     for joined_s, peer in enumerate(reversed(peers)):
         state.workers[peer] = Worker(
-            peer, "", "", float(joined_s), 0.0, setup=SETUP, is_admitted=peer not in (B, D)
+            peer, "", "", float(joined_s), Liveness(0.0), setup=SETUP, is_admitted=peer not in (B, D)
         )
     state._set_members(tuple(m.Member(peer, "", "", 4, False) for peer in (A, B, b"x" * 32)))
     assert state.eligible_workers() == [C, B, A]
     state.workers[B].setup = None
     assert state.eligible_workers() == [C, A] and [w.peer for w in state.newcomers()] == [C]
     assert state.present_members == [A, B] == state.connected_members
-    state.workers[A].record_disconnected(1.0)
+    state.workers[A].liveness.record_disconnected(1.0)
     assert state.connected_members == [B]
 
 

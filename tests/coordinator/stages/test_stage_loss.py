@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from scripted_coordinator import receivers, sent
 from staged_run import StagedRun
 
 from gridtrain.core import messages as m
@@ -12,7 +13,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.two_phase_commit import extend_history
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain_coordinator.run.divergence import DivergenceDetector
-from gridtrain_coordinator.run.events import DialBackResult, JournalEntry, RecordViolation, RunPhase, Send
+from gridtrain_coordinator.run.events import DialBackResult, JournalEntry, RecordViolation, RunPhase
 from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.stages.whole_state import find_restart_point, latest_whole_state
 
@@ -97,7 +98,7 @@ def test_without_a_spare_the_rest_goes_on_with_one_replica_less() -> None:
 def test_the_death_of_one_freezes_all_at_once() -> None:
     run = StagedRun(3, A, B, C)
     run.lose(B)
-    frozen = {e.peer for e in run.seen if isinstance(e, Send) and isinstance(e.message, m.Freeze)}
+    frozen = set(receivers(run.seen, m.Freeze))
     assert frozen == {A, C}
 
 
@@ -114,7 +115,7 @@ def test_fewer_than_stages_pause_and_say_so() -> None:
         "stage 2 of 4 has no worker: 3 workers are present, but 4 are needed; "
         "training continues when one joins"
     )
-    told = [e.message for e in run.seen if isinstance(e, Send) and e.peer == A]
+    told = sent(run.seen, to=A)
     assert m.RunStateUpdate("paused", snapshot["reason"]) in told
     assert run.core.deadline_s > run.now_s, "it does not spin"
 
@@ -225,7 +226,7 @@ def test_who_comes_back_after_a_pause_is_told_nothing_of_the_generation_that_it_
     run = StagedRun(2, A, B)
     run.say(B, m.TemporaryLeave("its owner said so"))
     told = run.say(B, m.Join("r", "b", "memory://elsewhere"))
-    assert not [x for x in told if isinstance(x, Send) and isinstance(x.message, m.MembershipView | m.Freeze)]
+    assert not sent(told, m.MembershipView | m.Freeze)
 
 
 def test_what_a_member_was_to_load_and_has_not_any_more_is_not_waited_for() -> None:

@@ -305,7 +305,7 @@ def test_each_remedy_is_true_and_the_others_are_not_proposed() -> None:
     with pytest.raises(ConfigError) as refused:
         best_partition(layers, cards, running=running)
     assert refused.value.remedy == (
-        "use one of these: the schedule 1f1b; re-materialisation; "
+        "use one of these: the schedule 1f1b; re-materialization; "
         "4 stages, the additional ones on cards of 60 kB"
     )
     best_partition(layers, cards, running=replace(running, order=ScheduleKind.ONE_F_ONE_B))

@@ -8,6 +8,7 @@ from itertools import combinations, pairwise, permutations
 from random import Random
 
 import pytest
+from scripted_coordinator import sent
 from staged_run import StagedRun
 
 from gridtrain.core import messages as m
@@ -16,7 +17,7 @@ from gridtrain.core.stages.rank_placement import StateLocations
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.core.stages.stage_cost import Card
 from gridtrain.errors import ConfigError, LocalProtocolError
-from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
+from gridtrain_coordinator.run.events import JournalEntry, RunPhase
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
@@ -185,7 +186,7 @@ def test_cards_that_cannot_hold_it_are_told_so() -> None:
 def test_costs_that_cannot_be_are_refused() -> None:
     model = m.StagedModel((0, 1, 2), (m.LayerCosts(1, 1), m.LayerCosts(1, 1)))
     run = StagedRun(3, A, model=model, start=False)
-    refused = [e.message for e in run.seen if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    refused = sent(run.seen, m.Refused)
     assert [message.code for message in refused] == ["ledger"]
 
 
@@ -193,7 +194,7 @@ def test_a_stage_with_nothing_to_train_is_refused() -> None:
     """Else a newcomer would make the coordinator look for a cut that is not there."""
     blocks = (m.LayerCosts(1, 1), m.LayerCosts(1, 0), m.LayerCosts(1, 0), m.LayerCosts(1, 1))
     run = StagedRun(3, A, model=m.StagedModel((0, 1, 2, 4), blocks), start=False)
-    (refused,) = [e.message for e in run.seen if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    (refused,) = sent(run.seen, m.Refused)
     assert "no trainable parameters" in refused.reason
 
 

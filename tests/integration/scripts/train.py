@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import gridtrain
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import MessageReceived
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import nested_values, serialization
 
 FEATURES, WIDTH, CLASSES = 16, 128, 8
 LEARNING_RATE = 0.05
@@ -204,7 +204,7 @@ class Witness:
 def digest_of(tensors) -> str:
     total = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        total.update(serialization.tensor_bytes(tensor).data)
+        total.update(nested_values.tensor_bytes(tensor).data)
     return total.hexdigest()
 
 

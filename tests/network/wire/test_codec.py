@@ -66,7 +66,7 @@ def test_every_message_has_a_code() -> None:
 
 @pytest.mark.parametrize("record", ALL_MESSAGES)
 def test_there_and_back(record: schema.RecordField) -> None:
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(values_of(record))
     def check(message: m.Message) -> None:
         frames = encode(message)

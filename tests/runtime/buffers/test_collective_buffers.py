@@ -18,14 +18,18 @@ from gridtrain.core.collectives.collective import (
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
+from gridtrain.core.planning.workload import ExchangeKind, Workload, slice_count
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
+from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
+from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer
 from gridtrain.sparsify.merge import largest_summable
 
 KIND = ValueKind.FP32
 N, K = 8, 2
 FROM_1 = Provenance(rank=1, contributors=1, world_size=2, roundings=1)
+every_dense_buffer = pytest.mark.parametrize("dense", [DenseRingBuffer, DirectBuffer, DenseStarBuffer])
 
 
 def floats(*values):
@@ -98,10 +102,13 @@ def test_a_slice_of_another_length_is_refused(nbytes):
 @pytest.mark.parametrize("effect", [AddSlice, StoreSlice])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.float32(1e38)])
 @pytest.mark.filterwarnings("error")
-def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad, effect):
-    buffer = DenseRingBuffer(floats(1, 2, 3, 4), 2)
+@every_dense_buffer
+def test_what_no_honest_member_sends_is_refused_where_it_arrives(dense, bad, effect):
+    buffer = dense(floats(1, 2, 3, 4), 2)
+    buffer.make_collective(0, 2, flags=0)
+    payload = np.resize(floats(bad, 0), len(buffer.payload(PayloadSlot(CollectivePhase.REDUCE))) // 4)
     with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 has values from .* at most 8\.5"):
-        buffer.apply(effect(0, 0, floats(bad, 0).tobytes(), FROM_1))
+        buffer.apply(effect(0, 0, payload.tobytes(), FROM_1))
     assert buffer.update_N.tolist() == [1, 2, 3, 4]
 
 
@@ -121,9 +128,10 @@ def test_the_largest_honest_sum_passes_each_hop_of_a_ring(world_size):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_not_sealed(bad):
+@every_dense_buffer
+def test_what_is_not_finite_is_not_sealed(dense, bad):
     """Our own contribution is checked before it gets here: the last line of defence."""
-    buffer = DenseRingBuffer(floats(bad, 2), 1)
+    buffer = dense(floats(bad, 2), 1)
     with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
         buffer.compute_digest()
 
@@ -142,6 +150,32 @@ def test_what_is_hashed_ahead_is_what_the_seal_would_hash():
     for buffer in (ahead, late):
         buffer.apply(StoreSlice(1, 0, floats(30).tobytes(), Provenance(1, 3, 3, 3)))
     assert before != ahead.compute_digest() == late.compute_digest(), "an old hash must not outlive its slice"
+
+
+@pytest.mark.parametrize("sums", [1, 2])
+def test_a_slice_of_a_direct_exchange_is_hashed_ahead_only_when_it_is_final(sums):
+    """Rank 0 of 3 adds the parts of ranks 1 and 2."""
+    buffer = DirectBuffer(floats(1, 1, 1, 1, 1, 1), 3)
+    buffer.make_collective(0, 3, flags=0)
+    for rank in range(1, 1 + sums):
+        buffer.apply(AddSlice(0, 0, floats(1, 1).tobytes(), Provenance(rank, 1, 3, 1)))
+    buffer.hash_ahead()
+    assert list(buffer._hashes) == ([(0, 0)] if sums == 2 else [])
+
+
+@pytest.mark.parametrize("n", [1, 17_000, 100_001, 1_000_000, 5_000_000])
+def test_slices_and_digest_of_a_star_are_as_in_the_protocol(n):
+    """As PROTOCOL.md 5.1 says: one segment of b = 4 n bytes."""
+    buffer = DenseStarBuffer(np.arange(n, dtype=np.float32), 4)
+    longest = min(2**20, max(2**17, -(-4 * n // 8)))
+    slices = max(1, -(-4 * n // longest))
+    digest = blake2b(digest_size=32)
+    for i in range(slices):
+        part = buffer.update_N[i * n // slices : (i + 1) * n // slices]
+        assert bytes(buffer.payload(PayloadSlot(CollectivePhase.TO_ROOT, 0, 1, i))) == part.tobytes()
+        digest.update(sha256(part.tobytes()).digest())
+    assert buffer.slices == slices == slice_count(Workload(ExchangeKind.STAR, n), 4)
+    assert buffer.compute_digest() == digest.digest()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -176,9 +210,10 @@ def test_one_who_skips_contributes_zeros():
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]])
-def test_a_contribution_of_another_form_is_our_bug(wrong):
+@every_dense_buffer
+def test_a_contribution_of_another_form_is_our_bug(dense, wrong):
     with pytest.raises(LocalProtocolError, match="must be float32"):
-        DenseRingBuffer(wrong, 2)
+        dense(wrong, 2)
 
 
 # -- gather ------------------------------------------------------------------------------------
@@ -254,8 +289,9 @@ def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
     with pytest.raises(RemoteProtocolError):
         buffer.apply(MergePayload(damaged, 1, 0, FROM_1))
     assert shown(buffer.update) == {2: 1.0} and buffer.truncated == []
-    with pytest.raises(RemoteProtocolError):
-        gather(1, 3, {}).apply(StoreFromRank(0, damaged, FROM_1))
+    for other in (gather(1, 3, {}), SparseStarBuffer(payload({}), n=N, k=K, kind=KIND)):
+        with pytest.raises(RemoteProtocolError):
+            other.apply(StoreFromRank(0, damaged, FROM_1))
 
 
 @pytest.mark.parametrize(
@@ -264,8 +300,9 @@ def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
         (DenseRingBuffer(floats(1, 2), 1), ReplacePayload(b"", FROM_1)),
         (gather(0, 1, {}), AddSlice(0, 0, b"", FROM_1)),
         (butterfly({}), StoreFromRank(0, b"", FROM_1)),
+        (SparseStarBuffer(payload({}), n=N, k=K, kind=KIND), AddSlice(0, 0, b"", FROM_1)),
     ],
-    ids=["dense", "gather", "butterfly"],
+    ids=["dense", "gather", "butterfly", "star"],
 )
 def test_an_effect_of_another_core_is_our_bug(buffer, foreign):
     with pytest.raises(LocalProtocolError, match="is not an effect of"):

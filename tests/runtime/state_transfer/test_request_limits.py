@@ -217,7 +217,7 @@ def test_what_others_need_of_its_memory_is_written_before_a_worker_leaves() -> N
     session: Any = GroupSession.__new__(GroupSession)
     session.connection = SimpleNamespace(wait=wait)
     session.tasks = SimpleNamespace(run=run, next_task=lambda snapshot, **_: next(iter(snapshot.tasks), None))
-    session._is_standby_at_end = session._is_awaiting_choice = False
+    session.is_standby_at_end = session._is_awaiting_choice = False
     session._early_plan = session._joined = None
     with pytest.raises(WaitInterrupted):
         session._wait(lambda _: True, between_batches=True)

@@ -185,7 +185,7 @@ def test_a_script_started_by_hand_is_configured_alike() -> None:
 def test_join_takes_what_the_table_says_it_takes() -> None:
     import inspect
 
-    from gridtrain.sdk.grid import join
+    from gridtrain.sdk.join import join
 
     taken = set(inspect.signature(join).parameters) - {"invitation"}
     assert taken == {one.name for one in PROGRAMS["worker"] if one.is_join_option}

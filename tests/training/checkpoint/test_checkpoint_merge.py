@@ -16,7 +16,7 @@ from gridtrain.core.messages import CheckpointInfo, LedgerState
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.pipeline import Blueprint
 from gridtrain.pipeline.model_stages import ModelStages, StageModule
-from gridtrain.training.checkpoint import checkpoint_merge, serialization
+from gridtrain.training.checkpoint import checkpoint_merge, model_buffers, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
 
@@ -70,7 +70,7 @@ class Trained:
 
     def facts(self) -> dict[str, Tensor]:
         """All that belongs to it, by name."""
-        found = {f"buffer {name}": b.clone() for name, b in serialization.buffers_of(self.module)}
+        found = {f"buffer {name}": b.clone() for name, b in model_buffers.buffers_of(self.module)}
         for name, parameter in canonical_parameters(self.module):
             found[name] = parameter.detach().clone()
             for kind, value in self.inner.state[parameter].items():

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import canonical_names, model_digest
+from gridtrain.training.checkpoint.model_buffers import float_buffers
 from gridtrain.training.checkpoint.serialization import (
     capture_state,
-    float_buffers,
     replica_digest,
     restore_state,
 )

@@ -25,7 +25,7 @@ s, until the losses are detected."""
 
 LOOKS, BAD_LOOKS = 20, 6
 MIN_SEGMENTS = 200
-"""The smallest number of segments between two observations; fewer segments do not characterise the link."""
+"""The smallest number of segments between two observations; fewer segments do not characterize the link."""
 
 FULL_QUEUE_SEGMENTS = 100
 """A window of at least this size means that the link loses less than one packet in 7,000."""

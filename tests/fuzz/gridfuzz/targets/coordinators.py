@@ -308,6 +308,7 @@ TARGETS = (
             *(
                 "gridtrain_coordinator.membership.membership",
                 "gridtrain_coordinator.run.registry",
+                "gridtrain_coordinator.run.liveness",
                 "gridtrain_coordinator.run.route_table",
             ),
             *(

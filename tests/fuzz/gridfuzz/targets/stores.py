@@ -126,7 +126,7 @@ def run_state(data: bytes) -> bool:
     """
     import torch
 
-    from gridtrain.training.checkpoint import serialization
+    from gridtrain.training.checkpoint import hyperparameters, serialization
 
     model, optimizer, scheduler = _built(seed=2)
     before = [t.clone() for t in model.state_dict().values()]
@@ -138,7 +138,7 @@ def run_state(data: bytes) -> bool:
             must(same, "a refused state changed the model")
         return False
     serialization.replica_digest(model, optimizer)
-    serialization.hyperparameter_digest(optimizer)
+    hyperparameters.hyperparameter_digest(optimizer)
     serialization.capture_state(model, optimizer, {"schedule": scheduler})
     return True
 
@@ -216,7 +216,11 @@ TARGETS = (
         "a donor's state: JSON and safetensors, into model, optimizer and scheduler",
         run_state,
         valid_state,
-        ("gridtrain.training.checkpoint.serialization",),
+        (
+            "gridtrain.training.checkpoint.serialization",
+            "gridtrain.training.checkpoint.nested_values",
+            "gridtrain.training.checkpoint.hyperparameters",
+        ),
         change_state,
         (*JSON, b'"tensor"', b'"dict"', b'"tuple"', b'"list"', b'"counter"', b'"F32"', b'"data_offsets"'),
         max_bytes=8192,

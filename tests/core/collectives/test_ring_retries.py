@@ -1,112 +1,19 @@
-"""The ring: its schedule as a picture, and retries that send only what is missing."""
+"""Retries of a ring: a connection broke, and only what is missing is sent."""
 
 from functools import partial
 from random import Random
 
 import numpy as np
 import pytest
-from collective_group import (
-    CollectiveGroup,
-    random_vectors,
-    run_lockstep,
-)
+from collective_group import CollectiveGroup, random_vectors
 
-from gridtrain.core.collectives.collective import (
-    AddSlice,
-    CollectiveComplete,
-    PayloadReceived,
-    Provenance,
-    SendTo,
-    StoreSlice,
-)
+from gridtrain.core.collectives.collective import PayloadReceived, SendTo
 from gridtrain.core.collectives.ring import RingAllReduce
-from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.buffers.rounded_buffers import RoundedRingBuffer
-
-
-def test_the_schedule_of_three_ranks():
-    """R2: a partial sum of segment 2; G2: its total."""
-    ticks = run_lockstep([RingAllReduce(rank, 3, slices=1, flags=0) for rank in range(3)])
-    picture = "\n".join(
-        f"tick {tick}  "
-        + "  ".join(
-            f"{rank} -> {send.to_rank}: {send.slot.phase.name[0]}{send.slot.segment}"
-            for rank, send in sorted(sends, key=lambda sent: sent[0])
-        )
-        for tick, sends in enumerate(ticks)
-    )
-    assert picture == (
-        "tick 0  0 -> 1: R0  1 -> 2: R1  2 -> 0: R2\n"
-        "tick 1  0 -> 1: R2  1 -> 2: R0  2 -> 0: R1\n"
-        "tick 2  0 -> 1: G1  1 -> 2: G2  2 -> 0: G0\n"
-        "tick 3  0 -> 1: G0  1 -> 2: G1  2 -> 0: G2"
-    )
-
-
-def test_a_transcript_of_rank_0_of_three():
-    ring = RingAllReduce(0, 3, slices=1, flags=0)
-    whole = Provenance(2, contributors=3, world_size=3, roundings=3)
-
-    def came(phase, hop, segment, skip=False):
-        return ring.handle(
-            PayloadReceived(2, PayloadSlot(phase, hop, segment), skip, f"{phase.name} {segment}"), 0.0
-        )
-
-    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), 0)]
-    assert came(CollectivePhase.REDUCE, 0, 2, skip=True) == [  # rank 2 skips: its mark goes along
-        AddSlice(2, 0, "REDUCE 2", Provenance(2, contributors=1, world_size=3, roundings=1)),
-        SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), 1),
-    ]
-    assert came(CollectivePhase.REDUCE, 1, 1, skip=True) == [  # segment 1 is whole here
-        AddSlice(1, 0, "REDUCE 1", Provenance(2, contributors=2, world_size=3, roundings=2)),
-        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), 1),
-    ]
-    assert came(CollectivePhase.GATHER, 0, 0, skip=True) == [
-        StoreSlice(0, 0, "GATHER 0", whole),
-        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 1, 0), 1),
-    ]
-    assert ring.waiting_for() == {2} and not ring.complete
-    assert came(CollectivePhase.GATHER, 1, 2, skip=True) == [
-        StoreSlice(2, 0, "GATHER 2", whole),
-        CollectiveComplete(1),
-    ]
-    assert ring.waiting_for() == frozenset() and ring.complete
-
-
-def test_slices_do_not_wait_for_each_other():
-    ring = RingAllReduce(0, 2, slices=2, flags=0)
-    ring.start(0.0)
-    for phase, slice_ in [(CollectivePhase.REDUCE, 1), (CollectivePhase.REDUCE, 0)]:
-        effects = ring.handle(PayloadReceived(1, PayloadSlot(phase, 0, 1, slice_), 0, "x"), 0.0)
-        assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1, slice_), 0)
-
-
-def test_a_skipping_rank_marks_all_that_it_sends_on():
-    ring = RingAllReduce(0, 3, slices=1, flags=SKIP)
-    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), 1)]
-    effects = ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), 0, "x"), 0.0)
-    assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), 1)
-
-
-def test_a_total_that_comes_before_its_partial_sum_is_refused():
-    ring = RingAllReduce(0, 3, slices=1, flags=0)
-    ring.start(0.0)
-    with pytest.raises(RemoteProtocolError, match="rank 2 sent"):
-        ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.GATHER, 0, 2), 0, "x"), 0.0)
-
-
-def test_the_same_slot_twice_is_refused():
-    ring = RingAllReduce(0, 3, slices=1, flags=0)
-    event = PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), 0, "x")
-    ring.start(0.0)
-    ring.handle(event, 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"expected PayloadSlot.*GATHER.* from rank 2"):
-        ring.handle(event, 0.0)
-
 
 every_ring = pytest.mark.parametrize(
     "make",
@@ -121,16 +28,10 @@ def rests(buffers):
 
 
 def sent_bytes(sent, workspaces):
-    """Bytes of all payloads that were sent, without RESUME."""
-    resume = sum(
-        len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is CollectivePhase.RESUME
-    )
-    data = sum(
-        len(workspaces[src].payload(place))
-        for src, _, place in sent
-        if place.phase is not CollectivePhase.RESUME
-    )
-    return data, resume
+    """Bytes of all payloads that were sent, without RESUME, and of RESUME."""
+    lengths = [(slot.phase, len(workspaces[src].payload(slot))) for src, _, slot in sent]
+    resume = sum(length for phase, length in lengths if phase is CollectivePhase.RESUME)
+    return sum(length for _, length in lengths) - resume, resume
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])

@@ -1,6 +1,6 @@
 """A rival's group on the hosts of a link: one process for each rank, started anew for each block of repeats.
 
-Decides when a rival is left out, and says why.  How it is measured is its own script's (`rivals.contract`).
+The rival's own script measures it (`rivals.contract`).
 
     worker-1   python -m rivals.gloo --rank 0 --world 4 --master 10.77.0.3:29500 ... --out 0.json
     worker-2   python -m rivals.gloo --rank 1 ...
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cells import Cell
-from bench.ground import Namespaces
+from bench.link_hosts import Namespaces
 from bench.results import Sample
 from gridtrain.errors import GridtrainError
 from gridtrain.tools.bench.bench_group import member_log_tail
@@ -25,14 +25,14 @@ from gridtrain.tools.child_processes import end_processes
 
 FIRST_PORT = 29500
 PORTS_EACH = 20
-"""A group has the master's port and a few above it; groups of one link follow each other."""
+"""Ports of one group: the master's and a few above it.  The groups of a link run in turn."""
 
 START_S = 180.0
 REPEAT_S = 120.0
 
 
 def missing() -> dict[str, str]:
-    """Why each known rival cannot run here, "" if it can; {} if there are no rivals at all."""
+    """Return for each known rival why it cannot run here, "" if it can; {} if there are no rivals."""
     if importlib.util.find_spec("rivals") is None:
         return {}
     found: dict[str, str] = _environments().available()
@@ -40,32 +40,32 @@ def missing() -> dict[str, str]:
 
 
 def why_not(cell: Cell, reasons: Mapping[str, str]) -> str:
-    """Why this cell's rival is left out; empty: it can run."""
+    """Return why this cell's rival is left out; empty if it can run."""
     if cell.rival not in reasons:
         return f"rivals not installed: {cell.rival}" if not reasons else f"there is no rival {cell.rival!r}"
     return reasons[cell.rival]
 
 
 class RivalBlock:
-    """A few repeats of one rival's operation.
+    """A block of repeats of one rival's operation.
 
     Args:
-        number: of the block on this ground; its ports follow from it.
+        number: the number of the block on these hosts, which determines its ports.
     """
 
-    def __init__(self, cell: Cell, ground: Namespaces, folder: Path, number: int) -> None:
-        self.cell, self.ground, self.folder = cell, ground, folder
-        self.master = f"{ground.address('worker-1')}:{FIRST_PORT + PORTS_EACH * number}"
+    def __init__(self, cell: Cell, hosts: Namespaces, folder: Path, number: int) -> None:
+        self.cell, self.hosts, self.folder = cell, hosts, folder
+        self.master = f"{hosts.address('worker-1')}:{FIRST_PORT + PORTS_EACH * number}"
 
     def run(self, repeats: int, warmup: int) -> list[Sample]:
-        """Raises `GridtrainError` with the ends of the logs."""
+        """Return the samples.  Raises `GridtrainError` with the last lines of the logs."""
         self.folder.mkdir(parents=True)
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(self.cell.link.workers):
                 argv, env = _command(self, rank, repeats, warmup)
                 log = self.folder / f"rank-{rank}"
-                processes.append(self.ground.run(f"worker-{rank + 1}", argv, log, env))
+                processes.append(self.hosts.run(f"worker-{rank + 1}", argv, log, env))
             self._wait(processes, START_S + REPEAT_S * (repeats + warmup))
         finally:
             end_processes(processes)
@@ -82,10 +82,9 @@ class RivalBlock:
             except subprocess.TimeoutExpired:
                 code = None
             if code != 0:
-                said = "is not done in time" if code is None else f"ended with exit code {code}"
-                text = (
-                    f"{self.cell.what}: rank {rank} {said}\n{member_log_tail(self.folder / f'rank-{rank}')}"
-                )
+                failure = "did not end in time" if code is None else f"ended with exit code {code}"
+                log_tail = member_log_tail(self.folder / f"rank-{rank}")
+                text = f"{self.cell.what}: rank {rank} {failure}\n{log_tail}"
                 raise GridtrainError(text, remedy=f"see the complete logs in {self.folder}")
 
     def _samples(self) -> list[Sample]:
@@ -104,7 +103,7 @@ class RivalBlock:
 
 
 def _command(block: RivalBlock, rank: int, repeats: int, warmup: int) -> tuple[list[str], dict[str, str]]:
-    """The rival's own interpreter with its options, and its whole environment."""
+    """Return the command of the rival's own interpreter, and its whole environment."""
     made: tuple[list[str], dict[str, str]] = _environments().command(
         block.cell.rival,
         rank,
@@ -116,11 +115,11 @@ def _command(block: RivalBlock, rank: int, repeats: int, warmup: int) -> tuple[l
         repeats=repeats,
         warmup=warmup,
         out=block.out(rank),
-        interface=block.ground.interface,
+        interface=block.hosts.interface,
     )
     return made
 
 
 def _environments() -> Any:
-    """Found at run time: a rival is optional, and so is the folder of all of them."""
+    """Import `rivals.environments` at run time, because rivals are optional."""
     return importlib.import_module("rivals.environments")

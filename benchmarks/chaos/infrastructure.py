@@ -1,10 +1,10 @@
-"""Where the programs run, and how each kind of fault is done there.
+"""Where the programs run, and how each kind of fault is injected there.
 
-Decides nothing about the schedule.  Whatever it has started or mounted is gone when the `with` is left.
+What an infrastructure has started or mounted is removed when its `with` block is left.
 
-    Namespaces   a host for the coordinator and each worker, cables of a given rate (`lab.net`); needs root
-                 cut: the cable's other end goes down.  hole: packets are dropped both ways, in silence
-    Loopback     processes beside each other, rates by the workers' own caps; no cut, no hole
+    Namespaces   a host for the coordinator and for each worker, with shaped links (`lab.net`); needs root.
+                 cut: the interface goes down.  hole: packets are dropped in both directions, without a reset
+    Loopback     processes on one host; the workers limit their own rates; neither cut nor hole
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from lab.net import why_not as why_no_lab
 
 PORT = 7700
 MOUNT = ("mount", "-t", "tmpfs", "-o")
-HUB_DISK, WORKER_DISK = "24m", "24m"
-GRACE_S = 5.0
+COORDINATOR_DISK, WORKER_DISK = "24m", "24m"
+EXIT_TIMEOUT_S = 5.0
 FILLER = "filler"
 
 
-class Ground(Protocol):
-    """Attributes:
-    address: where the coordinator listens, and workers find it.
-    rate: what each cable carries; "": nothing limits it.
+class Infrastructure(Protocol):
+    """The hosts of a run and their links.
+
+    Attributes:
+        kinds: the kinds of faults that can be injected here.
+        listen: where the coordinator listens.
+        address: where workers find the coordinator.
+        missing: why there are no namespaces; empty if there are.
     """
 
     kinds: frozenset[str]
@@ -44,24 +48,28 @@ class Ground(Protocol):
     address: str
     missing: str
 
-    def run(
-        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    def start(
+        self, host: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a program on the host of `who`; its output is added to `log`.out and `log`.err."""
+        """Start a program on a host; its output is appended to `log`.out and `log`.err."""
         ...
 
-    def cap(self) -> list[str]:
-        """Options of `gridtrain worker` for the rate."""
+    def rate_options(self) -> list[str]:
+        """Return options of `gridtrain worker` that limit its rate."""
         ...
 
-    def cut(self, who: str, down: bool) -> None: ...
+    def cut(self, host: str, down: bool) -> None:
+        """Take the network interface of a host down, or up again."""
+        ...
 
-    def hole(self, who: str, closed: bool) -> None: ...
+    def hole(self, host: str, closed: bool) -> None:
+        """Drop all packets of a host, or pass them again."""
+        ...
 
     def close(self) -> None: ...
 
 
-def begin(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with Path(f"{log}.out").open("ab") as out, Path(f"{log}.err").open("ab") as err:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(env), start_new_session=True
@@ -69,7 +77,7 @@ def begin(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.
 
 
 class Loopback:
-    """See the module's text."""
+    """All processes on the loopback interface of this machine."""
 
     def __init__(self, rate: str) -> None:
         self.kinds = frozenset(LASTS_S) - NETWORK - (frozenset() if may_mount() else DISK)
@@ -78,36 +86,36 @@ class Loopback:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.listen = self.address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
-    def run(
-        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    def start(
+        self, host: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        return begin(argv, log, env)
+        return start_process(argv, log, env)
 
-    def cap(self) -> list[str]:
+    def rate_options(self) -> list[str]:
         return ["--upload-limit", self._rate, "--download-limit", self._rate] if self._rate else []
 
-    def cut(self, who: str, down: bool) -> None:
-        raise NotImplementedError("a loopback cannot be cut")
+    def cut(self, host: str, down: bool) -> None:
+        raise NotImplementedError("the loopback interface cannot be cut")
 
-    def hole(self, who: str, closed: bool) -> None:
-        raise NotImplementedError("a loopback has no hole")
+    def hole(self, host: str, closed: bool) -> None:
+        raise NotImplementedError("packets on loopback cannot be dropped")
 
     def close(self) -> None:
-        """Nothing: whoever started a process ends it."""
+        """Do nothing: processes are ended by their starter."""
 
 
 class Namespaces:
-    """See the module's text."""
+    """A network namespace for each program, joined by links of a given rate."""
 
     def __init__(self, rate: str, names: Sequence[str]) -> None:
         self.kinds = frozenset(LASTS_S)
         self.missing = ""
-        self._held = contextlib.ExitStack()
-        self._net = self._held.enter_context(Net())
+        self._resources = contextlib.ExitStack()
+        self._net = self._resources.enter_context(Net())
         try:
             self._hosts = {name: self._host(name, rate) for name in ("hub", *names)}
         except BaseException:
-            self._held.close()
+            self._resources.close()
             raise
         self.listen, self.address = f"tcp://0.0.0.0:{PORT}", f"tcp://{self._hosts['hub'].address}:{PORT}"
 
@@ -116,29 +124,29 @@ class Namespaces:
         host.shape(up=rate, down=rate)
         return host
 
-    def run(
-        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    def start(
+        self, host: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        return begin(["ip", "netns", "exec", self._hosts[who].namespace, *argv], log, env)
+        return start_process(["ip", "netns", "exec", self._hosts[host].namespace, *argv], log, env)
 
-    def cap(self) -> list[str]:
+    def rate_options(self) -> list[str]:
         return []
 
-    def cut(self, who: str, down: bool) -> None:
-        host = self._hosts[who]
-        ns.ip_batch(host._switch, [f"link set {host._port} {'down' if down else 'up'}"])
+    def cut(self, host: str, down: bool) -> None:
+        machine = self._hosts[host]
+        ns.ip_batch(machine._switch, [f"link set {machine._port} {'down' if down else 'up'}"])
 
-    def hole(self, who: str, closed: bool) -> None:
+    def hole(self, host: str, closed: bool) -> None:
         for chain in ("INPUT", "OUTPUT"):
             rule = ("iptables", "--wait", "-A" if closed else "-D", chain, "-j", "DROP")
-            ns.command("ip", "netns", "exec", self._hosts[who].namespace, *rule)
+            ns.command("ip", "netns", "exec", self._hosts[host].namespace, *rule)
 
     def close(self) -> None:
-        self._held.close()
+        self._resources.close()
 
 
-def prepare(rate: str, names: Sequence[str], *, loopback: bool) -> Ground:
-    """The best ground that this machine has."""
+def prepare(rate: str, names: Sequence[str], *, loopback: bool) -> Infrastructure:
+    """Return namespaces if this machine has them, else loopback."""
     return Loopback(rate) if loopback or why_no_lab() else Namespaces(rate, names)
 
 
@@ -147,7 +155,7 @@ def prepare(rate: str, names: Sequence[str], *, loopback: bool) -> Ground:
 
 @functools.cache
 def may_mount() -> bool:
-    """Tried, as root alone may be too little: a container's root often may not."""
+    """Return whether this process may mount, by trying: the root user of a container often may not."""
     if os.geteuid() != 0:
         return False
     with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +167,7 @@ def may_mount() -> bool:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system of its own in `folder`, if we may make one."""
+    """Mount a small file system of its own on `folder`, if that is permitted."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not may_mount():
         yield
@@ -172,7 +180,7 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
 
 
 def fill(folder: Path) -> None:
-    """Until not one byte more can be written there."""
+    """Write files until the file system of `folder` is full."""
     with contextlib.suppress(OSError), (folder / FILLER).open("wb", buffering=0) as file:
         while True:
             file.write(bytes(65536))
@@ -181,7 +189,8 @@ def fill(folder: Path) -> None:
             file.write(b"\0")
 
 
-def make_room(folder: Path) -> None:
+def free_space(folder: Path) -> None:
+    """Remove the files of `fill`."""
     for name in (FILLER, f"{FILLER}-last"):
         (folder / name).unlink(missing_ok=True)
 
@@ -189,23 +198,26 @@ def make_room(folder: Path) -> None:
 # -- processes -----------------------------------------------------------------------------------
 
 
-def is_ours(pid: int, word: str) -> bool:
-    """Whether this process runs, and has the word on its command line: ids are used again."""
+def is_running(pid: int, word: str) -> bool:
+    """Return whether this process runs and has the word on its command line, because ids are reused."""
     with contextlib.suppress(OSError):
         return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and ns.alive(pid)
     return False
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Gracefully, then not; each with its children."""
-    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminate processes with their children, and kill those that do not end."""
+    for number, timeout_s in (
+        (signal.SIGTERM, EXIT_TIMEOUT_S),
+        (signal.SIGKILL, EXIT_TIMEOUT_S),
+    ):
         for process in processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience_s)
+                process.wait(timeout_s)
 
 
 CLI = (sys.executable, "-m", "gridtrain.cli")

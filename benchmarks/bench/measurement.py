@@ -1,6 +1,6 @@
-"""Cells of the same link take turns: A B A B, so that a machine that slows down slows all of them.
+"""Measures cells.  Those of the same link take turns, A B A B, so that other load affects all of them.
 
-Decides the order.  Ours stay alive between their turns, at a barrier; a rival is started anew for each block.
+gridtrain's groups wait at a barrier between their turns; a rival's group is started anew for each block.
 
     link 1    ours A: r repeats | rival: r repeats | ours B: r repeats |   block 1
               ours A: r repeats | rival: r repeats | ours B: r repeats |   block 2
@@ -19,24 +19,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from bench import rivals_side
+from bench import rival_block
 from bench.bounds import bound_s
 from bench.cells import Cell, Link
-from bench.ground import Namespaces, ground_of
+from bench.link_hosts import Namespaces, hosts_of
 from bench.results import CellResult, Sample
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.tools.bench.bench_group import BenchGroup, BenchSetting, ExchangeSample, LocalHost, start_group
 from lab.ns import LabError
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 TURN_S, MOST_REPEATS = 1.0, 10
 VECTOR_BYTES = 16
-"""For each element of a member's vector: gradient, scaled copy, residual and its second buffer, at most."""
+"""For each element of a member's vector: gradient, scaled copy, residual and its second buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How often: `blocks` turns of at least `repeats`; the first `warmup` of a start are not counted."""
+    """The number of repeats: `blocks` turns of at least `repeats`, after `warmup` that are not counted."""
 
     blocks: int = 2
     repeats: int = 3
@@ -44,13 +44,13 @@ class Effort:
     loopback: bool = False
 
     def repeats_of(self, cell: Cell) -> int:
-        """More of what is over soon, ours and rivals alike: about `TURN_S` a turn, were it at its bound."""
+        """Return more repeats for short exchanges: about `TURN_S` a turn if the cell is at its bound."""
         least_s = bound_s(cell)
         return max(self.repeats, min(MOST_REPEATS, int(TURN_S / least_s))) if least_s else self.repeats
 
 
 def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:
-    """In the order of first appearance; a cell that is named twice is measured once."""
+    """Group cells by link, in order of first appearance and without repetitions."""
     groups: dict[Link, list[Cell]] = {}
     for cell in cells:
         mine = groups.setdefault(cell.link, [])
@@ -59,37 +59,39 @@ def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:
     return list(groups.items())
 
 
-def play(cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], say: Say) -> Iterator[CellResult]:
-    """Measure; each link's cells are handed out when it is done.  What cannot be measured says why."""
+def measure_cells(
+    cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], log: Log
+) -> Iterator[CellResult]:
+    """Measure cells, and yield the results of each link; a skipped cell has a reason."""
     for link, mine in by_link(cells):
         results = [CellResult(cell, bound_s(cell)) for cell in mine]
         for result in results:
-            if result.cell.rival and (reason := rivals_side.why_not(result.cell, reasons)):
+            if result.cell.rival and (reason := rival_block.why_not(result.cell, reasons)):
                 result.skipped = reason
             elif result.cell.rival and effort.loopback:
                 result.skipped = "rivals are measured in namespaces: they cannot limit themselves"
         runnable = [result for result in results if not result.skipped]
         try:
             for wave in _waves(runnable, half_of_the_memory()):
-                _play_wave(link, wave, effort, say)
+                _measure_wave(link, wave, effort, log)
         except (ConfigError, LabError) as error:
             for result in runnable:
                 result.skipped = result.skipped or ("" if result.samples else str(error))
         yield from results
 
 
-def _waves(results: Sequence[CellResult], room_bytes: int) -> Iterator[list[CellResult]]:
-    """Those of one size take turns with each other, as many at once as the memory is thought to hold."""
+def _waves(results: Sequence[CellResult], memory_bytes: int) -> Iterator[list[CellResult]]:
+    """Group cells of one vector size into waves that fit into memory; a wave's cells take turns."""
     for n in dict.fromkeys(result.cell.n for result in results):
         wave: list[CellResult] = []
-        held_bytes = 0
+        used_bytes = 0
         for result in (result for result in results if result.cell.n == n):
             size_bytes = 0 if result.cell.rival else VECTOR_BYTES * n * result.cell.link.workers
-            if wave and held_bytes + size_bytes > room_bytes:
+            if wave and used_bytes + size_bytes > memory_bytes:
                 yield wave
-                wave, held_bytes = [], 0
+                wave, used_bytes = [], 0
             wave.append(result)
-            held_bytes += size_bytes
+            used_bytes += size_bytes
         if wave:
             yield wave
 
@@ -98,56 +100,56 @@ def half_of_the_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _play_wave(link: Link, wave: Sequence[CellResult], effort: Effort, say: Say) -> None:
+def _measure_wave(link: Link, wave: Sequence[CellResult], effort: Effort, log: Log) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="gridtrain-bench-") as folder,
-        ground_of(link, loopback=effort.loopback) as ground,
+        hosts_of(link, loopback=effort.loopback) as hosts,
         contextlib.ExitStack() as groups,
     ):
-        stage = _Stage(ground, Path(folder), groups, effort)
+        session = _LinkSession(hosts, Path(folder), groups, effort)
         for block in range(effort.blocks):
             for result in wave:
                 if result.skipped:
                     continue
                 size = f"n = {result.cell.n:,}"
-                say(f"{link}: {result.cell.label}, {size}, block {block + 1} of {effort.blocks}")
+                log(f"{link}: {result.cell.label}, {size}, block {block + 1} of {effort.blocks}")
                 try:
-                    samples = stage.turn(result.cell)
+                    samples = session.run_block(result.cell)
                 except (GridtrainError, LabError) as error:
                     result.skipped = f"failed: {error}"
-                    say(f"{result.cell.label}: {result.skipped}")
+                    log(f"{result.cell.label}: {result.skipped}")
                     continue
                 result.samples += [replace(sample, block=block) for sample in samples]
 
 
-class _Stage:
-    """The hosts of a link, and our groups that live on them."""
+class _LinkSession:
+    """The hosts of a link, and gridtrain's groups that run on them."""
 
     def __init__(
-        self, ground: Namespaces | LocalHost, folder: Path, groups: contextlib.ExitStack, effort: Effort
+        self, hosts: Namespaces | LocalHost, folder: Path, groups: contextlib.ExitStack, effort: Effort
     ) -> None:
-        self._ground, self._folder, self._groups, self._effort = ground, folder, groups, effort
+        self._hosts, self._folder, self._groups, self._effort = hosts, folder, groups, effort
         self._numbers = itertools.count()
         self._ours: dict[Cell, BenchGroup] = {}
 
-    def turn(self, cell: Cell) -> list[Sample]:
-        """The repeats of one block.  Raises `GridtrainError`."""
+    def run_block(self, cell: Cell) -> list[Sample]:
+        """Return the samples of one block.  Raises `GridtrainError`."""
         effort, number = self._effort, next(self._numbers)
         repeats = effort.repeats_of(cell)
-        place = self._folder / str(number)
+        folder = self._folder / str(number)
         if cell.rival:
-            assert isinstance(self._ground, Namespaces)
-            rival = rivals_side.RivalBlock(cell, self._ground, place, number)
+            assert isinstance(self._hosts, Namespaces)
+            rival = rival_block.RivalBlock(cell, self._hosts, folder, number)
             return rival.run(repeats, effort.warmup)
         warmup = 0
         if cell not in self._ours:
             setting = BenchSetting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
-            self._ours[cell] = self._groups.enter_context(start_group(setting, self._ground, place))
+            self._ours[cell] = self._groups.enter_context(start_group(setting, self._hosts, folder))
             warmup = effort.warmup
-        return [_one(self._ours[cell]) for _ in range(warmup + repeats)][warmup:]
+        return [_measure_once(self._ours[cell]) for _ in range(warmup + repeats)][warmup:]
 
 
-def _one(group: BenchGroup) -> Sample:
+def _measure_once(group: BenchGroup) -> Sample:
     group.wait()
     began_s, before_s = time.monotonic(), _busy_s()
     repeat = group.repeat()
@@ -157,7 +159,7 @@ def _one(group: BenchGroup) -> Sample:
 
 
 def _busy_s() -> float | None:
-    """Seconds that all cores have worked, or the machine's host has taken; None: this system says nothing."""
+    """Return the busy seconds of all cores, with those that the hypervisor took; None if unknown."""
     try:
         text = Path("/proc/stat").read_text(encoding="ascii")
     except OSError:

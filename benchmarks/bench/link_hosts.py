@@ -1,9 +1,9 @@
-"""Where cells are measured: namespaces with shaped cables, or this machine's loopback.
+"""The hosts on which cells are measured: namespaces with shaped links, or this machine's loopback.
 
-Decides who sits on which host.  All groups of a link, ours and rivals', share the hosts: rank r of each is on
-the host worker-(r+1), so that they have the same cables.
+All groups of a link, gridtrain's and rivals', share the hosts: rank r of each is on the host worker-(r+1), so
+that they have the same links.
 
-    hub        eth0 10.77.0.2      the coordinators of our groups, each on a port of its own
+    hub        eth0 10.77.0.2      the coordinators of gridtrain's groups, each on a port of its own
     worker-1   eth0 10.77.0.3      rank 0 of every rival
     worker-2   eth0 10.77.0.4
 """
@@ -26,7 +26,7 @@ FIRST_PORT = 7700
 
 
 class Namespaces:
-    """See the module's text."""
+    """A network namespace for the coordinators and for each rank, with links of one kind."""
 
     def __init__(self, net: Net, link: Link) -> None:
         self.interface = Host.interface
@@ -44,29 +44,29 @@ class Namespaces:
     def member_listen(self) -> str:
         return ""
 
-    def address(self, who: str) -> str:
-        return self._hosts[who].address
+    def address(self, host: str) -> str:
+        return self._hosts[host].address
 
     def run(
-        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+        self, host: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        return self._hosts[who].run(argv, log.parent, env=env, log=log.name)
+        return self._hosts[host].run(argv, log.parent, env=env, log=log.name)
 
 
 def why_no_link(link: Link) -> str:
-    """Why this machine has no such link; empty: it has."""
+    """Return why this machine cannot provide a link; empty if it can."""
     if reason := why_not():
         return reason
     known = inspect.signature(Host.shape).parameters
     if link.delay_s and "delay_s" not in known:
-        return "this lab cannot delay"
+        return "this lab cannot delay packets"
     if link.loss and "loss" not in known:
-        return "this lab cannot lose frames"
+        return "this lab cannot drop frames"
     return ""
 
 
 def shape(host: Host, link: Link) -> None:
-    """The lab delays what comes to a host: two hosts with 20 ms each are 20 ms apart."""
+    """Shape a host's link.  The lab delays arriving packets, so 20 ms on each host are 20 ms one way."""
     more: dict[str, float] = {}
     if link.delay_s:
         more["delay_s"] = link.delay_s
@@ -76,17 +76,17 @@ def shape(host: Host, link: Link) -> None:
 
 
 @contextlib.contextmanager
-def ground_of(link: Link, *, loopback: bool = False) -> Iterator[Namespaces | LocalHost]:
-    """The hosts of a link.
+def hosts_of(link: Link, *, loopback: bool = False) -> Iterator[Namespaces | LocalHost]:
+    """Provide the hosts of a link.
 
     Args:
-        loopback: this machine's, where rates are the members' own limits and there is no delay.
+        loopback: whether to use loopback, where members limit their own rates and there is no delay.
 
-    Raises `ConfigError`: this machine has no such link.
+    Raises `ConfigError` if this machine cannot provide the link.
     """
     if loopback:
         if link.delay_s or link.loss or link.congestion:
-            raise ConfigError(f"{link}: a loopback neither delays nor loses", remedy="use namespaces (root)")
+            raise ConfigError(f"{link}: loopback has neither delay nor loss", remedy="use namespaces (root)")
         yield LocalHost(link.rate)
         return
     if reason := why_no_link(link):

@@ -1,0 +1,72 @@
+"""Checks and conversions of arguments and settings that several methods of `Grid` share."""
+
+from __future__ import annotations
+
+import operator
+from pathlib import Path
+from typing import Any
+
+from gridtrain.config import JoinConfig
+from gridtrain.errors import ConfigError
+from gridtrain.runtime.client.worker_naming import run_folder_name, state_directory
+from gridtrain.training.data import readers
+from gridtrain.training.model_state import ModelStateOptions
+
+
+def to_ints(**named: Any) -> list[Any]:
+    """Return the values as plain ints, because messages cannot contain numpy integers; None stays None.
+
+    Raises `ConfigError` for values such as 1e3, 1.5 or "32", and for a seed or `accumulate` that is None.
+    """
+    plain = []
+    for name, value in named.items():
+        optional = name not in ("accumulate", "seed")
+        try:
+            plain.append(None if value is None and optional else operator.index(value))
+        except TypeError:
+            raise ConfigError(
+                f"{name} is {value!r}; it must be a whole number", remedy=f"pass an int: {name}=32"
+            ) from None
+    return plain
+
+
+def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
+    """Raise `ConfigError` if `num_workers` or `prefetch_factor` is not valid for the data set."""
+    most = 1 if readers.is_iterable(dataset) else None
+    if num_workers < 0 or (most is not None and num_workers > most):
+        bound = "0 or 1 for an iterable data set" if most else ">= 0"
+        raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
+    if prefetch_factor < 1:
+        raise ConfigError(
+            f"prefetch_factor is {prefetch_factor}; it must be >= 1", remedy="try prefetch_factor=2"
+        )
+
+
+def unsupported_scaler_error() -> ConfigError:
+    return ConfigError(
+        "grid.scaler() was called with a pipeline, whose pipe.step runs backward without a scale",
+        remedy="train in float32 or bfloat16, which need no scale; use wire='fp16' or 'bf16' for activations",
+    )
+
+
+def state_options(config: JoinConfig) -> ModelStateOptions:
+    """Return the options of checkpoints and departure.  Each worker on a machine has its own folder, in a
+    folder named after the coordinator's key."""
+    folder = Path(config.state_dir)
+    if not config.state_dir:
+        worker = run_folder_name(Path(config.identity).stem or config.name)
+        folder = state_directory(config.run) / "checkpoints" / config.coordinator_key[:16] / worker
+    return ModelStateOptions(
+        folder,
+        every=_parse_int("checkpoint_every", config.checkpoint_every),
+        keep=_parse_int("checkpoint_keep", config.checkpoint_keep),
+        url=config.checkpoints,
+        max_transfer_bytes=_parse_int("handover_mib", config.handover_mib) << 20,
+    )
+
+
+def _parse_int(name: str, text: str) -> int:
+    """Parse a whole number >= 0; raise `ConfigError` for any other string."""
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
+    return int(text)

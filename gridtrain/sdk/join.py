@@ -1,0 +1,159 @@
+"""`grid = gridtrain.join()`: from arguments, variables and run.toml to a `Grid` that is connected to its run.
+
+invitation --enroll--> identity, coordinator --+
+arguments, GRIDTRAIN_*, run.toml --> JoinConfig --> _Connector: a transport, and another after each pause
+                                                          |
+                                                          v
+                                                        Grid
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from gridtrain._version import __version__
+from gridtrain.config import Deadlines, JoinConfig
+from gridtrain.core.group.invitation import parse
+from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.fault_injection import Faults
+from gridtrain.network.transport.flow_control import FlowControlTransport
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.network.transport.stack import build_stack
+from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, AgentLink
+from gridtrain.runtime.client.coordinator_client import parse_coordinator_address
+from gridtrain.runtime.client.enrollment import enroll
+from gridtrain.runtime.client.worker_naming import random_name
+from gridtrain.runtime.process_hooks import install_error_hook
+from gridtrain.sdk.grid import Grid
+from gridtrain.sdk.reported_figures import check_names
+from gridtrain.tools.options.resolve import join_settings
+from gridtrain.tools.options.runfile import RunFile
+
+
+def join(
+    invitation: str | None = None,
+    *,
+    name: str | None = None,
+    listen: str | None = None,
+    advertise: str | None = None,
+    upload_limit: str | None = None,
+    download_limit: str | None = None,
+    export_dir: str | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_keep: int | None = None,
+    checkpoints: str | None = None,
+    handover_mib: int | None = None,
+    state_dir: str | None = None,
+    relay: bool | None = None,
+    unencrypted: bool | None = None,
+) -> Grid:
+    """Join a run.  Arguments that are not given are read from the variables `GRIDTRAIN_*`, which are set by
+    `gridtrain worker`, and in a script that was started by hand also from run.toml.
+
+    Args:
+        invitation: the string "gridtrain1:..." from the run's owner; not needed under `gridtrain worker`.
+        name: the name of this worker, which the other workers can see; by default a random name.
+        listen: the address to which peers connect, "tcp://interface:port"; port 0 uses any free port.  The
+            default is a free port of the interface that leads to the coordinator.
+        advertise: the address that is announced to peers, if it differs from `listen`.
+        upload_limit, download_limit: rates such as "20Mbit"; they also apply to relayed traffic.
+        export_dir: the folder to which the first worker writes the final model; the state directory by
+            default.
+        checkpoint_every: the number of steps between two checkpoints on this worker's disk, 500 by default; 0
+            writes none.  If all workers have left a run, it continues from the latest checkpoint of a worker
+            that returns.
+        checkpoint_keep: the number of checkpoints to keep, 2 by default.
+        checkpoints: a URL such as "s3://bucket/run", to which checkpoints are uploaded as well; this worker
+            continues from its latest one if its disk has no later one.  See docs/operations.md.
+        handover_mib: the maximum size in MiB of the residual that this worker sends to another worker when it
+            leaves before the end, the largest values first; 16 by default, which is also the upper limit.
+        state_dir: the folder for checkpoints.
+        relay: whether to forward messages between two members that cannot reach each other; the messages are
+            encrypted end to end.  True by default.
+        unencrypted: whether to disable encryption, for benchmarks; the coordinator must disable it, too.
+
+    Raises:
+        ConfigError: an argument or variable is malformed, or there is no invitation.
+        CoordinatorUnreachable: the coordinator did not answer in time.
+        JoinRefused: the coordinator refused this worker; the message says why.
+    """
+    install_error_hook()
+    arguments: dict[str, str | None] = {
+        "name": name or None,
+        "listen": listen,
+        "advertise": advertise,
+        "upload_limit": upload_limit,
+        "download_limit": download_limit,
+        "export_dir": export_dir,
+        "checkpoint_every": None if checkpoint_every is None else str(checkpoint_every),
+        "checkpoint_keep": None if checkpoint_keep is None else str(checkpoint_keep),
+        "checkpoints": checkpoints,
+        "handover_mib": None if handover_mib is None else str(handover_mib),
+        "state_dir": state_dir,
+        "relay": None if relay is None else "yes" if relay else "no",
+        "unencrypted": "yes" if unencrypted else None,
+    }
+    if "GRIDTRAIN_COORDINATOR" not in os.environ:  # otherwise the agent has read run.toml
+        arguments |= join_settings(arguments, os.environ, RunFile.find(os.environ))
+    arguments["name"] = arguments["name"] or os.environ.get("GRIDTRAIN_NAME") or random_name()
+    with ExitStack() as resources:
+        if invitation is not None:
+            entry = resources.enter_context(
+                enroll(
+                    parse(invitation),
+                    Deadlines().connect_s,
+                    unencrypted=arguments["unencrypted"] == "yes",
+                )
+            )
+            arguments |= entry.join_options()
+        config = JoinConfig.from_environment(None, **arguments)
+        config = replace(config, coordinator=parse_coordinator_address(config.coordinator))
+        check_names(config)
+        identity = Identity.read(Path(config.identity))
+        connector = _Connector(config, identity)
+        transport, allowlist = connector.connect()
+        grid = Grid(transport, config, allowlist, connector.faults)
+        if control := os.environ.get(CONTROL_VARIABLE):
+            grid.led_by(AgentLink(control, grid.moved_bytes), connector.connect, connector.set_rate_limits)
+        grid.resources = resources.pop_all()  # the identity is this worker's until its grid is closed
+        return grid
+
+
+class _Connector:
+    """Creates a worker's transport, and a new transport after each pause, with the current rate limits."""
+
+    def __init__(self, config: JoinConfig, identity: Identity) -> None:
+        self._config, self._identity = config, identity
+        self._upload_Bps = parse_rate(config.upload_limit) if config.upload_limit else None
+        self._download_Bps = parse_rate(config.download_limit) if config.download_limit else None
+        self.faults = Faults.parse(config.faults) if config.faults else None
+        self._sockets: ZeroMQTransport | None = None
+
+    def connect(self) -> tuple[FlowControlTransport, PeerAllowlist]:
+        config, encrypted = self._config, self._config.unencrypted != "yes"
+        allowlist = PeerAllowlist(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
+        self._sockets = ZeroMQTransport(
+            self._identity,
+            f"gridtrain {__version__}",
+            gate=allowlist,
+            encrypted=encrypted,
+            plain_anywhere=not encrypted,  # the coordinator has to allow it, too
+            upload_Bps=self._upload_Bps,
+            download_Bps=self._download_Bps,
+        )
+        with_faults = partial(self.faults.over, name=config.name) if self.faults is not None else None
+        transport = build_stack(
+            self._sockets, self._identity, may_relay=allowlist.may_relay, with_faults=with_faults
+        )
+        return transport, allowlist
+
+    def set_rate_limits(self, upload_Bps: float | None, download_Bps: float | None) -> None:
+        self._upload_Bps, self._download_Bps = upload_Bps, download_Bps
+        if self._sockets is not None:
+            self._sockets.set_rate_limits(upload_Bps, download_Bps)

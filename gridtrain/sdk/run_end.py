@@ -1,0 +1,74 @@
+"""The end of a run on one worker: the last checkpoint, and the final model in the export folder."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from gridtrain.config import JoinConfig
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.training.model_state import ModelState
+
+log = logging.getLogger("gridtrain")
+
+FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
+"""The seconds for which the end of a run waits for the previous checkpoint, for that of the last step, and
+for its upload."""
+
+
+def export_folder(config: JoinConfig) -> Path:
+    """Create, check and return the export folder.  Call this before the training, too, because afterwards it
+    would be too late to choose another folder."""
+    if "://" in config.export_dir:
+        raise ConfigError(
+            f"export_dir is {config.export_dir!r}; it must be a folder",
+            remedy="leave it out, and copy the final model with gridtrain export to the URL",
+        )
+    folder = Path(config.export_dir or state_directory(config.run))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            f"the final model cannot be written to {folder}: {error.strerror or error}",
+            remedy="choose another folder with --export-dir (or gridtrain.join(export_dir=...))",
+        ) from None
+
+
+def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfig) -> None:
+    """Write the last checkpoint and, if it is this worker's part, the final model; wait for the other
+    members."""
+    if session.is_standby_at_end:
+        log.warning("the run is finished; at the end this worker held neither the model nor a stage of it")
+        return
+    exports = model_state.exports
+    written = _try_final_checkpoint(model_state, 0.0)  # a slow disk does not delay the export
+    if exports:
+        model_state.export(export_folder(config))
+    if written is False:
+        written = _try_final_checkpoint(model_state, FINAL_CHECKPOINT_TIMEOUT_S)
+    if not session.wait_for_members():
+        log.warning("this worker left before the coordinator had declared the run finished")
+    if not exports:
+        # The first worker may have been lost after the last step, before its export.
+        with suppress(GridtrainError):  # it ended the session; the group's state is then unknown
+            exports = model_state.exports
+        if exports:
+            model_state.export(export_folder(config))
+    if isinstance(written, Exception):
+        raise written
+    model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
+
+
+def _try_final_checkpoint(model_state: ModelState, timeout_s: float) -> bool | Exception:
+    """Return the result of `write_final_checkpoint`, or the error, which is to be raised at the very end:
+    such as a changed base, or no memory for a copy."""
+    try:
+        return model_state.write_final_checkpoint(timeout_s)
+    except Exception as error:
+        return error

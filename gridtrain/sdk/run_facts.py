@@ -1,0 +1,54 @@
+"""The facts of a run: settings of the script that must be equal on all workers, as texts.
+
+They are compared as texts, also with those of a checkpoint, so their wording is part of the format.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from gridtrain.core.messages import Facts
+from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.training.checkpoint.hyperparameters import hyperparameter_digest
+from gridtrain.training.checkpoint.pretrained import adapter_facts
+from gridtrain.training.optimizer import GridOptimizer
+
+
+def run_facts(trainer: GridOptimizer | Pipeline, data_text: str) -> Facts:
+    """Return the facts of a run, of which `data_text` describes the data."""
+    every = trainer.compare_every
+    return (
+        ("model", trainer.base.describe_model()),
+        ("buffers", trainer.buffer_averaging.describe()),
+        ("exchange", trainer.describe_exchange()),
+        ("optimizer", describe_optimizer(trainer.inner)),
+        ("clip_norm", str(trainer.clip_norm)),
+        ("compared", f"every {every} steps" if every else "never"),
+        ("data", data_text),
+        *((("wait", trainer.wait),) if trainer.wait != "all" else ()),
+        *((("weigh_by", "tokens"),) if trainer.weigh_by != "samples" else ()),
+        *trainer.base.facts(),
+        *adapter_facts(trainer.model),
+    )
+
+
+def describe_optimizer(inner: torch.optim.Optimizer) -> str:
+    """Return a description of the optimizer for comparison between workers: its class, and the options of the
+    first group that are not defaults."""
+    defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
+    first, *others = inner.param_groups
+    options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
+    shown = ", ".join(
+        f"{name}={value}"
+        for name, value in sorted(options.items())
+        if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
+    )
+    text, settings = (
+        f"{type(inner).__name__}({shown})",
+        hyperparameter_digest(inner).hex()[:12],
+    )
+    if others:
+        text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
+    return text if len(text) <= 400 else f"{text[:360]}... {settings}"

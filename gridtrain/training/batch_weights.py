@@ -1,0 +1,128 @@
+"""How much this worker's gradient counts in a step: by its samples, or by the tokens that the script counts.
+
+    samples   begin_micro_batch   micro-batches count by their samples, which also the step's plan has
+    tokens    add (grid.weigh)    micro-batches count by their tokens; `plan_by_counts` puts them in the plan
+
+Gradients are scaled before the loop can clip them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gridtrain.config import Auto, Exchange, LocalSteps, Overlap
+from gridtrain.errors import ConfigError
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.session_interface import TrainingSession
+
+_MOST_COUNTED = 1 << 31  # tokens of a micro-batch; sums of all members' counts are exact in float64
+
+
+class BatchWeights:
+    """The weights of this worker's micro-batches in a turn, and of its batch in the group.
+
+    Attributes:
+        weigh_by: "samples" or "tokens".
+    """
+
+    def __init__(self, weigh_by: str, flat: FlatGradient, session: TrainingSession) -> None:
+        self.weigh_by, self._flat, self._session = weigh_by, flat, session
+        self._counts: list[float] = []  # by call of `add` since the latest call of `step`
+        self._counted = 0.0  # in this turn, up to the latest call of `step`
+        self._fraction = 1.0  # of the micro-batch's samples that are counted in it
+
+    def begin_turn(self) -> None:
+        self._counts, self._counted = [], 0.0
+
+    def begin_micro_batch(self, number: int, weights: Sequence[float]) -> None:
+        """Begin micro-batch `number` of a step; the loop divides the loss of each micro-batch by their
+        number.
+
+        The accumulated gradient is scaled, so that micro-batches count by their weights.  The last factor, at
+        most 1 if weights never rise, is applied in the step, so that a clipped gradient stays clipped.  In a
+        run that weighs by tokens, `add` scales gradients, before the loop can clip them.
+        """
+        self._fraction = min(1.0, weights[number])  # below 1 for a sample that is in several micro-batches
+        if self.weigh_by == "samples":
+            self._flat.rescale(weights[number - 1] / weights[number] if number else 1.0)
+            self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
+
+    def add(self, count: int) -> int:
+        """Weight this worker's batch, or its next micro-batch, by `count` instead of its samples; return the
+        number of micro-batches since the latest call of `step`."""
+        if self.weigh_by == "samples":
+            raise ConfigError(
+                "grid.weigh was called in a run that weighs by samples",
+                remedy='pass grid.optimizer(..., weigh_by="tokens") on all workers',
+            )
+        if not 0 <= count <= _MOST_COUNTED:
+            raise ConfigError(
+                f"the weight of a batch is {count}; it must be from 0 to {_MOST_COUNTED}",
+                remedy="pass the number of tokens of which the loss is the mean",
+            )
+        self._counts.append(count * self._fraction)
+        # The gradient is the weighted mean after each backward pass, so that a loop can clip it.
+        number, total = len(self._counts), sum(self._counts)
+        share = self._counts[-1] / total if total else 0.0
+        if number > 1:
+            self._flat.rescale(number / (number - 1) * (1.0 - share))
+        self._flat.scale_backward(number * share)
+        return number
+
+    def announce(self) -> None:
+        """Tell the other members what this worker has counted in this turn."""
+        self._session.announce_weight(round(self._counted + sum(self._counts)))
+
+    def take(self, has_samples: bool = True) -> None:
+        """Add the counts of the gradient that is about to be used to those of the turn."""
+        if self.weigh_by == "samples":
+            return
+        if not self._counts:
+            error = ConfigError(
+                "optimizer.step() was called for a batch without a weight",
+                remedy="call grid.weigh(tokens) for each batch, before optimizer.step()",
+            )
+            self._session.close(error.reason)  # so that the others do not wait for the end of this script
+            raise error
+        self._counted += sum(self._counts) if has_samples else 0.0
+        self._counts.clear()
+        self._flat.scale_backward(1.0)
+
+    def plan_by_counts(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with counted tokens in place of samples; wait for the other members' counts.  It is
+        `plan` itself in a run that weighs by samples, and if a count is not known in time."""
+        if self.weigh_by == "samples":
+            return plan
+        count = round(self._counted) if plan.samples else 0
+        total = self._session.total_weight(plan, count)
+        return plan if total is None else replace(plan, samples=count, total_samples=total)
+
+    def end_step(self) -> None:
+        """Forget the counts of the turn, whose step is over."""
+        self._counted = 0.0
+
+
+def check_weighting(
+    weigh_by: str, exchange: Exchange | LocalSteps | Auto, overlap: Overlap | None, wait: str
+) -> None:
+    """Raise `ConfigError` unless steps can be weighed in this way."""
+    if weigh_by not in ("samples", "tokens"):
+        raise ConfigError(
+            f"weigh_by is {weigh_by!r}; it must be 'samples' or 'tokens'", remedy='use weigh_by="samples"'
+        )
+    if weigh_by == "samples":
+        return
+    misfits = {
+        "LocalSteps(overlap=...)": isinstance(exchange, LocalSteps) and exchange.overlap,
+        "overlap=": overlap is not None,
+        'wait="auto"': wait != "all",
+    }
+    for name, is_used in misfits.items():
+        if is_used:
+            raise ConfigError(
+                f'weigh_by="tokens" was set with {name}, but it needs all workers\' counts for each gradient',
+                remedy=f'remove {name}, or use weigh_by="samples"',
+            )

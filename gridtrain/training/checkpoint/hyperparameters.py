@@ -1,0 +1,80 @@
+"""An optimizer's hyperparameters: all plain fields of its groups, such as lr and weight_decay.
+
+Workers compare them in every vote, send them to joining workers, and repeat missed steps with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OFTEN_CHANGED = ("lr", "momentum", "weight_decay")
+_NAMES = ("params", "param_names")  # the model's, with other prefixes under torch.compile
+
+
+def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
+    """Return a 32-byte digest of the optimizer's class and all plain fields of its groups (lr, weight_decay,
+    ...)."""
+    return hashlib.blake2b(hyperparameters_json(optimizer), digest_size=32).digest()
+
+
+def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
+    """Return the optimizer's class and all plain fields of its groups, as JSON."""
+    return json.dumps([type(optimizer).__name__, plain_groups(optimizer)], sort_keys=True).encode()
+
+
+def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+    """Load each group's fields, as `hyperparameters_json` wrote them.  Raises `ValueError` if the groups do
+    not match."""
+    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"the number of groups is not {len(optimizer.param_groups)}")
+    for group, fields in zip(optimizer.param_groups, groups, strict=True):
+        if not isinstance(fields, dict) or not fields.keys() <= group.keys() - set(_NAMES):
+            raise ValueError("the settings have fields that this optimizer does not have")
+        for name, value in fields.items():
+            group[name] = _convert_like(group[name], value, name)
+
+
+def _convert_like(own: Any, value: Any, name: str) -> Any:
+    """Convert `value`, which was decoded from JSON, to the type of `own`.  Raises `ValueError` if that is
+    impossible."""
+    if isinstance(own, Tensor) and isinstance(value, int | float):
+        return own.fill_(value)
+    if isinstance(own, tuple | list) and isinstance(value, tuple | list) and len(own) == len(value):
+        return type(own)(_convert_like(mine, theirs, name) for mine, theirs in zip(own, value, strict=True))
+    numbers = (int, float)
+    alike = isinstance(own, bool) == isinstance(value, bool)
+    if type(own) is type(value) or (alike and isinstance(own, numbers) and isinstance(value, numbers)):
+        return value
+    raise ValueError(f"{name} is {value!r} in the state, but {own!r} on this worker")
+
+
+def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the hyperparameters as "name=value" lines, beginning with the fields of all groups that
+    schedulers change."""
+    groups = plain_groups(optimizer)
+    pairs = [(name, number) for number, group in enumerate(groups) for name in group]
+    pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))
+    several = len(groups) > 1
+    return [
+        f"{name}{f' of group {number}' if several else ''}={groups[number][name]}" for name, number in pairs
+    ]
+
+
+def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return all plain fields of each group."""
+    groups = []
+    for group in optimizer.param_groups:
+        fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}
+        groups.append({k: v for k, v in fields.items() if k not in _NAMES and _is_plain(v)})
+    return groups
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)

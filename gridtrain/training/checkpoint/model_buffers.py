@@ -1,0 +1,64 @@
+"""The buffers of a model: float ones are averaged, integer ones taken from the lowest rank."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.training.checkpoint.flat_gradient import canonical_names
+
+
+def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the persistent buffers (those in `state_dict`) by name, in the model's order; shared buffers
+    occur once."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:  # a shared buffer may have another name that is not
+            named.setdefault(id(buffer), (name, buffer))
+    names = canonical_names([name for name, _ in named.values()])
+    return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
+
+
+def _buffers_of_type(model: nn.Module, *, floating: bool) -> list[Tensor]:
+    return [b for _, b in buffers_of(model) if b.is_floating_point() == floating and not b.is_complex()]
+
+
+def float_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the floating-point buffers (batch-norm statistics, ...)."""
+    return _buffers_of_type(model, floating=True)
+
+
+def has_buffers(model: nn.Module) -> bool:
+    return bool(buffers_of(model))
+
+
+def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
+    """Return a description and a digest of the buffers' names, shapes and dtypes, not of their values."""
+    named = buffers_of(model)
+    lines = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
+    text = f"{len(named)} tensor{'s' * (len(named) > 1)}, digest {digest.hex()[:12]}" if named else "none"
+    return text, digest
+
+
+def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
+    """Return all integer and boolean buffers (batch counters, ...) as one (n,) int64 vector."""
+    pieces = [t.detach().cpu().reshape(-1).to(torch.int64) for t in _buffers_of_type(model, floating=False)]
+    return np.asarray(torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).numpy())
+
+
+def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:
+    """Load the `integer_buffers_vector` of the lowest rank."""
+    tensors = _buffers_of_type(model, floating=False)
+    sizes = [tensor.numel() for tensor in tensors]
+    if vector_N.shape != (sum(sizes),):
+        raise RemoteProtocolError(f"the buffers have shape {vector_N.shape}; expected ({sum(sizes)},)")
+    with torch.no_grad():
+        for tensor, piece in zip(tensors, torch.split(torch.from_numpy(vector_N), sizes), strict=True):
+            tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,107 @@
+"""Nested values of state_dicts as JSON and tensors, and back.
+
+{"lr": 0.1, 3: (tensor, None)}  -->  {"dict": [["lr", 0.1], [3, {"tuple": [{"tensor": "0"}, null]}]]}
+                                     {"0": tensor}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gridtrain.errors import ConfigError
+
+_MAX_DEPTH = 32
+
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+"""The names of dtypes in safetensors; a file has the tensors in the reverse order of their dtypes here."""
+
+
+class Packer:
+    """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered.
+
+    Args:
+        tensors: the tensors so far, to which those of packed values are added.
+        copies: whether to copy the tensors to the CPU; otherwise they are those of the state.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor] | None = None, *, copies: bool = True) -> None:
+        self.tensors = {} if tensors is None else tensors
+        self._copies = copies
+
+    def pack(self, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            name = str(len(self.tensors))
+            if self._copies:  # always, because safetensors refuses memory that two tensors share
+                value = value.to("cpu", copy=True).contiguous()
+            elif value.dtype not in DTYPES:
+                raise ConfigError(
+                    f"{where} is a tensor of {value.dtype}, which cannot be sent to a joining worker",
+                    remedy="keep it as another dtype in state_dict()",
+                )
+            self.tensors[name] = value.detach()
+            return {"tensor": name}
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Mapping):
+            kind = "counter" if isinstance(value, Counter) else "dict"
+            items = [[self.pack(k, where), self.pack(v, f"{where}.{k}")] for k, v in value.items()]
+            return {kind: items}
+        if isinstance(value, list | tuple):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
+        raise ConfigError(
+            f"{where} is a {type(value).__name__}, which cannot be sent to a joining worker",
+            remedy="keep tensors, numbers, strings, lists and dicts in state_dict()",
+        )
+
+
+def unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
+    """Return a packed value; raise `ValueError`, `KeyError` or `TypeError` for anything that `Packer` does
+    not write."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
+    if not isinstance(node, dict):
+        if isinstance(node, list):
+            raise ValueError("it contains a bare list")
+        return node
+    ((kind, content),) = node.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "list" | "tuple":
+            values = [unpack(item, tensors, depth + 1) for item in content]
+            return tuple(values) if kind == "tuple" else values
+        case "dict" | "counter":
+            items = {unpack(k, tensors, depth + 1): unpack(v, tensors, depth + 1) for k, v in content}
+            return Counter(items) if kind == "counter" else items
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """Return the tensor's bytes in logical order, (bytes,) uint8."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array

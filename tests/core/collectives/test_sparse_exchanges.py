@@ -1,0 +1,289 @@
+"""Butterfly, tree, sparse star and all-gather: schedules as pictures, transcripts, what they drop.
+
+What all of them guarantee is in test_conformance.py.
+"""
+
+import numpy as np
+import pytest
+from collective_group import CollectiveGroup, random_inputs, run_lockstep, select_locally
+
+from gridtrain.core.collectives import butterfly, tree
+from gridtrain.core.collectives.allgather import AllGather
+from gridtrain.core.collectives.butterfly import ButterflyExchange
+from gridtrain.core.collectives.collective import (
+    CollectiveComplete,
+    MergePayload,
+    PayloadReceived,
+    Provenance,
+    ReplacePayload,
+    SendTo,
+    StoreFromRank,
+)
+from gridtrain.core.collectives.star import SparseStar
+from gridtrain.core.collectives.tree import TreeExchange
+from gridtrain.core.group.round_flags import SKIP
+from gridtrain.core.messages import CollectivePhase, PayloadSlot
+from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer
+from gridtrain.runtime.buffers.star_buffers import SparseStarBuffer, TreeBuffer
+
+
+@pytest.mark.parametrize(
+    ("schedule", "world_size", "picture"),
+    [
+        (
+            butterfly.schedule,
+            6,
+            "rank 0:  fold <- 4   swap <-> 1   swap <-> 2   unfold -> 4\n"
+            "rank 1:  fold <- 5   swap <-> 0   swap <-> 3   unfold -> 5\n"
+            "rank 2:  swap <-> 3   swap <-> 0\n"
+            "rank 3:  swap <-> 2   swap <-> 1\n"
+            "rank 4:  fold -> 0   unfold <- 0\n"
+            "rank 5:  fold -> 1   unfold <- 1",
+        ),
+        (
+            butterfly.schedule,
+            3,
+            "rank 0:  fold <- 2   swap <-> 1   unfold -> 2\n"
+            "rank 1:  swap <-> 0\n"
+            "rank 2:  fold -> 0   unfold <- 0",
+        ),
+        (
+            tree.schedule,
+            6,
+            "rank 0:  to_root <- 1   to_root <- 2   to_root <- 4   from_root -> 4   "
+            "from_root -> 2   from_root -> 1\n"
+            "rank 1:  to_root -> 0   from_root <- 0\n"
+            "rank 2:  to_root <- 3   to_root -> 0   from_root <- 0   from_root -> 3\n"
+            "rank 3:  to_root -> 2   from_root <- 2\n"
+            "rank 4:  to_root <- 5   to_root -> 0   from_root <- 0   from_root -> 5\n"
+            "rank 5:  to_root -> 4   from_root <- 4",
+        ),
+    ],
+)
+def test_the_schedule_of_some_ranks(schedule, world_size, picture):
+    arrows = {(True, False): "->", (False, True): "<-", (True, True): "<->"}
+    lines = [
+        f"rank {rank}:  "
+        + "   ".join(
+            f"{hop.slot.phase.name.lower()} {arrows[hop.is_sender, hop.is_receiver]} {hop.partner}"
+            for hop in schedule(rank, world_size)
+        )
+        for rank in range(world_size)
+    ]
+    assert "\n".join(lines) == picture
+
+
+@pytest.mark.parametrize(
+    ("world_size", "hops"), [(1, 0), (2, 1), (3, 3), (4, 2), (6, 4), (7, 4), (8, 3), (31, 6), (32, 5)]
+)
+def test_the_time_of_a_butterfly_is_at_most_that_of_the_design(world_size, hops):
+    """floor(log2 P) hops, and two more if P is not a power of two (fewer where hops overlap: P = 3)."""
+    ticks = run_lockstep([ButterflyExchange(rank, world_size, 0) for rank in range(world_size)])
+    assert len(ticks) <= hops
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 39])
+def test_each_link_of_a_tree_carries_one_payload_each_way(world_size):
+    hops = [(rank, hop) for rank in range(world_size) for hop in tree.schedule(rank, world_size)]
+    sent = [(rank, hop.partner, hop.slot) for rank, hop in hops if hop.is_sender]
+    awaited = [(hop.partner, rank, hop.slot) for rank, hop in hops if hop.is_receiver]
+    assert sorted(sent, key=str) == sorted(awaited, key=str)
+    assert len(sent) == 2 * (world_size - 1)
+    ticks = run_lockstep([TreeExchange(rank, world_size, 0) for rank in range(world_size)])
+    assert len(ticks) <= 2 * (world_size - 1).bit_length()
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (ButterflyBuffer, [{9: 1.0, 12: 4.0}, {10: 2.0, 13: 5.0}, {}, {11: 3.0}, {}, {}]),
+        (TreeBuffer, [{9: 1.0, 10: 2.0, 12: 4.0}, {}, {11: 3.0}, {}, {13: 5.0}, {}]),
+    ],
+)
+def test_what_a_merge_drops_is_kept_by_one_rank(make, kept):
+    """Rank r of 6 sends the value r + 1 at index 9 + r; k = 1.  The largest, 6 at 14, comes through.
+
+    butterfly, which spreads over the ranks what it drops:
+    fold      0: 1, 5 -> 5 at 13 (rank 0 alone keeps 1 at 9)  1: 2, 6 -> 6 at 14 (rank 1 alone keeps 2 at 10)
+    swap 1    0, 1: 5, 6 -> 6 at 14 (13 is odd: rank 1)       2, 3: 3, 4 -> 4 at 12 (11 is odd: rank 3)
+    swap 2    all: 6, 4 -> 6 at 14 (12 mod 4 = 0: rank 0)
+
+    tree, where the receiver of a merge keeps what that drops:
+    to root   0: 1, 2 -> 2 (keeps 1 at 9)   2: 3, 4 -> 4 (keeps 3 at 11)   4: 5, 6 -> 6 (keeps 5 at 13)
+              0: 2, 4 -> 4 (keeps 2 at 10), then 4, 6 -> 6 (keeps 4 at 12)
+    """
+    vectors = [np.zeros(16, np.float32) for _ in range(6)]
+    for rank, vector in enumerate(vectors):
+        vector[9 + rank] = rank + 1
+    payloads = [select_locally(v * 0, v, 1, ValueKind.FP16)[0] for v in vectors]
+    buffers = [make(p, n=16, k=1, kind=ValueKind.FP16) for p in payloads]
+    CollectiveGroup(buffers, seed=0).run()
+    truncated = [
+        {int(i): float(v) for ix, vs in w.truncated for i, v in zip(ix, vs, strict=True)} for w in buffers
+    ]
+    assert truncated == kept
+    assert [w.update.indices.tolist() for w in buffers] == [[14]] * 6
+
+
+# -- butterfly -------------------------------------------------------------------------------------
+
+
+def test_a_transcript_of_rank_1_of_a_butterfly_of_six_whose_partners_are_ahead():
+    core = ButterflyExchange(1, 6, flags=0)
+
+    def came(from_rank, phase, hop, payload, skip=False):
+        return core.handle(PayloadReceived(from_rank, PayloadSlot(phase, hop), skip, payload), 0.0)
+
+    assert came(0, CollectivePhase.SWAP, 0, "0's") == []  # before I began
+    assert core.start(0.0) == []
+    assert came(3, CollectivePhase.SWAP, 1, "2+3's", skip=True) == []  # two hops ahead
+    assert core.waiting_for() == {5} and not core.complete
+    assert came(5, CollectivePhase.FOLD, 0, "5's") == [
+        MergePayload("5's", 1, 0, Provenance(5, contributors=1, world_size=6, roundings=1)),
+        SendTo(0, PayloadSlot(CollectivePhase.SWAP, 0), 0),
+        MergePayload("0's", 2, 1, Provenance(0, contributors=2, world_size=6, roundings=2)),
+        SendTo(3, PayloadSlot(CollectivePhase.SWAP, 1), 0),
+        MergePayload("2+3's", 4, 1, Provenance(3, contributors=2, world_size=6, roundings=3)),
+        SendTo(5, PayloadSlot(CollectivePhase.UNFOLD), 1),
+        CollectiveComplete(1),
+    ]
+    assert core.waiting_for() == frozenset() and core.complete
+
+
+def test_a_transcript_of_rank_5_of_a_butterfly_of_six_which_is_folded():
+    core = ButterflyExchange(5, 6, flags=0)
+    assert core.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.FOLD), 0)]
+    assert core.waiting_for() == {1}
+    effects = core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.UNFOLD), 1, "all"), 0.0)
+    assert effects == [
+        ReplacePayload("all", Provenance(1, contributors=6, world_size=6, roundings=4)),
+        CollectiveComplete(1),
+    ]
+
+
+# -- tree and star ---------------------------------------------------------------------------------
+
+
+def raised(hop=0, rank=0):
+    return PayloadSlot(CollectivePhase.TO_ROOT, hop, rank)
+
+
+def lowered(hop=0):
+    return PayloadSlot(CollectivePhase.FROM_ROOT, hop)
+
+
+def test_a_transcript_of_rank_2_of_a_tree_of_six():
+    core = TreeExchange(2, 6, flags=0)
+    assert core.start(0.0) == [] and core.waiting_for() == {3}
+    assert core.handle(PayloadReceived(3, raised(), 1, "3's"), 0.0) == [
+        MergePayload("3's", 1, 0, Provenance(3, contributors=1, world_size=6, roundings=1)),
+        SendTo(0, raised(1), 1),
+    ]
+    assert core.handle(PayloadReceived(0, lowered(1), 1, "all"), 0.0) == [
+        ReplacePayload("all", Provenance(0, contributors=6, world_size=6, roundings=4)),
+        SendTo(3, lowered(), 1),
+        CollectiveComplete(1),
+    ]
+    assert core.complete and core.waiting_for() == frozenset()
+
+
+def test_a_star_of_three_at_its_root():
+    core = SparseStar(0, 3, flags=0)
+    assert core.start(0.0) == [] and core.waiting_for() == {1, 2}
+    assert core.handle(PayloadReceived(2, raised(rank=2), 1, "2's"), 0.0) == [
+        StoreFromRank(2, "2's", Provenance(2, 1, 3, 1))
+    ]
+    assert core.handle(PayloadReceived(1, raised(rank=1), 0, "1's"), 0.0) == [
+        StoreFromRank(1, "1's", Provenance(1, 1, 3, 1)),
+        SendTo(1, lowered(), 1),
+        SendTo(2, lowered(), 1),
+        CollectiveComplete(1),
+    ]
+    assert core.complete and core.waiting_for() == frozenset()
+
+
+def test_a_star_at_a_member():
+    core = SparseStar(2, 3, flags=SKIP)
+    assert core.start(0.0) == [SendTo(0, raised(rank=2), 1)]
+    assert core.handle(PayloadReceived(0, lowered(), 1, "all"), 0.0) == [
+        ReplacePayload("all", Provenance(0, contributors=3, world_size=3, roundings=2)),
+        CollectiveComplete(1),
+    ]
+
+
+def test_the_update_of_a_star_is_the_k_largest_of_the_sum_of_all_that_was_selected(seeds):
+    """A tree or butterfly may drop in an early merge what the whole sum would keep; a star does not."""
+    for seed in seeds(50):
+        rng = np.random.default_rng(seed)
+        inputs = random_inputs(rng, int(rng.integers(2, 9)), integers=True)
+        buffers = [SparseStarBuffer(p, n=inputs.n, k=inputs.k, kind=inputs.kind) for p in inputs.select()[0]]
+        group = CollectiveGroup(buffers, seed=seed)
+        sums = np.zeros(inputs.n, np.float64)
+        for workspace in group.buffers:
+            np.add.at(sums, workspace.update.indices, workspace.update.values)
+        group.run()
+        order = sorted((i for i in range(inputs.n) if sums[i]), key=lambda i: (-abs(sums[i]), i))
+        chosen = np.array(sorted(order[: inputs.k]), np.int64)
+        numbers = {"n": inputs.n, "kind": inputs.kind}
+        payload = encode(chosen, sums[chosen].astype(np.float32), **numbers)
+        sent = decode(payload, max_entries=inputs.k, **numbers)
+        assert group.buffers[0].update.indices.tolist() == sent.indices.tolist(), f"seed {seed}"
+
+
+# -- all-gather ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("origin", "world_size", "picture"),
+    [
+        (5, 6, "hop 0   5 -> 4\nhop 1   4 -> 2   5 -> 3\nhop 2   4 -> 0   5 -> 1"),
+        (0, 8, "hop 0   0 -> 7\nhop 1   0 -> 6   7 -> 5\nhop 2   0 -> 4   5 -> 1   6 -> 2   7 -> 3"),
+    ],
+)
+def test_the_tree_of_one_payload(origin, world_size, picture):
+    """Sender and receiver of the origin's payload at each hop."""
+    cores = [AllGather(rank, world_size, 0) for rank in range(world_size)]
+    pending = [(origin, send) for send in cores[origin].start(0.0) if isinstance(send, SendTo)]
+    steps = []
+    while pending:
+        sender, send = pending.pop(0)
+        steps.append((send.slot.hop, f"{sender} -> {send.to_rank}"))
+        effects = cores[send.to_rank].handle(PayloadReceived(sender, send.slot, 0, "p"), 0.0)
+        pending += [(send.to_rank, onward) for onward in effects if isinstance(onward, SendTo)]
+    last = max(hop for hop, _ in steps)
+    assert picture == "\n".join(
+        f"hop {hop}   " + "   ".join(text for at, text in sorted(steps) if at == hop)
+        for hop in range(last + 1)
+    )
+
+
+def test_a_transcript_of_rank_1_of_an_all_gather_of_four():
+    core = AllGather(1, 4, flags=0)
+
+    def slot(hop, rank):
+        return PayloadSlot(CollectivePhase.ALL_GATHER, hop, rank)
+
+    def stored(rank, sender):
+        return StoreFromRank(rank, f"of {rank}", Provenance(sender, 1, world_size=4, roundings=1))
+
+    assert core.start(0.0) == [SendTo(0, slot(0, 1), 0), SendTo(3, slot(1, 1), 0)]
+    assert core.handle(PayloadReceived(3, slot(1, 0), 0, "of 0"), 0.0) == [stored(0, 3)]
+    assert core.handle(PayloadReceived(2, slot(0, 2), 1, "of 2"), 0.0) == [
+        stored(2, 2),
+        SendTo(3, slot(1, 2), 1),  # rank 2's own mark, not mine
+    ]
+    assert core.waiting_for() == {3} and not core.complete
+    assert core.handle(PayloadReceived(3, slot(1, 3), 0, "of 3"), 0.0) == [
+        stored(3, 3),
+        CollectiveComplete(1),
+    ]
+    assert core.waiting_for() == frozenset() and core.complete
+
+
+def test_an_all_gather_forwards_the_same_bytes():
+    payload = select_locally(np.zeros(4, np.float32), np.ones(4, np.float32), 2, ValueKind.FP16)[0]
+    workspace = AllGatherBuffer(0, 3, payload, n=4, k=2, kind=ValueKind.FP16)
+    theirs = bytes(payload)
+    workspace.apply(StoreFromRank(2, theirs, Provenance(1, contributors=1, world_size=3, roundings=1)))
+    assert workspace.payload(PayloadSlot(CollectivePhase.ALL_GATHER, 1, 2)) is theirs
