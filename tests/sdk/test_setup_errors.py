@@ -225,7 +225,10 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
         (Script(clip_norm="1"), "clip_norm is '1'; it must be a number > 0 and finite -> "),  # type: ignore[arg-type]
         (Script(average_buffers_every=-1), "average_buffers_every is -1; it must be a number of steps, or 0"),
         (Script(compare_every=None), "compare_every is None; it must be a number of steps, or 0 for never"),
-        (Script(exchange=gridtrain.Dense), r"exchange is Dense, which is not an exchange -> call it: Dense\(\)"),
+        (
+            Script(exchange=gridtrain.Dense),
+            r"exchange is Dense, which is not an exchange -> call it: Dense\(\)",
+        ),
         (
             Script(overlap=True),
             r"overlap is True, which is not an Overlap -> pass overlap=gridtrain.Overlap\(\)",
