@@ -104,6 +104,7 @@ from gridtrain.training.data.prefetch import Prefetcher
 from gridtrain.training.data.shards import ShardedDataset
 from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
+from gridtrain.training.model_check import TokenCheck, check_values, spread_samples
 from gridtrain.training.model_state import CheckpointOptions, ModelState, WholeModelState
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
@@ -587,6 +588,10 @@ class Grid:
         make_reader = readers.IterableReader if readers.is_iterable(dataset) else readers.MapReader
         reader = make_reader(dataset, turns.spec, accumulate, collate_fn)
         ahead = Prefetcher(reader, num_workers, prefetch_factor) if num_workers else None
+        further = partial(spread_samples, dataset, collate_fn)
+        tokens = TokenCheck(
+            self._wrapped().model, further, is_tokens=getattr(dataset, "yields_tokens", False)
+        )
         if isinstance(dataset, ShardedDataset) and ahead is None:
             dataset.while_opening = self.evaluation  # a file may have to be fetched first
         try:
@@ -597,6 +602,8 @@ class Grid:
                     batches = reader.read(spans)
                 if failed_reads := getattr(dataset, "failed_reads", 0):
                     self.report(failed_reads=failed_reads)
+                for batch in batches:
+                    tokens.check(batch)
                 yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
         except DataError:
             failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
@@ -782,6 +789,7 @@ class Grid:
         assert self._model_state is not None
         self._session.check_not_joined()
         sizes.check()
+        check_values(wrapped.model)
         self._export_folder()
         size, data_text = readers.measure_dataset(dataset, length)
         shards = dataset.shard_sizes if isinstance(dataset, ShardedDataset) else ()

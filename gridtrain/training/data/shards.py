@@ -147,6 +147,11 @@ class Shards(ShardedDataset):
         return self._cache.failed_reads + self._failed_samples
 
     @property
+    def yields_tokens(self) -> bool:
+        """Whether a sample is a tensor of token ids."""
+        return bool(self._pack) and self._decode is None
+
+    @property
     def fetched_bytes(self) -> int:
         """The number of bytes that this process has copied from other machines."""
         return self._cache.fetched_bytes
