@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ def spread_samples(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterato
         yield collate([dataset[index]])
 
 
-def _is_integral(value: Any) -> bool:
+def _is_integral(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.numel() > 0 and value.dtype in (torch.int32, torch.int64)
 
 
@@ -150,7 +150,7 @@ def _table_sizes(model: nn.Module) -> tuple[int, int]:
         if not hasattr(module, "get_input_embeddings"):
             continue
         try:
-            found = module.get_input_embeddings()
+            found: Any = module.get_input_embeddings()  # type: ignore[operator]
         except (AttributeError, NotImplementedError):
             continue
         found = getattr(found, "base_layer", found)  # PEFT's adapter of it
