@@ -31,7 +31,7 @@ NO_LIMIT = [0] * 12
         (10, (1000, 1, 1), (0, 0, 0), [8, 1, 1]),  # nobody gets 0 while there are enough
         (2, (1, 5, 1), (0, 0, 0), [0, 2, 0]),  # there are not
         (60, (40, 10, 10), (24, 0, 0), [24, 18, 18]),  # more does not fit its memory
-        (60, (1, 1), (10, 20), [20, 40]),  # nobody has room: in proportion
+        (60, (1, 1), (10, 20), [20, 40]),  # the limits hold only 30 samples: in proportion
         (5, (3, 2), (0, 0), [3, 2]),
     ],
 )
@@ -204,3 +204,14 @@ def test_totals_of_which_one_has_fallen_are_of_a_restarted_worker(last: tuple[fl
     assert speeds.speed(A) is not None
     speeds.observe(A, dict(zip((SAMPLES_FIGURE, SECONDS_FIGURE), last, strict=True)))
     assert speeds.speed(A) is None
+
+
+def test_a_group_that_is_too_small_for_its_limits_says_so() -> None:
+    names, most = ["ann", "bob"], [2, 0]
+    assert WorkerSpeeds().plan_shares([A, B], names, 16, most).reason == (
+        "16 samples in even shares: no speed has been measured yet"
+    )
+    assert WorkerSpeeds().plan_shares([A, B], names, 16, [2, 2]).reason == (
+        "16 samples in even shares: no speed has been measured yet; too few workers for max_batch_size: "
+        "ann 8 instead of at most 2, bob 8 instead of at most 2"
+    )
