@@ -1,4 +1,4 @@
-"""How long a generation may take to form while members receive the state, and who has to receive it."""
+"""How long a generation may take to form while members receive the state, and which members receive it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_worker_that_built_the_same_state_receives_none() -> None:
 
 
 def test_a_worker_that_only_reports_the_same_digest_is_no_source() -> None:
-    """Else a newcomer that reports the same digest could send its own state to most of the others."""
+    """Otherwise a newcomer that reports the same digest could send its own state to most of the others."""
     group = Group(4)
     same = replace(SETUP, initial_state_digest=b"3f" * 16)
     for peer, setup in ((A, same), (B, same), (C, SETUP), (D, SETUP)):

@@ -469,7 +469,7 @@ def test_an_accusation_is_passed_to_access_control() -> None:
     ]
 
 
-def test_a_removed_worker_is_told_why_and_the_others_continue() -> None:
+def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
     run = Run(A, B)
     run.now_s += 10.0
     effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
