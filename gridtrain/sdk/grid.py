@@ -52,7 +52,14 @@ from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
 from gridtrain.runtime.client.worker_naming import default_listen_address
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.process_hooks import describe_end, install_sigterm_handler, uncaught_error
-from gridtrain.sdk.arguments import check_readers, state_options, to_ints, unsupported_scaler_error
+from gridtrain.sdk.arguments import (
+    check_kinds,
+    check_readers,
+    state_options,
+    to_intervals,
+    to_ints,
+    unsupported_scaler_error,
+)
 from gridtrain.sdk.device_speed import device_flops, float32_flops
 from gridtrain.sdk.reported_figures import ReportedFigures
 from gridtrain.sdk.run_end import export_folder, finish_run
@@ -215,6 +222,10 @@ class Grid:
                 "grid.optimizer was called twice",
                 remedy="call grid.optimizer only once, because a run trains one model",
             )
+        check_kinds(optimizer, model)
+        average_buffers_every, compare_every = to_intervals(
+            average_buffers_every=average_buffers_every, compare_every=compare_every
+        )
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
             chosen = _fit_auto(chosen, optimizer, overlap)
@@ -318,6 +329,9 @@ class Grid:
             )
         if self._scalers:
             raise unsupported_scaler_error()
+        average_buffers_every, compare_every = to_intervals(
+            average_buffers_every=average_buffers_every, compare_every=compare_every
+        )
         make_schedule, schedule_name = schedule_for(schedule, ahead)
         options = PipelineOptions(
             stages=stages,
@@ -462,6 +476,7 @@ class Grid:
                 remedy="use grid.batches(dataset, ...)",
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
+        turns.feeds_loader = True
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
 
     def weigh(self, count: int | torch.Tensor) -> None:
@@ -479,7 +494,14 @@ class Grid:
                 "grid.weigh was called for a pipeline, whose steps are weighed by samples",
                 remedy="weight the losses of the samples, as docs/pipeline.md describes",
             )
-        wrapped.weigh(int(count))
+        try:
+            tokens = int(count)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"the weight of a batch is {count!r}; it must be a number of tokens",
+                remedy="pass the number of tokens of which the loss is the mean",
+            ) from None
+        wrapped.weigh(tokens)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -542,7 +564,8 @@ class Grid:
                 self._is_closed = True
                 if self._model_state is not None and self._turns is not None:
                     budget_bytes = self._pauses.remaining_bytes // 2
-                    self._model_state.leave(budget_bytes, between_steps=self._turns.is_stopped)
+                    between_steps = self._turns.is_stopped or self._session.is_turn_done
+                    self._model_state.leave(budget_bytes, between_steps=between_steps)
         finally:
             self._session.close("its run is finished" if self.finished else self._data_failure or reason)
             if self._model_state is not None:

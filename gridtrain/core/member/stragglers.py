@@ -61,14 +61,17 @@ class UsualDelay:
     def __init__(self) -> None:
         self._delays_s: deque[float] = deque(maxlen=WINDOW)
         self._middle_s = self._deviation_s = math.inf
+        self._is_outdated = False
 
     def record(self, delay_s: float, scale: float = 1.0) -> None:
         self._delays_s.append(delay_s / scale)
-        if len(self._delays_s) >= FEWEST_DELAYS:
-            self._middle_s = median(self._delays_s)
-            self._deviation_s = median(abs(each_s - self._middle_s) for each_s in self._delays_s)
+        self._is_outdated = len(self._delays_s) >= FEWEST_DELAYS
 
     def limit_s(self, scale: float = 1.0) -> float:
+        if self._is_outdated:  # most delays are recorded in steps in which nobody asks for the limit
+            self._is_outdated = False
+            self._middle_s = median(self._delays_s)
+            self._deviation_s = median(abs(each_s - self._middle_s) for each_s in self._delays_s)
         middle_s = scale * self._middle_s
         margin_s = max(DEVIATIONS * scale * self._deviation_s, LEAST_MARGIN_SHARE * middle_s, LEAST_MARGIN_S)
         return middle_s + margin_s
