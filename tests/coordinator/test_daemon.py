@@ -473,11 +473,11 @@ def test_a_ban_is_journalled_with_the_workers_name() -> None:
 
 
 def test_a_removed_worker_can_still_be_named() -> None:
-    reception = reception_of(FakeCore(), ANNA)
-    reception.handle(OPERATOR, m.RemoveWorker(ANNA, False, "rude"), 0.0)
-    assert reception.status()["removed"] == [{"peer": ANNA.hex(), "name": "aaaa"}]
-    reception.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
-    assert reception.status()["removed"] == []
+    handler = access_handler(FakeCore(), ANNA)
+    handler.handle(OPERATOR, m.RemoveWorker(ANNA, False, "rude"), 0.0)
+    assert handler.status()["removed"] == [{"peer": ANNA.hex(), "name": "aaaa"}]
+    handler.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
+    assert handler.status()["removed"] == []
 
 
 @pytest.mark.parametrize(
