@@ -225,7 +225,10 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
         (Script(clip_norm="1"), "clip_norm is '1'; it must be a number > 0 and finite -> "),  # type: ignore[arg-type]
         (Script(average_buffers_every=-1), "average_buffers_every is -1; it must be a number of steps, or 0"),
         (Script(compare_every=None), "compare_every is None; it must be a number of steps, or 0 for never"),
-        (Script(exchange=gridtrain.Dense), "exchange is <class '.*Dense'>, which is not an exchange -> pass"),
+        (
+            Script(exchange=gridtrain.Dense),
+            r"exchange is Dense, which is not an exchange -> call it: Dense\(\)",
+        ),
         (
             Script(overlap=True),
             r"overlap is True, which is not an Overlap -> pass overlap=gridtrain.Overlap\(\)",
@@ -246,4 +249,45 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
 def test_what_cannot_work(outcomes: Any, script: Script, told: str) -> None:
     (error,) = outcomes(lambda grid, number: script.run(grid), 1)
     with pytest.raises(ConfigError, match=f"^{told}"):
+        raise error
+
+
+class Words(nn.Module):
+    """A language model of ten tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 2)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("value", "token", "told"),
+    [
+        (0.0, 10, "^input_ids has the token id 10, but the model's vocabulary has 10 tokens, 0 to 9 -> "),
+        (float("nan"), 9, "^1 of 20 values of the trained parameter 'table.weight' are NaN or infinite"),
+    ],
+)
+def test_a_language_model_that_cannot_work(outcomes: Any, value: float, token: int, told: str) -> None:
+    steps = []
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = Words()
+        with torch.no_grad():
+            model.table.weight[0, 0] = value
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(inner, model, exchange=SPARSE)
+        for batch in grid.batches([{"input_ids": torch.tensor([token])}] * 4, batch_size=2, steps=2):
+            model(**batch).backward()
+            optimizer.step()
+            steps.append(grid.step)
+
+    (error,) = outcomes(train, 1)
+    assert not steps
+    with pytest.raises(ConfigError, match=told):
         raise error

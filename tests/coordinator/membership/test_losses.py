@@ -16,6 +16,7 @@ from gridtrain_coordinator.run.events import (
     PeerConnected,
     PeerDisconnected,
 )
+from gridtrain_coordinator.run.liveness import JOIN_WAIT_S
 
 LIMITS = Deadlines()
 
@@ -133,6 +134,20 @@ def test_a_member_with_an_open_connection_is_not_lost() -> None:
     assert not run.lost() and not run.frozen()
 
 
+def test_another_program_that_stays_connected_with_the_workers_key_does_not_keep_it_in_the_group() -> None:
+    """10.0  C is killed;  10.03  its agent connects and stays connected;  10.28  C is lost."""
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    run.lose(C, 10.0)
+    run.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    run.connect(C, 10.03)
+    run.pass_to(10.03 + JOIN_WAIT_S - 0.01, A, B)
+    assert not run.lost()
+    run.pass_to(10.03 + JOIN_WAIT_S, A, B)
+    assert run.lost() == [("c", "lost its connections to this coordinator and to a member")]
+
+
 def test_connections_that_broke_before_a_return_no_longer_count() -> None:
     """10.0  C's connections break;  10.05  it joins again;  10.5  one breaks, and may be restored."""
     run = broken(reported_s=10.02)
@@ -154,6 +169,40 @@ def test_a_member_that_ends_while_a_generation_forms_is_detected_as_quickly() ->
     run.say(A, m.ConnectionLost(1, 2, C), 10.06)
     run.pass_to(10.05 + LIMITS.ended_s, A)
     assert run.lost() == [("c", "lost its connections to this coordinator and to a member")]
+
+
+def test_a_report_of_the_preceding_generation_counts() -> None:
+    """10.01  generation 2 forms;  10.02  A, still in 1, reports C;  10.05  C's connection breaks."""
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    run.say(B, m.Leave("tired"), 10.0)
+    for peer in (A, C):
+        run.report(peer, 10.01)
+    assert run.core.generation == 2
+    run.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    run.lose(C, 10.05)
+    run.pass_to(10.05 + LIMITS.ended_s, A)
+    assert run.lost() == [("c", "lost its connections to this coordinator and to a member")]
+
+
+def test_a_report_of_an_earlier_generation_does_not_count() -> None:
+    """Generation 3 forms, and A's report is of generation 1, so C's connection may be restored."""
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    for generation in (2, 3):
+        at_s = 10.0 * generation
+        run.pass_to(at_s, A, B, C)
+        run.say(A, m.RoundStalled(m.RoundId(1, generation - 1, 0, 0), (), 0.0, "test"), at_s)
+        for peer in (A, B, C):
+            run.report(peer, at_s)
+        assert run.core.generation == generation
+        run.ready(at_s, A, B, C)
+    run.say(A, m.ConnectionLost(1, 1, C), 30.1)
+    run.lose(C, 30.1)
+    run.pass_to(30.1 + LIMITS.regreet_s - 0.01, A, B)
+    assert not run.lost()
 
 
 def test_one_broken_connection_may_be_restored() -> None:
