@@ -6,11 +6,11 @@ import json
 from itertools import pairwise
 from typing import Any
 
+from dashboard_demo.simulated_run import Run
 from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COLUMNS, Board
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
 from gridtrain_coordinator.dashboard.straggler import find_straggler
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
-from showing.simulated import Run
 
 
 def picture(step: int = 0, members: tuple[dict[str, Any], ...] = (), **more: Any) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def test_a_page_that_hears_every_tick_knows_what_one_knows_that_opens_now() -> N
     board = Board()
     run = Run(12)
     page: dict[str, Any] | None = None
-    for second, (at_s, told, events) in enumerate(run.pictures(260)):
+    for second, (at_s, told, events) in enumerate(run.statuses(260)):
         for event in events:
             board.add_event(*event)
         if second == 200:
@@ -182,7 +182,7 @@ def test_a_tick_tells_only_what_changed() -> None:
 
 def test_300_workers_fit_in_a_small_tick() -> None:
     board = Board()
-    for at_s, told, _ in Run(300).pictures(4):
+    for at_s, told, _ in Run(300).statuses(4):
         board.update(told, at_s)
         tick = board.take_changes()
     assert len(tick["rows"]) == 300  # all of them have moved on
@@ -213,7 +213,7 @@ def test_edges_are_those_of_the_exchange() -> None:
     def pairs(shape: str, size: int, stages: int = 1) -> list[tuple[int, int]]:
         from gridtrain_coordinator.dashboard.topology_graph import parse_load
 
-        _, told, _ = next(Run(size, shape, stages=stages, hostile=False).pictures(1))
+        _, told, _ = next(Run(size, shape, stages=stages, hostile=False).statuses(1))
         return [edge[:2] for edge in build_graph(told, parse_load(told["facts"])).edges]
 
     assert pairs("ring", 4) == [(0, 1), (0, 3), (1, 2), (2, 3)]

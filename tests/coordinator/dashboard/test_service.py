@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from dashboard_demo.chromium import until
+from dashboard_demo.simulated_run import Run
 from gridtrain.core.messages import OperatorReply, RemoveWorker
 from gridtrain_coordinator.dashboard import connection_timeouts
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, bind
-from showing.chromium import until
-from showing.simulated import Run
 
 service = pytest.importorskip(
     "gridtrain_coordinator.dashboard.dashboard_service",
@@ -52,7 +52,7 @@ class Running:
             connection.close()
 
     def shown(self, pictures: int = 3, workers: int = 4) -> list[dict[str, Any]]:
-        told = [picture for _, picture, _ in islice(Run(workers).pictures(pictures), pictures)]
+        told = [picture for _, picture, _ in islice(Run(workers).statuses(pictures), pictures)]
         for picture in told:
             self.service.publish(picture)
         until(lambda: self.get("/api/v1/run")[0] == 200, "the first picture", WITHIN_S)
@@ -90,7 +90,7 @@ class Stream:
 
 
 def test_a_page_hears_everything_once_and_then_what_changes(running: Running) -> None:
-    pictures = list(islice(Run(4).pictures(9), 9))
+    pictures = list(islice(Run(4).statuses(9), 9))
     running.service.publish(pictures[0][1])
     page = Stream(running.port)
     events = iter(page)
@@ -132,7 +132,7 @@ def test_so_many_pages_and_no_more(running: Running) -> None:
 
 def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gridtrain_coordinator.dashboard.event_stream.SEND_TIMEOUT_S", 0.5)
-    _, picture, _ = next(Run(300).pictures(1))
+    _, picture, _ = next(Run(300).statuses(1))
     running.service.publish(picture)
     until(lambda: running.get("/api/v1/run")[0] == 200, "the first picture", WITHIN_S)
     stuck = Stream(running.port, read=False)
@@ -142,7 +142,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch
     next(events)
     stream = running.service._stream
     until(lambda: stream.page_count == 2, "both pages", WITHIN_S)
-    pictures = Run(300).pictures(10_000)
+    pictures = Run(300).statuses(10_000)
 
     def given_up() -> bool:
         running.service.publish(next(pictures)[1])
@@ -157,7 +157,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch
 def test_the_daemon_never_waits(running: Running) -> None:
     """Publishing takes no longer with a loop that is blocked."""
     running.shown()
-    _, picture, _ = next(Run(300).pictures(1))
+    _, picture, _ = next(Run(300).statuses(1))
     stands, go_on = threading.Event(), threading.Event()
     running.service._loop.call_soon_threadsafe(lambda: (stands.set(), go_on.wait(WITHIN_S)))
     assert stands.wait(WITHIN_S)
