@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, overlap: bool) -> dict[str, Any]:
     for name in ("n", "compute", "every", "turns", "density", "values"):
         script += [f"--{name}", str(getattr(options, name))]
     script += ["--overlap", str((options.overlap or options.every) * overlap)]
-    plan = Plan(workers=options.workers, line=options.line, delay_s=options.delay)
+    plan = Plan(workers=options.workers, link_rate=options.rate, delay_s=options.delay)
     with Net() as net:
         start(net, plan, folder, lambda name: script).wait(options.timeout)
     figures: dict[str, Any] = json.loads(result.read_text())
@@ -93,7 +93,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--values", default="fp16")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--line", default="20Mbit")
+    parser.add_argument("--rate", default="20Mbit")
     parser.add_argument("--delay", type=float, default=0.02, help="seconds of a packet on its way")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument(

@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace, exchange: str, rate: str, overlap: bool
     script += ["--steps", str(steps), "--buckets", str(options.buckets)]
     script += ["--least", str(options.least)] if options.least is not None else []
     script += ["--overlap"] * overlap + ["--always"] * options.always
-    plan = Plan(workers=options.workers, encrypted=options.encrypted, line=rate)
+    plan = Plan(workers=options.workers, encrypted=options.encrypted, link_rate=rate)
     with Net() as net:
         start(net, plan, folder, lambda name: script).wait(options.timeout)
     figures: dict[str, Any] = json.loads(result.read_text())

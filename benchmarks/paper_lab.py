@@ -29,7 +29,7 @@ from typing import Any
 from lab.group import Plan, start
 from lab.net import Net
 from paper_table import DATA, MODELS
-from rivals.hosts import Job, Lines, hosts_of
+from rivals.hosts import Job, LinkSettings, hosts_of
 from rivals.hosts import measure as measure_rival
 
 WARM_UP_STEPS, TENSORS = 3, 16
@@ -82,7 +82,7 @@ def ours(options: argparse.Namespace, exchange: str, world: int, n: int, compute
     script += ["--exchange", exchange, "--n", str(n), "--compute", repr(compute_s)]
     script += ["--density", str(options.density), "--steps", str(WARM_UP_STEPS + options.steps)]
     with Net() as net:
-        plan = Plan(workers=world, encrypted=False, line=options.rate)
+        plan = Plan(workers=world, encrypted=False, link_rate=options.rate)
         start(net, plan, folder, lambda name: script).wait(options.timeout)
     workers = [json.loads(path.read_text()) for path in sorted(results.iterdir())]
     assert len(workers) == world, f"{len(workers)} of {world} workers wrote their steps"
@@ -96,7 +96,7 @@ def ours(options: argparse.Namespace, exchange: str, world: int, n: int, compute
 def gloo(options: argparse.Namespace, world: int, n: int) -> float:
     """Seconds of an all-reduce, median."""
     with Net() as net:
-        hosts = hosts_of(net, world, Lines(options.rate))
+        hosts = hosts_of(net, world, LinkSettings(options.rate))
         job = Job("gloo", "all_reduce", world, n, repeats=options.repeats, warmup=1)
         found = measure_rival(hosts, job, Path(tempfile.mkdtemp(prefix="paper-")) / "gloo", options.timeout)
     return statistics.median(found.seconds)

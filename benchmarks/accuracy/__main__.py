@@ -34,7 +34,7 @@ from lab.group import Plan, start
 from lab.net import Net
 from lab.ns import LabError
 from rivals.contract import TRAINERS
-from rivals.hosts import Lines, hosts_of
+from rivals.hosts import LinkSettings, hosts_of
 from rivals.hosts import train as train_rival
 
 THEIRS = {
@@ -166,7 +166,7 @@ def ours(
     plan = Plan(
         workers=options.world,
         encrypted=options.encrypted,
-        line="" if rate == "none" else rate,
+        link_rate="" if rate == "none" else rate,
         delay_s=options.delay,
     )
 
@@ -203,7 +203,7 @@ def theirs(
     if options.learning_rate is not None:
         extra += ["--learning-rate", repr(options.learning_rate)]
     with Net() as net:
-        hosts = hosts_of(net, world, Lines("" if rate == "none" else rate, options.delay))
+        hosts = hosts_of(net, world, LinkSettings("" if rate == "none" else rate, options.delay))
         train_rival(hosts, trainer, folder, options.limit, extra)
 
 

@@ -32,7 +32,7 @@ TURN_S = 100
 
 REASONS = {
     "waiting": "waiting for 64 workers",
-    "away": "all {} members are away; waiting for them to come back",
+    "away": "all {} members are disconnected; waiting for them to come back",
     "disk-full": DiskFullMode(
         "the journal /var/lib/gridtrain/byte-gpt/journal.sqlite has no room: No space left on device",
         (), began_s=0.0, core_s=0.0,

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lab.surroundings import environment
+from lab.environment import environment
 
 CLI = (sys.executable, "-m", "gridtrain.cli")
 UNDEFENDED = (sys.executable, "-m", "hostile.undefended")

@@ -22,7 +22,7 @@ from lab.ns import LabError
 from lab.shape import rate_Bps
 from rivals.contract import DENSITY, NAMES, OPS, REPEATS, TRAINERS, WARMUP, Combined, ContractError
 from rivals.environments import available, setup
-from rivals.hosts import Job, Lines, hosts_of, measure, measure_here, train
+from rivals.hosts import Job, LinkSettings, hosts_of, measure, measure_here, train
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -114,7 +114,7 @@ def _hosts(options: argparse.Namespace) -> Iterator[list[Host]]:
     if reason := why_not():
         raise LabError(f"no network lab here: {reason}")
     with Net(congestion=options.congestion) as net:
-        yield hosts_of(net, options.world, Lines(options.rate, options.delay, options.loss))
+        yield hosts_of(net, options.world, LinkSettings(options.rate, options.delay, options.loss))
 
 
 def learn(options: argparse.Namespace) -> str:

@@ -29,7 +29,7 @@ Ranks = Sequence["subprocess.Popen[bytes]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class LinkSettings:
     """What each host's cable is like, in both directions.
 
     Attributes:
@@ -56,7 +56,7 @@ class Job:
     warmup: int = WARMUP
 
 
-def hosts_of(net: Net, world: int, lines: Lines) -> list[Host]:
+def hosts_of(net: Net, world: int, lines: LinkSettings) -> list[Host]:
     """That many hosts; the first is the master's.  Raises `LabError`, `ValueError`."""
     hosts = [net.host(f"host-{rank}") for rank in range(world)]
     for host in hosts:

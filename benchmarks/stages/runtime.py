@@ -172,9 +172,9 @@ def measure(case: Case, steps: int) -> Steps:
         script = [sys.executable, str(Path(__file__).resolve()), "--result", str(folder)]
         script += ["--stages", str(case.stages), "--micro-batches", str(case.micro_batches)]
         script += ["--ahead", str(case.ahead), "--steps", str(steps + WARM_UP_STEPS + 1)]
-        plan = Plan(workers=case.stages, encrypted=case.encrypted, line=case.cable.rate)
+        plan = Plan(workers=case.stages, encrypted=case.encrypted, link_rate=case.cable.rate)
         group = start(net, plan, folder, lambda name: script)
-        _delay(group.lines.values(), case.cable)
+        _delay(group.uplinks.values(), case.cable)
         group.wait(TIMEOUT_S)
         found = json.loads((folder / "stage-0.json").read_text())
     return Steps(**{name: values[WARM_UP_STEPS:] for name, values in found.items()})

@@ -13,7 +13,7 @@ from lab.ns import LabError
 from rivals import environments
 from rivals.contract import OPS, TRAINERS, ContractError, Request
 from rivals.environments import available
-from rivals.hosts import Job, Lines, free_port, hosts_of, measure, measure_here, train
+from rivals.hosts import Job, LinkSettings, free_port, hosts_of, measure, measure_here, train
 from rivals.rendezvous import Rendezvous
 
 TIMEOUT_S = 200.0
@@ -100,7 +100,7 @@ def test_ranks_on_the_lab_s_hosts_send_what_the_algorithm_says(rival: str, tmp_p
         pytest.skip(f"no network lab here: {reason}")
     n = 1_000_000
     with Net() as net:
-        hosts = hosts_of(net, 2, Lines(rate="200Mbit"))
+        hosts = hosts_of(net, 2, LinkSettings(rate="200Mbit"))
         figures = measure(hosts, Job(rival, "all_reduce", 2, n, repeats=2), tmp_path / "ranks", TIMEOUT_S)
     assert 4 * n < min(figures.bytes_sent) and max(figures.bytes_sent) < 4 * n * 1.3
     assert min(figures.seconds) > 4 * n / 25e6 * 0.95  # nobody is faster than the line
@@ -126,7 +126,7 @@ def test_a_training_run_learns_and_ends_at_its_loss(trainer: str, tmp_path: Path
         pytest.skip(f"no network lab here: {reason}")
     extra = ["--steps", "40", "--measure-every", "5", "--until-loss", "4.5"]
     with Net() as net:
-        train(hosts_of(net, 2, Lines()), trainer, tmp_path / "run", TIMEOUT_S, extra)
+        train(hosts_of(net, 2, LinkSettings()), trainer, tmp_path / "run", TIMEOUT_S, extra)
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     held_out = [record["held_out"] for record in records if record["held_out"] is not None]
