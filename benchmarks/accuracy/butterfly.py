@@ -1,9 +1,7 @@
-"""gTop-k among four workers in one process, without a network (docs/exchanges.md).
+"""gTop-k among four workers in one process, without a network, with the product's selection and merges.
 
-Sparsifier and merges are the product's own:
-
-    each worker:   gradient / P -> ErrorFeedback.prepare -> payload
-    butterfly:     merge with rank XOR 1, XOR 2; truncated entries go to their owners' residuals
+each worker:   gradient / P -> ErrorFeedback.prepare -> payload
+butterfly:     merge with rank XOR 1, XOR 2; truncated entries go to their owners' residuals
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ MOMENTUM = 0.9
 
 
 class Butterfly:
-    """The state of all members: their residuals."""
+    """The residuals of all workers."""
 
     def __init__(self, n: int, density: float, kind: ValueKind = ValueKind.FP16) -> None:
         self.n, self.k, self.kind = n, max(1, round(density * n)), kind
         self.feedback = [ErrorFeedback(n, "cpu", MOMENTUM) for _ in range(WORKERS)]
 
     def exchange(self, contributions: list[Tensor]) -> Tensor:
-        """The update (n,) of these contributions (n,), one of each worker."""
+        """Return the update (n,) for the contributions (n,) of all workers."""
         prepared = [
             feedback.prepare(contribution, self.k, self.kind)
             for feedback, contribution in zip(self.feedback, contributions, strict=True)

@@ -207,7 +207,7 @@ def train(options: argparse.Namespace) -> None:
         exchange.stepped()
         reading, held_out, stop = recorder.read(), None, False
         if step % options.measure_every == 0 or step == options.steps:
-            with recorder.standing_still():
+            with recorder.paused():
                 held_out = workload.held_out(model) if options.rank == 0 else None
                 stop = exchange.stop(held_out is not None and held_out <= options.until_loss)
         if options.rank == 0:
