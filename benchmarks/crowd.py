@@ -169,15 +169,15 @@ class Crowd:
             number = int.from_bytes(what[:2], "big")
             join = m.Join("crowd", f"worker-{number}", f"tcp://10.0.{number % 250}.{number // 250 + 1}:7000")
             self._schedule(at_s, what, join, SETUP)
-            self._at(at_s + self._random.uniform(0, self.limits.beat_s), "beat", what)
-        elif kind == "beat":
+            self._at(at_s + self._random.uniform(0, self.limits.beat_s), "heartbeat", what)
+        elif kind == "heartbeat":
             assert isinstance(what, bytes)
             if what == self._left:
                 return
             self._sequence += 1
-            beat = m.Heartbeat(self._sequence, 0, self._sequence, ())
-            self.heartbeats_s.append((at_s, self._work(at_s, MessageReceived(what, beat))))
-            self._at(at_s + self.limits.beat_s, "beat", what)
+            heartbeat = m.Heartbeat(self._sequence, 0, self._sequence, ())
+            self.heartbeats_s.append((at_s, self._work(at_s, MessageReceived(what, heartbeat))))
+            self._at(at_s + self.limits.beat_s, "heartbeat", what)
         else:
             assert not isinstance(what, bytes)
             self._work(at_s, what)

@@ -84,7 +84,7 @@ def load_of(cell: Measured) -> Workload:
             options = f"{options},{word}={value}"
     load = parse_workload(name, options, cell.n, cell.encrypted)
     if load is None:
-        raise ConfigError(f'"{cell.exchange}" is not an exchange of gridtrain')
+        raise ConfigError(f'"{cell.exchange}" is no exchange of gridtrain')
     is_open = load.kind is ExchangeKind.DENSE and "topology=" not in options
     if is_open and choose_dense_topology(load, cell.world, network_of(cell), edges=True).is_direct:
         return replace(load, kind=ExchangeKind.DIRECT)

@@ -157,7 +157,7 @@ class Sampled:
 def cases(vectors: Vectors, k: int) -> list[Callable[[], Case]]:
     """Return functions that make the cases, in the order of the table."""
     device, x, out = vectors.device, vectors.gradients[0], vectors.out
-    ours = lambda: make_selection(device)  # noqa: E731
+    make = lambda: make_selection(device)  # noqa: E731
     add = "add (residual + gradient)"
     found: list[Callable[[], Case]] = [
         lambda: Case("memory copy", lambda: out.copy_(x), _COPY_BYTES),
@@ -182,7 +182,7 @@ def cases(vectors: Vectors, k: int) -> list[Callable[[], Case]]:
         "momentum, cold": {"momentum": 0.9, "cold": 1.0},
     }
     for name, how in settings.items():
-        found.append(lambda name=name, how=how: Steps(vectors, k, ours, **how).case(f"ours: {name}"))
+        found.append(lambda name=name, how=how: Steps(vectors, k, make, **how).case(f"ours: {name}"))
     return found
 
 

@@ -31,19 +31,20 @@ class Butterfly:
             feedback.prepare(contribution, self.k, self.kind)
             for feedback, contribution in zip(self.feedback, contributions, strict=True)
         ]
-        mine = [decode(p.payload, n=self.n, max_entries=self.k, kind=self.kind) for p in prepared]
+        entries = [decode(p.payload, n=self.n, max_entries=self.k, kind=self.kind) for p in prepared]
         truncated: list[list[TruncatedEntries]] = [[] for _ in range(WORKERS)]
         distance = 1
         while distance < WORKERS:
             merged = [
-                merge(mine[r], mine[r ^ distance], n=self.n, k=self.k, kind=self.kind) for r in range(WORKERS)
+                merge(entries[r], entries[r ^ distance], n=self.n, k=self.k, kind=self.kind)
+                for r in range(WORKERS)
             ]
             for rank, result in enumerate(merged):
                 truncated[rank].append(result.truncated_of_owner(2 * distance, rank % (2 * distance)))
-            mine = [result.sparse for result in merged]
+            entries = [result.sparse for result in merged]
             distance *= 2
         for feedback, ready, back in zip(self.feedback, prepared, truncated, strict=True):
             feedback.commit(ready, back)
         update_N = np.zeros(self.n, np.float32)
-        update_N[mine[0].indices] = mine[0].values
+        update_N[entries[0].indices] = entries[0].values
         return torch.from_numpy(update_N)

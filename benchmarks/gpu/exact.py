@@ -101,20 +101,20 @@ def agree(
 ) -> bool:
     """Return whether steps of error feedback have the same bits on the device as on the CPU."""
     generator = torch.Generator().manual_seed(n)
-    mine, theirs = (ErrorFeedback(n, place, momentum, chunk) for place in (device, "cpu"))
+    own, reference = (ErrorFeedback(n, place, momentum, chunk) for place in (device, "cpu"))
     k = max(1, round(DENSITY * n))
     for step in range(STEPS if n < 10_000_000 else 2):
         gradient_N = gradient(values, n, step, generator)
         with mock.patch.object(error_feedback, "make_selection", lambda *_: way()):
-            made = mine.prepare(gradient_N.to(device), k, kind, weight=WEIGHT)
-        expected = theirs.prepare(gradient_N, k, kind, weight=WEIGHT)
+            made = own.prepare(gradient_N.to(device), k, kind, weight=WEIGHT)
+        expected = reference.prepare(gradient_N, k, kind, weight=WEIGHT)
         if (made.payload, made.skip) != (expected.payload, expected.skip):
             return False
         truncated = [(expected.decoded.indices[:3], expected.decoded.values[:3] / 2)]
-        mine.commit(made, truncated)
-        theirs.commit(expected, truncated)
+        own.commit(made, truncated)
+        reference.commit(expected, truncated)
         if not all(
-            same_bits(*pair) for pair in ((mine.residual_N, theirs.residual_N), (mine.u_N, theirs.u_N))
+            same_bits(*pair) for pair in ((own.residual_N, reference.residual_N), (own.u_N, reference.u_N))
         ):
             return False
     return True
@@ -131,7 +131,7 @@ def gradient(values: str, n: int, step: int, generator: torch.Generator) -> Tens
     return drawn_N
 
 
-def same_bits(mine: Tensor | None, theirs: Tensor | None) -> bool:
-    if mine is None or theirs is None:
-        return mine is theirs
-    return torch.equal(mine.cpu().view(torch.int32), theirs.view(torch.int32))
+def same_bits(own: Tensor | None, reference: Tensor | None) -> bool:
+    if own is None or reference is None:
+        return own is reference
+    return torch.equal(own.cpu().view(torch.int32), reference.view(torch.int32))

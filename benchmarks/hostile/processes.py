@@ -115,7 +115,7 @@ class Program:
         """Return the lines of this package's scripts with this mark."""
         return [line for line in self.lines if line.get("mark") == mark]
 
-    def said(self) -> str:
+    def output_text(self) -> str:
         return "\n".join(self.text)
 
     def tail(self) -> str:
@@ -293,8 +293,10 @@ class Group:
 
     def address(self) -> str:
         """Return the coordinator's address, which it prints when it listens."""
-        self.wait("the coordinator's greeting", lambda: _ADDRESS.search(self.coordinator.said()) is not None)
-        found = _ADDRESS.search(self.coordinator.said())
+        self.wait(
+            "the coordinator's greeting", lambda: _ADDRESS.search(self.coordinator.output_text()) is not None
+        )
+        found = _ADDRESS.search(self.coordinator.output_text())
         assert found is not None
         return found[1]
 

@@ -78,7 +78,7 @@ class CurveConnection:
         self._socket.close()
 
     def _shake_hands(self, identity: Identity, server: nacl.public.PublicKey) -> None:
-        ours, short = nacl.public.PrivateKey(identity.secret), nacl.public.PrivateKey.generate()
+        own, short = nacl.public.PrivateKey(identity.secret), nacl.public.PrivateKey.generate()
         half = bytes(short.public_key)
         self._socket.sendall(GREETING)
         self._read(64)
@@ -86,10 +86,12 @@ class CurveConnection:
         self._write(COMMAND, b"\x05HELLO\x01\x00" + bytes(72) + half + struct.pack(">Q", self._nonce) + hello)
         welcome = self._command(b"\x07WELCOME")
         opened = nacl.public.Box(short, server).decrypt(welcome[16:], b"WELCOME-" + welcome[:16])
-        theirs, cookie = nacl.public.PublicKey(opened[:32]), opened[32:]
-        self._session = nacl.public.Box(short, theirs)
+        server_short, cookie = nacl.public.PublicKey(opened[:32]), opened[32:]
+        self._session = nacl.public.Box(short, server_short)
         salt = os.urandom(16)
-        vouch = nacl.public.Box(ours, theirs).encrypt(half + bytes(server), b"VOUCH---" + salt).ciphertext
+        vouch = (
+            nacl.public.Box(own, server_short).encrypt(half + bytes(server), b"VOUCH---" + salt).ciphertext
+        )
         inside = (
             identity.public
             + salt

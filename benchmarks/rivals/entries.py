@@ -28,10 +28,10 @@ def packed(request: Request) -> Array:
     return np.concatenate([indices_K, values_K.view(np.int32)])
 
 
-def merge(mine: Array, theirs: Array, k: int) -> Array:
+def merge(own: Array, other: Array, k: int) -> Array:
     """Sum two times k entries by index; return the k largest in the order of their indices."""
-    indices = np.concatenate([mine[:k], theirs[:k]])
-    values = np.concatenate([mine[k:], theirs[k:]]).view(np.float32)
+    indices = np.concatenate([own[:k], other[:k]])
+    values = np.concatenate([own[k:], other[k:]]).view(np.float32)
     order = np.argsort(indices, kind="stable")
     indices, values = indices[order], values[order]
     first = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))

@@ -69,28 +69,28 @@ def all_gather(comm: Any, request: Request) -> Prepared:
 
 def gtopk(comm: Any, request: Request) -> Prepared:
     own = packed(request)
-    theirs = np.empty_like(own)
+    received = np.empty_like(own)
     update_N = np.zeros(request.n, np.float32)
     expected = merged_by_tree(request)
 
-    mine = own
+    merged = own
 
     def operation() -> None:
-        nonlocal mine
-        mine, distance = own.copy(), 1
+        nonlocal merged
+        merged, distance = own.copy(), 1
         while distance < request.world:
             if request.rank % (2 * distance):
-                comm.Send(mine, request.rank - distance)
+                comm.Send(merged, request.rank - distance)
                 break
             if request.rank + distance < request.world:
-                comm.Recv(theirs, request.rank + distance)
-                mine = merge(mine, theirs, request.k)
+                comm.Recv(received, request.rank + distance)
+                merged = merge(merged, received, request.k)
             distance *= 2
-        comm.Bcast(mine, 0)
+        comm.Bcast(merged, 0)
 
     def finish() -> None:
         update_N.fill(0)
-        scatter_add(update_N, mine)
+        scatter_add(update_N, merged)
         check(update_N, expected)
 
     return Prepared(operation, 8 * request.k, finish=finish)

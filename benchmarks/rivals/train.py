@@ -41,8 +41,8 @@ class Exchange(Protocol):
     def stepped(self) -> None:
         """Called after the optimizer's step."""
 
-    def stop(self, mine: bool) -> bool:
-        """Return rank 0's value of `mine`; all ranks call it together, and wait for rank 0."""
+    def stop(self, own: bool) -> bool:
+        """Return rank 0's value of `own`; all ranks call it together, and wait for rank 0."""
 
     def close(self) -> None:
         """Wait for all ranks, then leave the group."""
@@ -94,8 +94,8 @@ class Gloo:
     def stepped(self) -> None:
         pass
 
-    def stop(self, mine: bool) -> bool:
-        flag = torch.tensor([float(mine)])
+    def stop(self, own: bool) -> bool:
+        flag = torch.tensor([float(own)])
         self._dist.broadcast(flag, 0)
         return bool(flag)
 
@@ -149,8 +149,8 @@ class Hivemind:
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def stop(self, mine: bool) -> bool:
-        return bool(self._group.exchange(mine)[0])
+    def stop(self, own: bool) -> bool:
+        return bool(self._group.exchange(own)[0])
 
     def close(self) -> None:
         self._group.exchange(None)

@@ -120,4 +120,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as rivals.contract.leave says
+    os._exit(0)  # see rivals.contract.leave

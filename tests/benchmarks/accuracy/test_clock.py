@@ -129,9 +129,9 @@ def test_the_clock_of_rivals_is_paused_until_all_continue(
 
         def stepped(self) -> None: ...
 
-        def stop(self, mine: bool) -> bool:
+        def stop(self, own: bool) -> bool:
             pass_time(1000.0)
-            return mine
+            return own
 
         def close(self) -> None: ...
 

@@ -23,15 +23,15 @@ def unpacked(both: np.ndarray) -> dict[int, float]:
 
 
 def test_a_merge_selects_the_largest_sums() -> None:
-    mine = {1: 3.0, 5: -4.0, 9: 1.0}
-    theirs = {1: -2.5, 5: -0.5, 7: 2.0}
+    own = {1: 3.0, 5: -4.0, 9: 1.0}
+    other = {1: -2.5, 5: -0.5, 7: 2.0}
     #   sums: 1: 0.5, 5: -4.5, 7: 2.0, 9: 1.0; the three largest:
-    assert unpacked(merge(entries(mine), entries(theirs), 3)) == {5: -4.5, 7: 2.0, 9: 1.0}
+    assert unpacked(merge(entries(own), entries(other), 3)) == {5: -4.5, 7: 2.0, 9: 1.0}
 
 
 def test_a_merge_of_the_same_indices_is_their_sum() -> None:
-    mine = {0: 1.0, 2: 2.0}
-    assert unpacked(merge(entries(mine), entries(mine), 2)) == {0: 2.0, 2: 4.0}
+    own = {0: 1.0, 2: 2.0}
+    assert unpacked(merge(entries(own), entries(own), 2)) == {0: 2.0, 2: 4.0}
 
 
 def test_a_merge_agrees_with_a_dense_sum() -> None:

@@ -56,9 +56,9 @@ def test_setup_reports_a_failed_installation(
     """The environment is real; the package is a missing folder, so that no package index is used."""
     monkeypatch.setitem(ENVIRONMENTS, "hivemind", Environment(("./no-such-folder",), ("hivemind",)))
     assert main(["setup", "hivemind"]) == 1
-    said = capsys.readouterr().out
-    assert "hivemind: installing into" in said
-    assert "pip install" in said and "no-such-folder" in said
+    output = capsys.readouterr().out
+    assert "hivemind: installing into" in output
+    assert "pip install" in output and "no-such-folder" in output
     assert not (environments.folder() / "hivemind" / environments.READY).exists()
 
 
@@ -99,7 +99,7 @@ def test_running_a_missing_rival_is_an_error(
 
 def test_list_shows_all_rivals_and_operations(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name, ops in rivals.OPS.items():
-        assert f"{name}: " in said
-        assert all(op in said for op in ops)
+        assert f"{name}: " in output
+        assert all(op in output for op in ops)

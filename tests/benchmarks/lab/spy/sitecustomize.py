@@ -19,7 +19,7 @@ VARIED = 12
 def install(folder: str) -> None:
     from gridtrain.network.wire import codec
 
-    member = os.path.basename(os.environ.get("XDG_STATE_HOME", "nobody")).removeprefix("state-")
+    member = os.path.basename(os.environ.get("XDG_STATE_HOME", "unknown")).removeprefix("state-")
     stem = os.path.join(folder, f"{member}-{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     as_frame, decode = codec._as_frame, codec.decode
