@@ -21,11 +21,11 @@ TOKEN = "t" * 43
 
 
 def filled(workers: int, seconds: int, shape: str = "butterfly", stages: int = 1) -> Board:
+    from dashboard_demo.simulated_run import Run
     from gridtrain_coordinator.dashboard.board import Board
-    from showing.simulated import Run
 
     board = Board()
-    for at_s, status, events in Run(workers, shape, stages=stages).pictures(seconds):
+    for at_s, status, events in Run(workers, shape, stages=stages).statuses(seconds):
         for event in events:
             board.add_event(*event)
         board.update(status, at_s)

@@ -6,11 +6,11 @@ import json
 from itertools import pairwise
 from typing import Any
 
+from dashboard_demo.simulated_run import Run
 from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COLUMNS, Board
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
 from gridtrain_coordinator.dashboard.straggler import find_straggler
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
-from showing.simulated import Run
 
 
 def status(step: int = 0, members: tuple[dict[str, Any], ...] = (), **more: Any) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_a_page_that_applies_every_tick_equals_a_page_that_opens_now() -> None:
     board = Board()
     run = Run(12)
     page: dict[str, Any] | None = None
-    for second, (at_s, report, events) in enumerate(run.pictures(260)):
+    for second, (at_s, report, events) in enumerate(run.statuses(260)):
         for event in events:
             board.add_event(*event)
         if second == 200:
@@ -186,7 +186,7 @@ def test_a_tick_contains_only_changes() -> None:
 
 def test_300_workers_fit_in_a_small_tick() -> None:
     board = Board()
-    for at_s, report, _ in Run(300).pictures(4):
+    for at_s, report, _ in Run(300).statuses(4):
         board.update(report, at_s)
         tick = board.take_changes()
     assert len(tick["rows"]) == 300  # all of them have moved on
@@ -217,7 +217,7 @@ def test_edges_are_those_of_the_exchange() -> None:
     def pairs(shape: str, size: int, stages: int = 1) -> list[tuple[int, int]]:
         from gridtrain_coordinator.dashboard.topology_graph import parse_load
 
-        _, report, _ = next(Run(size, shape, stages=stages, hostile=False).pictures(1))
+        _, report, _ = next(Run(size, shape, stages=stages, hostile=False).statuses(1))
         return [edge[:2] for edge in build_graph(report, parse_load(report["facts"])).edges]
 
     assert pairs("ring", 4) == [(0, 1), (0, 3), (1, 2), (2, 3)]

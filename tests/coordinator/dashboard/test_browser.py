@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dashboard_demo import chromium
+from dashboard_demo.chromium import LAYOUT_CHECK, LOADED
+from dashboard_demo.simulated_run import HOSTILE, Run
 from gridtrain.core.messages import RemoveWorker
-from showing import chromium
-from showing.chromium import LOADED, LOOKS
-from showing.simulated import HOSTILE, Run
 
 pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
 pytestmark = [
@@ -47,12 +47,12 @@ def browser() -> Iterator[chromium.Browser]:
 
 @pytest.fixture
 def stage():  # type: ignore[no-untyped-def]
-    from showing.stage import Stage
+    from dashboard_demo.server import DemoServer
 
-    opened: list[Stage] = []
+    opened: list[DemoServer] = []
 
-    def make(run: Run, **more: object) -> Stage:
-        made = Stage(run, **more)  # type: ignore[arg-type]
+    def make(run: Run, **more: object) -> DemoServer:
+        made = DemoServer(run, **more)  # type: ignore[arg-type]
         opened.append(made.__enter__())
         return made
 
@@ -82,7 +82,7 @@ def opened(browser: chromium.Browser, stage):  # type: ignore[no-untyped-def]
         page = browser.page(width=width, height=height, dark=dark, mobile=mobile)
         page.open(shown.url)
         page.until(LOADED)
-        shown.play(2)
+        shown.advance(2)
         drawn(page)
         return page, shown
 
@@ -110,8 +110,8 @@ def test_no_text_is_truncated_or_overlaps_and_axe_finds_no_serious_fault(
     assert page.run("matchMedia('(prefers-color-scheme: dark)').matches") is dark
     page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     drawn(page)
-    assert page.run(LOOKS) == []
-    assert page.complaints == []
+    assert page.run(LAYOUT_CHECK) == []
+    assert page.errors == []
     axe = next((path for path in AXE_AT if path and Path(path).exists()), None)
     if axe is None:
         pytest.skip(HOW)
@@ -133,7 +133,7 @@ def test_other_topologies_are_drawn_without_overlaps(
 ) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(workers, size, shape=shape, stages=stages)
     assert page.run("document.querySelectorAll('#topology .node').length") == workers
-    assert page.run(LOOKS) == []
+    assert page.run(LAYOUT_CHECK) == []
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_other_topologies_are_drawn_without_overlaps(
     [
         ("resting", "desktop", "training", "5 workers since step ", 5),
         ("away", "phone", "paused", "all 6 members are disconnected; waiting for them to come back", 6),
-        ("standstill", "small", "paused", "the coordinator makes no decisions, because the journal ", 6),
+        ("disk-full", "small", "paused", "the coordinator makes no decisions, because the journal ", 6),
         ("waiting", "desktop", "waiting", "waiting for 64 workers", 0),
         ("finished", "phone", "finished", "6 workers reached the end of the run", 0),
     ],
@@ -155,7 +155,7 @@ def test_the_page_says_why_a_run_does_not_train(
     assert page.run("document.querySelectorAll('#topology .node').length") == nodes
     waited = page.run("document.getElementById('waited').textContent")
     assert bool(waited) is (phase == "training"), waited  # a straggler is named only in training
-    assert page.run(LOOKS) == [] and page.complaints == []
+    assert page.run(LAYOUT_CHECK) == [] and page.errors == []
 
 
 def test_stages_and_paused_workers_are_in_the_table(opened) -> None:  # type: ignore[no-untyped-def]
@@ -173,14 +173,14 @@ def test_stages_and_paused_workers_are_in_the_table(opened) -> None:  # type: ig
 
 def test_the_layout_check_finds_faults(opened) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(4)
-    assert page.run(LOOKS) == []
+    assert page.run(LAYOUT_CHECK) == []
     page.run("document.querySelector('#tiles dd').style.marginTop = '-20px'")
-    assert any("overlap" in each for each in page.run(LOOKS))
+    assert any("overlap" in each for each in page.run(LAYOUT_CHECK))
     page.run("document.querySelector('#tiles dd').style.marginTop = ''")
     page.run("document.querySelector('#tiles dd').textContent = '123,456,789,012,345'")
-    assert any("leaves its box" in each for each in page.run(LOOKS))
+    assert any("leaves its box" in each for each in page.run(LAYOUT_CHECK))
     page.run("document.getElementById('reason').style.width = '3000px'")
-    assert any("the window" in each for each in page.run(LOOKS))
+    assert any("the window" in each for each in page.run(LAYOUT_CHECK))
 
 
 def test_the_page_updates_itself(opened) -> None:  # type: ignore[no-untyped-def]
@@ -188,12 +188,12 @@ def test_the_page_updates_itself(opened) -> None:  # type: ignore[no-untyped-def
     step = page.run("document.querySelector('#tiles dd').textContent")
     points = "document.querySelectorAll('#plots canvas').length"
     assert page.run(points) == 3
-    shown.play(5)
+    shown.advance(5)
     page.until(f"document.querySelector('#tiles dd').textContent !== {step!r}", 10.0)
     shown.service.note("warning", "lost", {"name": "anna", "reason": "silent for 10.0 s"})
-    shown.play()
+    shown.advance()
     page.until("document.querySelector('#events li').textContent.includes('lost: anna')", 10.0)
-    assert page.complaints == []
+    assert page.errors == []
 
 
 def test_curves_are_drawn_for_every_window_and_axis(opened) -> None:  # type: ignore[no-untyped-def]
@@ -202,13 +202,13 @@ def test_curves_are_drawn_for_every_window_and_axis(opened) -> None:  # type: ig
         for against in ("bytes", "step", "time"):
             page.run(f"document.querySelector('input[value={window}]').click()")
             page.run(f"document.querySelector('input[value={against}]').click()")
-            shown.play()
+            shown.advance()
             drawn(page)
             labels = page.run(
                 "[...document.querySelectorAll('#plots .canvas')].map((each) => each.ariaLabel)"
             )
             assert all(f"against {against}: " in label and "\u2013" not in label for label in labels), labels
-    assert page.run(LOOKS) == [] and page.complaints == []
+    assert page.run(LAYOUT_CHECK) == [] and page.errors == []
 
 
 def test_the_keyboard_reaches_everything(opened) -> None:  # type: ignore[no-untyped-def]
@@ -257,7 +257,7 @@ def test_a_hostile_name_is_shown_as_text(opened) -> None:  # type: ignore[no-unt
     shown.service.note(
         "warning", "violation", {"peer": HOSTILE, "reason": "</script><script>window.hurt = 1</script>"}
     )
-    shown.play(2)
+    shown.advance(2)
     page.until("document.querySelector('#events').textContent.includes('window.hurt')", 10.0)
     assert page.run("[document.querySelectorAll('main img, main script').length, typeof window.hurt]") == [
         0,
@@ -266,7 +266,7 @@ def test_a_hostile_name_is_shown_as_text(opened) -> None:  # type: ignore[no-unt
     assert page.run("[...document.querySelectorAll('#body .name')][2].textContent").startswith("<img src=x")
     with pytest.raises(RuntimeError, match="TrustedHTML"):  # the page could not make markup if it wanted to
         page.run("document.body.innerHTML = '<b>x</b>'")
-    page.complaints.clear()
+    page.errors.clear()
 
 
 def test_the_token_is_removed_from_the_address_and_permits_commands(opened) -> None:  # type: ignore[no-untyped-def]
@@ -282,7 +282,7 @@ def test_the_token_is_removed_from_the_address_and_permits_commands(opened) -> N
     page.run(f"{kick}.click()")
 
     def answer_shown() -> bool:
-        shown.play()
+        shown.advance()
         return bool(
             page.run("document.querySelector('#details [role=status]').textContent.includes('simulated')")
         )
@@ -290,7 +290,7 @@ def test_the_token_is_removed_from_the_address_and_permits_commands(opened) -> N
     chromium.until(answer_shown, "the answer", 10.0)
     (order,) = shown.orders
     assert isinstance(order, RemoveWorker) and (order.ban, order.reason) == (False, "too slow")
-    assert page.run(LOOKS) == []
+    assert page.run(LAYOUT_CHECK) == []
 
 
 def test_no_command_is_offered_without_the_token(browser: chromium.Browser, stage) -> None:  # type: ignore[no-untyped-def]

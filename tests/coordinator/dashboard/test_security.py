@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from dashboard_demo.simulated_run import HOSTILE
 from gridtrain.errors import ConfigError
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.listen_address import TOKEN_FILE, bind, load_token, parse_address, url
-from showing.simulated import HOSTILE
 
 guard = pytest.importorskip(
     "gridtrain_coordinator.dashboard.guard",

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from dashboard_demo.chromium import until
+from dashboard_demo.simulated_run import Run
 from gridtrain.core.messages import OperatorReply, RemoveWorker
 from gridtrain_coordinator.dashboard import connection_timeouts
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, bind
-from showing.chromium import until
-from showing.simulated import Run
 
 service = pytest.importorskip(
     "gridtrain_coordinator.dashboard.dashboard_service",
@@ -52,7 +52,7 @@ class Running:
             connection.close()
 
     def publish(self, count: int = 3, workers: int = 4) -> list[dict[str, Any]]:
-        published = [status for _, status, _ in islice(Run(workers).pictures(count), count)]
+        published = [status for _, status, _ in islice(Run(workers).statuses(count), count)]
         for status in published:
             self.service.publish(status)
         until(lambda: self.get("/api/v1/run")[0] == 200, "the first status", WITHIN_S)
@@ -90,7 +90,7 @@ class Stream:
 
 
 def test_a_page_receives_the_whole_state_once_and_then_changes(running: Running) -> None:
-    statuses = list(islice(Run(4).pictures(9), 9))
+    statuses = list(islice(Run(4).statuses(9), 9))
     running.service.publish(statuses[0][1])
     page = Stream(running.port)
     events = iter(page)
@@ -132,7 +132,7 @@ def test_open_pages_are_bounded(running: Running) -> None:
 
 def test_a_page_that_does_not_read_delays_nobody(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gridtrain_coordinator.dashboard.event_stream.SEND_TIMEOUT_S", 0.5)
-    _, status, _ = next(Run(300).pictures(1))
+    _, status, _ = next(Run(300).statuses(1))
     running.service.publish(status)
     until(lambda: running.get("/api/v1/run")[0] == 200, "the first status", WITHIN_S)
     stuck = Stream(running.port, read=False)
@@ -142,7 +142,7 @@ def test_a_page_that_does_not_read_delays_nobody(running: Running, monkeypatch: 
     next(events)
     stream = running.service._stream
     until(lambda: stream.page_count == 2, "both pages", WITHIN_S)
-    statuses = Run(300).pictures(10_000)
+    statuses = Run(300).statuses(10_000)
 
     def disconnected() -> bool:
         running.service.publish(next(statuses)[1])
@@ -157,7 +157,7 @@ def test_a_page_that_does_not_read_delays_nobody(running: Running, monkeypatch: 
 def test_publishing_does_not_wait_for_the_dashboard(running: Running) -> None:
     """The dashboard's loop is blocked meanwhile."""
     running.publish()
-    _, status, _ = next(Run(300).pictures(1))
+    _, status, _ = next(Run(300).statuses(1))
     blocked, go_on = threading.Event(), threading.Event()
     running.service._loop.call_soon_threadsafe(lambda: (blocked.set(), go_on.wait(WITHIN_S)))
     assert blocked.wait(WITHIN_S)
