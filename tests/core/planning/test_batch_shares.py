@@ -31,7 +31,7 @@ NO_LIMIT = [0] * 12
         (10, (1000, 1, 1), (0, 0, 0), [8, 1, 1]),  # no share is 0 while there are enough samples
         (2, (1, 5, 1), (0, 0, 0), [0, 2, 0]),  # there are not enough
         (60, (40, 10, 10), (24, 0, 0), [24, 18, 18]),  # limited by its memory
-        (60, (1, 1), (10, 20), [20, 40]),  # no room: in proportion to the limits
+        (60, (1, 1), (10, 20), [20, 40]),  # the limits allow only 30 samples: in proportion to them
         (5, (3, 2), (0, 0), [3, 2]),
     ],
 )
