@@ -154,7 +154,7 @@ def test_a_new_run_trains_by_copy_and_paste(
 
     right = [float(text) for text in re.findall(r"step \d+: ([\d.]+) % of new images", seen + out)]
     assert len(right) == 10 and right[-1] > 80 and right[-1] > right[0] + 10, "it has learned"
-    assert re.search(r"step [\d,]+, 2 workers \| this machine: [\d,]+ steps, [\d,]+ samples", seen)
+    assert re.search(r"step [\d,]+, 2 workers \| here: [\d,]+ steps, [\d,]+ samples", seen)
     thanks = re.search(r"thank you: ([\d,]+) steps, ([\d,]+) samples", seen)
     events = [json.loads(line) for line in err.splitlines() if line.startswith('{"ts"')]
     (contributed,) = (line["fields"] for line in events if line["event"] == "contributed")

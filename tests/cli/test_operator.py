@@ -82,7 +82,8 @@ class Desk:
             name = next((str(line["name"]) for line in self.members if line["peer"] == expelled), "")
             return self.door.handle_order(peer, message, time.time(), name).reply
         access = self.door.status(time.time())
-        for row in access["enrolled"]:
+        access["removed"] = [{"peer": peer.hex()} for peer in self.door.removed_members()]
+        for row in (*access["enrolled"], *access["removed"]):
             row.update({"name": self.left[row["peer"]]} if row["peer"] in self.left else {})
         picture = {
             "run": "default",
@@ -313,6 +314,19 @@ def test_a_worker_that_left_is_banned_by_its_name(desk: Desk) -> None:
     assert re.search("- carl +a1a1a1c3c3c3 away", fine(desk, "members"))
     assert fine(desk, "ban carl") == "carl: a1a1a1c3c3c3 is banned until you unban it\n"
     assert desk.standing(CARL) == "stranger"
+
+
+def test_a_worker_that_was_removed_is_banned_by_its_name_or_digits(desk: Desk) -> None:
+    desk.enrol(ANNA, CARL)
+    desk.left = {CARL: "carl", ANNA: "anna"}
+    fine(desk, "kick carl")
+    fine(desk, "kick anna")
+    assert "removed carl a1a1a1c3c3c3: a new invitation admits it again" in fine(desk, "members")
+    assert fine(desk, "ban carl") == "carl: a1a1a1c3c3c3 is banned until you unban it\n"
+    assert fine(desk, "ban a1a1a1a1") == "anna: a1a1a1a1a1a1 is banned until you unban it\n"
+    drawn = fine(desk, "members")
+    assert "removed" not in drawn and "banned a1a1a1c3c3c3" in drawn
+    assert "known banned members" in complaint(gridtrain(desk, "unban dora"), 2)
 
 
 def test_a_key_that_never_came_can_be_banned(desk: Desk) -> None:

@@ -458,6 +458,14 @@ def test_a_ban_is_written_down_with_the_name_that_people_know() -> None:
     assert (entry["name"], entry["ban"]) == ("aaaa", True)
 
 
+def test_a_removed_worker_can_still_be_named() -> None:
+    reception = reception_of(FakeCore(), ANNA)
+    reception.handle(OPERATOR, m.RemoveWorker(ANNA, False, "rude"), 0.0)
+    assert reception.status()["removed"] == [{"peer": ANNA.hex(), "name": "aaaa"}]
+    reception.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
+    assert reception.status()["removed"] == []
+
+
 @pytest.mark.parametrize(
     "order", [m.Invite(b"n" * 32, 1, 60.0), m.RemoveWorker(ANNA, False, ""), m.Unban(ANNA)]
 )

@@ -197,6 +197,40 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     assert driver.mailbox.is_stale == whole
 
 
+def test_turns_without_events_do_no_chores_before_one_is_due(busy: Any) -> None:
+    """While slices are hashed the loop does not wait, and most turns find nothing."""
+    busy.play(0.02)
+    driver, line, chores = busy.driver, busy.line, []
+    driver._do_housekeeping = chores.append
+    driver._heartbeat_s = busy.core.deadline_s = line.clock.now_s + 0.05
+    line.poll = lambda timeout_s: []
+    driver.step_rounds.has_hash_work = True
+    for _ in range(3):
+        driver._run_once()
+    assert not chores
+    line.clock.now_s += 0.05
+    driver._run_once()
+    assert len(chores) == 1, "idle when something is due: at once, whenever the last time was"
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_only_a_trainer_that_goes_on_is_shown_that_it_has_submitted(busy: Any, awaited: bool) -> None:
+    """One that waits for the outcome is shown the snapshot that comes with it."""
+    busy.play(0.02)
+    mailbox, rounds = busy.driver.mailbox, busy.driver.step_rounds
+    mailbox.publish(WorkerSnapshot(generation=1))
+    mailbox.is_stale = False
+    round_id = m.RoundId(1, 1, 0, 0)
+    if awaited:
+        rounds.await_submitted = lambda mine: mine
+        mine = rounds.run(round_id, [], False, b"")
+    else:
+        mine = rounds.submit(round_id, [], False, b"")
+    assert mine is rounds.current
+    assert mailbox.is_stale == (not awaited)
+    assert [type(command) for command in mailbox.take_commands()] == [io.SubmitRound]
+
+
 def test_what_the_trainer_has_made_is_sent_in_the_turn_in_which_it_is_taken(busy: Any) -> None:
     """Those who wait for a snapshot are answered by housekeeping; the next event may be long in coming."""
     busy.play(0.02)

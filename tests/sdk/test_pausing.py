@@ -289,7 +289,10 @@ def test_the_days_bytes_are_never_exceeded(new_group: Any) -> None:
 
 def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
     """A little of the day is left: without a word the agent would take the script's end for a failure."""
-    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=900_000)), NoAgent()
+    session, owner = (
+        SimpleNamespace(connection=SimpleNamespace(moved_bytes=900_000, received_bytes=1)),
+        NoAgent(),
+    )
     asked: list[Callable[[], str]] = []
     session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)
     PauseController(session, owner, lambda: None, lambda up, down: None)  # type: ignore[arg-type,return-value]
@@ -302,7 +305,7 @@ def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
 
 def test_a_cap_is_obeyed_in_the_middle_of_a_step() -> None:
     """Also while a newcomer takes over the state, which may last for hours: no turn begins then."""
-    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0)), NoAgent()
+    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0, received_bytes=0)), NoAgent()
     asked: list[Callable[[], str]] = []
     limits: list[tuple[float | None, float | None]] = []
     session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)

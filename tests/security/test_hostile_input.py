@@ -127,7 +127,7 @@ def state_of(workspace: CollectiveBuffer) -> Any:
         case SparseStarBuffer():
             return bytes(workspace._payload), len(workspace.truncated), sorted(workspace._parts)
         case ButterflyBuffer():
-            return bytes(workspace._payload), len(workspace.truncated)
+            return bytes(workspace.payload(m.PayloadSlot(m.CollectivePhase.SWAP))), len(workspace.truncated)
     raise AssertionError(type(workspace))
 
 

@@ -16,6 +16,7 @@ from gridtrain_coordinator.run.events import (
     PeerConnected,
     PeerDisconnected,
 )
+from gridtrain_coordinator.run.liveness import JOIN_WAIT_S
 
 LIMITS = Deadlines()
 
@@ -133,6 +134,20 @@ def test_nobody_is_lost_while_a_connection_is_open_over_which_a_join_may_come() 
     assert not told.lost() and not told.frozen()
 
 
+def test_a_program_that_stays_connected_with_the_workers_key_does_not_keep_it_in_the_group() -> None:
+    """10.0  C is killed;  10.03  its agent connects, and stays;  10.28  C is lost, not at its next Join."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    told.lose(C, 10.0)
+    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    told.connect(C, 10.03)
+    told.pass_to(10.03 + JOIN_WAIT_S - 0.01, A, B)
+    assert not told.lost()
+    told.pass_to(10.03 + JOIN_WAIT_S, A, B)
+    assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
+
+
 def test_a_connection_that_broke_before_the_return_counts_no_more() -> None:
     """10.0  C's connections break;  10.05  it has joined again;  10.5  one breaks: it may come back."""
     told = broken(reported_s=10.02)
@@ -154,6 +169,40 @@ def test_a_member_that_ends_while_a_generation_forms_is_detected_as_soon() -> No
     told.say(A, m.ConnectionLost(1, 2, C), 10.06)
     told.pass_to(10.05 + LIMITS.ended_s, A)
     assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
+
+
+def test_a_report_that_crosses_the_next_view_says_that_a_process_has_ended() -> None:
+    """10.01  generation 2 forms;  10.02  A, still in 1, reports C;  10.05  C's connection breaks."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    told.say(B, m.Leave("tired"), 10.0)
+    for peer in (A, C):
+        told.report(peer, 10.01)
+    assert told.core.generation == 2
+    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    told.lose(C, 10.05)
+    told.pass_to(10.05 + LIMITS.ended_s, A)
+    assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
+
+
+def test_a_report_of_an_earlier_generation_says_nothing() -> None:
+    """Generation 3 forms, and A's report is of generation 1: C's connection may come back."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    for generation in (2, 3):
+        at_s = 10.0 * generation
+        told.pass_to(at_s, A, B, C)
+        told.say(A, m.RoundStalled(m.RoundId(1, generation - 1, 0, 0), (), 0.0, "test"), at_s)
+        for peer in (A, B, C):
+            told.report(peer, at_s)
+        assert told.core.generation == generation
+        told.ready(at_s, A, B, C)
+    told.say(A, m.ConnectionLost(1, 1, C), 30.1)
+    told.lose(C, 30.1)
+    told.pass_to(30.1 + LIMITS.regreet_s - 0.01, A, B)
+    assert not told.lost()
 
 
 def test_one_broken_connection_may_come_back() -> None:

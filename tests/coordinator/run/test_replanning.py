@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from scripted_coordinator import A, B, C, D, ScriptedCoordinator
@@ -10,6 +11,7 @@ from scripted_coordinator import A, B, C, D, ScriptedCoordinator
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
+from gridtrain.core.planning.rank_order_search import RankOrderEstimate
 from gridtrain_coordinator.run import reorder_limits
 from gridtrain_coordinator.run.events import Effect, Send
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
@@ -116,6 +118,34 @@ def test_a_thin_upload_selects_fewer_entries_from_a_new_generation_on() -> None:
     run.next_generation()
     assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}
     assert run.core.snapshot(run.now_s)["entry_shares_reason"] == ""
+
+
+def test_after_a_loss_few_orders_are_tried_and_the_others_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for the plan without D, not for the search half a minute later."""
+    searched: list[tuple[int, bool]] = []
+    search = rank_order.best_order
+
+    def record(load: Any, network: Any, *rest: Any, is_urgent: bool) -> RankOrderEstimate:
+        searched.append((network.size, is_urgent))
+        return search(load, network, *rest, is_urgent=is_urgent)
+
+    run = Run()
+    run.uploads({D: SLOW_Bps})
+    assert run.beat_until_frozen(60.0)
+    run.next_generation()
+    assert run.entries_shares[D] < m.WHOLE_SHARE
+    monkeypatch.setattr(rank_order, "best_order", record)
+    run.say(D, m.Leave("tired"))
+    run.report(A, B, C)
+    assert searched == [(3, True)]
+    assert (
+        set(run.entries_shares.values()) == {m.WHOLE_SHARE}
+        and "of k" not in run.core.snapshot(run.now_s)["plan_reason"]
+    )
+    run.start(A, B, C)
+    lost_s = run.now_s
+    assert run.beat_until_frozen(60.0) == "", "no other order is noticeably faster"
+    assert searched == [(3, True), (3, False)] and run.now_s > lost_s + 30.0
 
 
 def test_a_worker_that_says_that_another_one_is_thin_changes_nothing() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import permutations
+from typing import Any
 
 import pytest
 from simulation.virtual_exchange import simulate_exchange
@@ -68,16 +71,50 @@ def test_no_other_order_of_seven_is_faster(kind: ExchangeKind, seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", RUNNABLE)
+@pytest.mark.parametrize("is_urgent", [False, True])
 def test_the_search_for_large_groups_is_good(
-    kind: ExchangeKind, seed: int, monkeypatch: pytest.MonkeyPatch
+    kind: ExchangeKind, seed: int, is_urgent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held against all orders where these can still be looked at."""
-    monkeypatch.setattr(rank_order_search, "EXACT_MAX_PEERS", 2)
+    """Held against all orders where these can still be looked at, as is one for which members wait."""
+    if not is_urgent:
+        monkeypatch.setattr(rank_order_search, "EXACT_MAX_PEERS", 2)
     network = uneven(random.Random(seed), 6)
     every_s = exhaustive(small(kind), network)
-    found_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0]).order]
+    found_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0], is_urgent=is_urgent).order]
     assert found_s <= min(every_s.values()) * 1.2, f"seed {seed}"
     assert found_s <= every_s[0, 1, 2, 3, 4, 5] * 1.001, f"seed {seed}"
+
+
+@pytest.mark.parametrize("kind", ExchangeKind)
+def test_a_plan_for_which_members_wait_tries_few_orders(
+    kind: ExchangeKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 7 members, where every order of up to 5,040 would be tried otherwise; counted, as time varies."""
+    network, load = uneven(random.Random(1), 7), small(kind)
+    simulated = Counter[bool]()
+    simulate, estimator = rank_order_search.simulated_exchange_s, rank_order_search.order_estimator
+    estimated = Counter[bool]()
+    is_urgent = False
+
+    def count(*args: Any) -> float:
+        simulated[is_urgent] += 1
+        return simulate(*args)
+
+    def counting_estimator(*args: Any) -> Callable[[Sequence[int]], float]:
+        estimate = estimator(*args)
+
+        def counted(order: Sequence[int]) -> float:
+            estimated[is_urgent] += 1
+            return estimate(order)
+
+        return counted
+
+    monkeypatch.setattr(rank_order_search, "simulated_exchange_s", count)
+    monkeypatch.setattr(rank_order_search, "order_estimator", counting_estimator)
+    for is_urgent in (False, True):
+        best_order(load, network, NO_CPU_COSTS, range(7), range(7), is_urgent=is_urgent)
+    assert simulated[True] <= 8 and simulated[True] <= simulated[False]
+    assert estimated[True] <= 1000 and estimated[True] <= 2 * estimated[False]
 
 
 def with_rates(up_Mbit: list[float], alpha_s: float = 0.001) -> NetworkModel:

@@ -20,6 +20,7 @@ from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.core.planning.workload import ExchangeKind, Workload, slice_count
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.network.wire import elias_fano
 from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
@@ -243,6 +244,21 @@ def test_a_merge_goes_on_with_the_largest_and_keeps_its_part_of_the_rest():
     assert shown(buffer.update) == {1: 9.0, 5: 5.0}
     assert [(i.tolist(), v.tolist()) for i, v in buffer.truncated] == [([0], [1.0])]
     assert buffer.payload(PayloadSlot(CollectivePhase.SWAP, 1)) == payload({1: 9.0, 5: 5.0})
+
+
+def test_a_merge_that_is_not_sent_on_encodes_no_indices(monkeypatch):
+    """That of the last hop; what is sent is encoded once."""
+    calls = []
+    encoded, encode_indices = payload({1: 9.0, 5: 3.0}), elias_fano.encode_indices
+    buffer = butterfly({0: 1.0, 5: 2.0})
+    monkeypatch.setattr(elias_fano, "encode_indices", lambda *args: calls.append(1) or encode_indices(*args))
+    buffer.apply(MergePayload(encoded, 1, 0, FROM_1))
+    digest = buffer.compute_digest()
+    assert not calls
+    assert buffer.payload(PayloadSlot(CollectivePhase.SWAP, 1)) == buffer.payload(
+        PayloadSlot(CollectivePhase.UNFOLD)
+    )
+    assert len(calls) == 1 and buffer.compute_digest() == digest
 
 
 def test_the_other_side_keeps_the_other_part():
