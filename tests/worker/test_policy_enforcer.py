@@ -255,7 +255,7 @@ def test_what_the_agent_fetches_is_counted_and_obeys_the_rules(
     clock.now = datetime(2026, 3, 3, 0, 1)
     assert enforcer.allow_fetch() == (1000.0, 1000)
     ask_agent(folder / SOCKET, {"ask": "pause"})
-    with pytest.raises(BudgetSpent, match="^on request"):
+    with pytest.raises(BudgetSpent, match=r"^on request"):
         meter.request(1)
 
 
