@@ -4,12 +4,12 @@
                                                   gridtrain invite --uses 100
         group.add("anna", exchange="dense", ...)      gridtrain worker INVITATION -- python train.py ...
         group.add("bert", ...)
-        group.wait("a step", lambda: ...)             until a line of somebody's output makes it true
+        group.wait("a step", lambda: ...)             until a line of output makes it true
         ended = group.finish()                        until all have exited
 
-Nothing here sleeps: whoever waits is woken by the next line or the end of an output (`look_every_s` is for
-what happens without a word).  Every wait ends at the group's deadline, or when a program fails, with the
-ends of all logs.  Leaving the `with` ends what was started, by its process id.
+Nothing here sleeps: the next line, or the end of an output, wakes a waiting test (`look_every_s` is for
+conditions that no output announces).  Every wait ends at the group's deadline, or when a program fails, with
+the ends of all logs.  Leaving the `with` ends the started processes, by their ids.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Line = dict[str, Any]
 
 
 def environment() -> dict[str, str]:
-    """Ours without the settings of another run; one thread for each worker, as they share the cores."""
+    """This process's without settings of another run; one thread for each worker, as they share the cores."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRIDTRAIN_")}
     return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -53,7 +53,7 @@ class Program:
     Attributes:
         lines: those that are JSON objects, parsed.
         text: the others.
-        code: exit code, once it has ended and nobody holds its outputs open; None before.
+        code: exit code, once it has ended and no process holds its outputs open; None before.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Program:
         return "\n".join([heading, *marks, "... and as text:", *self.text[-TAIL_LINES:]])
 
     def end(self) -> None:
-        """Two different signals: the agent kills its script at the second one."""
+        """Send two different signals: the agent kills its script at the second one."""
         for number in (signal.SIGTERM, signal.SIGINT):
             if self.process.poll() is None:
                 self.process.send_signal(number)
@@ -133,7 +133,7 @@ def _json_object(text: str) -> Line | None:
 
 
 class Gate:
-    """A FIFO that a script waits at.  We hold both ends, so that opening it never blocks."""
+    """A FIFO that a script waits at.  The test holds both ends, so that opening it never blocks."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -148,10 +148,13 @@ class Gate:
 
 
 class Group:
-    """See the module's text.
+    """A coordinator and its workers as processes, as the module shows.
 
-    `codes`: exit codes that workers may end with; `flags`: further ones of the coordinator; `state`: its
-    state folder, if it is another than the group's; `more_s`: for tests that wait long by design.
+    Attributes:
+        codes: exit codes that workers may end with.
+        flags: further flags of the coordinator.
+        state: the coordinator's state folder, if it is not the group's.
+        more_s: extends the deadline, for tests that wait long by design.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class Group:
         self._gates: list[Gate] = []
         self._invitation = ""
         self._ends = ("--min-workers", str(min_workers), "--exit-when-finished")
-        self._away = False  # the coordinator was killed by the test
+        self._away = False  # whether the test has killed the coordinator
         self.former: list[Program] = []  # coordinators that were killed
         place = ("--listen", "tcp://127.0.0.1:0", "--state", str(state or folder), *flags)
         self.state = state or folder
@@ -190,7 +193,7 @@ class Group:
             gate.close()
 
     def kill_coordinator(self) -> None:
-        """SIGKILL, or wait for the one that it was to send itself; its address stays free for the next."""
+        """Send SIGKILL, or wait for the coordinator to kill itself; its address stays free."""
         self.address()
         self._away = True
         self.coordinator.process.kill()
@@ -203,7 +206,7 @@ class Group:
     def start_coordinator(
         self, *flags: str, program: tuple[str, ...] = CLI, state: Path | None = None
     ) -> None:
-        """At the address of the one before."""
+        """Start a coordinator at the address of the previous one."""
         address = self.address()
         self.former.append(self.coordinator)
         self.state = state or self.state
@@ -222,9 +225,9 @@ class Group:
         script: Path = SCRIPT,
         **options: Any,
     ) -> Program:
-        """Start one more worker; `options` are those of `scripts/train.py`, `more_runs` of further runs.
+        """Start a worker; `options` are those of `scripts/train.py`, `more_runs` those of further runs.
 
-        `shows`: another invitation than the group's; `flags`: further ones of `gridtrain worker`.
+        `shows`: an invitation other than the group's; `flags`: further flags of `gridtrain worker`.
         """
         runs = [json.dumps(run) for run in (options, *more_runs)]
         agent = (*CLI, "worker", shows or self.invitation(), "--name", name, "--export-dir", str(self.folder))
@@ -233,21 +236,21 @@ class Group:
         return self.workers[name]
 
     def invitation(self) -> str:
-        """For every worker of the group; made by the operator's command when the first one needs it."""
+        """The invitation for every worker; made by the operator's command when the first worker needs it."""
         if not self._invitation:
-            self.address()  # it listens
+            self.address()  # wait until it listens
             self._invitation = self.operator("invite", "--uses", "100")
         return self._invitation
 
     def operator(self, *command: str) -> str:
-        """What a command of the run's owner prints."""
+        """Run a command of the run's owner; return its output."""
         argv = (*CLI, *command, "--state", str(self.state))
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60.0, env=environment())
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def address(self) -> str:
-        """Where the coordinator's greeting says that it is."""
+        """The address in the coordinator's greeting."""
         first = self.former[0] if self.former else self.coordinator
         self.wait("the coordinator's greeting", lambda: _ADDRESS.search(first.said()) is not None)
         found = _ADDRESS.search(first.said())
@@ -265,9 +268,9 @@ class Group:
         return [line["fields"] for line in lines if line.get("event") == event]
 
     def wait(self, what: str, true: Callable[[], bool], *, look_every_s: float = DEADLINE_S) -> None:
-        """Until `true()`; fails at the deadline, or when that cannot come any more.
+        """Wait until `true()`; fail at the deadline, or when a program failed.
 
-        It looks when anybody says a line; `look_every_s` is for what comes without one, such as a file.
+        Checked at each line of output; `look_every_s` is for conditions without one, such as a file.
         """
         with self._changed:
             while not true():
@@ -282,7 +285,7 @@ class Group:
                 self._changed.wait(min(left_s, look_every_s))
 
     def finish(self) -> list[Line]:
-        """Wait until everybody has exited, the coordinator with 0; the "end" of those who reached it."""
+        """Wait until all processes have exited, the coordinator with 0; the "end" lines of the workers."""
         programs = (*self.workers.values(), self.coordinator)
         self.wait("the end", lambda: all(program.code is not None for program in programs))
         codes = {program.name: program.code for program in programs}
@@ -294,10 +297,10 @@ class Group:
         tails = "\n".join(program.tail() for program in (self.coordinator, *self.workers.values()))
         pytest.fail(f"{reason}\n{tails}", pytrace=False)
 
-    # -- what the scripts saw ------------------------------------------------------------------------
+    # -- what the scripts reported -------------------------------------------------------------------
 
     def committed(self) -> list[tuple[int, ...]]:
-        """All committed attempts (generation, step, attempt), in order: those that anybody applied."""
+        """All committed attempts (generation, step, attempt), in order: those that any worker applied."""
         outcomes = [line for p in self.workers.values() for line in p.marked("outcome")]
         return sorted({tuple(line["round"]) for line in outcomes if line["committed"]})
 
@@ -311,7 +314,7 @@ class Group:
         return taken
 
     def stalls_s(self, at_s: float) -> dict[str, float]:
-        """Of each worker that lived on: seconds from its last commit before `at_s` to its next one."""
+        """Of each surviving worker: seconds from its last commit before `at_s` to its next one."""
         stalls_s: dict[str, float] = {}
         for name, program in self.workers.items():
             commits_s = [line["at_s"] for line in program.marked("outcome") if line["committed"]]

@@ -1,4 +1,4 @@
-"""`exchange="auto"` in real processes: one choice, from what was measured on limited lines, for all who come.
+"""`exchange="auto"` in real processes: one choice, measured on limited links, for all workers.
 
 19,592 parameters are 78 kB: over 4 Mbit/s a ring of three takes a fifth of a second, sparse payloads a few
 milliseconds, and a batch of these is computed in one.
@@ -18,19 +18,21 @@ JOB = {"exchange": "auto", "batch_size": 8, "steps": 250, "samples": 2000, "seed
 DEATH = {"die": "apply", "die_step": 5, "die_rank": 2, "die_of": 3}
 
 
-def test_a_thin_line_makes_the_exchange_sparse_for_all(new_group) -> None:
+def test_a_slow_link_makes_the_exchange_sparse_for_all(new_group) -> None:
     with new_group(min_workers=3, codes=frozenset({0, KILLED})) as group:
-        late, held = group.gate(), group.gate()
+        late, step = group.gate(), group.gate()
         for name in ("anna", "bert", "carl"):
-            group.add(name, flags=LIMITED, step_gate=held.path, held_step=12, **JOB | DEATH)
+            group.add(name, flags=LIMITED, step_gate=step.path, gated_step=12, **JOB | DEATH)
         group.add("dora", flags=LIMITED, join_gate=late.path, **JOB)
         first = [group.workers[name] for name in ("anna", "bert", "carl")]
-        group.wait("two that hold", lambda: sum(bool(program.marked("holding")) for program in first) == 2)
+        group.wait("two at the gate", lambda: sum(bool(program.marked("at gate")) for program in first) == 2)
         late.open()
-        # It has measured its lines: all steps that are left are over in a few seconds.
-        group.wait("the newcomer", lambda: any("dora" in told["names"] for told in group.events("following")))
-        held.open()
-        held.open()
+        # It has measured its links; the remaining steps take a few seconds.
+        group.wait(
+            "the newcomer", lambda: any("dora" in event["names"] for event in group.events("following"))
+        )
+        step.open()
+        step.open()
         ends = group.finish()
         opened, *chosen = [fields["exchange"] for fields in group.events("generation")]
 
@@ -40,7 +42,7 @@ def test_a_thin_line_makes_the_exchange_sparse_for_all(new_group) -> None:
     (used,) = {end["used"] for end in ends}
     assert "TopK(density=0.05" in used
     assert opened == "not chosen yet"
-    # Whichever of the two sparse ones it was: it said so with the others' times, and stayed.
+    # Either of the two sparse exchanges: the log names it with the times of the others, and it stays.
     assert len({text.partition(":")[0] for text in chosen}) == 1
     assert "TopK(density=0.05" in chosen[0] and "dense " in chosen[0]
     assert all(program.marked("round")[0]["round"][0] > 1 for program in first), "none before the choice"

@@ -1,4 +1,4 @@
-"""The coordinator dies, its disk fills up, it is replaced by a standby: the run goes on with nothing lost."""
+"""The coordinator dies, its disk fills up, or a standby replaces it: the run continues without a loss."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from gridtrain_coordinator.journal.backups import JOURNAL
 pytestmark = pytest.mark.integration
 
 KILLED, STOPPED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
-MORTAL = (sys.executable, str(Path(__file__).parent / "scripts" / "mortal.py"))
-SAMPLES, HELD = 800, 12
+DYING_COORDINATOR = (sys.executable, str(Path(__file__).parent / "scripts" / "dying_coordinator.py"))
+SAMPLES, GATED_STEP = 800, 12
 JOB = {"exchange": "dense", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
 
 
@@ -37,9 +37,9 @@ def assert_every_sample_once(group) -> None:
 
 
 def commits(group, *names: str) -> int:
-    """Committed attempts that these workers have told of, the fewest."""
-    told = [group.workers[name].marked("outcome") for name in names or group.workers]
-    return min(sum(line["committed"] for line in lines) for lines in told)
+    """The smallest number of committed attempts that one of these workers has reported."""
+    outcomes = [group.workers[name].marked("outcome") for name in names or group.workers]
+    return min(sum(line["committed"] for line in lines) for lines in outcomes)
 
 
 def journal(folder: Path) -> list[tuple]:
@@ -49,24 +49,24 @@ def journal(folder: Path) -> list[tuple]:
         ).fetchall()
 
 
-def test_killed_at_every_transaction_it_goes_on(new_group) -> None:
-    """Before an entry is durable, after it, and when all were told; in the first generation and later."""
-    points = [(point, number) for number in (1, 2, 3) for point in ("before", "after", "told")]
+def test_a_coordinator_killed_at_any_transaction_continues_the_run(new_group) -> None:
+    """Before an entry is durable, after, and after its messages; in the first generation and later."""
+    points = [(point, number) for number in (1, 2, 3) for point in ("before", "after", "sent")]
     with new_group(min_workers=3) as group:
-        door, step = group.gate(), group.gate()
+        join, step = group.gate(), group.gate()
         for name in ("anna", "bert", "clara"):
-            held = {"held_step": HELD, "step_gate": step.path} if name == "anna" else {}
-            group.add(name, **JOB, **held, join_gate=door.path)
+            gated = {"gated_step": GATED_STEP, "step_gate": step.path} if name == "anna" else {}
+            group.add(name, **JOB, **gated, join_gate=join.path)
         group.wait("all", lambda: all(p.marked("loaded") for p in group.workers.values()))
         group.kill_coordinator()
         for _ in group.workers:
-            door.open()
+            join.open()
         for point, number in points:
-            group.start_coordinator(program=(*MORTAL, point, str(number)))
+            group.start_coordinator(program=(*DYING_COORDINATOR, point, str(number)))
             group.await_death()
             assert group.coordinator.code == -signal.SIGKILL, (point, number)
         group.start_coordinator()
-        group.wait("step 12 at anna", lambda: bool(group.workers["anna"].marked("holding")))
+        group.wait("step 12 at anna", lambda: bool(group.workers["anna"].marked("at gate")))
         step.open()
         ends = group.finish()
         verdicts = journal(group.folder)
@@ -78,30 +78,30 @@ def test_killed_at_every_transaction_it_goes_on(new_group) -> None:
     assert len(verdicts) == len({row[1] for row in verdicts}), "no generation twice"
 
 
-def test_killed_at_any_time_training_goes_on_until_a_member_fails(new_group) -> None:
-    """One member takes so many steps as it is let, so that "meanwhile" is exact."""
+def test_without_a_coordinator_training_goes_on_until_a_member_fails(new_group) -> None:
+    """A gate lets one member take a given number of steps, so that the test knows what happens meanwhile."""
     rng = random.Random(4)
     with new_group(min_workers=3, codes=frozenset({0, KILLED}), more_s=90.0) as group:
         pace = group.gate()
 
-        def let(steps: int) -> None:
-            """So many more steps, told by all."""
+        def train_steps(steps: int) -> None:
+            """Wait until all have reported this many more steps."""
             until = commits(group) + steps
             for _ in range(steps):
                 pace.open()
             group.wait(f"commit {until}", lambda: commits(group) >= until)
 
         for name in ("anna", "bert", "clara"):
-            held = {"held_from": 2, "step_gate": pace.path} if name == "anna" else {}
-            group.add(name, **(JOB | {"global_batch_size": 20, "batch_size": None, "frozen": True}), **held)
+            gated = {"gated_from": 2, "step_gate": pace.path} if name == "anna" else {}
+            group.add(name, **(JOB | {"global_batch_size": 20, "batch_size": None, "frozen": True}), **gated)
         group.wait("two steps", lambda: commits(group) == 2)
         for restart in range(1, 3):
-            let(rng.randrange(1, 4))
+            train_steps(rng.randrange(1, 4))
             group.kill_coordinator()
-            let(rng.randrange(2, 5))
+            train_steps(rng.randrange(2, 5))
             group.start_coordinator()
             group.wait("a generation", lambda: len(group.events("training")) > restart)  # noqa: B023
-        let(1)
+        train_steps(1)
         group.kill_coordinator()
         clara = group.workers.pop("clara")
         os.kill(script_of(clara), signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_killed_at_any_time_training_goes_on_until_a_member_fails(new_group) -> 
         ends = group.finish()
     assert "only the coordinator can" in group.workers["anna"].said()
     assert len(ends) == 2 and one_digest(ends)
-    assert len({end["parameters"] for end in ends}) == 1, "the frozen ones, too"
+    assert len({end["parameters"] for end in ends}) == 1, "the frozen parameters, too"
     assert_every_sample_once(group)
 
 
@@ -134,26 +134,26 @@ def test_a_standby_from_an_old_backup_takes_over(new_group, tmp_path: Path) -> N
     backups = tmp_path / "backups"
     with new_group(min_workers=2, flags=("--backup-to", str(backups), "--backup-every", "0.1")) as group:
         step, second = group.gate(), group.gate()
-        # Enrolled before the backup is taken: a standby lets in whom it knows.
-        door = group.gate()
-        group.add("anna", **JOB, held_step=HELD, step_gate=step.path)
+        # Enrolled before the backup is taken: a standby admits the workers of its backup.
+        join = group.gate()
+        group.add("anna", **JOB, gated_step=GATED_STEP, step_gate=step.path)
         group.add("bert", **JOB)
-        clara = group.add("clara", **JOB, join_gate=door.path, held_step=20, step_gate=second.path)
+        clara = group.add("clara", **JOB, join_gate=join.path, gated_step=20, step_gate=second.path)
         group.wait(
-            "step 12", lambda: bool(group.workers["anna"].marked("holding") and clara.marked("loaded"))
+            "step 12", lambda: bool(group.workers["anna"].marked("at gate") and clara.marked("loaded"))
         )
         group.wait("a backup of generation 1", lambda: journal_says(backups, 1), look_every_s=0.1)
         group.kill_coordinator()
         shutil.copytree(backups, tmp_path / "old")
         group.start_coordinator()
-        door.open()
+        join.open()
         group.wait("clara's joining", lambda: any(f["workers"] == 3 for f in group.events("generation")))
         step.open()
         group.wait("clara", lambda: any(f["workers"] == 3 for f in group.events("training")))
-        group.wait("step 20", lambda: bool(clara.marked("holding")))
+        group.wait("step 20", lambda: bool(clara.marked("at gate")))
         group.kill_coordinator()
         group.start_coordinator("--from-backup", str(tmp_path / "old"), state=tmp_path / "standby")
-        group.wait("its members' word", lambda: bool(group.events("recalled")))
+        group.wait("the members' reports", lambda: bool(group.events("recalled")))
         second.open()
         ends = group.finish()
         made = journal(tmp_path / "standby")
@@ -161,8 +161,8 @@ def test_a_standby_from_an_old_backup_takes_over(new_group, tmp_path: Path) -> N
     (recalled,) = group.events("recalled")
     assert recalled["workers"] == 3 and recalled["generation"] > 1
     terms = [fields["term"] for fields in group.events("started")]
-    assert terms == [1, 2, 2], "as the backup had it"
-    assert made[-1][0] == recalled["term"] == 3, "and then above the one that the members know"
+    assert terms == [1, 2, 2], "as in the backup"
+    assert made[-1][0] == recalled["term"] == 3, "and then above the term that the members know"
     assert len(ends) == 3 and one_digest(ends)
     assert_every_sample_once(group)
 
@@ -174,7 +174,7 @@ def journal_says(backups: Path, generation: int) -> bool:
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A file system of 2 MB of its own."""
+    """A separate file system of 2 MB."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system")
     folder = tmp_path / "disk"
@@ -185,31 +185,31 @@ def small_disk(tmp_path: Path):
     subprocess.run(("umount", "-l", str(folder)), check=True)
 
 
-def test_a_full_disk_costs_decisions_and_checkpoints_but_nothing_else(new_group, small_disk: Path) -> None:
+def test_a_full_disk_stops_only_decisions_and_checkpoints(new_group, small_disk: Path) -> None:
     (small_disk / "state").mkdir()
     with new_group(min_workers=2, state=small_disk / "state") as group:
-        door, step = group.gate(), group.gate()
+        join, step = group.gate(), group.gate()
         checkpoints = small_disk / "checkpoints"
         flags = ("--state-dir", str(checkpoints), "--checkpoint-every", "10")
-        anna = group.add("anna", **JOB, held_from=HELD, step_gate=step.path, flags=flags)
+        anna = group.add("anna", **JOB, gated_from=GATED_STEP, step_gate=step.path, flags=flags)
         group.add("bert", **JOB)
-        clara = group.add("clara", **JOB, join_gate=door.path)
-        group.wait("step 12", lambda: bool(anna.marked("holding") and clara.marked("loaded")))
-        # Whole: one that fails half-way would leave room.
+        clara = group.add("clara", **JOB, join_gate=join.path)
+        group.wait("step 12", lambda: bool(anna.marked("at gate") and clara.marked("loaded")))
+        # A complete checkpoint: one that fails half-way would leave room.
         group.wait("a checkpoint", lambda: any(checkpoints.glob("step-*")), look_every_s=0.1)
         filler = small_disk / "filler"
         with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
             while True:
                 file.write(bytes(1 << 12))
         before = commits(group, "anna", "bert")
-        for _ in range(10):  # the next one is due at step 20
+        for _ in range(10):  # the next checkpoint is due at step 20
             step.open()
         group.wait("a checkpoint that fails", lambda: "cannot be written to" in anna.said())
-        door.open()
+        join.open()
         group.wait("no room", lambda: bool(group.events("no_room")))
-        picture = group.operator("status", "--json")
-        assert '"phase": "paused"' in picture or '"phase":"paused"' in picture
-        assert "the disk is full" in picture
+        status = group.operator("status", "--json")
+        assert '"phase": "paused"' in status or '"phase":"paused"' in status
+        assert "the disk is full" in status
         made = len(group.events("generation"))
         filler.unlink()
         group.wait("room", lambda: bool(group.events("room_again")))
@@ -225,21 +225,21 @@ def test_a_full_disk_costs_decisions_and_checkpoints_but_nothing_else(new_group,
     assert not group.former, "one coordinator all the time"
 
 
-def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
-    """From the very bits of the checkpoint; what came after it is told as a rollback.
+def test_a_run_resumes_with_another_number_of_workers(new_group) -> None:
+    """They start from the exact bits of the checkpoint, and report the lost steps as a rollback.
 
-    It is the first one: another would be later than step 20 where the one before is still being written.
+    It is the first checkpoint: a later one could be skipped while the one before is still being written.
     """
     flags = ("--checkpoint-every", "20")
     job = JOB | {"exchange": "dense", "batch_size": None, "global_batch_size": 16}
     with new_group(min_workers=2, codes=frozenset({0, STOPPED})) as group:
         step = group.gate()
         stopped = [
-            group.add(name, **job, held_step=24, step_gate=step.path, flags=flags)
+            group.add(name, **job, gated_step=24, step_gate=step.path, flags=flags)
             for name in ("anna", "bert")
         ]
-        group.wait("step 24", lambda: all(worker.marked("holding") for worker in stopped))
-        for _ in range(20):  # until both have told of their steps; each question takes a process's start
+        group.wait("step 24", lambda: all(worker.marked("at gate") for worker in stopped))
+        for _ in range(20):  # until both have reported their steps; each query starts a process
             if json.loads(group.operator("status", "--json"))["step"] == 24:
                 break
 
@@ -255,7 +255,7 @@ def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
         group.kill_coordinator()
         group.start_coordinator("--min-workers", "3")
         first, second = (checkpoint_store.read(path) for path in paths)
-        kept = serialization.model_tensors(first.document, first.tensors)
+        stored = serialization.model_tensors(first.document, first.tensors)
         gate = group.gate()
         resumed = [
             group.add(name, **job, flags=flags, join_gate=gate.path) for name in ("clara", "dora", "emil")
@@ -268,7 +268,7 @@ def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
     assert first.position == second.position
     begun = [worker.marked("begin")[0] for worker in resumed]
     assert {line["step"] for line in begun} == {20}
-    bits = blake2b(b"".join(nested_values.tensor_bytes(x).tobytes() for x in kept.values()), digest_size=16)
+    bits = blake2b(b"".join(nested_values.tensor_bytes(x).tobytes() for x in stored.values()), digest_size=16)
     assert {line["parameters"] for line in begun} == {bits.hexdigest()}
     assert group.events("rollback") == [{"from": 24, "to": 20}]
     assert len(ends) == 3 and one_digest(ends) and ends[0]["step"] == SAMPLES // 16

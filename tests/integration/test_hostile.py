@@ -1,11 +1,11 @@
-"""A hostile member among real processes: she is put out, and the others lose no more than the step.
+"""A hostile member among real processes: it is removed, and the others lose no more than one step.
 
 anna, bert, carl   .... train ............................................................. and are equal
-mallory, key 1          joins, 2 lawful steps, attack 1, out, joins again ... kicked
+mallory, key 1          joins, 2 correct steps, attack 1, out, joins again ... kicked
 mallory, key 2                                                                       joins, ... kicked
 
-One run for all attacks, each with a key of its own; what every one of them cost is read from what the honest
-said.  The second run lacks some defences: there the same attacks succeed.
+One run for all attacks, each with its own key; the output of the honest workers shows what each attack cost.
+The second run lacks some defences: there the same attacks succeed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ HONEST = ("anna", "bert", "carl")
 WARM_UP_STEPS = 5
 STEPS_AFTERWARDS = 20
 ATTACK_S = 90.0
-"""Longest time for one attack, with all its lives."""
+"""Longest time for one attack, with all its memberships."""
 
 OUT_S = 0.5
-"""The others hear of it so much later than she."""
+"""The others learn of a removal up to this much later than the attacker."""
 
 MEMORY_MIB = 192.0 + 64.0 + 3 * 64.0 + 32.0
 """What a peer may have under way to us (`dialer.MAX_UNREAD_BYTES`), what arrives between two checks of that
-(`zeromq_transport.CHECK_INTERVAL_S`, at 256 MiB/s), one message of the largest kind as it came, decrypted,
-and handed on, and what a process that goes on training for minutes allocates besides."""
+(`zeromq_transport.CHECK_INTERVAL_S`, at 256 MiB/s), one message of the largest kind as received,
+decrypted, and decoded, and what a process that trains for minutes allocates besides."""
 
 PROVABLE = {
     "illegal": "only the coordinator may send it|which a worker may not send",
@@ -56,26 +56,26 @@ PROVABLE = {
     "bad-indices": "sparse payload has [0-9]+ bytes",
     "held": "the largest of this run has|sends far more than this worker reads",
 }
-"""Attacks, and what is said of whoever makes them."""
+"""Attacks, and the reason for which the attacker is removed."""
 
 UNPROVABLE = {
     "flapping": "lost connections 4 times within 30 s",
     "no-votes": "delayed step [0-9]+ 3 times: .* voted NO: on purpose",
     "false-votes": "delayed step [0-9]+ 3 times: .* updates differ",
 }
-"""What an honest member with a broken machine does as well: no strike, but the others go on without it."""
+"""What an honest member with a broken machine does as well: no violation, but the others go on without it."""
 
 
 HARMLESS = ("pings",)
-"""Nobody reads so fast that it becomes an offence on every machine; then it must cost little."""
+"""Not every machine reads fast enough for this to become a violation; then it must cost little."""
 
 STEPS_PER_S = 2.0
-"""Of the honest, at least, under a harmless attack; left alone they make ten times as many."""
+"""At least, by honest workers under a harmless attack; without one they make ten times as many."""
 
 
 @dataclass
-class Life:
-    """Of a hostile member, from the first word of an attack until she was out."""
+class Membership:
+    """Of a hostile member, from the first message of an attack until its removal."""
 
     code: str
     reason: str
@@ -84,27 +84,27 @@ class Life:
 
 
 @dataclass
-class Account:
-    """Of one attack."""
+class AttackResult:
+    """What one attack did."""
 
-    lives: list[Life] = field(default_factory=list)
+    memberships: list[Membership] = field(default_factory=list)
     kicked: bool = False
 
 
 @dataclass
-class Told:
-    """What is left of a run."""
+class RunResult:
+    """What a run with attacks left."""
 
-    accounts: dict[str, Account]
-    strikes: list[dict[str, Any]]
+    attacks: dict[str, AttackResult]
+    violations: list[dict[str, Any]]
     members: dict[str, int]
     digests: dict[int, set[str]]
     steps_afterwards: int
     memory_mib: dict[str, tuple[float, float]]
 
 
-def run(group: Group, attacks: list[str], orders: dict[str, Any], **options: Any) -> Told:
-    """Until the last attack is over, and the honest have gone on for some steps."""
+def run(group: Group, attacks: list[str], orders: dict[str, Any], **options: Any) -> RunResult:
+    """Run until the last attack is over, and the honest workers have made some more steps."""
     for name in HONEST:
         if name not in group.workers:
             group.add(name, exchange="gtopk", **options)
@@ -123,28 +123,28 @@ def run(group: Group, attacks: list[str], orders: dict[str, Any], **options: Any
         group.wait_until_over(mallory, number)
     then = {name: group.steps(name) for name in HONEST}
     group.wait("more steps", lambda: all(group.steps(n) >= then[n] + STEPS_AFTERWARDS for n in HONEST))
-    picture = group.members()
-    return Told(
-        accounts_of(group, mallory.lines),
-        picture["door"]["strikes"],
-        {member["name"]: member["strikes"] for member in picture["members"]},
+    status = group.members()
+    return RunResult(
+        attack_results(group, mallory.lines),
+        status["door"]["strikes"],
+        {member["name"]: member["strikes"] for member in status["members"]},
         group.digests(),
         min(group.steps(name) - then[name] for name in HONEST),
         {name: (before[name], peak_mib(pid)) for name, pid in honest.items()},
     )
 
 
-def accounts_of(group: Group, lines: list[dict[str, Any]]) -> dict[str, Account]:
-    accounts: dict[str, Account] = {}
+def attack_results(group: Group, lines: list[dict[str, Any]]) -> dict[str, AttackResult]:
+    results: dict[str, AttackResult] = {}
     began_s: float | None = None
     for line in lines:
         if line.get("mark") not in ("attack", "out", "over"):
             continue
-        account = accounts.setdefault(line["attack"], Account())
+        result = results.setdefault(line["attack"], AttackResult())
         if line["mark"] == "attack":
             began_s = line["at_s"]
         elif line["mark"] == "over":
-            account.kicked = line["kicked"]
+            result.kicked = line["kicked"]
         elif began_s is not None:
             hit: dict[int, set[int]] = {}
             for generation, step, _ in group.aborted(began_s, line["at_s"] + OUT_S):
@@ -153,16 +153,16 @@ def accounts_of(group: Group, lines: list[dict[str, Any]]) -> dict[str, Account]
                 o for o in group.outcomes("anna") if o["committed"] and began_s <= o["at_s"] <= line["at_s"]
             ]
             rate = len(committed) / (line["at_s"] - began_s)
-            account.lives.append(Life(line["code"], line["reason"], hit, rate))
+            result.memberships.append(Membership(line["code"], line["reason"], hit, rate))
             began_s = None
-    return accounts
+    return results
 
 
-# -- defended ----------------------------------------------------------------------------------------
+# -- with all defences -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def defended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def defended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunResult]:
     with Group(tmp_path_factory.mktemp("defended"), workers=3) as group:
         orders = {
             "memberships": dict.fromkeys([*UNPROVABLE, *HARMLESS], 1),
@@ -172,48 +172,48 @@ def defended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
 
 
 @pytest.mark.parametrize("attack", PROVABLE)
-def test_she_is_put_out_for_good(defended: Told, attack: str) -> None:
-    account = defended.accounts[attack]
-    print(account)
-    assert account.kicked and 1 <= len(account.lives) <= 3
-    found = [line for line in defended.strikes if re.search(PROVABLE[attack], str(line["said"]))]
-    assert any(line["strikes"] >= 3 for line in found), "`gridtrain members` shows what was held against her"
+def test_a_hostile_member_is_removed_for_good(defended: RunResult, attack: str) -> None:
+    result = defended.attacks[attack]
+    print(result)
+    assert result.kicked and 1 <= len(result.memberships) <= 3
+    found = [line for line in defended.violations if re.search(PROVABLE[attack], str(line["said"]))]
+    assert any(line["strikes"] >= 3 for line in found), "`gridtrain members` shows the violations"
 
 
 @pytest.mark.parametrize("attack", UNPROVABLE)
-def test_the_others_go_on_without_her(defended: Told, attack: str) -> None:
-    first = defended.accounts[attack].lives[0]
+def test_the_others_go_on_without_a_member_that_delays_them(defended: RunResult, attack: str) -> None:
+    first = defended.attacks[attack].memberships[0]
     assert first.code == "dismissed" and re.search(UNPROVABLE[attack], first.reason), first
 
 
 @pytest.mark.parametrize("attack", HARMLESS)
-def test_the_others_hardly_notice(defended: Told, attack: str) -> None:
-    (only,) = defended.accounts[attack].lives
+def test_a_harmless_attack_leaves_the_others_most_of_their_speed(defended: RunResult, attack: str) -> None:
+    (only,) = defended.attacks[attack].memberships
     print(only)
     assert only.code == "offence" or only.committed_per_s >= STEPS_PER_S
 
 
 @pytest.mark.parametrize("attack", [*PROVABLE, *UNPROVABLE])
-def test_the_others_lose_no_more_than_the_step(defended: Told, attack: str) -> None:
-    """With it ends the generation in which she was a member."""
-    hit = [life.steps_hit for life in defended.accounts[attack].lives]
-    assert all(len(steps) == 1 for life in hit for steps in life.values()), hit
+def test_the_others_lose_no_more_than_the_step(defended: RunResult, attack: str) -> None:
+    """The generation of which the attacker was a member ends with that step."""
+    hit = [membership.steps_hit for membership in defended.attacks[attack].memberships]
+    assert all(len(steps) == 1 for by_generation in hit for steps in by_generation.values()), hit
 
 
-def test_the_others_are_equal_and_go_on(defended: Told) -> None:
+def test_the_others_are_equal_and_go_on(defended: RunResult) -> None:
     assert defended.steps_afterwards >= STEPS_AFTERWARDS
     assert len(defended.digests) > STEPS_AFTERWARDS
     assert {step: len(models) for step, models in defended.digests.items() if len(models) != 1} == {}
     assert {name: defended.members.get(name) for name in HONEST} == dict.fromkeys(HONEST, 0)
 
 
-def test_nobody_elses_memory_grows(defended: Told) -> None:
+def test_the_memory_of_the_others_stays_bounded(defended: RunResult) -> None:
     print(defended.memory_mib)
     for name, (before_mib, peak) in defended.memory_mib.items():
         assert peak <= before_mib + MEMORY_MIB, name
 
 
-# -- and without ---------------------------------------------------------------------------------------
+# -- without some defences ---------------------------------------------------------------------------
 
 HUB_LACKS = ("three-strikes", "hoard")
 LIVES, VICTIM = 4, "coordinator"
@@ -222,18 +222,18 @@ ENDLESS_S = 25.0
 
 
 @pytest.fixture(scope="module")
-def undefended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def undefended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunResult]:
     with Group(tmp_path_factory.mktemp("undefended"), workers=3, without=HUB_LACKS) as group:
         orders = {"memberships": {"twice": LIVES}, "seconds": {"endless": ENDLESS_S}, "victim": VICTIM}
         yield run(group, ["twice", "endless"], orders)
 
 
-def test_without_three_strikes_she_comes_back_for_ever(undefended: Told) -> None:
-    account = undefended.accounts["twice"]
-    assert [life.code for life in account.lives] == ["offence"] * LIVES and not account.kicked
+def test_without_a_limit_of_violations_a_hostile_member_rejoins_for_ever(undefended: RunResult) -> None:
+    result = undefended.attacks["twice"]
+    assert [membership.code for membership in result.memberships] == ["offence"] * LIVES and not result.kicked
 
 
-def test_without_a_bound_on_what_cannot_be_read_memory_grows(undefended: Told) -> None:
+def test_without_a_bound_on_unread_messages_memory_grows(undefended: RunResult) -> None:
     before_mib, peak = undefended.memory_mib["coordinator"]
     assert peak > before_mib + MEMORY_MIB
 
@@ -244,15 +244,15 @@ BURSTS = 20
 
 
 def coordinator_after_bursts(folder: Path, without: Sequence[str]) -> int | None:
-    """A guest, who has only an invitation, sends a burst and resets; the coordinator's exit code, if any."""
+    """A peer with only an invitation sends bursts and resets; returns the coordinator's exit code, if any."""
     with Group(folder, workers=1, without=without) as group:
         invitation = parse(group.invitation())
         host, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
-        guest = Identity.from_secret(invitation.token)
-        hello = encode(m.Hello(guest.public, m.PROTOCOL_VERSION, "guest"))
+        pending = Identity.from_secret(invitation.token)
+        hello = encode(m.Hello(pending.public, m.PROTOCOL_VERSION, "guest"))
         for _ in range(BURSTS):
             with suppress(OSError, Refused):
-                connection = CurveConnection(guest, invitation.coordinator, host, int(port))
+                connection = CurveConnection(pending, invitation.coordinator, host, int(port))
                 connection.send(hello)
                 connection.burst_and_reset(encode(m.Ping(1)), 100)
         with suppress(subprocess.TimeoutExpired):
@@ -264,5 +264,5 @@ def test_a_burst_and_a_reset_do_not_end_the_coordinator(tmp_path: Path) -> None:
     assert coordinator_after_bursts(tmp_path, ()) is None
 
 
-def test_with_a_bounded_queue_they_do(tmp_path: Path) -> None:
+def test_with_a_bounded_receive_queue_they_do(tmp_path: Path) -> None:
     assert coordinator_after_bursts(tmp_path, ("receive-queue",)) == -signal.SIGABRT

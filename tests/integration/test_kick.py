@@ -1,6 +1,6 @@
-"""Workers that the run's owner puts out: their scripts end with the reason, and the others go on.
+"""Workers that the run's owner removes: their scripts end with the reason, and the others go on.
 
-anna   step 10: holds ....................... goes on            to the end
+anna   step 10: waits ....................... goes on            to the end
 bert   .......... waits for her ............. goes on            to the end    (called anna, too: anna-2)
 clara  ..... kicked ... old invitation: no ... new one: is back  to the end
 dora   ..... banned ... old and new invitation: no
@@ -32,19 +32,19 @@ BANNED = "ask the run's owner to lift the ban (gridtrain unban {}) and to send a
 def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
     with new_group(min_workers=4, codes=frozenset({FINE, REFUSED})) as group:
         gate = group.gate()
-        anna = group.add("anna", **JOB, held_step=STEP, step_gate=gate.path)
+        anna = group.add("anna", **JOB, gated_step=STEP, step_gate=gate.path)
         bert = group.add("bert", **JOB, flags=("--name", "anna"))
         for name in ("clara", "dora"):
             group.add(name, **JOB)
-        group.wait("step 10 at anna", lambda: bool(anna.marked("holding")))
-        assert_two_of_one_name_are_told_apart(group, anna, bert)
+        group.wait("step 10 at anna", lambda: bool(anna.marked("at gate")))
+        assert_workers_of_one_name_are_distinguished(group, anna, bert)
 
         assert "is removed; it needs a new invitation" in group.operator(
             "kick", "clara", "--reason", "too slow"
         )
-        assert end_of(group, "clara") == told("too slow", KICKED)
+        assert end_of(group, "clara") == removed("too slow", KICKED)
         group.wait("a generation without clara", lambda: len(group.events("training")) == 2)
-        # Started again she has the same key.  The invitation has uses left, for others.
+        # Started again it has the same key.  The invitation has uses left, for others.
         assert refusal(group, "clara, again") == refused(authorization_rules.removed_refusal("too slow"))
         new = group.operator("invite", "--uses", "2")
         clara = group.add("clara, invited anew", shows=new, **JOB)
@@ -52,9 +52,9 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
 
         assert "is banned until you unban it" in group.operator("ban", "dora", "--reason", "spam")
         dora = next(line["peer"] for line in group.events("joined") if line["name"] == "dora")
-        assert end_of(group, "dora") == told("spam", BANNED.format(dora))
-        told_dora = refusal(group, "dora, again", shows=new)
-        assert told_dora.startswith(f"the run's owner has banned this worker's key {dora}: spam -> ")
+        assert end_of(group, "dora") == removed("spam", BANNED.format(dora))
+        refusal_of_dora = refusal(group, "dora, again", shows=new)
+        assert refusal_of_dora.startswith(f"the run's owner has banned this worker's key {dora}: spam -> ")
         gate.open()
         ends = group.finish()
 
@@ -63,24 +63,24 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
     assert generations[:2] == [(4, 0), (3, STEP)] and generations[-1][0] == 3
     assert len(ends) == 3 and len({(end["digest"], end["step"]) for end in ends}) == 1
     taken = sorted(chain(*group.samples_by_round().values()))
-    assert taken == list(range(SAMPLES)), "what clara and dora had taken was given to others"
+    assert taken == list(range(SAMPLES)), "the samples of clara and dora went to others"
     assert_nothing_secret_was_said(group, new)
 
 
-def assert_two_of_one_name_are_told_apart(group, *both) -> None:
-    """By the coordinator; it says so, both scripts do, and the agent of the one with the number."""
+def assert_workers_of_one_name_are_distinguished(group, *both) -> None:
+    """The coordinator renames one; both scripts and the agent of the renamed worker say so."""
     assert group.events("renamed") == [
         {"name": "anna-2", "asked": "anna", "reason": "another worker is called anna"}
     ]
     said = "\n".join(worker.said() for worker in both)
     assert said.count("another worker of this run is called anna, so this worker is called anna-2") == 1
     assert said.count("it is called anna-2, and this worker is still called anna") == 1
-    told = [line["fields"]["text"] for worker in both for line in worker.lines if line.get("event") == "says"]
-    assert told.count("anna is named anna-2 in this run: gridtrain worker show --worker anna-2") == 1
+    says = [line["fields"]["text"] for worker in both for line in worker.lines if line.get("event") == "says"]
+    assert says.count("anna is named anna-2 in this run: gridtrain worker show --worker anna-2") == 1
 
 
 def end_of(group, name: str) -> str:
-    """What the script of a worker that was put out said last; the agent's own line follows it."""
+    """The last line of a removed worker's script; the agent's own line follows it."""
     worker = group.workers[name]
     group.wait(f"the end of {name}", lambda: worker.code is not None)
     assert worker.code == REFUSED and "Traceback" not in worker.said()
@@ -91,7 +91,7 @@ def end_of(group, name: str) -> str:
     return script[script.index("JoinRefused") :]
 
 
-def told(reason: str, remedy: str) -> str:
+def removed(reason: str, remedy: str) -> str:
     return f"JoinRefused: this worker was removed from the run: {reason} -> {remedy}"
 
 
@@ -100,7 +100,7 @@ def refused(refusal: Refused) -> str:
 
 
 def refusal(group, name: str, **options: str) -> str:
-    """The last word to a worker that is not let in; its script was not started."""
+    """Why a worker is not admitted; its script is not started."""
     worker = group.add(name, **JOB, **options)
     group.wait(f"the end of {name}", lambda: worker.code is not None)
     assert worker.code == REFUSED and not worker.text
@@ -109,7 +109,7 @@ def refusal(group, name: str, **options: str) -> str:
 
 
 def assert_nothing_secret_was_said(group, *invitations: str) -> None:
-    """Neither the coordinator's log nor a worker's output holds a secret key or a token."""
+    """Neither the coordinator's log nor a worker's output has a secret key or a token."""
     tokens = [parse(text).token for text in (group.invitation(), *invitations)]
     files = list(Path(group.folder).rglob("*.key"))
     assert len(files) == 6, "the coordinator's, its operator's, four workers'"

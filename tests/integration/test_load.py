@@ -1,4 +1,4 @@
-"""Load: a member that sends garbage at line rate, and 1,500 strangers at the door.
+"""Load: a member that sends garbage at line rate, and 1,500 strangers that connect.
 
 Bounds that hold on any machine; `python -m hostile` measures what it really costs (docs/reliability.md).
 """
@@ -27,14 +27,14 @@ pytestmark = [
 HONEST = ("anna", "bert", "carl")
 QUIET_S, ATTACK_S = 3.0, 6.0
 LEAST_PROGRESS = 0.5
-"""Of what it was before: the attacker's own computing counts too, on a machine with few cores."""
+"""Fraction of the speed before the attack; the attacker uses some of the cores, too."""
 
 MEMORY_MIB = 100.0
 
 CONNECTIONS, HANDSHAKES_PER_S = 1500, 200
 JOIN_S = 5.0
 DESCRIPTORS = 1200
-"""Fewer than there are silent connections."""
+"""File descriptors of the coordinator: fewer than there are silent connections."""
 
 
 def test_garbage_at_line_rate_for_the_whole_run(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_garbage_at_line_rate_for_the_whole_run(tmp_path: Path) -> None:
         group.wait_until(began_s + QUIET_S)
         gate.open()
         group.wait("the end of her membership", lambda: bool(mallory.marked("over")))
-        stranger_s = time.monotonic()  # from now on she knocks at every door
+        stranger_s = time.monotonic()  # from now on it tries to connect to every peer
         group.wait_until(stranger_s + ATTACK_S)
         quiet = group.steps_between(began_s, began_s + QUIET_S) / QUIET_S
         attacked = group.steps_between(stranger_s, stranger_s + ATTACK_S) / ATTACK_S
@@ -69,13 +69,13 @@ def test_garbage_at_line_rate_for_the_whole_run(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    with Group(tmp_path_factory.mktemp("door"), workers=1, descriptors=DESCRIPTORS) as group:
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    with Group(tmp_path_factory.mktemp("coordinator"), workers=1, descriptors=DESCRIPTORS) as group:
         yield group
 
 
-def besieged(group: Group, kind: str, count: int) -> Program:
-    """By strangers, when all of them have come."""
+def attack(group: Group, kind: str, count: int) -> Program:
+    """Start strangers; return when all of them are connected."""
     key = [group.key().hex()] if kind == "handshakes" else []
     address = group.address().removeprefix("tcp://")
     argv = (sys.executable, "-m", "hostile.strangers", kind, str(count), address, *key, "--from", "others")
@@ -88,31 +88,31 @@ def besieged(group: Group, kind: str, count: int) -> Program:
     ("kind", "count"),
     [("silent", CONNECTIONS), ("greeting", CONNECTIONS), ("handshakes", HANDSHAKES_PER_S)],
 )
-def test_strangers_do_not_delay_an_honest_join(door: Group, kind: str, count: int) -> None:
-    before_mib = rss_mib(door.coordinator.pid)
-    forget_peak(door.coordinator.pid)
-    attacker = besieged(door, kind, count)
-    argv = (sys.executable, "-m", "hostile.newcomer", door.invitation(), "3")
-    newcomer = door.run(f"newcomer beside {kind}", *argv)
-    door.wait("the newcomer", lambda: newcomer.code is not None)
+def test_strangers_do_not_delay_an_honest_join(coordinator: Group, kind: str, count: int) -> None:
+    before_mib = rss_mib(coordinator.coordinator.pid)
+    forget_peak(coordinator.coordinator.pid)
+    attacker = attack(coordinator, kind, count)
+    argv = (sys.executable, "-m", "hostile.newcomer", coordinator.invitation(), "3")
+    newcomer = coordinator.run(f"newcomer beside {kind}", *argv)
+    coordinator.wait("the newcomer", lambda: newcomer.code is not None)
     attacker.end()
     took_s = [line["took_s"] for line in newcomer.marked("joined")]
-    print(took_s, before_mib, peak_mib(door.coordinator.pid))
+    print(took_s, before_mib, peak_mib(coordinator.coordinator.pid))
     assert len(took_s) == 3 and max(took_s) < JOIN_S, newcomer.tail()
-    assert peak_mib(door.coordinator.pid) <= before_mib + MEMORY_MIB
+    assert peak_mib(coordinator.coordinator.pid) <= before_mib + MEMORY_MIB
 
 
-def test_without_a_bound_on_half_open_connections_nobody_else_gets_in(tmp_path: Path) -> None:
+def test_without_a_bound_on_half_open_connections_no_worker_can_connect(tmp_path: Path) -> None:
     with Group(tmp_path, workers=1, descriptors=DESCRIPTORS, without=["half-open"]) as group:
-        besieged(group, "silent", CONNECTIONS)
+        attack(group, "silent", CONNECTIONS)
         host, _, port = group.address().removeprefix("tcp://").rpartition(":")
         with pytest.raises(TimeoutError):
             CurveConnection(Identity.generate(), group.key(), host, int(port), timeout_s=JOIN_S)
 
 
-def test_with_it_even_a_stranger_hears_at_once_that_he_is_refused(door: Group) -> None:
-    attacker = besieged(door, "silent", CONNECTIONS)
-    host, _, port = door.address().removeprefix("tcp://").rpartition(":")
+def test_with_that_bound_even_a_stranger_is_refused_at_once(coordinator: Group) -> None:
+    attacker = attack(coordinator, "silent", CONNECTIONS)
+    host, _, port = coordinator.address().removeprefix("tcp://").rpartition(":")
     with pytest.raises(Refused):
-        CurveConnection(Identity.generate(), door.key(), host, int(port), timeout_s=JOIN_S)
+        CurveConnection(Identity.generate(), coordinator.key(), host, int(port), timeout_s=JOIN_S)
     attacker.end()

@@ -2,7 +2,7 @@
 
 position   0 ...... 63 | 64 ..... 127 | ... | 448 449 | 450 ...      a pass of 450 samples: 7 steps of 64
 step            0             1         ...      7         8         and one of 2, of which ranks 2 and 3
-                                                                     hold nothing
+                                                                     have no samples
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ WORKERS, EPOCHS, SAMPLES, BATCH = 4, 5, 450, 64
 STEPS_A_PASS = 8
 LAST = -2  # the last step with a whole batch
 MOST_DIFFERENCE = 1e-5
-"""Sums of float32 numbers of size 1 in another order: some 2**-24 each; measured 2e-7."""
+"""For sums of float32 numbers of size 1 in another order: some 2**-24 each; measured 2e-7."""
 
 
 @pytest.fixture(scope="module")
 def script() -> dict:
-    """The names of what the workers run."""
+    """The global names of the workers' script."""
     return runpy.run_path(str(Path(__file__).parent / "scripts" / "train.py"))
 
 
 @pytest.fixture(scope="module")
 def group(new_group):
-    """It has ended, and its lines are left."""
+    """A group that has ended, with the lines of its output."""
     with new_group(min_workers=WORKERS) as group:
         for number in range(WORKERS):
             group.add(f"worker-{number}", global_batch_size=BATCH, epochs=EPOCHS, samples=SAMPLES, seed=1)
@@ -83,7 +83,7 @@ def test_every_sample_counts_once_in_each_pass(group) -> None:
 
 
 def test_the_ledger_ends_the_run_and_the_first_worker_exports_the_model(group, script) -> None:
-    """That the coordinator exits with 0 is what `group.finish` waited for."""
+    """`group.finish` waited for the coordinator's exit code 0."""
     (finished,) = group.events("finished")
     assert finished == {"reason": f"{WORKERS} workers reached the end of the run"}
     exported = load_file(group.folder / "final.safetensors")
@@ -94,6 +94,6 @@ def test_the_ledger_ends_the_run_and_the_first_worker_exports_the_model(group, s
 
 
 def rounds_of(group) -> list[list[dict]]:
-    """For each committed attempt in order, what its workers brought."""
+    """The "round" lines of each committed attempt, in order."""
     lines = [line for program in group.workers.values() for line in program.marked("round")]
     return [[line for line in lines if tuple(line["round"]) == name] for name in group.committed()]

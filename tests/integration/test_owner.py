@@ -1,4 +1,4 @@
-"""A volunteer and its worker as real processes: rules are obeyed in the middle of a run, and taken back.
+"""A volunteer's rules with real processes: its worker obeys and drops them in the middle of a run.
 
 coordinator, three workers (owner, one, two), each `gridtrain worker ... -- python train.py`
 """
@@ -55,11 +55,11 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., str]:
-    """Run a command to its end; its output."""
+    """Run a command to its end; return its output."""
 
     def command(*arguments: str) -> str:
         done = subprocess.run(
-            (*CLI, *arguments), capture_output=True, text=True, timeout=WITHIN_S, env=surroundings(tmp_path)
+            (*CLI, *arguments), capture_output=True, text=True, timeout=WITHIN_S, env=environment(tmp_path)
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -67,19 +67,19 @@ def run(tmp_path: Path) -> Callable[..., str]:
     return command
 
 
-def surroundings(folder: Path, **more: str) -> dict[str, str]:
+def environment(folder: Path, **more: str) -> dict[str, str]:
     mine = {name: value for name, value in os.environ.items() if not name.startswith("GRIDTRAIN_")}
     return mine | {"XDG_STATE_HOME": str(folder / "home")} | more
 
 
 def doctor(folder: Path, invitation: str) -> None:
-    """Another machine is looked at while two train: lines are measured, and what it would bring is said."""
+    """Check another machine while two train: its links are measured, and its contribution is estimated."""
     done = subprocess.run(
         (*CLI, "doctor", invitation),
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
-        env=surroundings(folder, XDG_STATE_HOME=str(folder / "another machine")),
+        env=environment(folder, XDG_STATE_HOME=str(folder / "another machine")),
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = {entry["check"]: entry for entry in map(json.loads, done.stdout.splitlines())}
@@ -92,7 +92,7 @@ def doctor(folder: Path, invitation: str) -> None:
     print("\n".join(f"{entry['level']:8} {name:12} {entry.get('text', '')}" for name, entry in found.items()))
 
 
-def until(look: Callable[[], Any], what: str) -> Any:
+def wait_until(look: Callable[[], Any], what: str) -> Any:
     until_s = time.monotonic() + WITHIN_S
     while not (found := look()):
         assert time.monotonic() < until_s, what
@@ -106,16 +106,16 @@ def test_a_volunteers_rules_are_obeyed_in_a_real_group(
     script, flag, sensors = tmp_path / "train.py", tmp_path / "end", tmp_path / "sensors.json"
     script.write_text(TRAIN)
 
-    def feel(**readings: Any) -> None:
+    def report_readings(**readings: Any) -> None:
         partial = sensors.with_suffix(".partial")
         partial.write_text(json.dumps(readings))
         partial.replace(sensors)
 
-    feel(on_battery=False, temperature_C=50)
+    report_readings(on_battery=False, temperature_C=50)
     state = tmp_path / "state"
     place = ("--listen", "tcp://127.0.0.1:0", "--state", str(state), "--min-workers", "3")
     started = subprocess.Popen(
-        (*CLI, "coordinator", *place), stdout=subprocess.PIPE, text=True, env=surroundings(tmp_path)
+        (*CLI, "coordinator", *place), stdout=subprocess.PIPE, text=True, env=environment(tmp_path)
     )
     processes.append(started)
     assert started.stdout is not None
@@ -131,14 +131,14 @@ def test_a_volunteers_rules_are_obeyed_in_a_real_group(
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=surroundings(tmp_path, GRIDTRAIN_SENSORS=str(sensors)),
+                env=environment(tmp_path, GRIDTRAIN_SENSORS=str(sensors)),
             )
             processes.append(process)
 
     def status() -> dict[str, Any]:
-        picture = json.loads(run("status", "--state", str(state), "--json"))
-        assert isinstance(picture, dict)
-        return picture
+        status = json.loads(run("status", "--state", str(state), "--json"))
+        assert isinstance(status, dict)
+        return status
 
     def world() -> int:
         return int(status()["world_size"])
@@ -149,47 +149,49 @@ def test_a_volunteers_rules_are_obeyed_in_a_real_group(
         return shown
 
     def obeyed() -> dict[str, Any]:
-        """What is shown once the script has done as it was told: the coordinator knows that sooner."""
+        """What `show` prints once the script has obeyed; the coordinator knows that sooner."""
         shown = owner("show")
         return shown if shown["obeyed"] and shown["state"] in ("paused", "training") else {}
 
     def logs() -> str:
         return "\n".join(f"{name}:\n{path.read_text()[-2000:]}" for name, path in outputs.items())
 
-    until(lambda: status()["phase"] == "training" and world() == 3, logs())
+    wait_until(lambda: status()["phase"] == "training" and world() == 3, logs())
     owner("set", "battery=pause", "upload=80Mbit")
-    feel(on_battery=True, temperature_C=50)
-    until(lambda: world() == 2, "battery")
-    (line,) = until(lambda: status()["resting"], "it is said who rests")
+    report_readings(on_battery=True, temperature_C=50)
+    wait_until(lambda: world() == 2, "battery")
+    (line,) = wait_until(lambda: status()["resting"], "the status shows the paused worker")
     assert (line["name"], line["reason"]) == ("owner", "paused by its owner: battery")
-    shown = until(obeyed, "it says that it has left")
+    shown = wait_until(obeyed, "the agent shows that it has left")
     assert shown["state"] == "paused" and shown["reason"] == "battery"
     step, moved = status()["step"], shown["moved_today_bytes"]
-    until(lambda: status()["step"] > step + 20, "two go on")
-    assert moved > 0 and owner("show")["moved_today_bytes"] == moved, "not one byte"
+    wait_until(lambda: status()["step"] > step + 20, "two workers go on")
+    assert moved > 0 and owner("show")["moved_today_bytes"] == moved, "no byte is sent while paused"
 
     doctor(tmp_path, run("invite", "--state", str(state)).strip())
-    feel(on_battery=False, temperature_C=50)
-    until(lambda: world() == 3, "it is taken back")
+    report_readings(on_battery=False, temperature_C=50)
+    wait_until(lambda: world() == 3, "it is back")
     assert status()["resting"] == []
-    assert until(obeyed, "it says that it is back")["state"] == "training"
+    assert wait_until(obeyed, "the agent shows that it is back")["state"] == "training"
     owner("pause", "--for", "1h")
-    until(lambda: world() == 2, "the owner's word")
-    assert "on request, until" in until(lambda: status()["resting"], "who rests")[0]["reason"]
+    wait_until(lambda: world() == 2, "the owner's pause")
+    assert "on request, until" in wait_until(lambda: status()["resting"], "the paused worker")[0]["reason"]
     owner("resume")
-    until(lambda: world() == 3, "and back")
+    wait_until(lambda: world() == 3, "it is back again")
     flag.touch()
 
     def models() -> dict[str, set[tuple[str, str]]]:
         pattern = re.compile(r"MODEL (\d+) (\w+)")
         return {name: set(pattern.findall(path.read_text())) for name, path in outputs.items()}
 
-    common = until(lambda: set.intersection(*({step for step, _ in m} for m in models().values())), logs())
+    common = wait_until(
+        lambda: set.intersection(*({step for step, _ in m} for m in models().values())), logs()
+    )
     for step_said in common:
         assert len({digest for m in models().values() for step, digest in m if step == step_said}) == 1
     shown = owner("stop", "--after-step")
     assert shown["stopping"]
     worker = processes[1]
     assert worker.wait(WITHIN_S) == 0, logs()
-    assert outputs["owner"].read_text().count("paused by its owner") == 2, "one process survived it all"
-    until(lambda: world() == 2, "it has left")
+    assert outputs["owner"].read_text().count("paused by its owner") == 2, "one process for all pauses"
+    wait_until(lambda: world() == 2, "it has left")

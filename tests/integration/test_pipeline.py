@@ -1,10 +1,10 @@
 """A model in two stages on real processes: two replicas, of which one loses a member by SIGKILL.
 
-0 1      0        the pipeline that is whole goes on, the fourth worker's partner is spare;
+0 1      0        the complete replica goes on, the fourth worker's partner is a standby;
 2 3  ->  2        every sample is in exactly one committed step
   x
 
-And of three stages with one replica, whose middle one is lost: the model is cut anew over the other two.
+And three stages with one replica, whose middle worker is lost: the other two repartition the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FINE, KILLED = 0, 137
 
 
 def committed(programs: list[Any]) -> dict[int, dict[tuple[int, ...], float]]:
-    """Of each step the batches of its replicas, with the loss that each member saw."""
+    """For each step the batches of its replicas, with the loss that each member reported."""
     steps: dict[int, dict[tuple[int, ...], float]] = {}
     for program in programs:
         for line in program.marked("step"):
@@ -42,7 +42,7 @@ def committed(programs: list[Any]) -> dict[int, dict[tuple[int, ...], float]]:
 
 
 @pytest.mark.parametrize("exchange", ["dense", "gtopk"])
-def test_two_by_two(new_group, exchange: str) -> None:
+def test_two_stages_of_two_replicas_train_as_one_model(new_group, exchange: str) -> None:
     with new_group(min_workers=4) as group:
         programs = [
             group.add(name, script=SCRIPT, exchange=exchange, batch_size=4, epochs=1) for name in NAMES
@@ -56,7 +56,7 @@ def test_two_by_two(new_group, exchange: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_stage_is_killed_and_training_goes_on(new_group, stage: int) -> None:
+def test_training_goes_on_after_a_stage_is_killed(new_group, stage: int) -> None:
     with new_group(min_workers=4, codes=frozenset({FINE, KILLED, -9, 1})) as group:
         programs = [
             group.add(name, script=SCRIPT, exchange="dense", batch_size=4, epochs=1, dies_at=8, stage=stage)
@@ -71,8 +71,8 @@ def test_a_stage_is_killed_and_training_goes_on(new_group, stage: int) -> None:
     assert all(len(set(batches.values())) == 1 for batches in steps.values())
 
 
-def whole(batches: dict[int, tuple[int, ...]]) -> dict[int, float]:
-    """The model in one piece, on the same batches and in the same micro-batches."""
+def unpartitioned(batches: dict[int, tuple[int, ...]]) -> dict[int, float]:
+    """Losses of the unpartitioned model, on the same batches and in the same micro-batches."""
     model = nn.Sequential(*Blueprint(pipeline.layers).build(0, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data, losses = pipeline.Numbered(), {}
@@ -88,7 +88,7 @@ def whole(batches: dict[int, tuple[int, ...]]) -> dict[int, float]:
     return losses
 
 
-def test_two_survivors_of_three_stages_go_on_with_two(new_group) -> None:
+def test_two_survivors_of_three_stages_repartition_the_model(new_group) -> None:
     flags = ("--checkpoint-every", "4")
     with new_group(
         min_workers=3, codes=frozenset({FINE, KILLED, -9, 1}), flags=("--recut-after", "1")
@@ -104,10 +104,10 @@ def test_two_survivors_of_three_stages_go_on_with_two(new_group) -> None:
         ends = group.finish()
         dead = [program for program in programs if program.marked("dies")]
     assert len(dead) == 1 and len(ends) == 2
-    assert sorted(end["stage"] for end in ends) == [0, 1], "two stages have all of it"
+    assert sorted(end["stage"] for end in ends) == [0, 1], "two stages have the whole model"
     last = {line["step"]: line for program in programs for line in program.marked("step")}  # after a rollback
     assert sorted(last) == list(range(SAMPLES // 4))
     batches = {step: tuple(line["samples"]) for step, line in last.items()}
     assert Counter(s for ids in batches.values() for s in ids) == Counter(range(SAMPLES))
-    alone = whole(batches)
+    alone = unpartitioned(batches)
     assert {step: line["loss"] for step, line in last.items()} == pytest.approx(alone, rel=1e-6)

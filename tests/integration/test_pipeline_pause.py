@@ -1,8 +1,8 @@
-"""A volunteer pauses its worker, which alone holds a stage of the model: real processes, the real command.
+"""A volunteer pauses the only worker of a stage: real processes, the real command.
 
 anna   stage 0   ... 11 | 12 |  waits, the reason is shown  | 13  14 ...     every step once, the same losses,
 bert   stage 1   ... 11 | 12 |  paused by its owner         | 13  14 ...     no step goes back
-                        both hold until bert's agent has been told, however long such a command takes to start
+                        both wait until bert's agent has the command, however long it takes to start
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import pytest
 pytestmark = pytest.mark.integration
 
 SCRIPT = Path(__file__).parent / "scripts" / "pipeline_paused.py"
-STEPS, HELD = 200, 12
+STEPS, GATED_STEP = 200, 12
 
 
-def tell(group: Any, *words: str) -> None:
-    """As the owner of that machine would."""
+def command(group: Any, *words: str) -> None:
+    """Run a `gridtrain worker` command as the owner of that machine."""
     done = subprocess.run(
         (sys.executable, "-m", "gridtrain.cli", "worker", *words),
         capture_output=True,
@@ -33,13 +33,13 @@ def tell(group: Any, *words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_paused_stage_is_waited_for_and_comes_back_without_the_loss_of_a_step(new_group: Any) -> None:
+def test_the_run_waits_for_a_paused_stage_and_loses_no_step(new_group: Any) -> None:
     with new_group(min_workers=2) as group:
         gate = group.gate()
-        job = {"steps": STEPS, "held_step": HELD, "step_gate": gate.path}
+        job = {"steps": STEPS, "gated_step": GATED_STEP, "step_gate": gate.path}
         anna, bert = (group.add(name, script=SCRIPT, **job) for name in ("anna", "bert"))
-        group.wait("step 12", lambda: all(worker.marked("holding") for worker in (anna, bert)))
-        tell(group, "pause", "--worker", "bert")
+        group.wait("step 12", lambda: all(worker.marked("at gate") for worker in (anna, bert)))
+        command(group, "pause", "--worker", "bert")
         for _ in (anna, bert):
             gate.open()
         group.wait("the pause", lambda: bool(group.events("paused")))
@@ -48,11 +48,11 @@ def test_a_paused_stage_is_waited_for_and_comes_back_without_the_loss_of_a_step(
             "of 2 has no worker: 1 worker is present, but 2 are needed"
             in group.events("paused")[-1]["reason"]
         )
-        tell(group, "resume", "--worker", "bert")
+        command(group, "resume", "--worker", "bert")
         group.finish()
         assert group.events("rollback") == []
         assert "is held only by this worker" in bert.said()
-    assert HELD <= paused_at < STEPS
+    assert GATED_STEP <= paused_at < STEPS
     for worker in (anna, bert):
         assert [line["step"] for line in worker.marked("step")] == list(range(STEPS))
     assert [line["loss"] for line in anna.marked("step")] == [line["loss"] for line in bert.marked("step")]

@@ -1,4 +1,4 @@
-"""Checkpoints on a real server that speaks S3 (moto's), over a connection that a test can stop."""
+"""Checkpoints on a real S3 server (moto's), over a connection that a test can stop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(grid: gridtrain.Grid) -> tuple[list[int], torch.Tensor]:
 
 
 class Connection(socketserver.BaseRequestHandler):
-    """Forwards what a client sends, until it has sent a part of the object at which the proxy stops."""
+    """Forwards what a client sends, until it has sent that part of an object at which the proxy stops."""
 
     server: Proxy
 

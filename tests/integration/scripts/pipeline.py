@@ -2,7 +2,7 @@
 
     python pipeline.py '{"batch_size": 4, "epochs": 1, "dies_at": 8, "stage": 1}'
 
-`dies_at`: the worker that holds the last seat of `stage` kills itself as it begins this step.
+`dies_at`: the worker of the last replica of `stage` kills itself as it begins this step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(options: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = pipe.step(x, y)
         if loss is None:
-            say("in vain", step=step)
+            say("aborted", step=step)
         else:
             say("step", step=step, loss=loss, stage=pipe.stage, samples=ids.tolist())
     state = serialization.replica_digest(pipe.module, pipe.optimizer).hex() if pipe.stage is not None else ""

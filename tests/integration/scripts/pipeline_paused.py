@@ -1,8 +1,8 @@
 """One worker of a model in two stages, for some steps.  Prints, as JSON, the loss of each, and its stage.
 
-    python pipeline_paused.py '{"steps": 200, "held_step": 12, "step_gate": "/tmp/gate"}'
+    python pipeline_paused.py '{"steps": 200, "gated_step": 12, "step_gate": "/tmp/gate"}'
 
-It stands still before step `held_step`, until there is a byte in the FIFO `step_gate`.
+It waits before step `gated_step`, until there is a byte in the FIFO `step_gate`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import gridtrain
 DATA = [(x, x.sum(-1, keepdim=True)) for x in torch.randn(64, 4, generator=torch.Generator().manual_seed(2))]
 
 
-def main(steps: int, held_step: int, step_gate: str) -> None:
+def main(steps: int, gated_step: int, step_gate: str) -> None:
     torch.set_num_threads(1)
     grid = gridtrain.join()
     pipe = grid.pipeline(
@@ -32,11 +32,11 @@ def main(steps: int, held_step: int, step_gate: str) -> None:
     )
     for x, y in grid.batches(DATA, batch_size=4, steps=steps):
         step = grid.step
-        if step == held_step:
+        if step == gated_step:
             with grid.evaluation(), open(step_gate, "rb", buffering=0) as gate:
-                print(json.dumps({"mark": "holding", "step": step}), flush=True)
+                print(json.dumps({"mark": "at gate", "step": step}), flush=True)
                 gate.read(1)
-            held_step = -1
+            gated_step = -1
         loss = pipe.step(x, y)
         print(json.dumps({"mark": "step", "step": step, "stage": pipe.stage, "loss": loss}), flush=True)
         time.sleep(0.01)  # a step of 10 ms of "computing"

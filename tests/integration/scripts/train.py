@@ -1,19 +1,19 @@
-"""What the workers of these tests run: an ordinary training loop that says what happens to it.
+"""The training script of these tests: an ordinary training loop that reports what happens.
 
     python train.py '{"exchange": "dense", "batch_size": 8, "steps": 200}'      see `Options`
 
 Several arguments are several runs, one after the other: importing torch takes longer than most of them.
 Each line of stdout is one JSON object; `mark` names it, `exchange` the run:
 
-    loaded    torch is imported; the gate, if there is one, is waited for, then the group is joined
+    loaded    torch is imported; next the script waits for its gate, if it has one, and joins the group
     begin     before the first batch: the global step, a digest of the parameters
-    holding   the loop stands still before step `step`, until the gate opens
+    at gate   the loop waits before step `step`, until the gate opens
     round     an attempt at a step begins: `round` = [generation, step, attempt], `samples` in this batch
     outcome   of that attempt; `at_s` is the machine's monotonic clock
     dying     SIGKILL comes now
     end       the ledger ended the run
 
-Not a part of the product: it reaches into the session and the driver, to see rounds and to die in them.
+It uses private attributes of the session and the driver, to see rounds and to die in them.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Options:
     """One JSON object on the command line is one run.
 
     Attributes:
-        invitation: to the run; None: the one that the agent has shown already.
-        seed: of the initial parameters; None: another one in each process.
+        invitation: to the run; None: the one that the agent has used already.
+        seed: of the initial parameters; None: a different one in each process.
         rates: a learning rate schedule, tracked by the grid.
-        join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`, or each
-            step from `held_from` on.
+        join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `gated_step`, or each
+            step from `gated_from` on.
         die: "apply": at the first payload that arrives in step `die_step`; "votes": as the root, when all
-            others have voted YES on it; "restore", "capture": when the group's state is to be loaded, given;
-            "block": when block `die_block` of the state is to be sent.
-        die_rank, die_of: whom it hits, in the first group of `die_of` workers.
+            others have voted YES on it; "restore", "capture": when the worker is to load the group's state,
+            or to send it; "block": when `StateBlock` number `die_block` is to be sent.
+        die_rank, die_of: the rank that dies, in the first group of `die_of` workers.
         width: of the model's middle layer.
         frozen: whether the middle layer is frozen, with the same values in each process.
     """
@@ -68,8 +68,8 @@ class Options:
     rates: bool = False
     join_gate: str = ""
     step_gate: str = ""
-    held_step: int = -1
-    held_from: int = -1
+    gated_step: int = -1
+    gated_from: int = -1
     die: str = ""
     die_step: int = -1
     die_rank: int = -1
@@ -80,7 +80,7 @@ class Options:
 
 
 def say(mark: str, **fields: object) -> None:
-    """One write for one line: two threads cannot mix theirs."""
+    """Print in a single write, so that the lines of two threads do not mix."""
     line = {"mark": mark, "at_s": time.monotonic(), **fields}
     os.write(1, (json.dumps(line) + "\n").encode())
 
@@ -95,7 +95,7 @@ def wait_for_gate(path: str) -> None:
         gate.read(1)
 
 
-# -- what is trained -------------------------------------------------------------------------------
+# -- model and data --------------------------------------------------------------------------------
 
 
 class Points:
@@ -121,7 +121,7 @@ def build_model(seed: int, batch_norm: bool = False, width: int = WIDTH) -> nn.M
 
 
 def build_optimizer(model: nn.Module, exchange: str) -> torch.optim.Optimizer:
-    momentum = 0.9 if exchange == "dense" else 0.0  # the sparse ones bring their own
+    momentum = 0.9 if exchange == "dense" else 0.0  # the sparse exchanges have their own
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=momentum)
 
 
@@ -133,11 +133,11 @@ EXCHANGES = {
 }
 
 
-# -- a witness of every attempt --------------------------------------------------------------------
+# -- recording attempts ----------------------------------------------------------------------------
 
 
-class Witness:
-    """Wraps `session.run`: tells of every attempt, and kills its own process where it was asked to."""
+class AttemptRecorder:
+    """Wraps `session.run`: prints every attempt, and kills its process at the point that `options` name."""
 
     def __init__(self, grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, options: Options) -> None:
         self.batch: list[int] = []
@@ -147,7 +147,7 @@ class Witness:
         if options.die == "restore":
             self._session.tasks._restore = lambda blobs: die()
         elif options.die == "capture":
-            self._session.tasks._capture = lambda picture, whole: die()
+            self._session.tasks._capture = lambda snapshot, whole: die()
         elif options.die == "block":
             transport = self._session.connection.loop._transport
             send = transport.send
@@ -168,7 +168,7 @@ class Witness:
             exchange=self._options.exchange,
             rank=plan.rank,
             of=plan.world_size,
-            samples=self.batch if plan.samples else [],  # else: a stand-in, which counts nothing
+            samples=self.batch if plan.samples else [],  # without samples the batch is a placeholder
             loss=self.loss,
             residual=digest_of(self._optimizer.residual_state().values()),
         )
@@ -180,14 +180,14 @@ class Witness:
         return outcome
 
     def _arm(self, workspace, world_size: int) -> None:
-        """Die in the thread that carries the exchange, at an exact point of it."""
+        """Let the I/O thread die at an exact point of the exchange."""
         if self._options.die == "apply":
             workspace.apply = lambda effect: die()
         elif self._options.die == "votes":
             driver, voters = self._session.connection.loop, set()
             handle = driver._handle
 
-            def hear(event):
+            def handle_or_die(event):
                 if (
                     isinstance(event, MessageReceived)
                     and isinstance(event.message, m.Vote)
@@ -198,7 +198,7 @@ class Witness:
                         die()
                 handle(event)
 
-            driver._handle = hear
+            driver._handle = handle_or_die
 
 
 def digest_of(tensors) -> str:
@@ -227,20 +227,20 @@ def train(options: Options) -> None:
     decay = 0.99 if options.rates else 1.0
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: decay**steps)
     grid.track(scheduler=scheduler)
-    witness = Witness(grid, optimizer, options)
+    recorder = AttemptRecorder(grid, optimizer, options)
     sizes = {"batch_size": options.batch_size, "global_batch_size": options.global_batch_size}
     for x_BF, y_B, indices_B in grid.batches(
         Points(options.samples), **sizes, epochs=options.epochs, steps=options.steps
     ):
-        if not witness.batch:
+        if not recorder.batch:
             say("begin", step=grid.step, parameters=digest_of(model.parameters()))
-        if grid.step == options.held_step or 0 <= options.held_from <= grid.step:
+        if grid.step == options.gated_step or 0 <= options.gated_from <= grid.step:
             with grid.evaluation():
-                say("holding", step=grid.step)
+                say("at gate", step=grid.step)
                 wait_for_gate(options.step_gate)
         loss = nn.functional.cross_entropy(model(x_BF), y_B)
         loss.backward()
-        witness.batch, witness.loss = indices_B.tolist(), loss.item()
+        recorder.batch, recorder.loss = indices_B.tolist(), loss.item()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -1,7 +1,9 @@
-"""A coordinator that SIGKILLs itself at an exact point: `mortal.py before|after N coordinator ...`.
+"""A coordinator that kills itself by SIGKILL at an exact point.
+
+    dying_coordinator.py before|after|sent N coordinator ...
 
 `before`: when it is about to make its N-th journal transaction durable; `after`: when that is durable, and
-nobody was told yet; `told`: when everything of that turn was sent.  All else is the real command.
+nothing of it was sent yet; `sent`: when all messages of that turn were sent.  The rest is the real command.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def append(store, entries):
 
 def carry(coordinator, effects, failed):
     losses = carry_out(coordinator, effects, failed)
-    die(left == 0 and point == "told")
+    die(left == 0 and point == "sent")
     return losses
 
 
