@@ -1,15 +1,13 @@
-"""Seconds of one core for the work of an exchange, measured on this machine: the CPU term of the planner.
+"""Measures the CPU costs of the planner's cost model on this machine, in seconds of one core.
 
-Decides what is timed, and takes the least of several repeats.  Never uses a network but loopback.
-
-    codec + merge    25,600 of 25.6 M entries, as a gTop-k hop at density 0.001 has them
-    selection        the product's own, with its residual, over 25.6 M parameters (less with --quick)
-    dense            add, store and hash of 1 MiB slices, the largest that a ring has
+    codec + merge    25,600 of 25.6 M entries, as in a gTop-k hop with density 0.001
+    selection        selection with residual of 25.6 M parameters (fewer with --quick)
+    dense            add, store and hash of 1 MiB slices, the largest of a ring
     socket           ZeroMQ on loopback, both ends in one process: CPU time, half for each end
-    message, wake,   real members, four tiny exchanges of which the messages differ: see `messages_work`
+    message, wake,   real members, four tiny exchanges with different messages: see `messages_work`
     begin
 
-Prints JSON that predictions.py and paper_table.py take.
+It prints JSON for predictions.py and paper_table.py.
 
 Run:  python benchmarks/calibrate.py [--quick] [--members 2] [--messages]
 """
@@ -53,7 +51,7 @@ KIND = ValueKind.FP16
 
 
 def least_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """The shortest of several runs: what else the machine does only ever adds."""
+    """Return the shortest of several runs, because other work of the machine only adds time."""
     best_s = float("inf")
     for _ in range(repeats):
         began_s = time.perf_counter()
@@ -69,11 +67,11 @@ def sparse_work(rng: np.random.Generator) -> dict[str, float]:
         values = rng.standard_normal(indices.size).astype(np.float32)
         payload = encode(indices, values, n=PARAMETERS, kind=KIND)
         parts.append((payload, decode(payload, n=PARAMETERS, max_entries=ENTRIES, kind=KIND)))
-    (payload, mine), (_, theirs) = parts[:2]
+    (payload, first), (_, second) = parts[:2]
     decoding_s = least_s(lambda: decode(payload, n=PARAMETERS, max_entries=ENTRIES, kind=KIND))
-    merging_s = least_s(lambda: merge(mine, theirs, n=PARAMETERS, k=ENTRIES, kind=KIND))
+    merging_s = least_s(lambda: merge(first, second, n=PARAMETERS, k=ENTRIES, kind=KIND))
     summing_s = least_s(lambda: sum_in_rank_order([part for _, part in parts]))
-    encoding_s = least_s(lambda: encode(mine.indices, mine.values, n=PARAMETERS, kind=KIND))
+    encoding_s = least_s(lambda: encode(first.indices, first.values, n=PARAMETERS, kind=KIND))
     return {
         "encode_entry_s": encoding_s / ENTRIES,
         "decode_entry_s": decoding_s / ENTRIES,
@@ -83,7 +81,7 @@ def sparse_work(rng: np.random.Generator) -> dict[str, float]:
 
 
 def selection(parameters: int) -> dict[str, float]:
-    """On one thread; the first round has no threshold to begin from, and is not counted."""
+    """Measure on one thread; the first round, which has no threshold to start from, is not counted."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -103,40 +101,40 @@ def selection(parameters: int) -> dict[str, float]:
 def dense_work() -> dict[str, float]:
     from hashlib import sha256
 
-    here = np.ones(64 * SLICE_BYTES // 4, np.float32).reshape(64, -1)
-    there = np.ones_like(here)
+    own = np.ones(64 * SLICE_BYTES // 4, np.float32).reshape(64, -1)
+    received = np.ones_like(own)
 
     def add() -> None:
-        for row, other in zip(here, there, strict=True):
+        for row, other in zip(own, received, strict=True):
             row += other
 
     def store() -> None:
-        for row, other in zip(here, there, strict=True):
+        for row, other in zip(own, received, strict=True):
             row[:] = other
 
     def digest() -> None:
-        for row in here:
+        for row in own:
             sha256(row.data).digest()
 
     row = np.random.default_rng(0).standard_normal(SLICE_BYTES // 4).astype(np.float32)
     section = np.frombuffer(encode_slice(row, ValueKind.INT8)[0], np.uint8)
     return {
-        "add_byte_s": least_s(add) / here.nbytes,
-        "store_byte_s": least_s(store) / here.nbytes,
-        "hash_byte_s": least_s(digest) / here.nbytes,
+        "add_byte_s": least_s(add) / own.nbytes,
+        "store_byte_s": least_s(store) / own.nbytes,
+        "hash_byte_s": least_s(digest) / own.nbytes,
         "round_element_s": least_s(lambda: encode_slice(row, ValueKind.INT8)) / row.size,
         "widen_element_s": least_s(lambda: decode_slice(section, row.size, ValueKind.INT8)) / row.size,
     }
 
 
 def socket_work() -> dict[str, float]:
-    small_s, _ = _through(64, 4000, None)
-    big_s, nbytes = _through(SLICE_BYTES, 200, None)
-    sealed_s, _ = _through(SLICE_BYTES, 200, zmq.curve_keypair())
-    byte_s = max(0.0, big_s - small_s) / nbytes / 2
+    small_s, _ = _message_cpu_s(64, 4000, None)
+    large_s, nbytes = _message_cpu_s(SLICE_BYTES, 200, None)
+    encrypted_s, _ = _message_cpu_s(SLICE_BYTES, 200, zmq.curve_keypair())
+    byte_s = max(0.0, large_s - small_s) / nbytes / 2
     return {
         "byte_s": byte_s,
-        "crypt_byte_s": max(0.0, (sealed_s - big_s) / nbytes / 2),
+        "crypt_byte_s": max(0.0, (encrypted_s - large_s) / nbytes / 2),
     }
 
 
@@ -145,16 +143,16 @@ TINY_PARAMETERS = 2000
 
 
 def messages_work(members: int = 2, repeats: int = 30) -> dict[str, float]:
-    """What the messages of real members take, from exchanges of a few bytes (`TINY`) among so many of them.
+    """Measure the costs of messages of real members, with exchanges of a few bytes (`TINY`).
 
-    In the lab's namespaces where they can be had (what the kernel does for a cable counts to the sender),
-    else on loopback; nothing limits the lines.  Of the tiny exchanges
+    It uses the lab's namespaces if they are available (the kernel's work for a link counts for the sender),
+    else loopback, without rate limits.  For the tiny exchanges
         CPU seconds of a member = begin + ends * message
-    and wake is what then lacks until the walk of these exchanges takes as long as they took.
+    and wake is chosen so that the cost model predicts the measured durations.
     """
     tiny_ones = {what: BenchSetting(what, members, TINY_PARAMETERS) for what in TINY}
     large_ones = {name: BenchSetting(what, members, n) for name, (what, n) in LARGE.items()}
-    medians = in_turns(Link(members), tiny_ones | large_ones, repeats)
+    medians = measure_in_turns(Link(members), tiny_ones | large_ones, repeats)
     found = solved(
         members,
         os.cpu_count() or 1,
@@ -169,20 +167,20 @@ LARGE = {
     "sum": ("topk:density=0.01", 2_560_000),
     "ring": ("dense", 500_000),
 }
-"""For what payloads take where they were just received, which is longer than in a loop."""
+"""Exchanges with payloads, whose work takes longer on memory that was just received than in a loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Median:
-    """Of the repeats of one exchange; `cpu_s` and `work_s` of a member in the mean."""
+    """The medians of the repeats of an exchange; `cpu_s` and `work_s` are means of the members."""
 
     seconds: float
     cpu_s: float
     work_s: float
 
 
-def in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: int) -> dict[str, Median]:
-    """The exchanges one after the other, again and again; the first turns find their memory and their way."""
+def measure_in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: int) -> dict[str, Median]:
+    """Measure the exchanges in turn; the first three turns are warm-ups."""
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in settings}
     with (
         tempfile.TemporaryDirectory(prefix="calibrate-") as folder,
@@ -206,9 +204,9 @@ def in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: int) -> 
 
 
 def works(members: int, medians: Mapping[str, Median]) -> dict[str, float]:
-    """Seconds of an entry merged or summed, and of a dense byte, beyond what a tiny exchange takes.
+    """Return the CPU costs of an entry merged or summed, and of a dense byte, beyond those of tiny exchanges.
 
-    Of CPU time: where members share cores, the time in which a payload is worked on has others' turns in it.
+    They are CPU time, because wall time on shared cores includes other members' work.
     """
     hops = count_messages(tiny("gtopk"), members) / members
     entries = 25_600
@@ -216,7 +214,7 @@ def works(members: int, medians: Mapping[str, Median]) -> dict[str, float]:
     summing_s = medians["sum"].cpu_s - medians["topk"].cpu_s
     ring_s = max(0.0, medians["ring"].cpu_s - medians["dense"].cpu_s)
     moved = 4 * LARGE["ring"][1]
-    # Of a byte of the vector (P - 1) / P is added and as much stored, and all of it hashed.
+    # Of each byte of the vector, (P - 1) / P are added, as much is stored, and all is hashed.
     share = (members - 1) / members
     return {
         "merge_entry_s": max(0.0, merging_s / (hops * entries)),
@@ -228,12 +226,12 @@ def works(members: int, medians: Mapping[str, Median]) -> dict[str, float]:
 
 
 def packets_work(repeats: int = 8) -> dict[str, float]:
-    """What a packet takes where a line is slower than the processor: two members, a ring, 50 Mbit/s."""
+    """Measure the cost of a packet on a link slower than the processor: a ring of two at 50 Mbit/s."""
     link = Link(2, "50Mbit")
     if why_no_link(link):
         return {"packet_s": CpuCosts().packet_s}
     n = 500_000
-    slow = in_turns(
+    slow = measure_in_turns(
         link, {"ring": BenchSetting("dense", 2, n), "dense": BenchSetting("dense", 2, 2000)}, repeats
     )
     spent_s = (slow["ring"].cpu_s - slow["ring"].work_s) - (slow["dense"].cpu_s - slow["dense"].work_s)
@@ -248,34 +246,34 @@ def tiny(what: str) -> Workload:
 
 
 def ends_of(what: str, members: int) -> float:
-    """Messages that a member sends or receives, in the mean; with vote and decision."""
+    """Return the mean number of messages that a member sends or receives, with vote and decision."""
     return 2 * (count_messages(tiny(what), members) + 2 * (members - 1)) / members
 
 
 def solved(
     members: int, cores: int, seconds: Mapping[str, float], cpu_s: Mapping[str, float]
 ) -> dict[str, float]:
-    """`begin_s`, `message_s`, `wake_s` from medians of the exchanges in `TINY`, none below 0."""
+    """Return `begin_s`, `message_s` and `wake_s`, at least 0, from medians of the exchanges in `TINY`."""
     ends = np.array([[1.0, ends_of(what, members)] for what in cpu_s])
     begin_s, message_s = np.linalg.lstsq(ends, np.array(list(cpu_s.values())), rcond=None)[0]
-    if message_s <= 0 or begin_s < 0:  # too close to tell apart: all of it is messages
+    if message_s <= 0 or begin_s < 0:  # too close to separate: all of the cost is that of messages
         begin_s = 0.0
         message_s = statistics.fmean(spent_s / ends_of(what, members) for what, spent_s in cpu_s.items())
     found = replace(NO_CPU_COSTS, message_s=float(message_s), begin_s=float(begin_s))
 
-    def walked_s(wake_s: float) -> float:
+    def predicted_s(wake_s: float) -> float:
         cpu, network = replace(found, wake_s=wake_s), uniform_network(members, 0.0, 1e12)
         return sum(exchange_cost(tiny(what), network, cpu, host_cores=cores).exchange_s for what in seconds)
 
-    low, high, wanted_s = 0.0, max(seconds.values()), sum(seconds.values())
+    low, high, measured_s = 0.0, max(seconds.values()), sum(seconds.values())
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if walked_s(middle) < wanted_s else (low, middle)
+        low, high = (middle, high) if predicted_s(middle) < measured_s else (low, middle)
     return {"message_s": found.message_s, "wake_s": low, "begin_s": found.begin_s}
 
 
-def _through(nbytes: int, messages: int, keys: tuple[bytes, bytes] | None) -> tuple[float, int]:
-    """CPU seconds of both ends for one message, and its bytes."""
+def _message_cpu_s(nbytes: int, messages: int, keys: tuple[bytes, bytes] | None) -> tuple[float, int]:
+    """Return the CPU seconds of both ends for one message, and its bytes."""
     context = zmq.Context()
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     try:
@@ -313,7 +311,7 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
 
 
 def measure(*, quick: bool = False, members: int = 2) -> CpuCosts:
-    """Takes half a minute.  `members`: that exchange messages; more than there are cores share these."""
+    """Measure all costs, in half a minute, with messages of `members` members."""
     rng = np.random.default_rng(0)
     parts = (
         sparse_work(rng),
@@ -329,7 +327,7 @@ def measure(*, quick: bool = False, members: int = 2) -> CpuCosts:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer parameters")
-    parser.add_argument("--members", type=int, default=2, help="real ones for the cost of messages")
+    parser.add_argument("--members", type=int, default=2, help="for the cost of messages")
     parser.add_argument("--messages", action="store_true", help="print the cost of messages alone")
     options = parser.parse_args()
     if options.messages:

@@ -1,18 +1,18 @@
-"""One coordinator and very many workers: what a join storm, a heartbeat and a status take on one core.
+"""Measures what a join storm, heartbeats and a status cost a coordinator with many workers on one core.
 
     simulated workers --bytes--> decode -> Membership.handle -> encode --bytes--> simulated workers
                                  \\------- timed, one event after the other -------/
 
-Decides when simulated workers speak, in virtual time; what the coordinator's own code takes for it is real
-CPU time (of the process, so that other processes on the machine count little), and whoever comes meanwhile
-waits in line.  So a latency here is waiting and work, from the arrival of a message until all that it caused
-is encoded.  Not in it: sockets, CURVE, and the journal's fsync, which another process or the disk does.
+Workers send messages in virtual time.  The coordinator's code takes real CPU time (of the process, so that
+other processes matter little), during which other messages wait.  So a latency includes waiting and work,
+from the arrival of a message until all messages that it caused are encoded.  It does not include sockets,
+CURVE, and the journal's fsync, which other threads or the disk execute.
 
-    join storm   all within --storm seconds; over when a generation of all of them trains
-    heartbeat    all of them, once in each `Deadlines.beat_s`, in the storm and for --calm s after it
-    a change     then one leaves; over when a generation of all others trains
+    join storm   all join within --storm seconds; it ends when a generation of all workers trains
+    heartbeat    all workers send one per `Deadlines.beat_s`, in the storm and for --calm s after it
+    a change     one worker leaves; it ends when a generation of all others trains
     status       once a second, as JSON
-    memory       of the process, which has the simulated workers too
+    memory       of the process, including the simulated workers
 
 Run:  python benchmarks/crowd.py [--workers 100 300 1000 2000] [--out FILE]
 """
@@ -53,23 +53,24 @@ from gridtrain_coordinator.run.events import (
 )
 
 NETWORK_S = 0.02
-"""From a worker to the coordinator or back."""
+"""Latency of a message, one way."""
 
 SETUP = m.Setup(
     (("model", "crowd"),),
     m.LedgerSpec(10_000_000, 0, epochs=1),
     4,
     None,
-    initial_state_digest=bytes(32),  # all have the same seed
+    initial_state_digest=bytes(32),  # all workers have the same seed
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds; `storm_s` and `change_s` of virtual time, with the waiting for the busy core.
+    """The figures of a number of workers, in seconds and bytes; pairs are p50 and p99.
 
-    Pairs are p50 and p99.  `storm_bytes` and `change_bytes` are the most that one event sends to all workers
-    together.
+    Attributes:
+        storm_s, change_s: durations in virtual time, including the waiting for the coordinator.
+        storm_bytes, change_bytes: the most bytes that one event sent to all workers together.
     """
 
     workers: int
@@ -91,7 +92,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a measurement; see `Result`."""
+    """The figures of a part of a measurement."""
 
     took_s: float
     core_s: float
@@ -101,7 +102,7 @@ class Part:
 
 
 class Crowd:
-    """Virtual time, one busy core, and workers that do as they are told."""
+    """A coordinator, correct simulated workers, and their events in virtual time."""
 
     def __init__(self, workers: int, storm_s: float, seed: int) -> None:
         self._random = random.Random(seed)
@@ -115,7 +116,7 @@ class Crowd:
         self._left = b""
         self.now_s = self.free_s = self.core_s = self.longest_s = 0.0
         self.longest_bytes = 0
-        self.beats_s: list[tuple[float, float]] = []  # arrival, latency
+        self.heartbeats_s: list[tuple[float, float]] = []  # arrival, latency
         self._view: m.MembershipView | None = None
         self.statuses_s: list[float] = []
         self._queue: list[tuple[float, int, str, Event | m.PeerId]] = []
@@ -125,27 +126,29 @@ class Crowd:
         self._at(1.0, "status", b"")
 
     def run(self, is_over: Callable[[float], bool], what: str, at_most_s: float = 600.0) -> Part:
-        """Until `is_over` at a time; raises `SystemExit` if that takes longer than `at_most_s`."""
-        began_s, core_s, first = self.now_s, self.core_s, len(self.beats_s)
+        """Run until `is_over` at a time.  Raises `SystemExit` after `at_most_s`."""
+        began_s, core_s, first = self.now_s, self.core_s, len(self.heartbeats_s)
         self.longest_s, self.longest_bytes = 0.0, 0
         while not is_over(self.now_s):
             if self.now_s > began_s + at_most_s:
-                raise SystemExit(f"{len(self.peers)} workers, {what}: not over; {self.core.reason}")
+                raise SystemExit(
+                    f"{len(self.peers)} workers, {what}: not over after {at_most_s:g} s; {self.core.reason}"
+                )
             at_s, _, kind, event = heapq.heappop(self._queue)
             while self._due_s <= at_s:
                 self._work(max(self._due_s, self.free_s), None)
-            self._happen(at_s, kind, event)
-        beats_s = percentiles([latency_s for _, latency_s in self.beats_s[first:]])
+            self._execute(at_s, kind, event)
+        heartbeats_s = percentiles([latency_s for _, latency_s in self.heartbeats_s[first:]])
         return Part(
             max(self.now_s, self.free_s) - began_s,
             self.core_s - core_s,
             self.longest_s,
             self.longest_bytes,
-            beats_s,
+            heartbeats_s,
         )
 
     def trains(self, workers: int) -> bool:
-        """Whether a generation of so many workers trains."""
+        """Return whether a generation of so many workers trains."""
         run = self.core.run
         is_whole = len(run.member_list) == workers and run.view_change.is_idle and not run.view_change.reason
         return self.core.phase is RunPhase.TRAINING and is_whole
@@ -153,9 +156,9 @@ class Crowd:
     def leave(self, peer: m.PeerId) -> None:
         """Let a worker leave now."""
         self._left = peer
-        self._says(self.now_s, peer, m.Leave("had enough"))
+        self._schedule(self.now_s, peer, m.Leave("end of this worker"))
 
-    def _happen(self, at_s: float, kind: str, what: Event | m.PeerId) -> None:
+    def _execute(self, at_s: float, kind: str, what: Event | m.PeerId) -> None:
         if kind == "status":
             began_s = time.process_time()
             json.dumps(self.core.snapshot(at_s))
@@ -165,22 +168,22 @@ class Crowd:
             assert isinstance(what, bytes)
             number = int.from_bytes(what[:2], "big")
             join = m.Join("crowd", f"worker-{number}", f"tcp://10.0.{number % 250}.{number // 250 + 1}:7000")
-            self._says(at_s, what, join, SETUP)
-            self._at(at_s + self._random.uniform(0, self.limits.beat_s), "beat", what)
-        elif kind == "beat":
+            self._schedule(at_s, what, join, SETUP)
+            self._at(at_s + self._random.uniform(0, self.limits.beat_s), "heartbeat", what)
+        elif kind == "heartbeat":
             assert isinstance(what, bytes)
             if what == self._left:
                 return
             self._sequence += 1
-            beat = m.Heartbeat(self._sequence, 0, self._sequence, ())
-            self.beats_s.append((at_s, self._work(at_s, MessageReceived(what, beat))))
-            self._at(at_s + self.limits.beat_s, "beat", what)
+            heartbeat = m.Heartbeat(self._sequence, 0, self._sequence, ())
+            self.heartbeats_s.append((at_s, self._work(at_s, MessageReceived(what, heartbeat))))
+            self._at(at_s + self.limits.beat_s, "heartbeat", what)
         else:
             assert not isinstance(what, bytes)
             self._work(at_s, what)
 
     def _work(self, at_s: float, event: Event | None) -> float:
-        """The coordinator deals with it as soon as it is free; returns arrival to end."""
+        """Let the coordinator handle an event as soon as it is free; return the time from arrival to end."""
         begins_s = max(at_s, self.free_s)
         raw = encode(event.message) if isinstance(event, MessageReceived) else None
         began_s = time.process_time()
@@ -188,10 +191,8 @@ class Crowd:
             event = MessageReceived(event.peer, decode(raw))
         effects = self.core.tick(begins_s) if event is None else self.core.handle(event, begins_s)
         if not self._queue or self._queue[0][0] > self.free_s or event is None:
-            self._due_s = (
-                self.core.deadline_s
-            )  # as the daemon's loop asks when it has dealt with all that came
-        batch, sent_bytes = MessageBatch(), 0  # as the daemon's loop encodes them
+            self._due_s = self.core.deadline_s  # the daemon's loop reads it when its queue is empty
+        batch, sent_bytes = MessageBatch(), 0  # as in the daemon's loop
         for effect in effects:
             if isinstance(effect, Send):
                 sent_bytes += sum(map(len, batch.encode(effect.message)))
@@ -210,26 +211,26 @@ class Crowd:
         return self.free_s - at_s
 
     def _answer(self, effect: Effect) -> None:
-        """What a worker does about it."""
+        """Schedule the answer of a worker to a message."""
         if isinstance(effect, DialBack):
             self._at(self.free_s + 2 * NETWORK_S, "event", DialBackResult(effect.peer, effect.addresses[0]))
         if not isinstance(effect, Send):
             return
         peer, message = effect.peer, effect.message
         if isinstance(message, m.Admitted):
-            self._says(self.free_s + 0.5, peer, m.LinkLatencies(()))  # it has measured its lines meanwhile
+            self._schedule(self.free_s + 0.5, peer, m.LinkLatencies(()))  # after it has measured its links
         elif isinstance(message, m.Freeze) and self._view is not None:
-            view = self._view  # in which it has taken no step
+            view = self._view  # the worker has taken no step in it
             report = m.FreezeReport(
                 message.term, view.generation, True, view.applied, view.history, view.ledger, None, b"", 0
             )
-            self._says(self.free_s + 2 * NETWORK_S, peer, report)
+            self._schedule(self.free_s + 2 * NETWORK_S, peer, report)
         elif isinstance(message, m.MembershipView):
             self._view = message
             ready = m.Ready(message.term, message.generation, message.history)
-            self._says(self.free_s + 2 * NETWORK_S, peer, ready)
+            self._schedule(self.free_s + 2 * NETWORK_S, peer, ready)
 
-    def _says(self, at_s: float, peer: m.PeerId, *messages: m.Message) -> None:
+    def _schedule(self, at_s: float, peer: m.PeerId, *messages: m.Message) -> None:
         for message in messages:
             self._at(at_s, "event", MessageReceived(peer, message))
 
@@ -239,15 +240,15 @@ class Crowd:
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float]:
-    """p50 and p99."""
+    """Return p50 and p99."""
     if len(values) < 2:
         return (values[0], values[0]) if values else (0.0, 0.0)
-    cuts = statistics.quantiles(values, n=100)
-    return cuts[49], cuts[98]
+    quantiles = statistics.quantiles(values, n=100)
+    return quantiles[49], quantiles[98]
 
 
 def measure(workers: int, storm_s: float, calm_s: float, seed: int = 0) -> Result:
-    """Raises `SystemExit` if they never train together."""
+    """Measure one number of workers.  Raises `SystemExit` if they do not train together in time."""
     crowd = Crowd(workers, storm_s, seed)
     storm = crowd.run(lambda now_s: crowd.trains(workers), "join storm")
     until_s = crowd.now_s + calm_s
@@ -274,16 +275,17 @@ def measure(workers: int, storm_s: float, calm_s: float, seed: int = 0) -> Resul
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown; times in ms where not said."""
+    """Return a table in Markdown, in milliseconds unless another unit is given."""
     heads = (
         "workers",
-        "storm over after",
-        "its work",
+        "join storm",
+        "CPU time",
         "longest event",
         "sends",
-        "beat in the storm p50, p99",
+        "heartbeat in the storm p50, p99",
     )
-    heads += ("beat p50, p99", "core in use", "a change", "longest event", "sends", "beat in it p50, p99")
+    heads += ("heartbeat p50, p99", "core in use", "a change", "longest event", "sends")
+    heads += ("heartbeat in it p50, p99",)
     heads += ("status p50, p99", "memory")
     lines = ["| " + " | ".join(heads) + " |", "|---:" * len(heads) + "|"]
     for r in results:
@@ -305,22 +307,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 300, 1000, MAX_WORKERS])
     parser.add_argument("--storm", type=float, default=10.0, help="seconds in which all join")
-    parser.add_argument("--calm", type=float, default=10.0, help="seconds of training after it")
+    parser.add_argument("--calm", type=float, default=10.0, help="seconds of training after the storm")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if not all(2 <= count <= MAX_WORKERS for count in options.workers):
         parser.error(f"--workers {options.workers}: a coordinator admits 2 to {MAX_WORKERS}")
     load = os.getloadavg()[0]
     results = []
-    for count in options.workers:  # each in a process of its own, whose memory is its own
+    for count in options.workers:  # each in its own process, so that memory is measured apart
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             results.append(process.submit(measure, count, options.storm, options.calm).result())
     print(table(results))
     if options.out is not None:
         counts = " ".join(map(str, options.workers))
-        asked = f"--workers {counts} --storm {options.storm:g} --calm {options.calm:g}"
+        arguments_used = f"--workers {counts} --storm {options.storm:g} --calm {options.calm:g}"
         made = {
-            "command": f"python benchmarks/crowd.py {asked}",
+            "command": f"python benchmarks/crowd.py {arguments_used}",
             "date": datetime.date.today().isoformat(),
             "machine": f"{os.cpu_count()} cores, {platform.machine()}",
             "load_before": round(load, 2),

@@ -1,7 +1,7 @@
-"""What rounded dense values save and lose: bytes of a step, and the rounding error of each size of block.
+"""Measures rounded dense values: bytes of a step, and the rounding error by the size of blocks.
 
 The vectors are the gradients of the byte GPT at the start and after some steps of training.  An error is the
-root mean square of the rounding errors, in percent of that of the values, of one rounding.
+root mean square of the rounding errors of one rounding, in percent of that of the values.
 
     python dense_values.py --out results/recorded/dense-values.json          (in benchmarks/; a minute)
 """
@@ -31,7 +31,7 @@ STEPS = 100
 
 
 def gradients(steps: int) -> list[np.ndarray]:
-    """Those of the first batch, and of the batch after so many steps."""
+    """Return the gradients of the first batch, and of the batch after `steps` steps."""
     workload = WORKLOADS["gpt"]()
     model, size = workload.model(0), workload.batch_size
     settings = workload.settings["dense"]

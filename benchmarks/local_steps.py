@@ -1,17 +1,17 @@
-"""What local steps cost in learning and save in bytes: a GPT, AdamW, four workers in one process.
+"""Measures what local steps cost in learning and save in bytes, with a GPT, AdamW and four workers.
 
-Decides nothing at run time; docs/local-steps.md quotes its table.  Real groups: coordinator, workers in
-threads, votes and all; only the sockets are memory.  Every setting sees the same samples in each step.
+docs/local-steps.md has its table.  The groups are real, with workers in threads and connections in memory.
+All settings use the same samples in each step.
 
     setting            exchange a step                            outer
     dense, gtopk       AdamW on the exchanged gradient            -
     local              AdamW alone, one exchange in H steps       averaging, or Nesterov momentum
 
 Run:  python benchmarks/local_steps.py                  (about 6 minutes on two idle CPU cores)
-      python benchmarks/local_steps.py --only H=16      (settings whose name holds it)
+      python benchmarks/local_steps.py --only H=16      (settings whose names contain it)
       python benchmarks/local_steps.py --workload gpt-10m --lr 0.0005 --overlap 4 --only H=16 --steps 384
       python benchmarks/local_steps.py --table          (the latest results as a table)
-      python benchmarks/local_steps_lab.py              (share of the time that is computing, on slow lines)
+      python benchmarks/local_steps_lab.py              (share of computing time on slow links)
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from gridtrain.config import Exchange
 WORKERS = 4
 STEPS = 256
 MEASURED = 4
-"""Times that the held-out loss is measured, evenly spaced: all settings have just exchanged then."""
+"""Number of measurements of the held-out loss, each directly after an exchange in all settings."""
 ROUND_STEPS = 32 * MEASURED
 RESULTS = Path(__file__).parent / "results" / "local_steps.json"
-LINE_Bps = 20e6 / 8
+LINK_Bps = 20e6 / 8
 
 DENSE, SPARSE, SPARSER, GATHERED = (
     Dense(),
@@ -95,14 +95,14 @@ def settings(learning_rate: float, overlap: bool | int) -> list[Setting]:
 
 
 def train(workload: Workload, setting: Setting, steps: int, seed: int) -> dict[str, Any]:
-    """Held-out loss at `MEASURED` points, and what a worker sent until then."""
+    """Train; return the held-out loss and the bytes sent by a worker at `MEASURED` points."""
     every = setting.exchange.every if isinstance(setting.exchange, LocalSteps) else 1
 
     def loop(grid: gridtrain.Grid) -> list[tuple[int, float, int]]:
         model = workload.model(seed)
         inner = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the measured fact that it warns of is what is measured here
+            warnings.simplefilter("ignore")  # it warns of the effects that are measured here
             optimizer = grid.optimizer(inner, model, exchange=setting.exchange)
 
         def held_out_loss() -> float:
@@ -141,7 +141,7 @@ def train(workload: Workload, setting: Setting, steps: int, seed: int) -> dict[s
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """As Markdown; bytes against those of the dense exchange in each step."""
+    """Return a table in Markdown; bytes are compared with a dense exchange in each step."""
     dense = next((r["sent_bytes"][-1] for r in results if r["name"].startswith("Dense, each")), None)
     steps = results[0]["steps"]
     head = ["setting", *(f"loss at {taken}" for taken in steps), "MB sent", "of dense", "s at 20 Mbit/s"]
@@ -152,7 +152,7 @@ def table(results: list[dict[str, Any]]) -> str:
             "" if dense is None else f"1/{dense / sent:.0f}" if sent < 0.6 * dense else f"{sent / dense:.2f}"
         )
         cells = [r["name"], *(f"{loss:.3f}" for loss in r["held_out"]), f"{sent / 1e6:.2f}", part]
-        lines.append("| " + " | ".join([*cells, f"{sent / LINE_Bps:.1f}"]) + " |")
+        lines.append("| " + " | ".join([*cells, f"{sent / LINK_Bps:.1f}"]) + " |")
     return "\n".join(lines)
 
 
@@ -167,10 +167,10 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.003)
     parser.add_argument(
         "--overlap", type=int, nargs="?", const=True, default=False, metavar="STEPS",
-        help="local steps with overlap, too, with so many of them or all",
+        help="also train local steps with overlap, of STEPS steps or of all",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="print what is in --out and train nothing")
+    parser.add_argument("--table", action="store_true", help="only print the results in --out")
     options = parser.parse_args()
     if options.steps % ROUND_STEPS:
         parser.error(f"--steps must be a multiple of {ROUND_STEPS}")

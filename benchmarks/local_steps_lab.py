@@ -1,12 +1,12 @@
-"""Share of the time that local steps compute on slow lines, with and without overlap of the exchange.
+"""Measures the share of computing time of local steps on slow links, with and without overlapped exchanges.
 
     python local_steps_lab.py                          (namespaces: needs root; about 15 minutes)
     python local_steps_lab.py --n 1000000 --compute 0.1 --every 16
 
-P workers on hosts of their own train a vector of N parameters with SGD.  The forward and backward pass of a
-local step take COMPUTE seconds (waited, so that workers on few cores do not share it: a volunteer's GPU is
-its own).  Share of the time computing: EVERY times the median duration of the local steps that do not
-exchange, divided by the mean duration of a turn, over the turns after the first two.
+P workers, each on its own host, train a vector of N parameters with SGD.  The forward and backward pass of a
+local step take COMPUTE seconds (waited, because the workers share the cores, unlike volunteers' GPUs).  The
+share of computing time is EVERY times the median duration of local steps that do not exchange, over the mean
+duration of a turn, without the first two turns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def work(options: argparse.Namespace) -> None:
         began_s = time.perf_counter()
         if optimizer.local_calls == 0:
             begins_s.append(began_s)
-        time.sleep(options.compute)  # this is the work whose time is emulated
+        time.sleep(options.compute)  # the emulated forward and backward pass
         optimizer.step()
         if optimizer.local_calls:
             locals_s.append(time.perf_counter() - began_s)
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, overlap: bool) -> dict[str, Any]:
     for name in ("n", "compute", "every", "turns", "density", "values"):
         script += [f"--{name}", str(getattr(options, name))]
     script += ["--overlap", str((options.overlap or options.every) * overlap)]
-    plan = Plan(workers=options.workers, line=options.line, delay_s=options.delay)
+    plan = Plan(workers=options.workers, link_rate=options.rate, delay_s=options.delay)
     with Net() as net:
         start(net, plan, folder, lambda name: script).wait(options.timeout)
     figures: dict[str, Any] = json.loads(result.read_text())
@@ -93,11 +93,11 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--values", default="fp16")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--line", default="20Mbit")
-    parser.add_argument("--delay", type=float, default=0.02, help="seconds of a packet on its way")
+    parser.add_argument("--rate", default="20Mbit")
+    parser.add_argument("--delay", type=float, default=0.02, help="seconds, one way")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument(
-        "--overlap", type=int, default=0, metavar="STEPS", help="EVERY without; of `work`, 0 for none"
+        "--overlap", type=int, default=0, metavar="STEPS", help="default: EVERY; of `work`: 0, no overlap"
     )
     parser.add_argument("--result", type=Path, help="of `work`")
     parser.add_argument("--out", type=Path)
@@ -121,10 +121,10 @@ def main(argv: list[str]) -> None:
         )
     if options.out is not None:
         machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
-        said = {
-            name: getattr(options, name) for name in ("n", "compute", "every", "density", "line", "delay")
+        used = {
+            name: getattr(options, name) for name in ("n", "compute", "every", "density", "rate", "delay")
         }
-        result = {"date": datetime.date.today().isoformat(), "machine": machine} | said | {"rows": rows}
+        result = {"date": datetime.date.today().isoformat(), "machine": machine} | used | {"rows": rows}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,15 +1,15 @@
-"""How much of the communication hides behind backward, and what buckets of their own do to learning.
+"""Measures how much communication overlaps with backward, and how selection in buckets affects learning.
 
     python overlap.py lab --rates 1000Mbit 100Mbit 20Mbit --exchange dense gtopk     (namespaces: needs root)
     python overlap.py loss --steps 250                              whole-model selection against buckets
 
-`lab`: P workers on hosts of their own, a model of LAYERS equal layers whose backward takes COMPUTE seconds
-(waited, so that workers on few cores do not share it: a volunteer's GPU is its own).  With and without
-overlap in turn; the share that is hidden is (step without - step with) / (communication without).  Steps with
-overlap count from the one on in which the group has decided whether it pays; --always overlaps in any case.
+`lab`: P workers, each on its own host, with a model of LAYERS equal layers whose backward takes COMPUTE
+seconds (waited, because the workers share the cores, unlike volunteers' GPUs), with and without overlap in
+turn.  The hidden share is (step without - step with) / (communication without).  Steps with overlap count
+after the group has decided whether overlap pays; --always overlaps in any case.
 
-`loss`: the demo's model, four workers in one process, no network, the product's own selection and merges:
-k entries of the whole vector against k entries shared out over buckets by their lengths.
+`loss`: the demo's model with four workers in one process, without a network: k entries of the whole vector
+against k entries that are divided among buckets by their lengths.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lab.net import Net
 
 LAYERS = 16
 WARM_UP_STEPS = 3
-DECIDED_STEPS = BEFORE_TRIAL_STEPS + TRIAL_STEPS + 2  # the table's step, and one for the way that is new
+DECIDED_STEPS = BEFORE_TRIAL_STEPS + TRIAL_STEPS + 2  # the step of the decision, and the first one after it
 WAITED = ("waiting_s", "communicating_s")
 PARTS = ("computing_s", "waiting_s", "selecting_s", "communicating_s", "applying_s")
 EXCHANGES = {
@@ -52,8 +52,8 @@ EXCHANGES = {
 # -- one worker ----------------------------------------------------------------------------------------
 
 
-class Busy(torch.autograd.Function):
-    """The identity, whose backward takes `seconds`."""
+class SlowBackward(torch.autograd.Function):
+    """The identity with a backward of `seconds`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -62,7 +62,7 @@ class Busy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)  # this is the work whose time is emulated
+        time.sleep(ctx.seconds)  # the emulated computation
         return gradients[0], None
 
 
@@ -73,11 +73,11 @@ class Layered(nn.Module):
         size = n // LAYERS
         self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(LAYERS)])
         self.directions = [torch.randn(size, generator=generator) for _ in range(LAYERS)]
-        self._busy_s = compute_s / LAYERS
+        self._backward_s = compute_s / LAYERS
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, direction in zip(self.layers, self.directions, strict=True):
-            x = Busy.apply(x + layer.dot(direction), self._busy_s)
+            x = SlowBackward.apply(x + layer.dot(direction), self._backward_s)
         return x
 
 
@@ -124,15 +124,15 @@ def measure(options: argparse.Namespace, exchange: str, rate: str, overlap: bool
     script += ["--steps", str(steps), "--buckets", str(options.buckets)]
     script += ["--least", str(options.least)] if options.least is not None else []
     script += ["--overlap"] * overlap + ["--always"] * options.always
-    plan = Plan(workers=options.workers, encrypted=options.encrypted, line=rate)
+    plan = Plan(workers=options.workers, encrypted=options.encrypted, link_rate=rate)
     with Net() as net:
         start(net, plan, folder, lambda name: script).wait(options.timeout)
     figures: dict[str, Any] = json.loads(result.read_text())
     return figures
 
 
-def middle(runs: list[dict[str, Any]]) -> tuple[float, float, list[float]]:
-    """Of all steps of these runs: the median, half the range of the middle half, the median of each part."""
+def summarize(runs: list[dict[str, Any]]) -> tuple[float, float, list[float]]:
+    """Return of all steps the median, half the interquartile range, and the median of each part."""
     step_s = [each for run in runs for each in run["step_s"]]
     low_s, _, high_s = statistics.quantiles(step_s, n=4)
     parts_s = zip(*(each for run in runs for each in run["parts_s"]), strict=True)
@@ -143,27 +143,27 @@ def lab(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for rate in options.rates:
         for exchange in options.exchanges:
-            late, early = [], []
+            without, overlapped = [], []
             for _ in range(options.repeats):
-                late.append(measure(options, exchange, rate, False))
-                early.append(measure(options, exchange, rate, True))
-            late_s, late_spread_s, late_parts_s = middle(late)
-            early_s, early_spread_s, early_parts_s = middle(early)
-            waited_s = sum(s for name, s in zip(PARTS, late_parts_s, strict=True) if name in WAITED)
+                without.append(measure(options, exchange, rate, False))
+                overlapped.append(measure(options, exchange, rate, True))
+            without_s, without_spread_s, without_parts_s = summarize(without)
+            with_s, with_spread_s, with_parts_s = summarize(overlapped)
+            waited_s = sum(s for name, s in zip(PARTS, without_parts_s, strict=True) if name in WAITED)
             rows.append(
                 {
                     "rate": rate,
                     "exchange": exchange,
-                    "without_s": late_s,
-                    "with_s": early_s,
-                    "spread_s": max(late_spread_s, early_spread_s),
+                    "without_s": without_s,
+                    "with_s": with_s,
+                    "spread_s": max(without_spread_s, with_spread_s),
                     "communication_s": waited_s,
-                    "hidden": (late_s - early_s) / waited_s,
+                    "hidden": (without_s - with_s) / waited_s,
                     "hideable": min(1.0, options.compute / waited_s),
-                    "overlaps": [run["overlaps"] for run in early],
-                    "without_parts_s": dict(zip(PARTS, late_parts_s, strict=True)),
-                    "with_parts_s": dict(zip(PARTS, early_parts_s, strict=True)),
-                    "with_all_s": [run["all_s"] for run in early],
+                    "overlaps": [run["overlaps"] for run in overlapped],
+                    "without_parts_s": dict(zip(PARTS, without_parts_s, strict=True)),
+                    "with_parts_s": dict(zip(PARTS, with_parts_s, strict=True)),
+                    "with_all_s": [run["all_s"] for run in overlapped],
                 }
             )
             print(
@@ -223,7 +223,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         one.add_argument("--compute", type=float, default=0.5, help="seconds of one backward")
         one.add_argument("--steps", type=int, default=24)
         one.add_argument("--buckets", type=int, default=8)
-        one.add_argument("--least", type=int, help="elements of a bucket; by the exchange if left out")
+        one.add_argument("--least", type=int, help="elements of a bucket (default: of the exchange)")
         one.add_argument("--always", action="store_true", help="overlap even if it does not pay")
     modes.choices["lab"].add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
     modes.choices["lab"].add_argument(

@@ -1,12 +1,12 @@
-"""The paper's table in the lab: tensors of the five models' sizes, the paper's compute times, shaped lines.
+"""Measures the table of the gTop-k paper in the lab, with the sizes and compute times of its five models.
 
     worker    gradient, n random values -> wait until compute_s have passed -> step(): selection, exchange
-    gloo      all-reduce of n values in the same lab; a step takes compute_s and that
+    gloo      all-reduce of n values in the same lab, to which compute_s is added
 
-Decides sizes and compute times: data/gtopk_icdcs2019.json (arXiv 1901.04359), batch / throughput of one
-worker as in paper_table.py.  Computing is waited for, not done, so that workers on few cores do not share it:
-a GPU is its owner's.  Selection and the update of the parameters are done, on the cores that all share here.
-Scaling efficiency is compute_s / the median step of the slowest worker.
+Sizes are in data/gtopk_icdcs2019.json (arXiv 1901.04359); compute times are batch / throughput of one worker,
+as in paper_table.py.  Computing is waited, because the workers share the cores, unlike GPUs; selection and
+the update of the parameters are executed on these cores.  Scaling efficiency is compute_s over the median
+step of the slowest worker.
 
 Run (root):  python paper_lab.py --models vgg16 resnet20 --worlds 4 --out FILE       (in benchmarks/)
 """
@@ -29,7 +29,7 @@ from typing import Any
 from lab.group import Plan, start
 from lab.net import Net
 from paper_table import DATA, MODELS
-from rivals.hosts import Job, Lines, hosts_of
+from rivals.hosts import Job, LinkSettings, hosts_of
 from rivals.hosts import measure as measure_rival
 
 WARM_UP_STEPS, TENSORS = 3, 16
@@ -61,7 +61,7 @@ def work(options: argparse.Namespace) -> None:
     for _ in grid.batches([torch.zeros(1)] * 64, batch_size=1, steps=options.steps):
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.copy_(gradient)
-        time.sleep(max(0.0, began_s + options.compute - time.perf_counter()))  # whose time is emulated
+        time.sleep(max(0.0, began_s + options.compute - time.perf_counter()))  # the emulated computation
         optimizer.step()
         ended_s = time.perf_counter()
         parts = {name: optimizer.timings.get(name, 0.0) for name in PARTS}
@@ -73,8 +73,10 @@ def work(options: argparse.Namespace) -> None:
 # -- the lab -------------------------------------------------------------------------------------------
 
 
-def ours(options: argparse.Namespace, exchange: str, world: int, n: int, compute_s: float) -> dict[str, Any]:
-    """Medians over steps, of the worker that is slowest in them."""
+def measure(
+    options: argparse.Namespace, exchange: str, world: int, n: int, compute_s: float
+) -> dict[str, Any]:
+    """Return the medians of the steps of gridtrain's slowest worker."""
     folder = Path(tempfile.mkdtemp(prefix="paper-"))
     results = folder / "results"
     results.mkdir()
@@ -82,7 +84,7 @@ def ours(options: argparse.Namespace, exchange: str, world: int, n: int, compute
     script += ["--exchange", exchange, "--n", str(n), "--compute", repr(compute_s)]
     script += ["--density", str(options.density), "--steps", str(WARM_UP_STEPS + options.steps)]
     with Net() as net:
-        plan = Plan(workers=world, encrypted=False, line=options.rate)
+        plan = Plan(workers=world, encrypted=False, link_rate=options.rate)
         start(net, plan, folder, lambda name: script).wait(options.timeout)
     workers = [json.loads(path.read_text()) for path in sorted(results.iterdir())]
     assert len(workers) == world, f"{len(workers)} of {world} workers wrote their steps"
@@ -93,10 +95,10 @@ def ours(options: argparse.Namespace, exchange: str, world: int, n: int, compute
     return max(medians, key=lambda one: one["step_s"])
 
 
-def gloo(options: argparse.Namespace, world: int, n: int) -> float:
-    """Seconds of an all-reduce, median."""
+def measure_gloo(options: argparse.Namespace, world: int, n: int) -> float:
+    """Return the median duration of an all-reduce."""
     with Net() as net:
-        hosts = hosts_of(net, world, Lines(options.rate))
+        hosts = hosts_of(net, world, LinkSettings(options.rate))
         job = Job("gloo", "all_reduce", world, n, repeats=options.repeats, warmup=1)
         found = measure_rival(hosts, job, Path(tempfile.mkdtemp(prefix="paper-")) / "gloo", options.timeout)
     return statistics.median(found.seconds)
@@ -112,15 +114,15 @@ def lab(options: argparse.Namespace) -> list[dict[str, Any]]:
             compute_s, n = batch / throughput["P1"], round(paper["parameters"][parameters_of])
             for contender in options.contenders:
                 if contender == "gloo":
-                    exchange_s = gloo(options, world, n)
+                    exchange_s = measure_gloo(options, world, n)
                     found = {"step_s": compute_s + exchange_s, "communicating_s": exchange_s}
                 else:
-                    found = ours(options, contender, world, n, compute_s)
+                    found = measure(options, contender, world, n, compute_s)
                 column = "dense" if contender in ("gloo", "dense") else contender
-                theirs = throughput[column][str(world)] / throughput["P1"]
+                published = throughput[column][str(world)] / throughput["P1"]
                 row = {"model": model, "n": n, "workers": world, "contender": contender}
                 row |= {"compute_s": compute_s, **found}
-                rows.append(row | {"efficiency": compute_s / found["step_s"], "paper": theirs})
+                rows.append(row | {"efficiency": compute_s / found["step_s"], "paper": published})
                 print(line(rows[-1]), flush=True)
                 write(options, rows)
     return rows
@@ -136,11 +138,11 @@ def line(row: dict[str, Any]) -> str:
 def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     if options.out is None:
         return
-    words = list(sys.argv[1:])
-    at = words.index("--out")
-    del words[at : at + 2]
+    arguments = list(sys.argv[1:])
+    at = arguments.index("--out")
+    del arguments[at : at + 2]
     made = {
-        "command": shlex.join(["python", "paper_lab.py", *words]),
+        "command": shlex.join(["python", "paper_lab.py", *arguments]),
         "date": datetime.date.today().isoformat(),
         "cores": os.cpu_count(),
         "rate": options.rate,
@@ -161,14 +163,12 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rate", default="1Gbit")
     parser.add_argument("--density", type=float, default=0.001)
-    parser.add_argument("--steps", type=int, default=8, help="that count, of each group of ours")
-    parser.add_argument(
-        "--repeats", type=int, default=2, help="of gloo's all-reduce, after one that does not count"
-    )
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each group")
+    parser.add_argument("--repeats", type=int, default=2, help="of gloo's all-reduce, after one warm-up")
     parser.add_argument("--timeout", type=float, default=180.0)
     parser.add_argument("--out", type=Path, help="write JSON here")
     for name, kind in (("exchange", str), ("n", int), ("compute", float), ("result", Path)):
-        parser.add_argument(f"--{name}", type=kind, help="work: given by the lab")
+        parser.add_argument(f"--{name}", type=kind, help="of `work`, set by the lab")
     return parser.parse_args(argv)
 
 

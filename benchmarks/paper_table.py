@@ -1,20 +1,20 @@
-"""The paper's table of scaling efficiency, beside what the same machines would do with our exchanges.
+"""Predicts the scaling efficiencies in the table of the gTop-k paper with gridtrain's exchanges.
 
-Decides how the paper's figures are read.  Nothing is trained: exchanges are walked (`protocol.costs`) over
-the paper's link, alpha and beta as its authors fitted them, with the CPU work measured on this machine.
+Nothing is trained: the cost model (`core.planning`) is evaluated for the paper's link, with alpha and beta as
+its authors fitted them, and CPU costs of this machine.
 
     paper      throughput at P / throughput at 1          data/gtopk_icdcs2019.json (arXiv 1901.04359)
-    ours       compute / (compute + selection + exchange), compute = batch / throughput at 1
+    predicted  compute / (compute + selection + exchange), compute = batch / throughput at 1
 
-The batch of four models is in the paper's breakdown.  LSTM-PTB's unit is not stated: its batch is taken as
-100 of that unit.  The paper's computing is that of a P102-100, where selection would run on that GPU too;
-here it is a CPU's, which takes longer, unless --select-ns says what the GPU takes.
+The batches of four models are in the paper's breakdown.  The unit of LSTM-PTB is not given; its batch is
+taken as 100 units.  The paper computes on a P102-100, where selection would run, too; here it is that of a
+CPU, which takes longer, unless --select-ns has the GPU's time.
 
-Then Baidu's ring against a single reducer: 31 times as fast on 40 GPUs as on one (research.baidu.com,
-"Bringing HPC Techniques to Deep Learning", 2017).  The computing with which a ring gives 31 is found, and the
-single reducer is put on the same machines.
+Then Baidu's ring is compared with a single reducer: 31 times as fast on 40 GPUs as on one
+(research.baidu.com, "Bringing HPC Techniques to Deep Learning", 2017).  The time of computing with which a
+ring reaches 31 is calculated, and the single reducer is predicted for it.
 
-Run:  python benchmarks/paper_table.py [--quick] [--cpu FILE]      (FILE: what calibrate.py printed)
+Run:  python benchmarks/paper_table.py [--quick] [--cpu FILE]      (FILE: output of calibrate.py)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_cpu(path: Path) -> CpuCosts:
 
 
 def efficiencies(paper: dict[str, Any], cpu: CpuCosts) -> list[dict[str, Any]]:
-    """One for each model, exchange and P."""
+    """Return a prediction for each model, exchange and P."""
     link = paper["link"]
     found = []
     for model, (parameters_of, batch) in MODELS.items():
@@ -61,7 +61,7 @@ def efficiencies(paper: dict[str, Any], cpu: CpuCosts) -> list[dict[str, Any]]:
             for size in SIZES:
                 network = uniform_network(size, link["alpha_s"], 1 / link["beta_s_per_byte"])
                 load = Workload(kind, parameters, paper["density"], encrypted=False)
-                ours = estimate_exchange(load, network, cpu, compute_s)
+                estimate = estimate_exchange(load, network, cpu, compute_s)
                 found.append(
                     {
                         "model": model,
@@ -69,16 +69,16 @@ def efficiencies(paper: dict[str, Any], cpu: CpuCosts) -> list[dict[str, Any]]:
                         "workers": size,
                         "compute_s": compute_s,
                         "paper": throughput[name][str(size)] / throughput["P1"],
-                        "predicted": ours.efficiency,
-                        "exchange_s": ours.cost.exchange_s,
-                        "select_s": ours.cost.select_s,
+                        "predicted": estimate.efficiency,
+                        "exchange_s": estimate.cost.exchange_s,
+                        "select_s": estimate.cost.select_s,
                     }
                 )
     return found
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
-    """Percent, "paper / predicted"."""
+    """Return a table with "paper / predicted" in percent."""
     at = {(each["model"], each["exchange"], each["workers"]): each for each in found}
     lines = [
         "| model | exchange | " + " | ".join(f"P = {size}" for size in SIZES) + " |",
@@ -93,7 +93,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
 
 
 def baidu(cpu: CpuCosts, link: dict[str, float]) -> dict[str, float]:
-    """Speed-ups over one worker of a ring and of a single reducer, where the ring's is that of Baidu."""
+    """Return the speed-ups of a ring, which is Baidu's, and of a single reducer over one worker."""
     network = uniform_network(BAIDU_GPUS, link["alpha_s"], 1 / link["beta_s_per_byte"])
     ring, star = (
         exchange_cost(Workload(kind, BAIDU_PARAMETERS, encrypted=False), network, cpu)
@@ -113,8 +113,8 @@ def baidu(cpu: CpuCosts, link: dict[str, float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a shorter calibration")
-    parser.add_argument("--cpu", type=Path, help="what calibrate.py printed, instead of measuring now")
-    parser.add_argument("--select-ns", type=float, help="of selection, for one parameter, as on a GPU")
+    parser.add_argument("--cpu", type=Path, help="output of calibrate.py, instead of measuring now")
+    parser.add_argument("--select-ns", type=float, help="of selection for one parameter, as on a GPU")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     cpu = read_cpu(options.cpu) if options.cpu else measure(quick=options.quick)
@@ -134,7 +134,7 @@ def main() -> None:
     print(f"\ngTop-k at P = 32, goal {GOAL:.0%}: reached by {', '.join(reached) or 'none'}", end="")
     print(f"; missed by {', '.join(missed)}" if missed else "")
     print(
-        f"\n{BAIDU_GPUS} workers, {BAIDU_PARAMETERS / 1e6:.0f} M parameters, the same link: where a ring is "
+        f"\n{BAIDU_GPUS} workers, {BAIDU_PARAMETERS / 1e6:.0f} M parameters, the same link: if a ring is "
         f"{rings['ring']:.1f} times as fast as one worker ({rings['compute_s']:.1f} s of computing, "
         f"{rings['ring_s']:.1f} s of exchange), a single reducer is {rings['star']:.1f} times as fast "
         f"({rings['star_s']:.1f} s of exchange)"

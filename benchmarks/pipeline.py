@@ -1,13 +1,12 @@
-"""What a pipeline costs: the bubble reached on slow links, and the memory of a stage (docs/pipeline.md).
+"""Measures pipelines (docs/pipeline.md): steps on slow links, and the memory of stages.
 
-    runtime    four stages that wait instead of computing (10 ms forward, 20 ms backward a micro-batch), with
-               coordinator, agents, ZeroMQ and votes, a host for each worker with a shaped cable; torch on
-               such hosts; and one worker alone (network namespaces: needs root)
-    limit      a model whose training needs four times a worker's memory, on four that are held to it (root)
-    memory     peak memory of one stage with and without re-materialization
+    runtime    four stages that wait instead of computing (10 ms forward, 20 ms backward a micro-batch), each
+               worker on a host with a shaped link; torch on such hosts; and one process alone (needs root)
+    limit      a model that needs four times the memory limit of each of its four workers (needs root)
+    memory     peak memory of a stage with and without re-materialization
 
 Run:  python benchmarks/pipeline.py
-      python benchmarks/pipeline.py --part runtime --cases lan8 torch alone     (the others stay as they were)
+      python benchmarks/pipeline.py --part runtime --cases lan8 torch alone     (other results do not change)
       python benchmarks/pipeline.py --table              (the latest results as tables)
 """
 
@@ -32,7 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "pipeline.json"
 
 
 def times_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A row of each pipeline: what its schedule allows beside what its steps took."""
+    """Return a table of each pipeline's predicted and measured durations of a step."""
     lines = [
         "| pipeline | bubble only | with links | median | least | share of bubble only |",
         "|---|---:|---:|---:|---:|---:|",
@@ -59,10 +58,10 @@ def limit_table(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         cap, peak = row["cap_bytes"], row["peak_bytes"]
         allowed = "no bound" if cap is None else f"{cap / 2**20:.0f} MiB"
-        held = "refused" if peak is None else f"{peak / 2**20:.0f} MiB"
+        used = "refused" if peak is None else f"{peak / 2**20:.0f} MiB"
         share = "" if peak is None else f"{peak / limit_bytes:.2f}"
         losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
-        lines.append(f"| {row['name']} | {allowed} | {held} | {share} | {losses} |")
+        lines.append(f"| {row['name']} | {allowed} | {used} | {share} | {losses} |")
     return "\n".join(lines)
 
 
@@ -82,7 +81,7 @@ TABLES = {"runtime": runtime_table, "limit": limit_table, "memory": memory_table
 
 
 def measured(part: str, options: argparse.Namespace, before: dict[str, Any]) -> dict[str, Any]:
-    """`before`: what an earlier run of this part has found."""
+    """Measure a part; `before` are its earlier results, of which those of other cases remain."""
     match part:
         case "runtime":
             rows = runtime.rows(options.rounds, options.cases)
@@ -102,7 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", nargs="+", choices=runtime.NAMES, default=list(runtime.NAMES))
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="print the latest results only")
+    parser.add_argument("--table", action="store_true", help="only print the latest results")
     options = parser.parse_args()
     results: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
     parts = [] if options.table else options.part or list(TABLES)

@@ -1,21 +1,19 @@
-"""How well the cost model foretells what a bench run measured.
+"""Compares predictions of the cost model with the measurements of `python -m bench`.
 
-Decides how a cell of the bench becomes a network and a load.  Measures nothing itself but CPU constants.
+    cells with measured seconds --> predict(...) for each --> predicted / measured, and which are within 15 %
 
-    cells with measured seconds --> predict(...) for each --> predicted / measured, and who is within 15 %
-
-The lab puts all workers on one machine, so they share its cores (`--cores`).  A shaped line's rate counts
-Ethernet frames; 1448 of 1514 bytes of each are a message's (measured: 95.6 of 100 Mbit/s).  Cells whose CPU
-use is 80 % of the cores or more are shown, and left out of the count: there the machine is measured.
+The lab runs all workers on one machine, so they share its cores (`--cores`).  The rate of a shaped link is
+that of Ethernet frames, of which 1448 of 1514 bytes belong to messages (measured: 95.6 of 100 Mbit/s).  Cells
+whose CPU use is at least 80 % of the cores are shown but not counted, because there the machine is measured.
 
 Input: a file of the bench ({"cells": [{"cell": "gtopk P=4 n=25.6M rate=100Mbit", "samples": [...]}]}), or a
 list of {"exchange", "world", "rate_Bps", "delay_s", "n", "density", "values", "encrypted", "seconds"}.
 
 Run:  python benchmarks/predictions.py results.json [--cpu FILE] [--crowds FILE] [--cores 2]
-FILE is what calibrate.py printed; without it the machine is measured first.  Members that share a core put
-each other's memory out of its caches, so the lab is calibrated for each number of members: --crowds has
-{"2": {"message_s": ...}, "4": ...} out of `calibrate.py --messages --members 4`, which take the place of the
-numbers in --cpu.  Nothing is fitted to the cells: calibration exchanges go over lines that nothing limits.
+FILE is the output of calibrate.py; without it the machine is measured first.  Members that share a core evict
+each other's memory from its caches, so the lab is calibrated for each number of members: --crowds has
+{"2": {"message_s": ...}, "4": ...} from `calibrate.py --messages --members 4`, which replace the figures in
+--cpu.  Nothing is fitted to the cells: calibration uses links without a rate.
 """
 
 from __future__ import annotations
@@ -43,22 +41,23 @@ from gridtrain.network.transport.rate_limiter import parse_rate
 from paper_table import read_cpu
 
 FRAME_SHARE = 1448 / 1514
-"""Of an Ethernet frame's bytes, those of a message: TCP with timestamps over IPv4."""
+"""The share of a message's bytes in an Ethernet frame: TCP with timestamps over IPv4."""
 
 WITHIN, BUSY = 0.15, 0.80
-_WORDS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One cell: what was exchanged where, and how long it took (None: to be foretold only).
+    """A cell of the bench: an exchange, its network, and the measurement, if there is one.
 
     Attributes:
-        exchange: "dense", "gtopk:values=int8,topology=tree" or the like.
-        rate_Bps: of each worker's line, both ways, frames included; infinite: nothing limits it.
+        exchange: for example "dense" or "gtopk:values=int8,topology=tree".
+        rate_Bps: of each worker's link, in each direction, including frames; infinite without a limit.
         delay_s: one way.
+        seconds: the measured duration; None: it is only predicted.
         cpu_s: of each process.
-        machine_use: of all cores, by whatever ran; None: not known.
+        machine_use: the used share of all cores, by all processes; None if unknown.
     """
 
     exchange: str
@@ -75,7 +74,10 @@ class Measured:
 
 
 def load_of(cell: Measured) -> Workload:
-    """Dense: on the road that the coordinator would take.  Raises `ConfigError` for no exchange of ours."""
+    """Return the workload, for Dense() with the topology that the coordinator would choose.
+
+    Raises `ConfigError` for exchanges that gridtrain does not have.
+    """
     name, _, options = cell.exchange.partition(":")
     for word, value in (("density", cell.density), ("values", cell.values)):
         if f"{word}=" not in options and name != "dense":
@@ -95,22 +97,22 @@ def network_of(cell: Measured) -> NetworkModel:
 
 
 def predict(cell: Measured, cpu: CpuCosts, cores: int | None = None) -> float:
-    """Seconds of the exchange, the vote included, selection and the first encoding not.
+    """Predict the duration of the exchange and the vote, without selection and the first encoding.
 
     Args:
-        cores: all workers share so many; None: each has its own machine.
+        cores: the cores that all workers share; None: each has its own machine.
     """
     found = exchange_cost(load_of(cell), network_of(cell), cpu, host_cores=cores)
-    return found.exchange_s - _begun_s(found.select_s, cell.world, cores)
+    return found.exchange_s - _selection_s(found.select_s, cell.world, cores)
 
 
-def _begun_s(select_s: float, world: int, cores: int | None) -> float:
-    """Until the last member has begun to send: on shared cores they select in turns."""
+def _selection_s(select_s: float, world: int, cores: int | None) -> float:
+    """Return the time until the last member begins to send; on shared cores members select in turns."""
     return select_s * (math.ceil(world / cores) if cores else 1)
 
 
 def read(document: Any) -> Iterator[Measured]:
-    """Our own cells of a bench's results."""
+    """Yield the cells of gridtrain in the results of a bench."""
     if isinstance(document, list):
         yield from (Measured(**each) for each in document)
         return
@@ -126,27 +128,27 @@ def read(document: Any) -> Iterator[Measured]:
 
 
 def parse(text: str) -> dict[str, Any] | None:
-    """A cell as the bench writes it; None: a rival's, or one with losses, which the model does not know."""
-    what, *words = text.split()
-    said = dict(word.partition("=")[::2] for word in words if "=" in word)
-    if "/" in what or "loss" in said:
+    """Parse the text of a cell; return None for rivals, and for losses, which the model does not know."""
+    what, *parts = text.split()
+    options = dict(part.partition("=")[::2] for part in parts if "=" in part)
+    if "/" in what or "loss" in options:
         return None
-    number = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kMG]?)", said["n"])
-    delay = re.fullmatch(r"([0-9.e-]+)(ms|s)", said.get("delay", "0s"))
+    number = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kMG]?)", options["n"])
+    delay = re.fullmatch(r"([0-9.e-]+)(ms|s)", options.get("delay", "0s"))
     assert number and delay, text
     return {
         "exchange": what,
-        "world": int(said["P"]),
-        "n": round(float(number[1]) * _WORDS[number[2]]),
-        "rate_Bps": parse_rate(said["rate"]) if "rate" in said else math.inf,
+        "world": int(options["P"]),
+        "n": round(float(number[1]) * _UNITS[number[2]]),
+        "rate_Bps": parse_rate(options["rate"]) if "rate" in options else math.inf,
         "delay_s": float(delay[1]) * (1e-3 if delay[2] == "ms" else 1.0),
-        "density": float(said.get("density", 0.001)),
-        "encrypted": "curve" in words,
+        "density": float(options.get("density", 0.001)),
+        "encrypted": "curve" in parts,
     }
 
 
 def crowded(cpu: CpuCosts, crowds: Mapping[int, Mapping[str, float]], members: int) -> CpuCosts:
-    """`cpu` with what was calibrated for so many members, or for the nearest smaller number."""
+    """Return `cpu` with the calibration for this number of members, or for the nearest smaller one."""
     known = [number for number in crowds if number <= members]
     return replace(cpu, **crowds[max(known)]) if known else cpu
 
@@ -157,7 +159,7 @@ def table(
     cores: int | None,
     crowds: Mapping[int, Mapping[str, float]] = MappingProxyType({}),
 ) -> tuple[str, int, int]:
-    """Markdown, how many count, and how many of these are within `WITHIN`."""
+    """Return a table in Markdown, the number of counted cells, and how many of them are within `WITHIN`."""
     lines = ["| cell | measured | predicted | off | CPU use |", "|---|---|---|---|---|"]
     counted = good = 0
     for cell in cells:

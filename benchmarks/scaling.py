@@ -1,13 +1,13 @@
-"""Time and bytes of an exchange for P = 2 to 64 members: the real collectives, and the cost model.
+"""Compares time and bytes of exchanges for P = 2 to 64 members in the collectives and in the cost model.
 
     collectives in virtual time --+
                                   +--> results/scaling.json, docs/images/scaling.svg
     core.planning.cost_model -----+    the model also for 1,000 members
 
-Both take the CPU constants that calibrate.py has measured (results/cpu.json).  The collectives of
-`core/collectives` send their messages over simulated links, each member with a CPU of its own.  The model
-lists the messages beforehand, and has the work of the senders, too; the time of the vote is the model's in
-both.  All links are equal, and nobody waits for a straggler.
+Both use the CPU costs that calibrate.py has measured (results/cpu.json).  The collectives of
+`core/collectives` send their messages over simulated links, and each member has its own CPU.  The model
+computes the messages in advance, and includes the work of senders; the time of the vote is the model's in
+both.  All links are equal, and there are no stragglers.
 
 Run:  PYTHONPATH=../tests python scaling.py [--out FILE] [--picture FILE]
 """
@@ -58,7 +58,7 @@ def load_of(kind: ExchangeKind) -> Workload:
 
 
 def simulated(load: Workload, size: int, cpu: CpuCosts) -> tuple[float, float]:
-    """Seconds until the last member has its update, and the bytes of the member that sends the most."""
+    """Return the time until all members have the update, and the most bytes that a member sends."""
     from simulation.virtual_exchange import simulate_exchange  # in tests/
 
     slices = slice_count(load, size)
@@ -78,7 +78,7 @@ def simulated(load: Workload, size: int, cpu: CpuCosts) -> tuple[float, float]:
 
 
 def measure(cpu: CpuCosts) -> list[dict[str, Any]]:
-    """One row for each exchange and number of members."""
+    """Return a row for each exchange and number of members."""
     rows = []
     for kind, name in NAMES.items():
         load = load_of(kind)
@@ -99,8 +99,8 @@ def measure(cpu: CpuCosts) -> list[dict[str, Any]]:
     return rows
 
 
-def picture(rows: Sequence[dict[str, Any]]) -> str:
-    """Model and simulation of four exchanges as SVG."""
+def chart(rows: Sequence[dict[str, Any]]) -> str:
+    """Draw model and simulation of four exchanges as SVG."""
 
     def lines(what: str, factor: float) -> tuple[ChartLine, ...]:
         drawn = []
@@ -133,13 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cpu = CpuCosts(**json.loads((HERE / "results" / "cpu.json").read_text()))
     rows = measure(cpu)
     for row in rows:
-        beside = f"{row['simulated_s']:8.3f} s" if "simulated_s" in row else ""
-        print(f"{row['exchange']:12} P = {row['members']:5}: {row['model_s']:8.3f} s {beside}")
+        simulation = f"{row['simulated_s']:8.3f} s" if "simulated_s" in row else ""
+        print(f"{row['exchange']:12} P = {row['members']:5}: {row['model_s']:8.3f} s {simulation}")
     if options.out is not None:
         made = {"command": "PYTHONPATH=../tests python scaling.py", "results": rows}
         options.out.write_text(json.dumps(made, indent=1) + "\n")
     if options.picture is not None:
-        options.picture.write_text(picture(rows))
+        options.picture.write_text(chart(rows))
 
 
 if __name__ == "__main__":

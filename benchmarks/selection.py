@@ -1,12 +1,12 @@
-"""What selection costs, in nanoseconds a parameter, beside a memory copy and what else one would use.
+"""Measures selection in nanoseconds per parameter, beside a memory copy and other methods.
 
-Decides nothing at run time.  Rounds alternate between all cases, so that each is measured in the same minutes
-as the others; the table gives the least and the median of the rounds.
+Rounds alternate between all cases, so that all are measured in the same minutes; the table has the least and
+the median of the rounds.
 
-    gradients    normal, every "layer" of its own scale (log-normal), a few of them in turn
-    cold         no threshold carried over, as in a worker's first step
-    carried      from one step of error feedback to the next, the residual growing and being sent
-    wall, CPU    on a busy machine the CPU seconds of the calling thread say more than the wall clock
+    gradients    normally distributed, with a scale of each "layer" (log-normal), a few of them in turn
+    cold         without a threshold from an earlier step, as in a worker's first step
+    carried      with the threshold and the residual of the previous step of error feedback
+    wall, CPU    on a busy machine the CPU time of the calling thread is the better measure
 
 Run:  python benchmarks/selection.py --json selection.json --markdown selection.md
       python benchmarks/selection.py --device cuda --n 25.6e6 138e6
@@ -46,10 +46,12 @@ _SAMPLED_LOW, _SAMPLED_HIGH = 0.8, 1.3
 
 @dataclass
 class Figures:
-    """Of one case: seconds of each round, and whether a carried threshold was too high how often.
+    """The figures of a case.
 
     Attributes:
-        element_bytes: what it has to read and write of each element; 0 where nothing is said of it.
+        element_bytes: the bytes that must be read and written for each element; 0 if not compared.
+        wall_s, cpu_s: of each round.
+        misses: how often a carried threshold was too high.
     """
 
     element_bytes: int = 0
@@ -60,7 +62,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Case:
-    """`hint_of` is asked at the end for the selection that carried a threshold, if any did."""
+    """A measured function; `hint_of` returns the selection that carried a threshold, if there is one."""
 
     name: str
     run: Callable[[], object]
@@ -69,7 +71,7 @@ class Case:
 
 
 class Vectors:
-    """Everything that the cases share, (n,) float32 on the device."""
+    """The vectors that all cases share, (n,) float32 on the device."""
 
     def __init__(self, n: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(1)
@@ -90,7 +92,7 @@ class Vectors:
 
 
 class Steps:
-    """Error feedback without a wire: what is selected is taken out of acc, which is the next residual."""
+    """Steps of error feedback without encoding; acc without the selected entries is the next residual."""
 
     def __init__(self, vectors: Vectors, k: int, choose: Callable[[], Selection], **how: float) -> None:
         self._vectors, self._k, self._weight = vectors, k, how.get("weight", 1.0)
@@ -153,9 +155,9 @@ class Sampled:
 
 
 def cases(vectors: Vectors, k: int) -> list[Callable[[], Case]]:
-    """Functions that make all that is measured, in the order of the table."""
+    """Return functions that make the cases, in the order of the table."""
     device, x, out = vectors.device, vectors.gradients[0], vectors.out
-    ours = lambda: make_selection(device)  # noqa: E731
+    make = lambda: make_selection(device)  # noqa: E731
     add = "add (residual + gradient)"
     found: list[Callable[[], Case]] = [
         lambda: Case("memory copy", lambda: out.copy_(x), _COPY_BYTES),
@@ -180,7 +182,7 @@ def cases(vectors: Vectors, k: int) -> list[Callable[[], Case]]:
         "momentum, cold": {"momentum": 0.9, "cold": 1.0},
     }
     for name, how in settings.items():
-        found.append(lambda name=name, how=how: Steps(vectors, k, ours, **how).case(f"ours: {name}"))
+        found.append(lambda name=name, how=how: Steps(vectors, k, make, **how).case(f"ours: {name}"))
     return found
 
 
@@ -202,7 +204,7 @@ def _round(feedback: ErrorFeedback, vectors: Vectors, k: int) -> None:
 def measure(
     n: int, density: float, device: torch.device, rounds: int, budget_s: float, *, alternate: bool = True
 ) -> dict[str, Figures]:
-    """Every case once a round, after one round that is not counted; fewer rounds if the time is up.
+    """Measure each case once per round, after a round that is not counted, until the time is over.
 
     Args:
         alternate: whether the rounds alternate between the cases; otherwise one case after the other has all
@@ -250,14 +252,11 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# -- what comes out ----------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------
 
 
 def record(n: int, density: float, threads: int, figures: dict[str, Figures]) -> dict[str, object]:
-    """One block of the JSON file.
-
-    `x_bytes` is the median over the time in which a copy moves as many bytes as the case has to.
-    """
+    """Return a block of the JSON file; `x_bytes` is the median over the time of a copy of as many bytes."""
     copied_s = min(figures["memory copy"].wall_s) / _COPY_BYTES
     rows = {
         name: {
@@ -279,11 +278,11 @@ def record(n: int, density: float, threads: int, figures: dict[str, Figures]) ->
 
 
 def _ns(seconds: float, n: int) -> float:
-    return float(f"{seconds / n * 1e9:.4g}")  # of a GPU thousandths
+    return float(f"{seconds / n * 1e9:.4g}")  # thousandths on a GPU
 
 
 def table(block: dict[str, object], device: str) -> str:
-    """Markdown.  CPU figures are for one thread only: other threads' seconds are not the calling thread's."""
+    """Return a table in Markdown.  CPU times are only those of the calling thread."""
     rows = block["cases"]
     assert isinstance(rows, dict)
     copy_ns = rows["memory copy"]["wall_ns_min"]
@@ -304,7 +303,7 @@ def table(block: dict[str, object], device: str) -> str:
 
 
 def machine(device: torch.device) -> str:
-    """The kind of machine, nothing that names it."""
+    """Describe the machine without its name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     kind = platform.processor() or platform.machine()

@@ -1,17 +1,17 @@
-"""What a planned order of ranks gains over the order of joining, on links that are not alike.
+"""Compares the planned order of ranks with the order of joining, on links with different rates.
 
-Decides where everybody sits, and that they join one after the other, so that the order of joining is the
-worst one there is.  The product does the rest: members measure their links, the coordinator plans.
+The workers join one after the other in the worst order.  Members measure their links, and the coordinator
+plans the order of ranks.
 
-    sites    two sites of P / 2 workers, 1 Gbit/s inside, a thin line between; they join in turns
+    sites    two sites of P / 2 workers, 1 Gbit/s inside, a thin link between; workers of both join in turn
              worker-1 3 5 --lan A== router ==thin== internet ==thin== router ==lan B-- worker-2 4 6
-    home     one worker at home among workers of a LAN: who is at home joins first
+    home     one worker at home among workers of a LAN; the one at home joins first
              worker-1 ==20 Mbit/s, 20 ms==+==1 Gbit/s== worker-2 3 4 5
-    thin     four workers with 100 Mbit/s and 20 ms, one of which has 5 Mbit/s up and joins last: by joining
-             all select k entries, planned it selects fewer (docs/exchanges.md)
+    thin     four workers with 100 Mbit/s and 20 ms, one of which has 5 Mbit/s up and joins last: in the order
+             of joining all select k entries, in the planned order it selects fewer (docs/exchanges.md)
 
-Each order has a group of its own, and the groups take turns.  The median of the exchanges after the last
-generation began counts; the coordinator's own words for its plan are printed.
+Each order has its own group, and the groups take turns.  The result is the median of the exchanges in the
+last generation; the coordinator's reason for its plan is printed.
 
 Run (root):  python benchmarks/sites.py [--cases sites home] [--repeats 5] [--out FILE]
 """
@@ -39,13 +39,13 @@ from lab.net import Host, Net
 from lab.ns import LabError, command
 
 JOIN_S, PLANNED_S = 60.0, 70.0
-ASK_S = 0.5
+POLL_S = 0.5
 MEMBER = "gridtrain.tools.bench.bench_member"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An uneven network and what is exchanged on it."""
+    """A network with different links, and an exchange."""
 
     name: str
     exchange: str
@@ -75,7 +75,7 @@ WIDE, THIN_UPLOAD = "100Mbit", "5Mbit"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one order: seconds of each exchange, and the plan in the coordinator's words."""
+    """The result of an order: the duration of each exchange, and the coordinator's reason for its plan."""
 
     case: Case
     order: str
@@ -87,8 +87,8 @@ class Outcome:
         return statistics.median(self.seconds)
 
 
-class Uneven:
-    """A `gridtrain.tools.bench.bench_group.Ground` whose workers join one after the other."""
+class UnevenHosts:
+    """A `gridtrain.tools.bench.bench_group.ProcessHost` whose workers join one after the other."""
 
     interface = Host.interface
     limit = ""
@@ -108,49 +108,51 @@ class Uneven:
         return ""
 
     def run(
-        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+        self, name: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        host = self._hub if who == "hub" else self._workers[who]
-        if MEMBER in argv and who != "worker-1":
-            self._until_joined(int(who.removeprefix("worker-")) - 1, env)
+        host = self._hub if name == "hub" else self._workers[name]
+        if MEMBER in argv and name != "worker-1":
+            self._until_joined(int(name.removeprefix("worker-")) - 1, env)
         return host.run(argv, log.parent, env=env, log=log.name)
 
-    def picture(self, env: Mapping[str, str]) -> dict[str, object]:
-        """What the coordinator shows.  Raises `LabError`."""
+    def status(self, env: Mapping[str, str]) -> dict[str, object]:
+        """Return the output of `gridtrain status`.  Raises `LabError`."""
         argv = [*CLI_COMMAND, "status", "--state", str(self.state), "--json"]
         host = ["ip", "netns", "exec", self._hub.namespace]
         done = subprocess.run([*host, *argv], env=dict(env), capture_output=True, timeout=30, check=False)
         if done.returncode:
-            raise LabError(f"no status: {done.stderr.decode(errors='replace')}")
-        picture: dict[str, object] = json.loads(done.stdout)
-        return picture
+            raise LabError(f"`gridtrain status` failed: {done.stderr.decode(errors='replace')}")
+        status: dict[str, object] = json.loads(done.stdout)
+        return status
 
     def _until_joined(self, count: int, env: Mapping[str, str]) -> None:
         until_s = time.monotonic() + JOIN_S
         while time.monotonic() < until_s:
-            workers = self.picture(env)["members"]
+            workers = self.status(env)["members"]
             assert isinstance(workers, list)
             if len(workers) >= count:
                 return
-            time.sleep(ASK_S)  # nothing tells when somebody joins
-        raise LabError(f"worker {count} has not joined within {JOIN_S:g} s")
+            time.sleep(POLL_S)
+        raise LabError(f"worker {count} did not join within {JOIN_S:g} s")
 
 
 def _two_sites(net: Net, hub: Host, workers: int) -> dict[str, Host]:
     sites = [net.router(f"site{number}", translate=False) for number in (1, 2)]
-    for here, there in itertools.permutations(sites):
-        command("ip", "-n", here.namespace, "route", "add", f"{there.subnet}.0/24", "via", there.address)
+    for site, other in itertools.permutations(sites):
+        command("ip", "-n", site.namespace, "route", "add", f"{other.subnet}.0/24", "via", other.address)
     for site in sites:
         command("ip", "-n", hub.namespace, "route", "add", f"{site.subnet}.0/24", "via", site.address)
         site.shape(up=THIN, down=THIN, delay_s=WAY_S / 2)
-    found = {f"worker-{number}": sites[(number - 1) % 2].host(f"worker-{number}") for number in _to(workers)}
+    found = {
+        f"worker-{number}": sites[(number - 1) % 2].host(f"worker-{number}") for number in _numbers(workers)
+    }
     for host in found.values():
         host.shape(up=FAST, down=FAST)
     return found
 
 
 def _one_at_home(net: Net, hub: Host, workers: int) -> dict[str, Host]:
-    found = {f"worker-{number}": net.host(f"worker-{number}") for number in _to(workers)}
+    found = {f"worker-{number}": net.host(f"worker-{number}") for number in _numbers(workers)}
     for name, host in found.items():
         if name == "worker-1":
             host.shape(up=THIN, down=THIN, delay_s=2 * WAY_S)
@@ -160,40 +162,40 @@ def _one_at_home(net: Net, hub: Host, workers: int) -> dict[str, Host]:
 
 
 def _one_thin_upload(net: Net, hub: Host, workers: int) -> dict[str, Host]:
-    found = {f"worker-{number}": net.host(f"worker-{number}") for number in _to(workers)}
+    found = {f"worker-{number}": net.host(f"worker-{number}") for number in _numbers(workers)}
     for name, host in found.items():
         host.shape(up=THIN_UPLOAD if name == f"worker-{workers}" else WIDE, down=WIDE, delay_s=WAY_S)
     return found
 
 
-def _to(workers: int) -> range:
+def _numbers(workers: int) -> range:
     return range(1, workers + 1)
 
 
 @contextlib.contextmanager
-def _group(case: Case, order: str, folder: Path) -> Iterator[tuple[Uneven, object, Mapping[str, str]]]:
+def _group(case: Case, order: str, folder: Path) -> Iterator[tuple[UnevenHosts, object, Mapping[str, str]]]:
     with Net() as net:
-        ground = Uneven(net, case)
-        ground.state = folder / "g" / "hub"
+        hosts = UnevenHosts(net, case)
+        hosts.state = folder / "g" / "hub"
         setting = BenchSetting(case.exchange, case.workers, case.n, order=order)
-        with start_group(setting, ground, folder / "g") as group:
-            yield ground, group, process_environment(folder / "g" / "state")
+        with start_group(setting, hosts, folder / "g") as group:
+            yield hosts, group, process_environment(folder / "g" / "state")
 
 
 def measure(case: Case, order: str, repeats: int) -> Outcome:
-    """One group: exchanges until the coordinator has planned with all measurements, then those that count.
+    """Measure one group: exchanges until the coordinator has planned with all measurements, then `repeats`.
 
     Raises `LabError`, `GridtrainError`.
     """
     with tempfile.TemporaryDirectory(prefix="sites-") as folder, _group(case, order, Path(folder)) as made:
-        ground, group, env = made
+        hosts, group, env = made
         until_s = time.monotonic() + PLANNED_S
         for _ in range(2):
             group.repeat()  # type: ignore[attr-defined]
-        while order == "planned" and time.monotonic() < until_s and ground.picture(env)["generation"] == 1:
+        while order == "planned" and time.monotonic() < until_s and hosts.status(env)["generation"] == 1:
             group.repeat()  # type: ignore[attr-defined]
         seconds = [group.repeat().seconds for _ in range(repeats)]  # type: ignore[attr-defined]
-        plan = str(ground.picture(env).get("plan_reason", ""))
+        plan = str(hosts.status(env).get("plan_reason", ""))
     return Outcome(case, order, tuple(seconds), plan)
 
 

@@ -1,14 +1,14 @@
-"""What workers whose training loops stall cost the others, with `wait="all"` and `wait="auto"`.
+"""Measures what stalled training loops cost the other workers, with `wait="all"` and `wait="auto"`.
 
     python stragglers.py one  [--out FILE]    four workers, 20 ms a batch; one stalls 3 s every 40 batches
     python stragglers.py many [--out FILE]    eight workers, 50 ms a batch; each stalls 10 % of the time
     python stragglers.py hivemind             as `one`, with hivemind's optimizer (make rivals NAMES=hivemind)
 
-All workers are threads of one process over memory; hivemind's are processes over loopback.  Computing and
-stalls are waits, so that they do not share the processors.  `one`: the seconds in which the other three take
-400 batches, divided by those of the calm run with wait="all" (hivemind: by those of its own calm run).
-`many`: the samples per second of the whole group, divided by those of the calm run and by the share of the
-time in which workers are awake; and the held-out loss after the same samples.
+Workers are threads of one process with connections in memory; hivemind's are processes on loopback.
+Computing and stalls are waits, so that they do not use the processors.  `one`: the time in which the other
+three take 400 batches, over that of the calm run with wait="all" (hivemind: over that of its own calm run).
+`many`: the samples per second of the whole group, over those of the calm run and over the share of time in
+which workers do not stall; and the held-out loss after the same samples.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_data(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Stalls:
-    """Waits in which a worker stalls, between two batches."""
+    """The emulated computation of a worker, and its stalls."""
 
     def __init__(self, *, every: int = 0, stall_s: float = 0.0, share: float = 0.0, seed: int = 0) -> None:
         self._every, self._stall_s, self._share, self._dice = every, stall_s, share, Random(seed)
@@ -75,10 +75,10 @@ class Stalls:
 
     def batch(self, compute_s: float) -> None:
         self._batches += 1
-        time.sleep(compute_s)  # this is the computation whose time is emulated
+        time.sleep(compute_s)  # the emulated computation
         self._awake_s -= compute_s
         if self._every and self._batches > WARM_UP_BATCHES and self._batches % self._every == 0:
-            time.sleep(self._stall_s)  # and this is the stall
+            time.sleep(self._stall_s)  # the stall
         if self._awake_s <= 0:
             time.sleep(self._dice.expovariate(1 / self._stall_s))
             self._awake_s = self._next_awake_s()
@@ -185,7 +185,7 @@ def hivemind(batches: int) -> dict[str, Any]:
 
 
 def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
-    """Run four workers; return the most of the seconds of the three that do not stall, and the averagings."""
+    """Run four workers; return the longest time of the three that do not stall, and the averagings."""
     with (
         tempfile.TemporaryDirectory(prefix="gridtrain-stragglers-") as place,
         contextlib.ExitStack() as stack,
@@ -193,12 +193,12 @@ def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
         master, processes = f"127.0.0.1:{free_port()}", []
         results = [Path(place, f"rank-{rank}.json") for rank in range(4)]
         for rank, result in enumerate(results):
-            words = [str(environments.python("hivemind")), "-m", "rivals.straggler", "--rank", str(rank)]
-            words += ["--world", "4", "--master", master, "--out", str(result), "--batches", str(batches)]
-            words += ["--warm-up", str(WARM_UP_BATCHES)]
-            words += ["--compute", str(ONE_COMPUTE_S), "--stall", str(ONE_STALL_S), "--every", str(ONE_EVERY)]
+            argv = [str(environments.python("hivemind")), "-m", "rivals.straggler", "--rank", str(rank)]
+            argv += ["--world", "4", "--master", master, "--out", str(result), "--batches", str(batches)]
+            argv += ["--warm-up", str(WARM_UP_BATCHES)]
+            argv += ["--compute", str(ONE_COMPUTE_S), "--stall", str(ONE_STALL_S), "--every", str(ONE_EVERY)]
             process = subprocess.Popen(
-                words + ["--stalled"] * is_stalled, env=environments.environment_of("hivemind", "lo")
+                argv + ["--stalled"] * is_stalled, env=environments.environment_of("hivemind", "lo")
             )
             stack.callback(process.kill)
             processes.append(process)

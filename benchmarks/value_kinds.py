@@ -1,11 +1,11 @@
-"""What each encoding of values costs, and how much of the selected entries it sends (docs/exchanges.md).
+"""Measures the cost of each encoding of values, and the share of selected entries that it sends.
 
     size      bytes of an entry, of 25.6 million elements, by the codec
     cpu       nanoseconds to encode and to decode an entry of the same payload
-    sent      of the k largest elements of real gradients and of real changes by local steps: the share of the
-              magnitudes in entries that are sent, and 1 - |v - q|^2 / |v|^2 (what is not sent has q = 0)
+    sent      for the k largest elements of real gradients and of real changes by local steps: the share of
+              magnitudes that is sent, and 1 - |v - q|^2 / |v|^2 (with q = 0 for entries that are not sent)
 
-Gradients have DGC's momentum 0.9, changes are of 6 steps of AdamW; both have one worker's residual.
+Gradients have DGC's momentum 0.9, changes are of 6 steps of AdamW; both include the residual of one worker.
 
     python value_kinds.py results/value_kinds.json        (in benchmarks/; one CPU thread, two minutes)
 """
@@ -36,7 +36,7 @@ ROUNDS = {"gradient": range(30, 91, 30), "change": range(10, 31, 10)}
 
 
 def costs(density: float, kind: ValueKind) -> dict[str, Any]:
-    """Of entries with heavier tails than those of the k largest of a normal distribution."""
+    """Measure entries with heavier tails than those of the k largest of a normal distribution."""
     rng, k = np.random.default_rng(0), round(density * N)
     indices_K = np.sort(rng.choice(N, k, replace=False))
     values_K = (rng.choice([-1, 1], k) * (1 + 0.3 * rng.standard_exponential(k))).astype(np.float32)
@@ -59,7 +59,7 @@ def costs(density: float, kind: ValueKind) -> dict[str, Any]:
 
 
 def selected(workload: Workload, what: str, density: float) -> Iterator[Tensor]:
-    """Yield the k largest elements (n,) of each round that is measured, which sends them as fp32."""
+    """Yield the k largest elements (n,) of each measured round, which sends them as fp32."""
     family = {"gradient": "sparse", "change": "local"}[what]
     model, settings = workload.model(0), workload.settings[family]
     optimizer = settings.build(model, momentum=family != "sparse")

@@ -286,7 +286,7 @@ class Auto:
 
 
 def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | LocalSteps | Auto:
-    """Return the exchange for the argument `exchange=`.  Raises `ConfigError` for an unknown name."""
+    """Return the exchange for the argument `exchange=`.  Raises `ConfigError` for anything else."""
     if given is None:
         return GTopK()
     if given == "auto":
@@ -295,6 +295,14 @@ def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | 
         raise ConfigError(
             f'exchange is "{given}", which is not a known name',
             remedy='use exchange="auto", or an exchange such as GTopK()',
+        )
+    if not isinstance(given, Exchange | LocalSteps | Auto):
+        text = given.__name__ if isinstance(given, type) else repr(given)
+        raise ConfigError(
+            f"exchange is {text}, which is not an exchange",
+            remedy=f"call it: {text}()"
+            if isinstance(given, type)
+            else 'pass one, such as exchange=gridtrain.GTopK(density=0.01), or exchange="auto"',
         )
     return given
 

@@ -1,1 +1,1 @@
-"""Time to accuracy: the same training with every exchange and every rival, on the same lines."""
+"""Time to accuracy: the same training with each exchange and each rival, over the same links."""

@@ -1,15 +1,15 @@
-"""Wall time and bytes to the same held-out loss, ours and rivals on the same lines.
+"""Measures wall time and bytes to the same held-out loss, with gridtrain and rivals over the same links.
 
     python -m accuracy --workloads gpt --rates 1000Mbit 100Mbit 20Mbit --world 4
     python -m accuracy --contenders gloo powersgd gtopk local --out results.json
-    python -m accuracy --rates none --contenders gloo --steps 600 --out steps.json            how many steps
-    python -m accuracy --rates 20Mbit --contenders gloo --steps 30 --extrapolate steps.json   times how long
+    python -m accuracy --rates none --contenders gloo --steps 600 --out steps.json            number of steps
+    python -m accuracy --rates 20Mbit --contenders gloo --steps 30 --extrapolate steps.json   their duration
 
-Decides who runs when: contenders take turns on each line, each in a lab of its own.  A run ends when the
-held-out loss is at the workload's target, or with --steps, or with --limit seconds, and then says how far it
-came.  With --extrapolate it ends after --steps, and the steps that the file says are needed are taken to last
-as these on average: what one averages does not depend on the line.  Such figures are marked.  A rival that
-is not installed is left out by name.  Ours talk in the clear unless --encrypted, as the rivals do.
+Contenders take turns at each rate, each in its own lab.  A run ends when the held-out loss has reached the
+workload's target, after --steps, or after --limit seconds; then its last loss is reported.  With
+--extrapolate a run ends after --steps, and the number of steps in the file is multiplied by their mean
+duration, because the number does not depend on the link; such figures are marked.  A rival that is not
+installed is left out with a message.  gridtrain does not encrypt, as its rivals do not, unless --encrypted.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import rivals
-from accuracy.train import ROADS
+from accuracy.train import EXCHANGES
 from accuracy.workloads import WORKLOADS, Workload
 from lab.group import Plan, start
 from lab.net import Net
 from lab.ns import LabError
 from rivals.contract import TRAINERS
-from rivals.hosts import Lines, hosts_of
+from rivals.hosts import LinkSettings, hosts_of
 from rivals.hosts import train as train_rival
 
-THEIRS = {
+RIVALS = {
     "gloo": ("gloo", "dense"),
     "gloo-adamw": ("gloo", "adamw"),
     "powersgd": ("powersgd", "dense"),
@@ -51,20 +51,19 @@ THEIRS = {
 """Contender -> (trainer, family of settings).  "one" is one process with the batches of all workers;
 hivemind-local averages the change of as many local steps as local-topk."""
 
-
 SAME_MEAN = {
     "hivemind": "gloo",
     "hivemind-adamw": "one-adamw",
     "gloo-adamw": "one-adamw",
 }
-"""Who takes the very same steps, as the same mean is taken of the same gradients: without rounding."""
+"""Contender -> another one that takes the same steps, because both apply the same mean without rounding."""
 
 EARLY_STEPS = {"powersgd": 12}
-"""Steps that are not like the later ones, if more than the first two: PowerSGD begins with ten dense ones."""
+"""Number of first steps that differ from later ones, if not two: PowerSGD begins with ten dense steps."""
 
 
-class Arrived(Exception):
-    """The target is reached: no need to train on."""
+class TargetReached(Exception):
+    """The held-out loss has reached the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +71,12 @@ class Run:
     """One training run.
 
     Attributes:
-        seconds, step, megabytes: when the target was reached; None: it was not.
-        last_loss, last_s: the latest held-out loss, and when.
-        step_s: median seconds of a step.
-        timed_steps: the seconds are those of `step` such steps as the mean of so many; 0: all were run.
+        seconds, step, megabytes: when the target was reached; None if it was not.
+        last_loss, last_s: the last held-out loss, and its time.
+        step_s: median duration of a step.
+        timed_steps: the number of steps from whose mean `seconds` was extrapolated; 0 if all steps were run.
         curve: (step, seconds, held-out loss) of each measurement.
-        seed: of the initial parameters.
+        seed: the seed of the initial parameters.
     """
 
     workload: str
@@ -128,8 +127,7 @@ def summary(
 
 
 def extrapolated(records: Sequence[dict[str, float]], short: Run, needed: int) -> Run:
-    """From a run that ended early, and the steps that the whole one takes: its first steps as they were, all
-    others with the mean of the rest."""
+    """Extrapolate a short run to `needed` steps: the first steps as measured, the others with their mean."""
     early = EARLY_STEPS.get(short.contender.removesuffix("-adamw"), 2)
     if len(records) < early + 2:
         return short
@@ -144,7 +142,7 @@ def extrapolated(records: Sequence[dict[str, float]], short: Run, needed: int) -
 
 
 def steps_of(path: Path) -> dict[tuple[str, str], int]:
-    """Of a file that `--out` wrote: steps to the target by workload and contender."""
+    """Return the steps to the target by workload and contender, from a file of `--out`."""
     runs = json.loads(path.read_text())["runs"]
     return {(r["workload"], r["contender"]): r["step"] for r in runs if r["step"] is not None}
 
@@ -153,10 +151,10 @@ def target_of(options: argparse.Namespace, workload: Workload | type[Workload]) 
     return workload.target if options.target is None else float(options.target)
 
 
-def ours(
-    options: argparse.Namespace, workload: Workload, rate: str, road: str, folder: Path, seed: int
+def run_gridtrain(
+    options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path, seed: int
 ) -> None:
-    script = [sys.executable, "-m", "accuracy.train", "--workload", workload.name, "--road", road]
+    script = [sys.executable, "-m", "accuracy.train", "--workload", workload.name, "--exchange", name]
     script += ["--density", str(options.density), "--every", str(options.every)]
     script += ["--steps", str(options.steps), "--folder", str(folder), "--seed", str(seed)]
     if options.learning_rate is not None:
@@ -166,7 +164,7 @@ def ours(
     plan = Plan(
         workers=options.world,
         encrypted=options.encrypted,
-        line="" if rate == "none" else rate,
+        link_rate="" if rate == "none" else rate,
         delay_s=options.delay,
     )
 
@@ -175,16 +173,16 @@ def ours(
     def tick() -> None:
         records = read(folder / "steps.jsonl")
         if any(r["held_out"] is not None and r["held_out"] <= target for r in records):
-            raise Arrived
+            raise TargetReached
 
     with Net() as net:
         start(net, plan, folder, lambda name: script).wait(options.limit, tick)
 
 
-def theirs(
+def run_rival(
     options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path, seed: int
 ) -> None:
-    trainer, family = THEIRS[name]
+    trainer, family = RIVALS[name]
     extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
     extra += [
         "--seed",
@@ -203,15 +201,16 @@ def theirs(
     if options.learning_rate is not None:
         extra += ["--learning-rate", repr(options.learning_rate)]
     with Net() as net:
-        hosts = hosts_of(net, world, Lines("" if rate == "none" else rate, options.delay))
+        hosts = hosts_of(net, world, LinkSettings("" if rate == "none" else rate, options.delay))
         train_rival(hosts, trainer, folder, options.limit, extra)
 
 
 def run(options: argparse.Namespace, workload: Workload, rate: str, contender: str, seed: int = 0) -> Run:
     folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
     try:
-        (theirs if contender in THEIRS else ours)(options, workload, rate, contender, folder, seed)
-    except Arrived:
+        run_one = run_rival if contender in RIVALS else run_gridtrain
+        run_one(options, workload, rate, contender, folder, seed)
+    except TargetReached:
         pass
     except LabError as error:
         print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -227,7 +226,7 @@ def run(options: argparse.Namespace, workload: Workload, rate: str, contender: s
 
 def table(runs: Sequence[Run], baseline: str) -> str:
     lines = [
-        f"| workload | line | contender | s to target | steps | MB sent by one | x {baseline} | ms a step |",
+        f"| workload | link | contender | s to target | steps | MB sent by one | x {baseline} | ms a step |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for r in runs:
@@ -247,9 +246,9 @@ def table(runs: Sequence[Run], baseline: str) -> str:
             continue
         ratio = "" if other is None or other.seconds is None else f"{other.seconds / r.seconds:.1f}"
         size = "" if r.megabytes is None else f"{r.megabytes:.1f}"
-        about = f" (of {r.timed_steps} steps)" if r.timed_steps else ""
+        note = f" (of {r.timed_steps} steps)" if r.timed_steps else ""
         lines.append(
-            f"| {r.workload} | {r.rate} | {r.contender} | {r.seconds:.1f}{about} | {r.step} | {size} | "
+            f"| {r.workload} | {r.rate} | {r.contender} | {r.seconds:.1f}{note} | {r.step} | {size} | "
             f"{ratio} | {1e3 * r.step_s:.0f} |"
         )
     return "\n".join(lines)
@@ -258,22 +257,24 @@ def table(runs: Sequence[Run], baseline: str) -> str:
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m accuracy", description=__doc__.splitlines()[0])
-    known = (*THEIRS, *ROADS)
+    contenders = (*RIVALS, *EXCHANGES)
     usual = ("gloo", "gloo-adamw", "powersgd", "hivemind", "dense", "gtopk", "local", "local-topk")
     parser.add_argument("--workloads", nargs="+", default=["gpt"], choices=sorted(WORKLOADS))
     parser.add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
-    parser.add_argument("--contenders", nargs="+", default=usual, choices=known)
+    parser.add_argument("--contenders", nargs="+", default=usual, choices=contenders)
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--every", type=int, default=8, help="local steps of one exchange")
-    parser.add_argument("--steps", type=int, default=400, help="at most, of each worker")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run, start-up included")
+    parser.add_argument("--steps", type=int, default=400, help="most steps of each worker")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run, including its start")
     parser.add_argument("--target", type=float, metavar="NATS", help="instead of the workload's")
     parser.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="of a packet, one way")
-    parser.add_argument("--extrapolate", type=Path, metavar="FILE", help="see above; FILE: of --out")
+    parser.add_argument(
+        "--extrapolate", type=Path, metavar="FILE", help="a file of --out with the numbers of steps"
+    )
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument(
-        "--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk; 8/2: overlap=2"
+        "--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk; 8/2 means overlap=2"
     )
     parser.add_argument("--powersgd-rank", type=int, default=2)
     parser.add_argument(
@@ -288,15 +289,15 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     options = options_of(arguments)
-    missing = {name: why for name, why in rivals.available().items() if why}
+    missing = {name: reason for name, reason in rivals.available().items() if reason}
     runs: list[Run] = []
     for name in options.workloads:
         workload = WORKLOADS[name]()
         for rate in options.rates:
             for seed, contender in product(options.seeds, options.contenders):
-                why = missing.get(TRAINERS[THEIRS[contender][0]], "") if contender in THEIRS else ""
-                if why:
-                    print(f"left out: {contender}: {why}", file=sys.stderr)
+                reason = missing.get(TRAINERS[RIVALS[contender][0]], "") if contender in RIVALS else ""
+                if reason:
+                    print(f"left out: {contender}: {reason}", file=sys.stderr)
                     continue
                 runs.append(run(options, workload, rate, contender, seed))
                 print(table(runs[-1:], "").splitlines()[-1], flush=True)
@@ -307,12 +308,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(options: argparse.Namespace, arguments: Sequence[str], runs: Sequence[Run]) -> None:
-    """What there is so far: a long run that is stopped leaves what it has."""
-    words = list(arguments)
-    at = words.index("--out")
-    del words[at : at + 2]
+    """Write the results so far, so that a run that is stopped leaves them."""
+    recorded = list(arguments)
+    at = recorded.index("--out")
+    del recorded[at : at + 2]
     result = {
-        "command": shlex.join(["python", "-m", "accuracy", *words]),
+        "command": shlex.join(["python", "-m", "accuracy", *recorded]),
         "date": datetime.date.today().isoformat(),
         "cores": os.cpu_count(),
         "world": options.world,

@@ -1,4 +1,4 @@
-"""The learning curves of result files as a picture: held-out loss over seconds and over steps.
+"""Draws the learning curves of result files: held-out loss over seconds and over steps.
 
 python -m accuracy.chart results/gpt_10m.json --out ../docs/images/gpt-10m.svg --title "..."
 """
@@ -23,15 +23,18 @@ LABELS = {
 
 
 def points(run: dict[str, Any], one: dict[str, Any] | None) -> list[tuple[int, float, float]]:
-    """(step, seconds, loss).  A dense run that ended earlier than `one`, which averages the same gradients,
-    has its losses, at the seconds that as many of its own steps take."""
+    """Return (step, seconds, loss) of a run.
+
+    A dense run that ended earlier than `one`, which applies the same mean gradients, gets the losses of `one`
+    at the times of as many of its own steps.
+    """
     curve = [(step, seconds, loss) for step, seconds, loss in run["curve"]]
     if one is None or run["contender"].startswith("local") or curve[-1][0] >= one["curve"][-1][0]:
         return curve
     return [(step, step * run["step_s"], loss) for step, _, loss in one["curve"]]
 
 
-def picture(runs: Sequence[dict[str, Any]], title: str, subtitle: str) -> str:
+def chart(runs: Sequence[dict[str, Any]], title: str, subtitle: str) -> str:
     one = next((run for run in runs if run["contender"].startswith("one")), None)
     by_time, by_step = [], []
     for run, colour in zip(runs, COLOURS, strict=False):
@@ -55,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     runs = [run for path in options.results for run in json.loads(path.read_text())["runs"]]
-    options.out.write_text(picture(runs, options.title, options.subtitle))
+    options.out.write_text(chart(runs, options.title, options.subtitle))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """`Dense(topology="ring", values=...)` among four workers in one process, without a network.
 
-Exchangers, buffers and collectives are the product's own; messages are delivered in the order in which they
-are sent.
+It uses the product's exchangers, buffers and collectives, and delivers messages in the order of sending.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from gridtrain.training.exchangers import make_exchanger
 
 
 class DenseRing:
-    """The state of all members: their residuals.
+    """The exchangers of all workers, with their residuals.
 
     Attributes:
-        sent_bytes: the bytes of the payloads that each worker has sent in the latest exchange.
+        sent_bytes: bytes of payloads that each worker sent in the latest exchange.
     """
 
     def __init__(self, n: int, values: str) -> None:
@@ -38,7 +37,7 @@ class DenseRing:
         self.sent_bytes = [0] * WORKERS
 
     def exchange(self, contributions: list[Tensor]) -> Tensor:
-        """The update (n,) of these contributions (n,), one of each worker."""
+        """Return the update (n,) for the contributions (n,) of all workers."""
         attempts = [
             each.prepare_bucket(0, contribution, StepPlan(0, 0, rank, WORKERS, 1, 1), usable=True)
             for rank, (each, contribution) in enumerate(zip(self._exchangers, contributions, strict=True))

@@ -1,4 +1,4 @@
-"""A Llama over bytes in plain torch, so that every rival's environment can train it, and LoRA for it.
+"""A Llama over bytes and LoRA for it, in plain torch, so that each rival's environment can train it.
 
     bytes (B, T) -> embedding -> [RMS norm, rotary attention; RMS norm, SwiGLU] x layers -> RMS norm -> logits
 
@@ -44,14 +44,14 @@ class Block(nn.Module):
 
 
 def rotated(heads_BATE: Tensor, turn_TH: Tensor) -> Tensor:
-    """Each pair (e, e + E / 2) of (B, A, T, E) turned by its angle of (T, E / 2): Su et al. 2021."""
+    """Rotate each pair (e, e + E / 2) of (B, A, T, E) by its angle of (T, E / 2): Su et al. 2021."""
     first, second = heads_BATE.chunk(2, dim=-1)
     cos, sin = turn_TH.cos(), turn_TH.sin()
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 class ByteLlama(nn.Module):
-    """`layers` blocks; embedding and head are separate.  All weights are drawn from the seed."""
+    """A Llama with separate weights of embedding and head, all drawn from the seed."""
 
     def __init__(self, width: int, hidden: int, layers: int, heads: int, context: int, *, seed: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class LoRALinear(nn.Module):
 
 
 def with_lora(model: ByteLlama, rank: int, alpha: float, *, seed: int) -> ByteLlama:
-    """The same model, frozen, with LoRA on all linear layers of its blocks."""
+    """Freeze the model, and add LoRA to all linear layers of its blocks."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for block in model.blocks:

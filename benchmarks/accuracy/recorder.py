@@ -1,10 +1,9 @@
-"""The clock and the file of a training run, one for ours and rivals alike.
+"""The clock and the records of a training run, the same for gridtrain and rivals.
 
-Decides what counts as a run's seconds and bytes: all since the first batch, but for what happens while the
-clock stands still.  It stands still from before the held-out loss is measured until everybody goes on, and
-everybody else waits for that: nobody computes the next step, nor sends of it, while the clock stands.
+Seconds and bytes count from the first batch on, except while the held-out loss is measured.  Meanwhile all
+other workers wait, and none computes or sends anything of the next step.
 
-    step | read() | standing_still: the first measures, the others wait for it | write() | next step
+    step | read() | paused: the first worker measures, the others wait for it | write() | next step
 
     {"step": 10, "seconds": 1.9, "loss": 4.1, "held_out": 3.9, "sent_bytes": 7400000}      one line a step
 """
@@ -22,35 +21,35 @@ from rivals.measure import sent_bytes
 
 
 class Reading(NamedTuple):
-    """`sent_bytes`: since the first batch, headers included; None: others' bytes are counted there too."""
+    """Time and bytes since the first batch; `sent_bytes` is None if other processes share the interface."""
 
     seconds: float
     sent_bytes: int | None
 
 
 class Recorder:
-    """The clock runs from its making on.
+    """A clock that starts at once, and the file of its records.
 
     Args:
-        path: of steps.jsonl.
-        interface: whose bytes count.
+        path: the file, steps.jsonl.
+        interface: the network interface whose bytes are counted.
     """
 
     def __init__(self, path: Path, interface: str) -> None:
         self._path, self._interface, self._sent = path, interface, sent_bytes(interface)
-        self._began_s, self._stood_s = time.perf_counter(), 0.0
+        self._began_s, self._paused_s = time.perf_counter(), 0.0
 
     def read(self) -> Reading:
-        now, seconds = sent_bytes(self._interface), time.perf_counter() - self._began_s - self._stood_s
+        now, seconds = sent_bytes(self._interface), time.perf_counter() - self._began_s - self._paused_s
         return Reading(seconds, None if now is None or self._sent is None else now - self._sent)
 
     @contextlib.contextmanager
-    def standing_still(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         began_s = time.perf_counter()
         try:
             yield
         finally:
-            self._stood_s += time.perf_counter() - began_s
+            self._paused_s += time.perf_counter() - began_s
 
     def write(self, step: int, reading: Reading, loss: float, held_out: float | None) -> None:
         record = {"step": step, "seconds": reading.seconds, "loss": loss, "held_out": held_out}

@@ -1,9 +1,9 @@
-"""What each of our workers runs: an ordinary loop over the SDK.  The first one writes steps.jsonl.
+"""The script of gridtrain's workers: an ordinary training loop over the SDK.
 
-    gridtrain worker INVITATION -- python -m accuracy.train --workload gpt --road gtopk --folder FOLDER
+    gridtrain worker INVITATION -- python -m accuracy.train --workload gpt --exchange gtopk --folder FOLDER
 
-The lines are those of `rivals.train`, by the same recorder.  The first worker measures the held-out loss
-while all others wait at the same step of the run; with local steps only right after an exchange.
+The first worker writes steps.jsonl with the same recorder as `rivals.train`, and measures the held-out loss
+while all others wait at the same step; with local steps, only directly after an exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from rivals.contract import INTERFACE
 
-ROADS = (
+EXCHANGES = (
     "dense",
     "dense-adamw",
     "topk",
@@ -35,14 +35,14 @@ ROADS = (
     "local-topk",
     "local-topk-sgd",
 )
-"""Exchanges and the optimizer family that each takes.  local-topk gathers few local steps with many entries,
-for a line that is not the thinnest; how many is the workload's (`gathered`)."""
+"""Names of exchanges, each with an optimizer family.  The local steps and the density of local-topk are those
+of the workload (`gathered`)."""
 
 
 def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
-    """(family of settings, exchange)."""
+    """Return the family of settings and the exchange."""
     density, every = options.density, options.every
-    match options.road:
+    match options.exchange:
         case "dense":
             return "dense", gridtrain.Dense()
         case "dense-adamw":
@@ -55,12 +55,12 @@ def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
             return "sparse", gridtrain.GTopK(density=density, momentum=0.9, values="int8")
         case "local":
             return "local", gridtrain.LocalSteps(every=every, exchange=gridtrain.GTopK(density=density))
-        case "local-topk" | "local-topk-sgd" as road:
-            family = "local-sgd" if road.endswith("sgd") else "local"
-            turn, many = options.gathered or WORKLOADS[options.workload].gathered[family]
+        case "local-topk" | "local-topk-sgd" as name:
+            family = "local-sgd" if name.endswith("sgd") else "local"
+            turn, entries = options.gathered or WORKLOADS[options.workload].gathered[family]
             every, _, overlapped = str(turn).partition("/")
-            words = str(many) if "=" in str(many) else f"density={many},values=int8"
-            gathered = parse_exchange(f"topk:{words}")
+            details = str(entries) if "=" in str(entries) else f"density={entries},values=int8"
+            gathered = parse_exchange(f"topk:{details}")
             return family, gridtrain.LocalSteps(int(every), gathered, overlap=int(overlapped or 0))
         case _:
             sparse = gridtrain.GTopK(density=density, values="int8")
@@ -68,7 +68,7 @@ def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
 
 
 def train(options: argparse.Namespace, grid: Grid) -> None:
-    """One worker's run."""
+    """Train as one worker."""
     workload = WORKLOADS[options.workload]()
     model = workload.model(options.seed)
     family, exchange = exchange_of(options)
@@ -87,49 +87,53 @@ def train(options: argparse.Namespace, grid: Grid) -> None:
         recorder = recorder or Recorder(options.folder / "steps.jsonl", INTERFACE)
         loss = workload.loss(model, x, y)
         loss.backward()  # type: ignore[no-untyped-call]
-        if local:  # each step is this worker's own, and so is what clips it
+        if local:  # the optimizer's `clip_norm` clips exchanged gradients, not those of local steps
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        reading, held_out, arrived = recorder.read(), None, False
-        if all_agree(optimizer) and (grid.step % between == 0 or grid.step == rounds):
-            with recorder.standing_still():
+        reading, held_out, is_reached = recorder.read(), None, False
+        if are_common(optimizer) and (grid.step % between == 0 or grid.step == rounds):
+            with recorder.paused():
                 measure = partial(workload.held_out, model)
-                held_out, arrived = measured_while_all_wait(grid, measure, options.until_loss)
+                held_out, is_reached = measure_on_first(grid, measure, options.until_loss)
         if grid.is_first:
             recorder.write(step, reading, loss.item(), held_out)
-        if arrived:
+        if is_reached:
             break
 
 
-def all_agree(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the parameters are the group's: always, but with local steps only right after an exchange."""
+def are_common(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all workers have the same parameters, as always but between two local steps."""
     return not (isinstance(optimizer, LocalSGDOptimizer) and optimizer.local_calls)
 
 
-def measured_while_all_wait(
+def measure_on_first(
     grid: Grid, measure: Callable[[], float], until: float = -math.inf
 ) -> tuple[float | None, bool]:
-    """The first worker measures, the others wait until it has: as rivals wait in `Exchange.stop`.
+    """Measure on the first worker while the others wait, as rivals do in `Exchange.stop`.
 
-    All must call it after the same step of the run.  Returns (the loss; None: not on this worker; whether it
-    is at most `until`, on all).
+    All workers must call it after the same step.  Returns the loss (None on the other workers), and on all
+    workers whether it is at most `until`.
     """
     with grid.evaluation():
         found = measure() if grid.is_first else None
-        arrived = grid.mean(float(found is not None and found <= until)) > 0
-    return found, arrived
+        is_reached = grid.mean(float(found is not None and found <= until)) > 0
+    return found, is_reached
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="one of our workers in a run to a target")
+    parser = argparse.ArgumentParser(description="a worker of gridtrain in a run to a target")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
-    parser.add_argument("--road", choices=ROADS, required=True)
+    parser.add_argument("--exchange", choices=EXCHANGES, required=True)
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--every", type=int, default=16, help="local steps of one exchange")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument(
-        "--measure-every", type=int, default=10, metavar="STEPS", help="local: the nearest exchanges"
+        "--measure-every",
+        type=int,
+        default=10,
+        metavar="STEPS",
+        help="with local steps: the nearest exchanges",
     )
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--until-loss", type=float, default=-math.inf, metavar="NATS")
@@ -137,7 +141,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--gathered",
         nargs=2,
         metavar=("EVERY", "DENSITY"),
-        help="of local-topk; else the workload's; also density=0.03,values=int2 and the like",
+        help="of local-topk, instead of the workload's; DENSITY may be like density=0.03,values=int2",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)

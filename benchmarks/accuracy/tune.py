@@ -1,14 +1,14 @@
-"""Learning rates of the runs to a target: one grid for every family, four workers in one process.
+"""Searches learning rates of the runs to a target on a grid, with four workers in one process.
 
-Decides nothing at run time; what it finds is written by hand into accuracy/workloads.py.  Sparsifier and
-merges are the product's own (`accuracy.butterfly`); only the network is left out, and with it what differs
-between ours and the rivals: dense and AdamW are one family for both.  Running averages of batch norm are of
-all workers' batches here, where each worker has its own in a run.
+The best ones are written by hand into accuracy/workloads.py.  Exchanges are the product's, without a network
+(`accuracy.butterfly`, `accuracy.dense_ring`).  Without it the dense exchanges of gridtrain and its rivals do
+not differ, so the families dense and adamw are those of both.  Running averages of batch norm are of all
+workers' batches here, while in a run each worker has its own.
 
-    dense    SGD with momentum 0.9 on the mean gradient, clipped        gloo, hivemind, PowerSGD, Dense()
-    sparse   gTop-k with DGC's momentum 0.9, its sum clipped, SGD       GTopK(), TopK()
-    adamw    AdamW on the mean gradient, clipped                        gloo-adamw, Dense()
-    local    LocalSteps(H, TopK(d, values="int8")), AdamW (`gridtrain.local`)
+    dense     SGD with momentum 0.9 on the mean gradient, clipped       gloo, hivemind, PowerSGD, Dense()
+    sparse    gTop-k with DGC's momentum 0.9, its sum clipped, SGD      GTopK(), TopK()
+    adamw     AdamW on the mean gradient, clipped                       gloo-adamw, Dense()
+    local     LocalSteps(H, TopK(d, values="int8")), AdamW (`gridtrain.local`)
     local-sgd the same with SGD and momentum 0.9
 
     python -m accuracy.tune                                  (in benchmarks/; one CPU thread)
@@ -50,20 +50,25 @@ RATES = {
     "local": ADAMW_RATES,
     "local-sgd": SGD_RATES,
 }
-"""The same for every workload; those of all SGD families are the same, too."""
+"""The grids of all workloads."""
 
-ROADS = {"local": "local-topk", "local-sgd": "local-topk-sgd"}
+LOCAL_EXCHANGES = {"local": "local-topk", "local-sgd": "local-topk-sgd"}
 GATHERED = ("4:0.1", "8:0.1")
-"""Local steps of an exchange, and the density of what is gathered."""
+"""Local steps of an exchange, and its density."""
 
 STEPS, MEASURE_EVERY, DENSITY = 250, 10, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """One setting.  `reached`: the step at which the workload's target was; None: it was not.
-    `least`: the lowest held-out loss, of all that were measured.  `gathered`: of the local families.
-    `values`: of the sparse family, if not fp16; of the dense ones, if sent through a ring."""
+class Trial:
+    """A run with one setting.
+
+    Attributes:
+        reached: the step at which the workload's target was reached; None if it was not.
+        least: the lowest measured held-out loss.
+        gathered: of the local families.
+        values: of the sparse family, if not fp16; of the dense ones, if sent through a ring.
+    """
 
     workload: str
     family: str
@@ -80,12 +85,12 @@ class Tried:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Smaller is better: sooner at the target, and, where it is not reached, lower."""
+        """The order of trials, best first: sooner at the target, else with a lower loss."""
         return (math.inf if self.reached is None else self.reached, self.least)
 
 
 def flat_gradient_N(workload: Workload, model: nn.Module, indices: Iterable[int]) -> Tensor:
-    """Mean gradient over these samples, (n,) float32."""
+    """Return the mean gradient of these samples, (n,) float32."""
     pairs = [workload.train[i] for i in indices]
     model.zero_grad()
     loss = workload.loss(model, torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
@@ -109,8 +114,8 @@ def run(
     measure_every: int = MEASURE_EVERY,
     seed: int = 0,
     values: str = "",
-) -> Tried:
-    """Train once, each setting from the same start with the same samples; ends at the target."""
+) -> Trial:
+    """Train once up to the target; all settings have the same start and the same samples."""
     model = workload.model(seed)
     settings: Settings = replace(workload.settings[family], learning_rate=rate)
     optimizer = settings.build(model, momentum=family != "sparse")
@@ -131,28 +136,30 @@ def run(
         if step % measure_every == 0 or step == steps:
             least = min(least, workload.held_out(model))
             if least <= workload.target:
-                return Tried(workload.name, family, rate, step, least, seed=seed, values=values)
-    return Tried(workload.name, family, rate, None, least, seed=seed, values=values)
+                return Trial(workload.name, family, rate, step, least, seed=seed, values=values)
+    return Trial(workload.name, family, rate, None, least, seed=seed, values=values)
 
 
-def run_local(workload: Workload, family: str, rate: float, steps: int, gathered: str, seed: int) -> Tried:
-    """The loop that a worker runs, four of them in this process with the product's own group."""
+def run_local(workload: Workload, family: str, rate: float, steps: int, gathered: str, seed: int) -> Trial:
+    """Train once with the script of gridtrain's workers, all in this process (`gridtrain.local`)."""
     every, _, density = gathered.partition(":")
     with tempfile.TemporaryDirectory(prefix="tune-") as folder:
-        words = ["--workload", workload.name, "--road", ROADS[family], "--folder", folder]
-        words += ["--gathered", every, density, "--until-loss", str(workload.target)]
-        words += ["--learning-rate", repr(rate)]
-        options = parse([*words, "--steps", str(steps), "--seed", str(seed)])
+        arguments = ["--workload", workload.name, "--exchange", LOCAL_EXCHANGES[family], "--folder", folder]
+        arguments += ["--gathered", every, density, "--until-loss", str(workload.target)]
+        arguments += ["--learning-rate", repr(rate), "--steps", str(steps), "--seed", str(seed)]
+        options = parse(arguments)
         gridtrain.local(partial(train, options), workers=WORKERS)
         lines = (Path(folder) / "steps.jsonl").read_text().splitlines()
     measured = [record for record in map(json.loads, lines) if record["held_out"] is not None]
     least = min(record["held_out"] for record in measured)
-    there = next((int(record["step"]) for record in measured if record["held_out"] <= workload.target), None)
-    return Tried(workload.name, family, rate, there, least, gathered, seed)
+    reached = next(
+        (int(record["step"]) for record in measured if record["held_out"] <= workload.target), None
+    )
+    return Trial(workload.name, family, rate, reached, least, gathered, seed)
 
 
-def table(tried: Sequence[Tried]) -> str:
-    """Markdown; the best of each workload and family is marked."""
+def table(tried: Sequence[Trial]) -> str:
+    """Return a table in Markdown, in which the best trial of each workload and family is marked."""
     best = {
         (t.workload, t.family): min(
             (u for u in tried if (u.workload, u.family) == (t.workload, t.family)), key=lambda u: u.rank
@@ -178,20 +185,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rates", nargs="+", type=float, help="instead of the grid")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gathered", nargs="+", default=GATHERED, metavar="H:DENSITY", help="of local ones")
     parser.add_argument(
-        "--values", nargs="+", default=[""], choices=list(VALUE_KINDS), help="of sparse and dense ones"
+        "--gathered", nargs="+", default=GATHERED, metavar="H:DENSITY", help="of local families"
     )
-    parser.add_argument("--out", type=Path, help="add what is tried to this JSON file")
+    parser.add_argument(
+        "--values", nargs="+", default=[""], choices=list(VALUE_KINDS), help="of sparse and dense families"
+    )
+    parser.add_argument("--out", type=Path, help="add the trials to this JSON file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    tried: list[Tried] = []
+    tried: list[Trial] = []
     for name in options.workloads:
         workload = WORKLOADS[name]()
         for family in options.families:
             for rate in options.rates or RATES[family]:
                 for variant in variants_of(family, options):
-                    if family in ROADS:
+                    if family in LOCAL_EXCHANGES:
                         found = run_local(workload, family, rate, options.steps, variant, options.seed)
                     else:
                         found = run(workload, family, rate, options.steps, seed=options.seed, values=variant)
@@ -199,16 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(f"{found}", file=sys.stderr, flush=True)
     print(table(tried))
     if options.out is not None:
-        keep(options.out, tried)
+        save(options.out, tried)
 
 
 def variants_of(family: str, options: argparse.Namespace) -> Sequence[str]:
-    """What a family is tried with at each rate: H:density of local steps, kinds of values of the others."""
-    return list(options.gathered) if family in ROADS else list(options.values)
+    """Return the variants of a family: H:density of local steps, kinds of values of the others."""
+    return list(options.gathered) if family in LOCAL_EXCHANGES else list(options.values)
 
 
-def keep(path: Path, tried: Sequence[Tried]) -> None:
-    """Beside what is there already: a grid may be tried in pieces."""
+def save(path: Path, tried: Sequence[Trial]) -> None:
+    """Add trials to the file, so that a grid can be searched in parts."""
     before = json.loads(path.read_text())["tried"] if path.exists() else []
     fresh = [asdict(one) for one in tried]
     whole = [one for one in before if one not in fresh] + fresh

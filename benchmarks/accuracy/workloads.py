@@ -1,7 +1,7 @@
-"""What is trained: models that learn within minutes on two cores, on data that is there offline.
+"""The workloads: models that learn within minutes on two cores, with data that is available offline.
 
-Decides model, data, held-out measure and the settings of each optimizer family.  Knows nothing of how
-gradients travel: ours and the rivals train the very same thing.
+A workload has a model, data, a held-out measure and the settings of each optimizer family, which are the same
+for gridtrain and rivals.
 
     gpt       the demo's byte GPT on its text                                         120,576 parameters
     lstm      two LSTM layers over bytes of the same text (the paper's LSTM, small)   about 300 k
@@ -32,9 +32,9 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one optimizer family: ours and the rivals' of that family have the same.
+    """The settings of an optimizer family, the same for gridtrain and rivals.
 
-    The best learning rates of one grid for everybody: results/accuracy_tuning.json, by `accuracy.tune`.
+    The learning rates are the best ones of a common grid: results/accuracy_tuning.json, by `accuracy.tune`.
     """
 
     optimizer: str  # "sgd" or "adamw"
@@ -43,32 +43,31 @@ class Settings:
     clip_norm: float = 1.0
 
     def at(self, learning_rate: float | None) -> Settings:
-        """The same with another learning rate; None: unchanged."""
+        """Return these settings with another learning rate, if one is given."""
         return self if learning_rate is None else replace(self, learning_rate=learning_rate)
 
     def build(self, model: nn.Module, momentum: bool = True) -> torch.optim.Optimizer:
-        """`momentum=False`: the exchange carries it."""
+        """Make the optimizer; without momentum if the exchange has it."""
         trained = trained_of(model)
         if self.optimizer == "adamw":
             return torch.optim.AdamW(trained, lr=self.learning_rate)
-        mine = self.momentum if momentum else 0.0
-        return torch.optim.SGD(trained, lr=self.learning_rate, momentum=mine)
+        return torch.optim.SGD(trained, lr=self.learning_rate, momentum=self.momentum if momentum else 0.0)
 
 
 def trained_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are not frozen."""
+    """Return the parameters that are not frozen."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 class Workload(ABC):
-    """One thing to train.
+    """A model with its data and settings.
 
     Attributes:
-        batch_size: samples of one worker's step.
-        target: held-out loss at which a run has arrived.
+        batch_size: samples of one worker in a step.
+        target: the held-out loss at which a run ends.
         settings: by family: "dense" (plain gradients, every step), "sparse" (DGC), "local" (LocalSteps).
-        gathered: of the local families: local steps of an exchange ("8/2": of which 2 overlap with the
-            exchange before), and the density of what is gathered.
+        gathered: for the local families: local steps of an exchange ("8/2": 2 of them overlap with the
+            previous exchange), and its density.
     """
 
     name: str
@@ -80,15 +79,15 @@ class Workload(ABC):
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
-        """The same parameters for the same seed, everywhere."""
+        """Make the model; equal seeds give equal parameters on all machines."""
 
     @abstractmethod
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Mean cross entropy of a batch."""
+        """Return the mean cross entropy of a batch."""
 
     @abstractmethod
     def held_out(self, model: nn.Module) -> float:
-        """Mean cross entropy over the fixed subset that nobody trains on."""
+        """Return the mean cross entropy of the fixed samples that are not trained on."""
 
 
 class _Text(Workload):
@@ -142,7 +141,7 @@ class Llama30M(_Text):
 
 
 class Lora114M(_Text):
-    """The frozen base is random: what adapters learn on it costs the same bytes as on a trained one."""
+    """LoRA on a random frozen base, which costs as many bytes as a trained one."""
 
     name, batch_size, target, held_out_windows = "lora-114m", 2, 2.8, 32
     settings: ClassVar = {"adamw": Settings("adamw", 0.003), "local": Settings("adamw", 0.003)}
@@ -252,7 +251,7 @@ class ResNet(Workload):
 
     @torch.no_grad()
     def held_out(self, model: nn.Module) -> float:
-        """With the running averages of batch norm, as one would use the model."""
+        """Return the loss in evaluation mode, with the running averages of batch norm."""
         model.eval()
         try:
             return float(self.loss(model, *self._held_out))

@@ -11,6 +11,6 @@ links.
     rival_block.py   a rival's group on the same hosts
     measurement.py   cells of the same link take turns, A B A B
     results.py       the JSON file
-    report.py        Markdown and picture
+    report.py        Markdown and chart
     quick.py         ratios to gloo and to a memory copy, compared with those in the repository
 """

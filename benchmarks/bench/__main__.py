@@ -1,4 +1,4 @@
-"""`make bench`: measure a suite of cells and write JSON, Markdown and a picture.
+"""`make bench`: measure a suite of cells and write JSON, Markdown and a chart.
 
 python -m bench --suite goals --out results           every goal, with rivals where they are installed
 python -m bench --cell "gtopk P=4 n=25.6M rate=100Mbit" "gloo/all_gather P=4 n=25.6M rate=100Mbit"
@@ -18,7 +18,7 @@ from pathlib import Path
 from bench import quick, rival_block
 from bench.cells import CellError, parse
 from bench.measurement import Effort, measure_cells
-from bench.report import markdown, picture
+from bench.report import chart, markdown
 from bench.results import Results, ResultsError, machine
 from bench.suites import SUITES
 from gridtrain._version import __version__
@@ -93,7 +93,7 @@ def made(command: str, blocks: int) -> dict[str, object]:
 def write(results: Results, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(results.to_json())
-    drawn = picture(results)
+    drawn = chart(results)
     if drawn:
         (folder / "bench.svg").write_text(drawn)
     (folder / "bench.md").write_text(markdown(results, "bench.svg" if drawn else ""))

@@ -11,7 +11,6 @@ that they have the same links.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from bench.cells import Link
 from gridtrain.errors import ConfigError
 from gridtrain.tools.bench.bench_group import LocalHost
+from lab import arrivals
 from lab.net import Host, Net, why_not
 
 FIRST_PORT = 7700
@@ -35,7 +35,7 @@ class Namespaces:
         names = ("hub", *(f"worker-{number}" for number in range(1, link.workers + 1)))
         self._hosts = {name: net.host(name) for name in names}
         for host in self._hosts.values():
-            shape(host, link)
+            host.shape(up=link.rate, down=link.rate, delay_s=link.delay_s, loss=link.loss)
 
     def listen(self) -> tuple[str, str]:
         port = next(self._ports)
@@ -55,24 +55,7 @@ class Namespaces:
 
 def why_no_link(link: Link) -> str:
     """Return why this machine cannot provide a link; empty if it can."""
-    if reason := why_not():
-        return reason
-    known = inspect.signature(Host.shape).parameters
-    if link.delay_s and "delay_s" not in known:
-        return "this lab cannot delay packets"
-    if link.loss and "loss" not in known:
-        return "this lab cannot drop frames"
-    return ""
-
-
-def shape(host: Host, link: Link) -> None:
-    """Shape a host's link.  The lab delays arriving packets, so 20 ms on each host are 20 ms one way."""
-    more: dict[str, float] = {}
-    if link.delay_s:
-        more["delay_s"] = link.delay_s
-    if link.loss:
-        more["loss"] = link.loss
-    host.shape(up=link.rate, down=link.rate, **more)  # type: ignore[arg-type]
+    return why_not() or (arrivals.why_not() if link.delay_s or link.loss else "")
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Measures cells.  Those of the same link take turns, A B A B, so that other load affects all of them.
 
-gridtrain's groups wait at a barrier between their turns; a rival's group is started anew for each block.
+gridtrain's groups wait at a barrier between their turns; a rival's group is started again for each block.
 
-    link 1    ours A: r repeats | rival: r repeats | ours B: r repeats |   block 1
-              ours A: r repeats | rival: r repeats | ours B: r repeats |   block 2
+    link 1    cell A: r repeats | rival: r repeats | cell B: r repeats |   block 1
+              cell A: r repeats | rival: r repeats | cell B: r repeats |   block 2
     link 2    ...
 """
 
@@ -53,9 +53,9 @@ def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:
     """Group cells by link, in order of first appearance and without repetitions."""
     groups: dict[Link, list[Cell]] = {}
     for cell in cells:
-        mine = groups.setdefault(cell.link, [])
-        if cell not in mine:
-            mine.append(cell)
+        own = groups.setdefault(cell.link, [])
+        if cell not in own:
+            own.append(cell)
     return list(groups.items())
 
 
@@ -63,8 +63,8 @@ def measure_cells(
     cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], log: Log
 ) -> Iterator[CellResult]:
     """Measure cells, and yield the results of each link; a skipped cell has a reason."""
-    for link, mine in by_link(cells):
-        results = [CellResult(cell, bound_s(cell)) for cell in mine]
+    for link, own in by_link(cells):
+        results = [CellResult(cell, bound_s(cell)) for cell in own]
         for result in results:
             if result.cell.rival and (reason := rival_block.why_not(result.cell, reasons)):
                 result.skipped = reason

@@ -121,18 +121,18 @@ def exchange_ratios(results: list[CellResult]) -> tuple[dict[str, float], dict[s
     by_name = {_name(result): result for result in results}
     ratios: dict[str, float] = {}
     why: dict[str, str] = {}
-    for mine, gloo, names in (
+    for own, gloo, names in (
         (by_name["dense"], by_name["gloo/all_reduce"], ("dense seconds", "dense CPU")),
         (by_name["gtopk"], by_name["gloo/all_reduce"], ("gtopk seconds", "gtopk CPU")),
         (by_name["small dense"], by_name["small gloo/all_reduce"], ("small dense CPU",)),
     ):
-        if not (gloo.samples and mine.samples):
-            why |= dict.fromkeys(names, mine.skipped or gloo.skipped)
+        if not (gloo.samples and own.samples):
+            why |= dict.fromkeys(names, own.skipped or gloo.skipped)
         elif len(names) == 1:
-            ratios[names[0]] = mine.cpu_s / gloo.cpu_s
+            ratios[names[0]] = own.cpu_s / gloo.cpu_s
         else:
-            ratios[names[0]] = mine.least_s / gloo.least_s
-            ratios[names[1]] = least_cpu_s(mine) / least_cpu_s(gloo)
+            ratios[names[0]] = own.least_s / gloo.least_s
+            ratios[names[1]] = least_cpu_s(own) / least_cpu_s(gloo)
     return ratios, why
 
 

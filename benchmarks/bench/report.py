@@ -1,4 +1,4 @@
-"""The report of a bench run: Markdown tables and a picture.
+"""The report of a bench run: Markdown tables and a chart.
 
 | what | median | min | p90 | x bound | CPU s | CPU s per GB | bytes sent | how |
 | goal | wanted | measured | |
@@ -20,8 +20,8 @@ UNITS = {"seconds": "ms", "x bound": "x bound", "bytes an entry": "bytes", "sele
 OURS = "with the vote and its decision"
 
 
-def markdown(results: Results, picture: str = "") -> str:
-    """Return the whole report.  `picture`: the file name of the SVG, or ""."""
+def markdown(results: Results, chart_name: str = "") -> str:
+    """Return the whole report.  `chart_name`: the file name of the SVG, or ""."""
     made, machine = results.made, results.machine
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     lines = [
@@ -37,11 +37,11 @@ def markdown(results: Results, picture: str = "") -> str:
     ]
     lines += ["", "## Goals", "", *goal_table(judged(results))]
     lines += ["", "## Figures", ""]
-    lines += [f"![exchange time]({picture})", ""] if picture else []
+    lines += [f"![exchange time]({chart_name})", ""] if chart_name else []
     for link, _ in by_link([result.cell for result in results.cells]):
-        mine = [result for result in results.cells if result.cell.link == link]
-        for n in dict.fromkeys(result.cell.n for result in mine):
-            rows = [result for result in mine if result.cell.n == n]
+        own = [result for result in results.cells if result.cell.link == link]
+        for n in dict.fromkeys(result.cell.n for result in own):
+            rows = [result for result in own if result.cell.n == n]
             lines += [f"### {link}, n = {n:,} ({FLOAT_BYTES * n / 1e6:.1f} MB)", "", *figure_table(rows), ""]
     lines += local_table(results.local)
     return "\n".join(lines) + "\n"
@@ -146,7 +146,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {line} |" for line in lines]
 
 
-def picture(results: Results) -> str:
+def chart(results: Results) -> str:
     """Draw the time of each exchange against what varies in this run, P or n; "" if nothing does."""
     done = [result for result in results.cells if result.samples]
     sizes, groups = {r.cell.n for r in done}, {r.cell.link.workers for r in done}

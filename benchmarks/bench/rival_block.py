@@ -1,4 +1,4 @@
-"""A rival's group on the hosts of a link: one process for each rank, started anew for each block of repeats.
+"""A rival's group on the hosts of a link: one process for each rank, started again for each block of repeats.
 
 The rival's own script measures it (`rivals.contract`).
 

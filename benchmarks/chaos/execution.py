@@ -23,7 +23,7 @@ from typing import Any
 from chaos import infrastructure
 from chaos.record import Record
 from chaos.schedule import OF_COORDINATOR, Fault
-from lab.surroundings import environment
+from lab.environment import environment
 
 TICK_S = 0.02
 START_S, BACK_S, END_S = 120.0, 90.0, 90.0

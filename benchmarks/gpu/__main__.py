@@ -1,11 +1,11 @@
-"""`make gpu`: everything that waits for a GPU, within ten minutes on one card.
+"""`make gpu`: all tests and measurements that need a GPU, within ten minutes on one card.
 
 python -m gpu                            all parts; results/gpu.json, gpu.md and gpu.svg
-python -m gpu --part selection bits      these; the file keeps the others
-python -m gpu --device cpu --small       whether the parts run, without a GPU; files in gpu-results/
+python -m gpu --part selection bits      only these parts; the results of others remain in the file
+python -m gpu --device cpu --small       run all parts without a GPU; files in gpu-results/
 
-Each part runs in a process of its own, so that an error on the device, or a part that hangs, ends nothing
-else.
+Each part runs in its own process, so that an error on the device, or a part that hangs, does not affect the
+others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def why_not(device: str) -> str:
-    """Return why nothing can be measured on this device; "" if it can."""
+    """Return why this device cannot be measured; "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
@@ -72,22 +72,22 @@ def why_not(device: str) -> str:
     return ""
 
 
-# -- one part, in a process of its own ---------------------------------------------------------------
+# -- one part, in its own process --------------------------------------------------------------------
 
 
 def child(function: str, setting: Setting, into: Path) -> int:
-    """Run a part's function, and write what it keeps; return the exit code."""
+    """Run a part's function, and write the figures that it stores; return the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it cleans up
     outcome: Outcome = {"figures": {}, "machine": {}}
 
-    def keep(name: str, value: Any) -> None:
+    def store(name: str, value: Any) -> None:
         outcome["figures"][name] = value
         write(into, json.dumps(outcome))
 
     try:
         outcome["machine"] = machine(setting)
         module, _, name = function.partition(":")
-        getattr(importlib.import_module(module), name)(setting, keep)
+        getattr(importlib.import_module(module), name)(setting, store)
     except Exception as error:
         traceback.print_exc()
         outcome["error"] = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
@@ -96,7 +96,7 @@ def child(function: str, setting: Setting, into: Path) -> int:
 
 
 def machine(setting: Setting) -> dict[str, Any]:
-    """What figures depend on, and nothing that names the machine."""
+    """Describe the machine without its name."""
     found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
     for package in ("torch", "triton", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -110,9 +110,9 @@ def machine(setting: Setting) -> dict[str, Any]:
 
 
 def run_part(part: Part, setting: Setting, limit_s: float) -> Outcome:
-    """Run a part in a process, which is ended after `limit_s`; return what it kept, and what went wrong."""
+    """Run a part in a process, which is ended after `limit_s`; return its figures and its error."""
     if missing := missing_packages(part.needs):
-        return {"skipped": f"needs {', '.join(missing)}, not installed here"}
+        return {"skipped": f"needs {', '.join(missing)}: not installed"}
     if limit_s < LEAST_S:
         return {"error": f"not started: only {max(0.0, limit_s):.0f} s of --budget-s were left"}
     argv = [sys.executable, "-m", "gpu", "--child", part.function, "--device", setting.device]
@@ -136,7 +136,7 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> Outcome:
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which the packages of this checkout are found without being installed."""
+    """Return this process's environment, with the packages of this checkout on the path."""
     places = [ROOT, ROOT / "coordinator", ROOT / "worker", BENCHMARKS, os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if str(place))}
 
@@ -145,7 +145,7 @@ def environment() -> dict[str, str]:
 
 
 def load(path: Path, setting: Setting) -> dict[str, Any]:
-    """Return the results that a run of some parts adds to: those of the same kind of device, else none."""
+    """Return the earlier results of the same kind of device, to which a run of some parts adds."""
     fresh = {"device": setting.device, "small": setting.small, "machine": {}, "parts": {}}
     with contextlib.suppress(OSError, ValueError):
         found: dict[str, Any] = json.loads(path.read_text())
@@ -158,7 +158,7 @@ def load(path: Path, setting: Setting) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
+    """Write a file atomically."""
     beside = path.with_name(path.name + ".new")
     beside.write_text(text)
     beside.replace(path)
@@ -179,8 +179,8 @@ def run(options: argparse.Namespace) -> int:
         record["parts"][name] = {"date": datetime.date.today().isoformat()} | outcome
         write(out / "gpu.json", json.dumps(record, indent=1) + "\n")
         write(out / "gpu.md", report.markdown(record))
-        if picture := report.picture(record):
-            write(out / "gpu.svg", picture)
+        if chart := report.chart(record):
+            write(out / "gpu.svg", chart)
         print(f"make gpu: {name}: {report.verdict(outcome)}", flush=True)
     print(f"make gpu: results in {out}/gpu.json, gpu.md and gpu.svg")
     return 1 if any("error" in record["parts"][name] for name in options.part or PARTS) else 0

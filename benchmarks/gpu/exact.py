@@ -1,4 +1,4 @@
-"""The tests marked `gpu`, and whether a GPU and the CPU select and encode the same bits."""
+"""The tests marked `gpu`, and a comparison of selection and encoding on a GPU and the CPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import torch
 from torch import Tensor
 
-from gpu.parts import TRAINING, Keep, Setting, missing_packages
+from gpu.parts import TRAINING, Setting, Store, missing_packages
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.sparsify import error_feedback
 from gridtrain.sparsify.cuda_selection import CudaSelection, are_kernels_correct, make_selection
@@ -29,8 +29,8 @@ STEPS, DENSITY, WEIGHT, CHUNK = 4, 0.001, 0.3, 4096
 SPECIAL = {"inf": torch.inf, "nan": torch.nan}
 
 
-def tests(setting: Setting, keep: Keep) -> None:
-    """Run the tests marked `gpu`, those of selection alone where packages are missing that the others need.
+def tests(setting: Setting, store: Store) -> None:
+    """Run the tests marked `gpu`; without the packages that the others need, only those of selection.
 
     Raises `RuntimeError` if one fails.
     """
@@ -47,12 +47,12 @@ def tests(setting: Setting, keep: Keep) -> None:
     failed = [case.get("name", "") for case in cases if {each.tag for each in case} & {"failure", "error"}]
     skipped = sum(case.find("skipped") is not None for case in cases)
     passed = len(cases) - len(failed) - skipped
-    keep("tests", {"passed": passed, "skipped": skipped, "failed": failed, "left out, without": missing})
+    store("tests", {"passed": passed, "skipped": skipped, "failed": failed, "left out, without": missing})
     if code:
         raise RuntimeError(f"pytest ended with exit code {code}; failed: {', '.join(failed) or 'none'}")
 
 
-def bits(setting: Setting, keep: Keep) -> None:
+def bits(setting: Setting, store: Store) -> None:
     """Compare payloads, residuals and momentum with the CPU's.  Raises `RuntimeError` if any bit differs."""
     device = torch.device(setting.device)
     ways, problem = selections(device)
@@ -61,14 +61,13 @@ def bits(setting: Setting, keep: Keep) -> None:
         compared += 1
         if not agree(device, ways[way], kind, momentum, values, n, chunk=CHUNK if way == "chunks" else 0):
             differing.append(f"{way}, {kind.name}, momentum {momentum}, {values}, n = {n}")
-    keep("bits", {"ways": list(ways), "compared": compared, "differing": differing, "problem": problem})
+    store("bits", {"ways": list(ways), "compared": compared, "differing": differing, "problem": problem})
     if problem or differing:
         raise RuntimeError(problem or f"{len(differing)} of {compared} differ, such as {differing[0]}")
 
 
 def selections(device: torch.device) -> tuple[dict[str, Callable[[], Selection]], str]:
-    """Return the implementations for the device, and what is wrong with Triton's kernels, if they cannot be
-    used.  "chunks" selects by itself."""
+    """Return the implementations for the device, and why Triton's kernels cannot be used, if they cannot."""
     ways: dict[str, Callable[[], Selection]] = {
         "torch": TensorSelection,
         "chunks": lambda: make_selection(device, CHUNK),
@@ -100,22 +99,22 @@ def agree(
     *,
     chunk: int = 0,
 ) -> bool:
-    """Whether steps of error feedback have the same bits on the device as on the CPU."""
+    """Return whether steps of error feedback have the same bits on the device as on the CPU."""
     generator = torch.Generator().manual_seed(n)
-    mine, theirs = (ErrorFeedback(n, place, momentum, chunk) for place in (device, "cpu"))
+    own, reference = (ErrorFeedback(n, place, momentum, chunk) for place in (device, "cpu"))
     k = max(1, round(DENSITY * n))
     for step in range(STEPS if n < 10_000_000 else 2):
         gradient_N = gradient(values, n, step, generator)
         with mock.patch.object(error_feedback, "make_selection", lambda *_: way()):
-            made = mine.prepare(gradient_N.to(device), k, kind, weight=WEIGHT)
-        expected = theirs.prepare(gradient_N, k, kind, weight=WEIGHT)
+            made = own.prepare(gradient_N.to(device), k, kind, weight=WEIGHT)
+        expected = reference.prepare(gradient_N, k, kind, weight=WEIGHT)
         if (made.payload, made.skip) != (expected.payload, expected.skip):
             return False
         truncated = [(expected.decoded.indices[:3], expected.decoded.values[:3] / 2)]
-        mine.commit(made, truncated)
-        theirs.commit(expected, truncated)
+        own.commit(made, truncated)
+        reference.commit(expected, truncated)
         if not all(
-            same_bits(*pair) for pair in ((mine.residual_N, theirs.residual_N), (mine.u_N, theirs.u_N))
+            same_bits(*pair) for pair in ((own.residual_N, reference.residual_N), (own.u_N, reference.u_N))
         ):
             return False
     return True
@@ -126,13 +125,13 @@ def gradient(values: str, n: int, step: int, generator: torch.Generator) -> Tens
         return torch.randint(-4, 5, (n,), generator=generator).float()
     drawn_N = torch.randn(n, generator=generator) * (1000.0 if step == 2 else 1.0)  # a threshold too low
     if values == "zeros":
-        drawn_N[n // 2000 :] = 0.0  # fewer than k are not
+        drawn_N[n // 2000 :] = 0.0  # fewer than k are nonzero
     if step == 1 and values in SPECIAL:
         drawn_N[n // 2] = SPECIAL[values]
     return drawn_N
 
 
-def same_bits(mine: Tensor | None, theirs: Tensor | None) -> bool:
-    if mine is None or theirs is None:
-        return mine is theirs
-    return torch.equal(mine.cpu().view(torch.int32), theirs.view(torch.int32))
+def same_bits(own: Tensor | None, reference: Tensor | None) -> bool:
+    if own is None or reference is None:
+        return own is reference
+    return torch.equal(own.cpu().view(torch.int32), reference.view(torch.int32))

@@ -1,4 +1,4 @@
-"""The parts of `make gpu`, and what each of them is given.  Imports no torch."""
+"""The parts of `make gpu` and their arguments.  It does not import torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Keep = Callable[[str, Any], None]
-"""Stores a figure of a part under a name, at once, so that a part that is cut off keeps it."""
+Store = Callable[[str, Any], None]
+"""Stores a figure of a part under a name, at once, so that it remains if the part is ended."""
 
 PIP_NAMES = {"nacl": "pynacl", "zmq": "pyzmq", "pytest_timeout": "pytest-timeout"}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Attributes:
-    device: "cuda", "cuda:1", ... or "cpu".
-    small: sizes that take a CPU seconds, and say nothing about speed.
+    """The arguments of a part.
+
+    Attributes:
+        device: "cuda", "cuda:1", ... or "cpu".
+        small: whether to use sizes that take a CPU seconds, and tell nothing about speed.
     """
 
     device: str
@@ -30,10 +32,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Attributes:
-    function: MODULE:NAME of a function of a `Setting` and a `Keep`, which raises if the part fails.
-    needs: the packages that it imports beside torch, by the names in `import`.
-    limit_s: after this time it is ended.
+    """A part of `make gpu`.
+
+    Attributes:
+        function: MODULE:NAME of a function of a `Setting` and a `Store`, which raises if the part fails.
+        needs: the packages that it imports besides torch, by the names in `import`.
+        limit_s: after this time the part is ended.
     """
 
     function: str
@@ -53,9 +57,9 @@ PARTS = {
     "training": Part("gpu.runs:training", TRAINING, 150.0),
     "processes": Part("gpu.runs:processes", (*TRAINING, "click", "rich"), 200.0),
 }
-"""In the order in which they run: the first ones need the fewest packages."""
+"""The parts in the order in which they run; the first ones need the fewest packages."""
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
-    """Return those that are not installed, by the names that pip knows."""
+    """Return the packages that are not installed, by their names in the package index."""
     return [PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None]

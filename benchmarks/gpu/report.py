@@ -1,4 +1,4 @@
-"""The results of `make gpu` for people: Markdown tables, and a picture of selection's time by length."""
+"""The report of `make gpu`: Markdown tables, and a chart of selection's time by length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAWN = {  # case of benchmarks/selection.py: label
     "memory copy": "copy",
 }
 GOAL = 2.0
-"""The most times as long as its memory traffic that selection may take."""
+"""The bound of selection's time over the time of its memory traffic."""
 
 Figures = dict[str, Any]
 
@@ -23,8 +23,8 @@ Figures = dict[str, Any]
 def markdown(record: Figures) -> str:
     """Return the report of gpu.json."""
     machine = ", ".join(f"{name} {value}" for name, value in record["machine"].items() if value)
-    lines = ["# What was measured on a GPU", "", f"`make gpu`, device {record['device']}: {machine}."]
-    lines += ["", "**Small sizes, which say nothing about speed.**"] if record["small"] else []
+    lines = ["# Measurements on a GPU", "", f"`make gpu`, device {record['device']}: {machine}."]
+    lines += ["", "**Small sizes, which tell nothing about speed.**"] if record["small"] else []
     parts = record["parts"].items()
     heads = ("part", "seconds", "result")
     lines += ["", *table(heads, [(name, part.get("seconds"), verdict(part)) for name, part in parts])]
@@ -35,14 +35,14 @@ def markdown(record: Figures) -> str:
 
 
 def verdict(part: Figures) -> str:
-    """Return what became of a part, in a few words."""
+    """Return the outcome of a part in a few words."""
     if "error" in part:
         return f"FAILED: {part['error']}"
     return f"skipped: {part['skipped']}" if "skipped" in part else "done"
 
 
 def of_figure(figure: str, value: Any, device: str) -> Iterator[str]:
-    """The lines of a figure of a part: a dict, or a dict of dicts with a row for each of them."""
+    """Yield the lines of a figure of a part: a dict, or a dict of dicts with a row for each."""
     if figure == "blocks":
         for block in value:
             yield bench.table(block, device) if "cases" in block else f"n = {block['n']}: {block['error']}"
@@ -76,7 +76,7 @@ def text(value: object) -> str:
     return number.replace("|", "\\|").replace("\n", " ")
 
 
-def picture(record: Figures) -> str:
+def chart(record: Figures) -> str:
     """Return an SVG of selection's time by length; "" if fewer than two lengths were measured."""
     figures = record["parts"].get("selection", {}).get("figures", {})
     blocks = [block for block in figures.get("blocks", []) if "cases" in block]

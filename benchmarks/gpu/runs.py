@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gridtrain
-from gpu.parts import Keep, Setting
+from gpu.parts import Setting, Store
 from gpu.speed import copies_of
 from gridtrain.tools.demo import pipeline_model, recipe
 from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
@@ -65,7 +65,7 @@ class Way:
         autocast: the dtype of mixed precision.
         scaled: with a GradScaler; the first worker's gradient overflows once.
         adam: the learning rate of AdamW; 0 for SGD.
-        change: what is done to the model before it is trained.
+        change: a function that changes the model before training.
         options: further arguments of `grid.optimizer`.
     """
 
@@ -86,7 +86,7 @@ def compiled(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 class LowRank(nn.Module):
-    """LoRA (Hu et al. 2021, arXiv 2106.09685) by hand: a frozen linear layer, plus a product of rank r."""
+    """LoRA (Hu et al. 2021, arXiv 2106.09685): a frozen linear layer plus a product of rank r."""
 
     def __init__(self, linear: nn.Linear, rank: int = 8) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class LowRank(nn.Module):
 
 
 def with_adapters(model: nn.Module, setting: Setting) -> nn.Module:
-    """With PEFT if it is installed, else by hand."""
+    """Add LoRA with PEFT if it is installed, else with `LowRank`."""
     targets = ["query_key_value", "attention_out", "mlp_in", "mlp_out"]
     if importlib.util.find_spec("peft") is not None:
         import peft
@@ -137,7 +137,7 @@ WAYS = {
 # -- workers in threads --------------------------------------------------------------------------------
 
 
-def training(setting: Setting, keep: Keep) -> None:
+def training(setting: Setting, store: Store) -> None:
     """Train in all ways.  Raises `RuntimeError` if one fails, or if workers end with different parameters."""
     failed = []
     found: dict[str, Any] = {}
@@ -155,14 +155,17 @@ def training(setting: Setting, keep: Keep) -> None:
             found[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         if "error" in found[name]:
             failed.append(f"{name} ({found[name]['error']})")
-        keep("ways", found)
+        store("ways", found)
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(found)} failed: {'; '.join(failed)}")
 
 
 def summary(workers: list[dict[str, Any]], *, learns: bool = True) -> dict[str, Any]:
-    """The figures of the first worker, with an error if the workers differ or, where the model `learns`, the
-    loss does not fall."""
+    """Return the first worker's figures, with an error if workers differ or the loss does not fall.
+
+    Args:
+        learns: whether the loss must fall.
+    """
     first = dict(workers[0])
     if len({json.dumps(worker["equal"]) for worker in workers}) > 1:
         first["error"] = "the workers ended with different parameters, losses or scales"
@@ -175,7 +178,7 @@ def summary(workers: list[dict[str, Any]], *, learns: bool = True) -> dict[str, 
 def train(
     grid: gridtrain.Grid, way: Way, setting: Setting, load: Load | None = None, steps: int = 0
 ) -> dict[str, Any]:
-    """Train the demo's model on one worker; return figures, and what all workers must agree on."""
+    """Train the demo's model on one worker; return figures, and values that must be equal on all workers."""
     load = load or (LOADS["tiny"] if setting.small else LOADS["threads"])
     steps = steps or STEPS[setting.small]
     model = way.change(ByteGPT(load.size, seed=0).to(setting.device), setting)
@@ -244,7 +247,7 @@ def train_stages(grid: gridtrain.Grid, setting: Setting) -> dict[str, Any]:
 
 
 class Steps:
-    """What one worker's steps were: their losses, when they ended, and the seconds of their phases."""
+    """The steps of a worker: losses, ends and durations of phases."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -286,8 +289,8 @@ RUNS = {  # load, exchange, rate of each worker's link, steps
 SMALL_RUNS = {"gTop-k, 20 Mbit/s": ("tiny", SPARSE, "20Mbit", 8)}
 
 
-def processes(setting: Setting, keep: Keep) -> None:
-    """Train in processes that share the device, behind links whose rates they keep themselves.
+def processes(setting: Setting, store: Store) -> None:
+    """Train in processes that share the device and limit their own rates.
 
     Raises `GridtrainError` if a process fails, `RuntimeError` if the replicas differ.
     """
@@ -302,24 +305,24 @@ def processes(setting: Setting, keep: Keep) -> None:
             limits = ("--upload-limit", rate, "--download-limit", rate)
             commands = partial(worker_commands, workers, folder, script, limits)
             supervise(coordinator_command(workers, folder), commands, folder, lambda _: None, start_s=RUN_S)
-            told = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-        if len(told) != workers:
-            raise RuntimeError(f"{name}: {len(told)} of {workers} workers ended")
-        found[name] = summary(told, learns=name == "demo") | {"share": shares(told[0])}
-        keep("runs", found)
+            reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+        if len(reports) != workers:
+            raise RuntimeError(f"{name}: {len(reports)} of {workers} workers ended")
+        found[name] = summary(reports, learns=name == "demo") | {"share": shares(reports[0])}
+        store("runs", found)
         if "error" in found[name]:
             raise RuntimeError(f"{name}: {found[name]['error']}")
 
 
 def shares(figures: dict[str, Any]) -> dict[str, float]:
-    """The phases' shares of a step; "copies" between host and device are part of them."""
+    """Return the phases' shares of a step; "copies" between host and device are part of the phases."""
     copied_ms = sum(each["us"] for each in figures["copies"].values()) / 1e3
     phases_ms = figures["phases_ms"] | {"copies": copied_ms}
     return {name: ms / figures["step_ms"] for name, ms in phases_ms.items()}
 
 
 def work(device: str, small: str, name: str, folder: str) -> None:
-    """Be one worker of `processes`."""
+    """Train as a worker of `processes`."""
     setting = Setting(device, small == "True")
     load, exchange, _, steps = (SMALL_RUNS if setting.small else RUNS)[name]
     torch.set_num_threads(1)  # several workers share this machine's cores

@@ -1,4 +1,4 @@
-"""How fast selection is on a GPU, what is copied to the host, and what overlaps with backward."""
+"""The speed of selection on a GPU, copies to the host, and the overlap with backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import selection as bench
-from gpu.parts import Keep, Setting
+from gpu.parts import Setting, Store
 from gpu.report import GOAL
 from gridtrain.config import Dense, Exchange, GTopK
 from gridtrain.network.wire.value_encoding import ValueKind
@@ -40,10 +40,10 @@ def synchronize(setting: Setting) -> None:
         torch.cuda.synchronize(setting.device)
 
 
-# -- selection beside other ways ---------------------------------------------------------------------
+# -- selection beside other methods ------------------------------------------------------------------
 
 
-def selection(setting: Setting, keep: Keep) -> None:
+def selection(setting: Setting, store: Store) -> None:
     """Time selection with residual and momentum beside torch.topk, DGC's sampled threshold and a copy."""
     blocks: list[dict[str, Any]] = []
     for n in sizes(setting):
@@ -54,7 +54,7 @@ def selection(setting: Setting, keep: Keep) -> None:
             blocks.append(bench.record(n, DENSITY, 1, figures))
         except torch.cuda.OutOfMemoryError as error:
             blocks.append({"n": n, "error": str(error).splitlines()[0]})
-        keep("blocks", blocks)
+        store("blocks", blocks)
         gc.collect()
         if setting.is_gpu:
             torch.cuda.empty_cache()
@@ -62,7 +62,7 @@ def selection(setting: Setting, keep: Keep) -> None:
     if len(measured) < len(blocks):
         raise RuntimeError(f"not enough memory for n = {[b['n'] for b in blocks if 'error' in b]}")
     ratios = {name: measured[-1]["cases"][name]["x_bytes"] for name in GOAL_CASES}
-    keep("goal", {"at_most": GOAL, "n": measured[-1]["n"], "met": max(ratios.values()) <= GOAL, **ratios})
+    store("goal", {"at_most": GOAL, "n": measured[-1]["n"], "met": max(ratios.values()) <= GOAL, **ratios})
 
 
 def sizes(setting: Setting) -> list[int]:
@@ -75,7 +75,7 @@ def sizes(setting: Setting) -> list[int]:
 # -- copies, memory, the times of a step ---------------------------------------------------------------
 
 
-def transfers(setting: Setting, keep: Keep) -> None:
+def transfers(setting: Setting, store: Store) -> None:
     """Measure what a step copies to the host, its peak memory a parameter, and the times of its phases.
 
     Raises `RuntimeError` if a sparse exchange copies more to the host than its entries.
@@ -87,8 +87,8 @@ def transfers(setting: Setting, keep: Keep) -> None:
         "dense": Dense(),
     }
     found = {name: one_worker(setting, n, exchange) for name, exchange in exchanges.items()}
-    keep("steps", found)
-    keep("to_host_ms", {name: to_host_ms(setting, n, name == "pinned") for name in ("pageable", "pinned")})
+    store("steps", found)
+    store("to_host_ms", {name: to_host_ms(setting, n, name == "pinned") for name in ("pageable", "pinned")})
     k = round(DENSITY * n)
     for name, figures in found.items():
         copied = sum(each["bytes"] for kind, each in figures["copies"].items() if "DtoH" in kind)
@@ -97,7 +97,7 @@ def transfers(setting: Setting, keep: Keep) -> None:
 
 
 def one_worker(setting: Setting, n: int, exchange: Exchange) -> dict[str, Any]:
-    """Take the steps of a model of n parameters, without a network, and return their figures."""
+    """Take steps with a model of n parameters, without a network; return their figures."""
     device = torch.device(setting.device)
     if setting.is_gpu:
         torch.cuda.empty_cache()
@@ -144,7 +144,7 @@ def one_worker(setting: Setting, n: int, exchange: Exchange) -> dict[str, Any]:
 
 
 def to_host_ms(setting: Setting, n: int, pinned: bool) -> float:
-    """Median duration of the copy of a whole gradient to the host."""
+    """Return the median duration of copying a whole gradient to the host."""
     source_N = torch.ones(n, device=setting.device)
     target_N = torch.empty(n, pin_memory=pinned and setting.is_gpu)
     taken_s = []
@@ -204,9 +204,8 @@ class Layers(nn.Sequential):
         return self.part(layer).copy_(gradient.view(-1))
 
 
-def streams(setting: Setting, keep: Keep) -> None:
-    """Time backward alone, with selection after it, in its hooks as `Overlap` does, and beside it on a stream
-    and a thread of its own."""
+def streams(setting: Setting, store: Store) -> None:
+    """Time backward alone, with selection after it, in its hooks as `Overlap` does, and on another stream."""
     device = torch.device(setting.device)
     count, width, batch = (4, 32, 8) if setting.small else (8, 4096, 8192)
     torch.set_float32_matmul_precision("high")
@@ -227,7 +226,7 @@ def streams(setting: Setting, keep: Keep) -> None:
     ms = {way: statistics.median(taken) for way, taken in found.items()}
     selecting_ms = ms["after"] - ms["backward alone"]
     hidden = {way: (ms["after"] - ms[way]) / selecting_ms for way in ("in hooks", "own stream")}
-    keep("overlap", {"n": layers.flat_N.numel(), "buckets": count, "ms": ms, "hidden": hidden})
+    store("overlap", {"n": layers.flat_N.numel(), "buckets": count, "ms": ms, "hidden": hidden})
 
 
 class OverlapStep:

@@ -1,13 +1,15 @@
-"""What a hostile member, or 1,500 strangers, cost the honest: real processes on loopback, measured.
+"""What a hostile member, or 1,500 strangers, cost honest workers, measured with real processes on loopback.
 
     python -m hostile                 the tables of docs/reliability.md, section "Attacks and load"
 
-    processes    starts the coordinator and the workers, reads what they say, samples memory and CPU
-    honest       what the honest workers run
-    mallory      what the hostile member runs: the same script over the same SDK, with hands that lie
-    attacks      what she sends
-    strangers    those who have no key: silent connections, half handshakes, handshakes
-    undefended   a program of the group without some of its defences
+    processes    starts the coordinator and the workers, reads their output, samples memory and CPU
+    honest       the script of the honest workers
+    mallory      the script of the hostile member: the same training, with some messages replaced or added
+    attacks      the messages of each attack
+    strangers    clients without a key: silent connections, partial handshakes, handshakes
+    newcomer     measures how long an honest join takes
+    undefended   runs a program of the group without some of its defences
+    wire         a CURVE client
 
-The tests in tests/integration use the same pieces.
+tests/integration uses the same modules.
 """

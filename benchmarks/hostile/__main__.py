@@ -1,11 +1,11 @@
-"""The tables: what a hostile member costs the others, and what strangers cost an honest join.
+"""Measures what a hostile member costs the other members, and what strangers cost an honest join.
 
-    python -m hostile                    all of them, in about 6 minutes
-    python -m hostile attacks|load|door  one of them; --json FILE keeps the figures
+    python -m hostile                     all tables of docs/reliability.md, in about 6 minutes
+    python -m hostile attacks|load|joins  one part; --json FILE writes the figures
 
-Decides what is measured and how it is shown.  Each comparison is made within one run: a quiet time, the
-attack, a quiet time; so that a machine that slows down slows both.  Everything is on one machine: the
-attacker runs with `nice -n 19`, as a fair stand-in for another one, and `burner` shows what computing costs.
+Each comparison is made within one run (a quiet interval, the attack, a quiet interval), so that a machine
+that slows down slows both.  All processes share one machine: the attacker runs with `nice -n 19` instead of
+on another one, and `burner`, a process that only computes, shows how much the shared CPU costs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HONEST = ("anna", "bert", "carl")
 WARM_UP_STEPS = 10
 QUIET_S, BURNER_S, ATTACK_S = 12.0, 10.0, 40.0
 LOADS = ("garbage", "pings", "stale")
-BESIEGERS = (
-    ("nobody", 0, "", 0),
+STRANGERS = (
+    ("none", 0, "", 0),
     ("silent", 1500, "others", 300),
     ("silent", 1500, "here", 300),
     ("greeting", 1500, "others", 300),
@@ -48,61 +48,64 @@ def start(group: Group, exchange: str) -> None:
 
 
 def warm(group: Group, mallory: Program) -> dict[str, int]:
-    """All train and she is ready; the process ids of the honest."""
+    """Wait until all train and the attacker is ready; return the process ids of the others."""
     group.wait("the first steps", lambda: all(group.steps(name) >= WARM_UP_STEPS for name in HONEST))
     group.wait("mallory", lambda: bool(mallory.marked("loaded")))
     return {"coordinator": group.coordinator.pid, **{name: group.workers[name].pid for name in HONEST}}
 
 
-def grown_mib(before: dict[str, float], pids: dict[str, int]) -> dict[str, float]:
+def start_peaks(pids: dict[str, int]) -> dict[str, float]:
+    """Restart the measurement of memory peaks; return the memory in use."""
+    before = {name: rss_mib(pid) for name, pid in pids.items()}
+    for pid in pids.values():
+        forget_peak(pid)
+    return before
+
+
+def growth_mib(before: dict[str, float], pids: dict[str, int]) -> dict[str, float]:
     return {name: round(peak_mib(pid) - before[name], 1) for name, pid in pids.items()}
 
 
-# -- attacks: one after the other, each with a key of its own ------------------------------------------
+# -- attacks: one after the other, each with its own key -----------------------------------------------
 
 
 def attacks(folder: Path) -> list[dict[str, Any]]:
+    """Measure the effects of each attack during one run."""
     names = list(ATTACKS)
     rows = []
-    # One person with so many keys can make those suspects who alone can see what she does (decision 0011).
+    # One attacker with so many keys can make a member a suspect that alone can observe it (decision 0011).
     with Group(folder, workers=len(HONEST), without=["liar"]) as group:
         group.extend(300)
         start(group, "gtopk")
         gate = group.gate()
         orders = {
             "gates": [gate.path] * len(names),
-            "lives": dict.fromkeys(names, 5) | {"false-votes": 1, "no-votes": 1},
+            "memberships": dict.fromkeys(names, 5) | {"false-votes": 1, "no-votes": 1},
             "seconds": dict.fromkeys(names, 20.0) | {"crowd": 4.0, "flapping-everywhere": 4.0},
         }
         mallory = group.attack("mallory", names, orders=orders, exchange="gtopk")
         pids = warm(group, mallory)
         for number, name in enumerate(names, 1):
-            before = {who: rss_mib(pid) for who, pid in pids.items()}
-            for pid in pids.values():
-                forget_peak(pid)
+            before = start_peaks(pids)
             began_s = time.monotonic()
             gate.open()
             group.wait_until_over(mallory, number)
             group.wait_until(time.monotonic() + 1.0)
-            rows.append(row_of(group, mallory, name, began_s) | {"memory_mib": grown_mib(before, pids)})
+            rows.append(row_of(group, mallory, name, began_s) | {"memory_mib": growth_mib(before, pids)})
             print(attack_line(rows[-1]), flush=True)
         equal = all(len(models) == 1 for models in group.digests().values())
-        strikes = {who: line["strikes"] for who, line in strikes_of(group).items()}
-        print(
-            f"\nmodels equal after each of {len(group.digests())} steps: {equal}; honest strikes: {strikes}"
-        )
-        rows.append({"attack": "all", "equal": equal, "steps": len(group.digests()), "honest": strikes})
+        members = group.members()["members"]
+        violations = {line["name"]: line["strikes"] for line in members if line["name"] in HONEST}
+        steps = len(group.digests())
+        print(f"\nmodels equal after each of {steps} steps: {equal}; violations of the honest: {violations}")
+        rows.append({"attack": "all", "equal": equal, "steps": steps, "honest": violations})
     return rows
 
 
-def strikes_of(group: Group) -> dict[str, Any]:
-    members = group.members()["members"]
-    return {line["name"]: line for line in members if line["name"] in HONEST}
-
-
 def row_of(group: Group, mallory: Program, name: str, began_s: float) -> dict[str, Any]:
+    """Return the effects of an attack that has ended."""
     now_s = time.monotonic()
-    lives = [line for line in mallory.marked("out") if line["attack"] == name]
+    ended = [line for line in mallory.marked("out") if line["attack"] == name]
     over = next(line for line in mallory.marked("over") if line["attack"] == name)
     commits_s = [
         line["at_s"] for line in group.outcomes("anna") if line["committed"] and line["at_s"] >= began_s
@@ -112,20 +115,20 @@ def row_of(group: Group, mallory: Program, name: str, began_s: float) -> dict[st
     return {
         "attack": name,
         "seconds": round(now_s - began_s, 1),
-        "lives": sum(line["code"] != "denied" or line["sent"] > 0 for line in lives),
+        "memberships": sum(line["code"] != "denied" or line["sent"] > 0 for line in ended),
         "kicked": over["kicked"],
-        "sent": sum(line["sent"] for line in lives),
+        "sent": sum(line["sent"] for line in ended),
         "aborted_attempts": len(aborted),
         "steps_hit": len({step for _, step, _ in aborted}),
         "generations": len({generation for generation, _, _ in aborted}),
         "steps": len(commits_s),
         "longest_pause_s": round(max(pauses_s, default=0.0), 2),
-        "reason": lives[0]["reason"] if lives else "",
+        "reason": ended[0]["reason"] if ended else "",
     }
 
 
 ATTACK_HEAD = (
-    f"{'attack':20}{'lives':>6}{'kicked':>7}{'steps hit':>10}{'attempts':>9}{'pause s':>8}"
+    f"{'attack':20}{'joins':>6}{'kicked':>7}{'steps hit':>10}{'attempts':>9}{'pause s':>8}"
     f"{'worker MiB':>11}{'hub MiB':>8}  first reason"
 )
 
@@ -134,8 +137,8 @@ def attack_line(row: dict[str, Any]) -> str:
     memory = row["memory_mib"]
     worker_mib = max(memory[name] for name in HONEST)
     return (
-        f"{row['attack']:20}{row['lives']:>6}{'yes' if row['kicked'] else 'no':>7}{row['steps_hit']:>10}"
-        f"{row['aborted_attempts']:>9}{row['longest_pause_s']:>8}{worker_mib:>+11.0f}"
+        f"{row['attack']:20}{row['memberships']:>6}{'yes' if row['kicked'] else 'no':>7}"
+        f"{row['steps_hit']:>10}{row['aborted_attempts']:>9}{row['longest_pause_s']:>8}{worker_mib:>+11.0f}"
         f"{memory['coordinator']:>+8.0f}  {row['reason'][:60]}"
     )
 
@@ -144,15 +147,14 @@ def attack_line(row: dict[str, Any]) -> str:
 
 
 def load(folder: Path, attack: str) -> dict[str, Any]:
+    """Measure the rate of steps before, during and after an attack, and beside a process that computes."""
     with Group(folder, workers=len(HONEST)) as group:
         start(group, "dense")
         gate = group.gate()
         orders = {"gates": [gate.path], "forever": True}
         mallory = group.attack("mallory", [attack], nice=19, orders=orders)
         pids = warm(group, mallory)
-        before = {name: rss_mib(pid) for name, pid in pids.items()}
-        for pid in pids.values():
-            forget_peak(pid)
+        before = start_peaks(pids)
         quiet, cpu = during(group, {**pids, "mallory": mallory.pid}, QUIET_S)
         burner = group.run("burner", sys.executable, "-c", BURNER, nice=19)
         burning, _ = during(group, pids, BURNER_S)
@@ -160,7 +162,7 @@ def load(folder: Path, attack: str) -> dict[str, Any]:
         gate.open()
         attacked, attacked_cpu = during(group, {**pids, "mallory": mallory.pid}, ATTACK_S)
         kicked = bool(mallory.marked("over"))
-        lives = len(mallory.marked("out"))
+        memberships = len(mallory.marked("out"))
         group.attackers.pop("mallory").end()
         group.wait_until(time.monotonic() + 1.0)
         quiet_again, _ = during(group, pids, QUIET_S)
@@ -174,16 +176,16 @@ def load(folder: Path, attack: str) -> dict[str, Any]:
             "loss": 1 - attacked / baseline,
             "burner_loss": 1 - burning / baseline,
             "kicked": kicked,
-            "lives": lives,
+            "memberships": memberships,
             "cpu": cpu,
             "cpu_attacked": attacked_cpu,
-            "memory_mib": grown_mib(before, pids),
+            "memory_mib": growth_mib(before, pids),
             "equal": all(len(models) == 1 for models in group.digests().values()),
         }
 
 
 def during(group: Group, pids: dict[str, int], seconds: float) -> tuple[float, dict[str, float]]:
-    """Steps a second in the time to come, and the share of a core that each process takes."""
+    """Return the steps per second of the next `seconds`, and the share of a core that each process uses."""
     began_s, before = time.monotonic(), {name: cpu_s(pid) for name, pid in pids.items()}
     group.wait_until(began_s + seconds)
     now_s = time.monotonic()
@@ -211,16 +213,16 @@ def load_line(row: dict[str, Any]) -> str:
     )
 
 
-# -- the door: strangers, and an honest newcomer -------------------------------------------------------
+# -- joins: an honest newcomer beside strangers --------------------------------------------------------
 
 
-def door(folder: Path) -> list[dict[str, Any]]:
-    """At the coordinator's port; then at those of all, when a worker joins a group that trains."""
+def joins(folder: Path) -> list[dict[str, Any]]:
+    """Measure joins while strangers connect to the coordinator's port."""
     rows = []
     with Group(folder, workers=1) as group:
         group.extend(180)
-        for label, count, where, again in BESIEGERS:
-            with_them = besiege(group, f"{label} {where}", label, count, group.address(), where, again)
+        for label, count, where, again in STRANGERS:
+            strangers = connect(group, f"{label} {where}", label, count, group.address(), where, again)
             before = rss_mib(group.coordinator.pid)
             forget_peak(group.coordinator.pid)
             argv = (sys.executable, "-m", "hostile.newcomer", group.invitation(), str(JOINS))
@@ -229,8 +231,8 @@ def door(folder: Path) -> list[dict[str, Any]]:
             began_s = time.monotonic()
             group.wait("the newcomer", lambda p=newcomer: p.code is not None)
             busy = (cpu_s(group.coordinator.pid) - used_s) / (time.monotonic() - began_s)
-            if with_them is not None:
-                with_them.end()
+            if strangers is not None:
+                strangers.end()
             rows.append(
                 {
                     "strangers": label,
@@ -242,55 +244,63 @@ def door(folder: Path) -> list[dict[str, Any]]:
                     "hub_cpu": round(busy, 2),
                 }
             )
-            print(door_line(rows[-1]), flush=True)
+            print(join_line(rows[-1]), flush=True)
     return rows
 
 
-def besiege(
+def connect(
     group: Group, name: str, kind: str, count: int, address: str, where: str, again: int
 ) -> Program | None:
+    """Start strangers, and wait until all have connected; None if there are to be none."""
     if not count:
         return None
     kind = kind.partition(",")[0]
     key = [group.key().hex()] if kind == "handshakes" else []
-    words = [kind, str(count), address.removeprefix("tcp://"), *key, "--from", where, "--again", str(again)]
-    attacker = group.run(name, sys.executable, "-m", "hostile.strangers", *words)
+    arguments = [
+        kind,
+        str(count),
+        address.removeprefix("tcp://"),
+        *key,
+        "--from",
+        where,
+        "--again",
+        str(again),
+    ]
+    attacker = group.run(name, sys.executable, "-m", "hostile.strangers", *arguments)
     group.wait(name, lambda: bool(attacker.marked("ready")))
     return attacker
 
 
-def worker_door(folder: Path, besieged: bool) -> dict[str, Any]:
-    """A fourth worker joins three that train, with or without 1,500 silent connections at each port."""
+def join_group(folder: Path, with_strangers: bool) -> dict[str, Any]:
+    """Measure how a fourth worker joins, with or without 1,500 silent connections to each port."""
     with Group(folder, workers=len(HONEST)) as group:
         start(group, "dense")
         gate = group.gate()
         group.wait("the first steps", lambda: all(group.steps(name) >= WARM_UP_STEPS for name in HONEST))
-        doors = [group.address(), *(line["address"] for line in group.events("joined"))]
+        addresses = [group.address(), *(line["address"] for line in group.events("joined"))]
         dora = group.add("dora", exchange="dense", join_gate=gate.path)
         group.wait("dora", lambda: bool(dora.marked("loaded")))
         pids = {name: group.workers[name].pid for name in HONEST}
-        before = {name: rss_mib(pid) for name, pid in pids.items()}
-        for pid in pids.values():
-            forget_peak(pid)
-        if besieged:
-            for number, address in enumerate(doors):
-                besiege(group, f"silent-{number}", "silent", 1500, address, "others", 300)
+        before = start_peaks(pids)
+        if with_strangers:
+            for number, address in enumerate(addresses):
+                connect(group, f"silent-{number}", "silent", 1500, address, "others", 300)
         gate.open()
         group.wait("dora's first step", lambda: bool(dora.marked("member")))
         return {
-            "besieged": besieged,
+            "strangers": with_strangers,
             "joined_s": round(dora.marked("joined")[0]["took_s"], 2),
             "member_s": round(dora.marked("member")[0]["took_s"], 2),
-            "memory_mib": grown_mib(before, pids),
+            "memory_mib": growth_mib(before, pids),
         }
 
 
-DOOR_HEAD = (
+JOIN_HEAD = (
     f"{'strangers':24}{'count':>6}{'from':>8}{'joins (s)':>28}{'failed':>7}{'hub MiB':>8}{'hub CPU':>8}"
 )
 
 
-def door_line(row: dict[str, Any]) -> str:
+def join_line(row: dict[str, Any]) -> str:
     took = " ".join(f"{seconds:.2f}" for seconds in row["took_s"])
     return (
         f"{row['strangers']:24}{row['count']:>6}{row['from']:>8}{took:>28}{row['failed']:>7}"
@@ -300,12 +310,12 @@ def door_line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("tables", nargs="*", metavar="attacks|load|door")
-    parser.add_argument("--json", type=Path, help="where to keep the figures")
+    parser.add_argument("tables", nargs="*", metavar="attacks|load|joins")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     chosen = parser.parse_args()
-    wanted = chosen.tables or ["attacks", "load", "door"]
+    wanted = chosen.tables or ["attacks", "load", "joins"]
     load_1min = os.getloadavg()[0]
-    print(f"{os.cpu_count()} CPU cores; load average before it began: {load_1min:.1f}\n")
+    print(f"{os.cpu_count()} CPU cores; load average before the start: {load_1min:.1f}\n")
     results: dict[str, Any] = {"cores": os.cpu_count(), "load_before": load_1min}
     with tempfile.TemporaryDirectory() as folder:
         fresh: Callable[[], Path] = lambda: Path(tempfile.mkdtemp(dir=folder))  # noqa: E731
@@ -318,12 +328,12 @@ def main() -> None:
             for name in LOADS:
                 results["load"].append(load(fresh(), name))
                 print(load_line(results["load"][-1]), flush=True)
-        if "door" in wanted:
-            print("\n" + DOOR_HEAD)
-            results["door"] = door(fresh())
-            results["worker_door"] = [worker_door(fresh(), besieged) for besieged in (False, True)]
-            for row in results["worker_door"]:
-                print(f"a fourth worker, 1,500 silent at each of 4 ports: {row}", flush=True)
+        if "joins" in wanted:
+            print("\n" + JOIN_HEAD)
+            results["joins"] = joins(fresh())
+            results["group_joins"] = [join_group(fresh(), with_strangers) for with_strangers in (False, True)]
+            for row in results["group_joins"]:
+                print(f"a fourth worker, 1,500 silent connections to each of 4 ports: {row}", flush=True)
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(results, indent=1) + "\n")
 

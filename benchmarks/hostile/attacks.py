@@ -1,12 +1,10 @@
-"""What a hostile member sends, once she is a member: one class for each attack.
+"""What a hostile member sends while it is a member: one class for each attack.
 
-Decides nothing about when: `mallory` calls `send` for what the honest software would send, and `burst` as
-often as the loop's thread gets round to it, which is always.  Knows the insides of the transport, as an
-attacker would.
+`mallory` calls the methods.  They use internal parts of the transport, as an attacker can.
 
-    the core's effects --> send: what leaves instead
-    the round's digest --> digest: what she votes for instead
-    the loop's poll    --> burst: at line rate, what no honest worker sends at all
+    a message of the core    --> send:   returns the messages that leave instead
+    the digest of the round  --> digest: returns the digest of the vote instead
+    a poll of the loop       --> burst:  sends at line rate what no honest worker sends
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from hostile.strangers import open_dealer
 from hostile.wire import CurveConnection, Refused
 
 BURST_S = 0.02
-"""Then the loop has its turn: beats, and whatever keeps her a member."""
+"""Longest duration of a burst; after it the loop sends heartbeats and what else keeps the membership."""
 
 LARGEST = bytes(codec.MAX_PAYLOAD_BYTES)
 
 
 @dataclass
-class Place:
-    """Where she is: her loop's core and transports, and her key."""
+class Internals:
+    """The parts of the hostile worker that attacks use: core and transports of its loop, and its key."""
 
     core: Any
     credit: Any  # CreditTransport
@@ -54,7 +52,7 @@ class Place:
         return self.core.rank_assignment.rank  # type: ignore[no-any-return]
 
     def peers(self) -> list[bytes]:
-        """The members to which there is a connection; only the victim if there is one."""
+        """Return the connected members, or only the victim."""
         members = [
             x
             for x in self.core.rank_assignment.members
@@ -62,26 +60,27 @@ class Place:
         ]
         return [member.peer for member in members if self.zeromq.connected(member.peer)]
 
-    def everybody(self) -> list[bytes]:
+    def targets(self) -> list[bytes]:
+        """Return the connected members and the coordinator, or only the victim."""
         hub = self.core.coordinator
         chosen = self.victim in ("", "coordinator") and self.zeromq.connected(hub)
         return self.peers() + ([hub] if chosen else [])
 
     def addresses(self) -> dict[bytes, str]:
-        """Of those whom she was told how to dial; only the victim's if there is one."""
+        """Return the known addresses by peer, or only the victim's."""
         names = {x.peer: x.name for x in self.core.rank_assignment.members} | {
             self.core.coordinator: "coordinator"
         }
-        told = {x.peer: x.address for x in self.core.rank_assignment.members if x.peer != self.core.own_id}
+        listed = {x.peer: x.address for x in self.core.rank_assignment.members if x.peer != self.core.own_id}
         dialled = {dial.peer: dial.address for dial in self.zeromq._dialer}
         return {
             peer: address
-            for peer, address in {**told, **dialled}.items()
+            for peer, address in {**listed, **dialled}.items()
             if address.startswith("tcp") and self.victim in ("", names.get(peer))
         }
 
     def write(self, peer: bytes, frames: list[bytes]) -> bool:
-        """Straight into libzmq's queue, past caps and credits.  False: it is full, or the peer has gone."""
+        """Write into libzmq's queue, without rate limits and credits; return whether it had room."""
         links = self.zeromq._connections.get(peer)
         if not links:
             return False
@@ -93,8 +92,8 @@ class Place:
                 return sockets.write(link.outgoing.socket, list(frames))
         return False
 
-    def pour(self, to: Callable[[], list[bytes]], frames_for: Callable[[bytes], list[bytes]]) -> int:
-        """Write to all of these until none takes any more, for at most `BURST_S`; how many it were."""
+    def flood(self, to: Callable[[], list[bytes]], frames_for: Callable[[bytes], list[bytes]]) -> int:
+        """Write to the peers until all queues are full, at most for `BURST_S`; return the message count."""
         until_s, count, busy = time.monotonic() + BURST_S, 0, True
         while busy:
             busy = False
@@ -109,19 +108,21 @@ class Place:
 
 
 class Attack:
-    """Keeps to the protocol.  `sent` counts what was sent at line rate; `over`: threads are to end."""
+    """The base of all attacks: sends what a correct member sends.
 
-    legal = False
-    """An honest member could have sent it: nobody can prove an offence, so nobody is to be kicked."""
+    Attributes:
+        sent: number of messages or connections of the bursts.
+        over: set at the end of the attack, so that its threads end.
+    """
 
-    def __init__(self, place: Place) -> None:
-        self.at, self.sent, self.over = place, 0, False
+    def __init__(self, internals: Internals) -> None:
+        self.at, self.sent, self.over = internals, 0, False
 
     def send(self, peer: bytes, message: m.Message) -> list[m.Message]:
         return [message]
 
     def digest(self, digest: bytes) -> bytes:
-        """What she votes for.  Raises `RemoteProtocolError` for a NO."""
+        """Return the digest of the vote.  Raises `RemoteProtocolError` for a NO."""
         return digest
 
     def burst(self) -> None: ...
@@ -137,22 +138,22 @@ class Attack:
 
 
 class Illegal(Attack):
-    """(a) Well-formed messages that a member may not send: to the members and to the coordinator."""
+    """(a) Well-formed messages that a member may not send, to the members and to the coordinator."""
 
     def burst(self) -> None:
         there = self.at.round
         to_member = codec.encode(m.StartGeneration(there.term, there.generation))
         to_hub = codec.encode(m.Welcome(there.term, "mine", "mine"))
         hub = self.at.core.coordinator
-        self.sent += self.at.pour(self.at.everybody, lambda peer: to_hub if peer == hub else to_member)
+        self.sent += self.at.flood(self.at.targets, lambda peer: to_hub if peer == hub else to_member)
 
 
 class Garbage(Attack):
-    """(b) Frames that are no message."""
+    """(b) Frames that are not a message."""
 
     def burst(self) -> None:
         frames = [os.urandom(200), os.urandom(2000)]
-        self.sent += self.at.pour(self.at.everybody, lambda peer: frames)
+        self.sent += self.at.flood(self.at.targets, lambda peer: frames)
 
 
 class Frames(Attack):
@@ -161,32 +162,32 @@ class Frames(Attack):
     def burst(self) -> None:
         many = [b"x"] * 1000
         large = [b"x", LARGEST]
-        self.sent += self.at.pour(self.at.everybody, lambda peer: many if self.sent % 8 else large)
+        self.sent += self.at.flood(self.at.targets, lambda peer: many if self.sent % 8 else large)
 
 
 class Endless(Attack):
-    """(g) One message whose end never comes: libzmq gives it to nobody, and keeps what has come.
+    """(g) A message without an end: libzmq stores what it has received and delivers nothing.
 
-    Over connections beside her own, so that nothing else ends the message.
+    It is sent over further connections, so that no other message ends it.
     """
-
-    legal = True
 
     frame = bytes(2**20)
     most_frames = 1024
-    """To each peer, which would run out of memory otherwise if it has no bound of its own."""
+    """Sent to each peer; a bound, because a peer without one would run out of memory."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, internals: Internals) -> None:
+        super().__init__(internals)
         self._threads: dict[bytes, threading.Thread] = {}
 
     def burst(self) -> None:
         for peer, address in self.at.addresses().items():
             if peer not in self._threads:
-                self._threads[peer] = threading.Thread(target=self._talk, args=(peer, address), daemon=True)
+                self._threads[peer] = threading.Thread(
+                    target=self._send_frames, args=(peer, address), daemon=True
+                )
                 self._threads[peer].start()
 
-    def _talk(self, peer: bytes, address: str) -> None:
+    def _send_frames(self, peer: bytes, address: str) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         with contextlib.suppress(OSError, Refused):
             connection = CurveConnection(self.at.identity, peer, host, int(port))
@@ -200,11 +201,11 @@ class Endless(Attack):
                 time.sleep(0.1)  # the connection stays open
 
 
-# -- in her own turn ---------------------------------------------------------------------------------
+# -- changed payloads and votes ------------------------------------------------------------------------
 
 
-class OfData(Attack):
-    """What becomes of the payloads of one round."""
+class ChangedPayloads(Attack):
+    """The base of attacks that replace the payloads of each round."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         raise NotImplementedError
@@ -213,8 +214,8 @@ class OfData(Attack):
         return self.changed(message) if isinstance(message, m.Data) else [message]
 
 
-class BadIndices(OfData):
-    """(c) The index part of a sparse payload: beyond the vector, in disorder.  Of a dense one: its length."""
+class BadIndices(ChangedPayloads):
+    """(c) Indices of a sparse payload out of range and order, and a payload that is too short."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         payload = bytearray(data.payload)
@@ -223,7 +224,7 @@ class BadIndices(OfData):
         return [replace(data, payload=bytes(payload[:-3]))]
 
 
-class NoNumber(OfData):
+class NoNumber(ChangedPayloads):
     """(c) NaN among the values."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
@@ -232,47 +233,43 @@ class NoNumber(OfData):
         return [replace(data, payload=bytes(payload))]
 
 
-class Twice(OfData):
-    """(d) Every payload twice."""
+class Twice(ChangedPayloads):
+    """(d) Each payload twice."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         return [data, data]
 
 
-class WrongPlace(OfData):
-    """(e) A payload of a place that her rank cannot have."""
+class WrongPlace(ChangedPayloads):
+    """(e) A payload with a slot that the sender's rank cannot have."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         return [replace(data, slot=replace(data.slot, hop=2**31 - 1))]
 
 
-class WrongChannel(OfData):
+class WrongChannel(ChangedPayloads):
     """(e) A payload of a channel that the round does not have."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         return [replace(data, channel=m.Channel(index=77))]
 
 
-class FarAhead(OfData):
-    """(e) A payload of a step at which nobody can be."""
+class FarAhead(ChangedPayloads):
+    """(e) A payload of a step that no member can have reached."""
 
     def changed(self, data: m.Data) -> list[m.Message]:
         return [data, replace(data, round=replace(data.round, step=data.round.step + 1000))]
 
 
 class FalseVotes(Attack):
-    """(f) YES to an update that nobody else has: what a broken memory does, too."""
-
-    legal = True
+    """(f) YES to an update that no other member has, as a worker with broken memory would."""
 
     def digest(self, digest: bytes) -> bytes:
         return os.urandom(32)
 
 
 class NoVotes(Attack):
-    """(f) NO, always: every member may."""
-
-    legal = True
+    """(f) NO to each attempt, which the protocol permits."""
 
     def digest(self, digest: bytes) -> bytes:
         raise RemoteProtocolError("on purpose")
@@ -282,26 +279,25 @@ class NoVotes(Attack):
 
 
 class Held(Attack):
-    """(g) Payloads of 60 MiB for the step to come, held until it begins; no credit is waited for."""
+    """(g) Payloads of 60 MiB for the next step, which the receiver stores until it begins; without credit."""
 
     def burst(self) -> None:
         early = replace(self.at.round, step=self.at.round.step + 1)
         frames = codec.encode(self.data(round=early, payload=memoryview(LARGEST)[: 60 * 2**20]))
-        self.sent += self.at.pour(self.at.peers, lambda peer: frames)  # type: ignore[arg-type]
+        self.sent += self.at.flood(self.at.peers, lambda peer: frames)  # type: ignore[arg-type]
 
 
 # -- connections -------------------------------------------------------------------------------------
 
 
 class Flapping(Attack):
-    """(h) Every connection to a member is closed and made anew at once."""
+    """(h) Closes each connection to a member and dials again at once."""
 
-    legal = True
-    spared = True  # the coordinator
+    spares_coordinator = True
 
     def burst(self) -> None:
         for dial in list(self.at.zeromq._dialer):
-            if dial.peer == self.at.core.coordinator and self.spared:
+            if dial.peer == self.at.core.coordinator and self.spares_coordinator:
                 continue
             if dial.connection is not None:
                 self.at.zeromq._redial(dial, "on purpose")
@@ -317,19 +313,18 @@ class Flapping(Attack):
 
 
 class FlappingEverywhere(Flapping):
-    """(h) The same, with the coordinator too."""
+    """(h) The same, also with the coordinator."""
 
-    spared = False
+    spares_coordinator = False
 
 
 class Crowd(Attack):
-    """(i) 200 connections with one key, to everybody whose address she knows, each with its Hello."""
+    """(i) 200 connections with one key to each known address, each with its Hello."""
 
-    legal = True
     connections = 200
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, internals: Internals) -> None:
+        super().__init__(internals)
         self._context: sockets.Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8000)
         self._open: list[Any] = []
@@ -346,30 +341,26 @@ class Crowd(Attack):
             self.sent += 1
 
 
-# -- nothing that could be proved ----------------------------------------------------------------------
+# -- permitted messages at line rate -------------------------------------------------------------------
 
 
 class Pings(Attack):
-    """Pings at line rate: each is legal, and each is answered."""
-
-    legal = True
+    """Pings and heartbeats at line rate: each is permitted, and each Ping is answered."""
 
     def burst(self) -> None:
         ping = codec.encode(m.Ping(7))
-        beat = codec.encode(m.Heartbeat(7, self.at.round.step, 7, ()))
+        heartbeat = codec.encode(m.Heartbeat(7, self.at.round.step, 7, ()))
         hub = self.at.core.coordinator
-        self.sent += self.at.pour(self.at.everybody, lambda peer: beat if peer == hub else ping)
+        self.sent += self.at.flood(self.at.targets, lambda peer: heartbeat if peer == hub else ping)
 
 
 class Stale(Attack):
-    """Payloads of the generation before at line rate: dropped, as they can happen to an honest member."""
-
-    legal = True
+    """Payloads of the previous generation at line rate: dropped, as an honest member can send some."""
 
     def burst(self) -> None:
         old = replace(self.at.round, generation=max(0, self.at.round.generation - 1))
         frames = codec.encode(self.data(round=old, payload=bytes(1000)))
-        self.sent += self.at.pour(self.at.peers, lambda peer: frames)
+        self.sent += self.at.flood(self.at.peers, lambda peer: frames)
 
 
 ATTACKS: dict[str, type[Attack]] = {

@@ -1,15 +1,16 @@
-"""What the honest workers run: an ordinary training loop that says what happens to it.
+"""The script of an honest worker: an ordinary training loop that reports its progress on stdout.
 
     python -m hostile.honest '{"steps": 100}'      see `Options`; under `gridtrain worker`
 
 Each line of stdout is one JSON object; `mark` names it:
 
-    loaded    torch is imported, `pid` is this process; the gate, if there is one, is waited for
-    joined    the coordinator has welcomed this worker; `took_s` since it was asked
-    member    the first step is open
-    outcome   of an attempt: `round` = [generation, step, attempt], `committed`, `model` = a digest of it
-    holding   the loop stands still before step `held_step`, until its gate opens
-    end       the ledger ended the run
+    loaded    torch is imported, `pid` is this process; next it waits for its gate, if there is one
+    joined    the coordinator has admitted this worker; `took_s` since the request
+    member    the first step has begun
+    outcome   an attempt ended: `round` = [generation, step, attempt], `committed`, `of` = world size
+    model     a step was applied: `model` = a digest of the model
+    holding   the loop waits before step `held_step` until its gate opens
+    end       the data ledger ended the run
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Options:
 
     Attributes:
         width: of the two hidden layers.
-        join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`.
+        join_gate, step_gate: FIFOs; the worker reads a byte from one before it joins, from the other before
+            step `held_step`.
     """
 
     exchange: str = "dense"
@@ -57,7 +59,7 @@ EXCHANGES = {
 
 
 def say(mark: str, **fields: object) -> None:
-    """One write for one line: two threads cannot mix theirs."""
+    """Print a line with a single write, so that lines of two threads cannot mix."""
     line = {"mark": mark, "at_s": time.monotonic(), **fields}
     os.write(1, (json.dumps(line) + "\n").encode())
 
@@ -69,7 +71,7 @@ def wait_for_gate(path: str) -> None:
 
 
 class Points:
-    """From a fixed random teacher."""
+    """Inputs with labels from a fixed random linear map."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -86,7 +88,7 @@ class Points:
 def train(
     grid: gridtrain.Grid, options: Options, each_step: Callable[[gridtrain.Grid], None] = lambda grid: None
 ) -> str:
-    """To the end of the run; returns a digest of the model."""
+    """Train to the end of the run; return a digest of the model."""
     torch.manual_seed(1)
     width = options.width
     layers = (
@@ -97,10 +99,10 @@ def train(
         nn.Linear(width, CLASSES),
     )
     model = nn.Sequential(*layers)
-    momentum = 0.9 if options.exchange == "dense" else 0.0  # the sparse ones bring their own
+    momentum = 0.9 if options.exchange == "dense" else 0.0  # the sparse exchanges have their own
     inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
     optimizer = grid.optimizer(inner, model, exchange=EXCHANGES[options.exchange])
-    tell_outcomes(grid)
+    report_outcomes(grid)
     for x_BF, y_B in grid.batches(Points(), batch_size=options.batch_size, steps=options.steps):
         if grid.step == options.held_step and options.step_gate:
             with grid.evaluation():
@@ -114,19 +116,19 @@ def train(
     return serialization.replica_digest(model, inner).hex()[:16]
 
 
-def tell_outcomes(grid: gridtrain.Grid) -> None:
-    """Not a part of the product: it reaches into the session, to see the attempts."""
+def report_outcomes(grid: gridtrain.Grid) -> None:
+    """Report each attempt, by wrapping an internal function of the session."""
     session: Any = grid._session
     run = session.run
 
-    def told(plan: Any, workspaces: Any, skip: bool, salt: bytes) -> Any:
+    def reported(plan: Any, buffers: Any, skip: bool, salt: bytes) -> Any:
         round_id = session._turn.open_round
-        outcome = run(plan, workspaces, skip, salt)
+        outcome = run(plan, buffers, skip, salt)
         name = [round_id.generation, round_id.step, round_id.attempt]
         say("outcome", round=name, committed=outcome.is_committed, of=plan.world_size)
         return outcome
 
-    session.run = told
+    session.run = reported
 
 
 def main() -> None:

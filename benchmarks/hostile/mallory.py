@@ -1,15 +1,15 @@
-"""What the hostile member runs: the honest script over the real SDK, and from some step on an attack.
+"""The script of a hostile member: honest training over the real SDK, then an attack.
 
     python -m hostile.mallory '{"steps": 100}' '{"attacks": ["garbage", "held"]}'
 
-The first argument is `honest.Options`, the second `Orders`.  For each attack she has a key of her own (for
-the first one that of the agent who started her).  With it she joins, becomes a member, takes part in
-`LAWFUL_STEPS` steps, attacks until she is put out, and begins again at once, until the key is let in no more.
-Each line of stdout is one JSON object; beside those of `honest`:
+The first argument is `honest.Options`, the second `Orders`.  Each attack has its own key (the first one that
+of the agent which started this script).  With it the script joins, becomes a member, takes part in
+`LAWFUL_STEPS` steps and attacks until it is removed; then it joins again, until its key is refused.  Each
+line of stdout is one JSON object, of `honest` or one of these:
 
-    attack    begins now, as a member of `generation`
-    out       of the group: `code` and `reason` are the coordinator's words, or our own; `sent` at line rate
-    over      of this attack: after so many `lives`; `kicked`: her key is let in no more
+    attack    an attack begins, as a member of `generation`
+    out       a membership ended: `code` and `reason` of the coordinator or of our own error; `sent` in bursts
+    over      an attack ended after `memberships`; `kicked`: the key is refused
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.errors import GridtrainError, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from hostile import strangers
-from hostile.attacks import ATTACKS, Attack, Place
+from hostile.attacks import ATTACKS, Attack, Internals
 from hostile.honest import Options, say, train, wait_for_gate
 
 LAWFUL_STEPS = 2
-MOST_LIVES = 10
+MOST_MEMBERSHIPS = 10
 REFUSED = ("denied", "invitation", "kicked")
-"""Codes with which a key is let in no more (decision 0064)."""
+"""Codes of a refused key (decision 0064)."""
 MOST_S = 60.0
 
 
@@ -46,39 +46,43 @@ class Orders:
     """One JSON object on the command line.
 
     Attributes:
-        invitation: for the keys after the first one.
-        gates: FIFOs; a byte in one lets her begin that attack.  None is left out: she begins at once.
-        lives: with the key of an attack, at most; `MOST_LIVES` if the attack is not named.
-        seconds: an attack that nobody ends is over after that; `MOST_S` if it is not named.
-        victim: a member's name, or "coordinator"; empty: everybody.
-        forever: the last attack goes on until her key is let in no more, and then she hammers at the doors.
+        invitation: for all keys but the first one.
+        gates: a FIFO for each attack, which begins when a byte has been read; empty: attacks begin at once.
+        memberships: most memberships by attack (`MOST_MEMBERSHIPS` if it is not named).
+        seconds: longest duration by attack (`MOST_S` if it is not named).
+        victim: a member's name or "coordinator"; empty: all of them.
+        forever: the last attack lasts until the key is refused; handshakes with the key follow without end.
     """
 
     attacks: list[str] = field(default_factory=list)
     invitation: str = ""
     gates: list[str] = field(default_factory=list)
-    lives: dict[str, int] = field(default_factory=dict)
+    memberships: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     victim: str = ""
     forever: bool = False
 
 
 class EnoughError(GridtrainError):
-    """The attack has lasted as long as it was to."""
+    """The attack has reached its longest duration."""
 
 
-class Hands:
-    """Between the SDK's loop and its transport, in the loop's thread."""
+class Interceptor:
+    """Sits between the SDK's loop and its transport, in the loop's thread, and carries out an attack.
+
+    Attributes:
+        addresses: the addresses known when the attack began, by peer.
+    """
 
     def __init__(self, grid: gridtrain.Grid, name: str, orders: Orders, until_s: float | None) -> None:
         driver: Any = grid._session.connection.loop
         credit = driver._transport
         identity = Identity.read(Path(grid._config.identity))
-        self._place = Place(driver._core, credit, credit._inner._inner, identity, orders.victim)
+        self._internals = Internals(driver._core, credit, credit._inner._inner, identity, orders.victim)
         self._seconds = float("inf") if orders.forever else orders.seconds.get(name, MOST_S)
         self.until_s = until_s
-        self.doors: dict[bytes, str] = {}
-        self.attack: Attack = ATTACKS[name](self._place)
+        self.addresses: dict[bytes, str] = {}
+        self.attack: Attack = ATTACKS[name](self._internals)
         self._name, self._began = name, False
         self._poll, self._send, rounds = credit.poll, credit.send, driver.step_rounds
         self._digest = rounds.compute_vote_digest
@@ -89,26 +93,26 @@ class Hands:
         if not self._attacks():
             return self._poll(timeout_s)
         if self.until_s is not None and time.monotonic() >= self.until_s:
-            raise EnoughError("she stops by herself")
-        if not self._place.zeromq.connected(self._place.core.coordinator):
-            return self._poll(timeout_s)  # she has been put out, and has to come back to hear why
+            raise EnoughError("the longest duration of the attack has passed")
+        if not self._internals.zeromq.connected(self._internals.core.coordinator):
+            return self._poll(timeout_s)  # it was removed, and must reconnect to receive the reason
         self.attack.burst()
         idle = type(self.attack).burst is Attack.burst
         return self._poll(timeout_s if idle else 0.0)
 
     def send(self, peer: bytes, message: m.Message) -> None:
         if isinstance(message, m.ViolationReport):
-            return  # what her floods upset in her own software is nobody's fault
+            return  # its own floods cause these reports
         for changed in self.attack.send(peer, message) if self._attacks() else [message]:
             self._send(peer, changed)
 
     def digest(self, flags: int) -> bytes | None:
-        """Not in `send`: the root counts its own vote, which it sends to nobody."""
+        """Replace the vote's digest here and not in `send`, because the root does not send its own vote."""
         digest: bytes | None = self._digest(flags)
         return digest if digest is None or not self._attacks() else self.attack.digest(digest)
 
     def _attacks(self) -> bool:
-        core = self._place.core
+        core = self._internals.core
         if core.phase is not MemberPhase.RUNNING:
             return False
         if self._from_step is None:
@@ -117,7 +121,7 @@ class Hands:
             return False
         if not self._began:
             self._began = True
-            self.doors = self._place.addresses()
+            self.addresses = self._internals.addresses()
             if self.until_s is None:
                 self.until_s = time.monotonic() + self._seconds
             say("attack", attack=self._name, generation=core.generation, step=core.step)
@@ -125,45 +129,47 @@ class Hands:
 
 
 def attack(name: str, options: Options, orders: Orders, invitation: str | None) -> dict[bytes, str]:
-    """All lives with one key; the addresses of those whom she met."""
-    doors: dict[bytes, str] = {}
-    lives, code, until_s = 0, "", None
-    while code not in (*REFUSED, "end", "EnoughError") and lives < orders.lives.get(name, MOST_LIVES):
-        lives += 1
-        hands = None
+    """Attack in all memberships with one key; return the addresses of the peers by public key."""
+    addresses: dict[bytes, str] = {}
+    memberships, code, until_s = 0, "", None
+    most = orders.memberships.get(name, MOST_MEMBERSHIPS)
+    while code not in (*REFUSED, "end", "EnoughError") and memberships < most:
+        memberships += 1
+        interceptor = None
         try:
             with gridtrain.join(invitation) as grid:
-                hands = Hands(grid, name, orders, until_s)
+                interceptor = Interceptor(grid, name, orders, until_s)
                 train(grid, options)
-            code, reason = "end", "the run ended with her as a member"
+            code, reason = "end", "the run ended during this membership"
         except JoinRefused as refusal:
             code, reason = refusal.code, refusal.reason
         except GridtrainError as error:
             code, reason = type(error).__name__, str(error)
-        if hands is not None:
-            hands.attack.over = True
-            doors |= hands.doors
-            until_s = hands.until_s
-        say("out", attack=name, code=code, reason=reason, sent=hands.attack.sent if hands is not None else 0)
-    say("over", attack=name, lives=lives, kicked=code in REFUSED)
-    return doors
+        if interceptor is not None:
+            interceptor.attack.over = True
+            addresses |= interceptor.addresses
+            until_s = interceptor.until_s
+        sent = interceptor.attack.sent if interceptor is not None else 0
+        say("out", attack=name, code=code, reason=reason, sent=sent)
+    say("over", attack=name, memberships=memberships, kicked=code in REFUSED)
+    return addresses
 
 
 def main() -> None:
     torch.set_num_threads(1)
     options, orders = Options(**json.loads(sys.argv[1])), Orders(**json.loads(sys.argv[2]))
     say("loaded", pid=os.getpid())
-    doors: dict[bytes, str] = {}
+    addresses: dict[bytes, str] = {}
     for number, name in enumerate(orders.attacks):
         wait_for_gate(orders.gates[number] if orders.gates else "")
         if number == 0:
-            doors |= attack(name, options, orders, None)
+            addresses |= attack(name, options, orders, None)
             continue
         with tempfile.TemporaryDirectory() as state:
             os.environ["XDG_STATE_HOME"] = state
-            doors |= attack(name, options, orders, orders.invitation)
+            addresses |= attack(name, options, orders, orders.invitation)
     if orders.forever:
-        strangers.hammer(Identity.read(Path(os.environ["GRIDTRAIN_IDENTITY"])), doors)
+        strangers.hammer(Identity.read(Path(os.environ["GRIDTRAIN_IDENTITY"])), addresses)
 
 
 if __name__ == "__main__":

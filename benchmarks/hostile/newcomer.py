@@ -1,10 +1,10 @@
-"""How long an honest join takes: again and again, each time with a key of its own.
+"""Measures how long an honest join takes, several times in turn, each time with a new key.
 
     python -m hostile.newcomer INVITATION 5
 
-A join is all that happens before `gridtrain.join` returns: the handshake that refuses the unknown key, the
-guest's with the invitation, the Enrol, the member's own handshake, Join and Welcome.  Each line of stdout is
-one JSON object: `loaded`, then `joined` with `took_s` or `failed` with `reason`.
+A join lasts until `gridtrain.join` returns: the handshake in which the unknown key is refused, the one with
+the key of the invitation, the enrolment, the member's own handshake, Join and Welcome.  Each line of stdout
+is one JSON object: `loaded`, then `joined` with `took_s` or `failed` with `reason`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hostile.honest import say
 
 def main() -> None:
     invitation, count = sys.argv[1], int(sys.argv[2])
-    gridtrain.join  # noqa: B018  (lazy: this imports torch, which is not to be measured)
+    gridtrain.join  # noqa: B018  (lazy: this imports torch, which must not be measured)
     say("loaded", pid=os.getpid())
     for _ in range(count):
         with tempfile.TemporaryDirectory() as state:

@@ -1,15 +1,14 @@
-"""A coordinator, workers and attackers as processes on loopback, and what they use.
+"""A coordinator, workers and attackers as processes on loopback, and their memory and CPU time.
 
-Decides what is typed and when an output is complete.  Never looks into a process: it reads what they print,
-what `gridtrain members` says, and what the kernel counts (/proc).
+All information comes from what the processes print, from `gridtrain members` and from the kernel (/proc).
 
     with Group(folder, workers=3) as group:     gridtrain coordinator --state FOLDER ...
         group.add("anna", steps=100)            gridtrain worker INVITATION -- python -m hostile.honest ...
         group.attack("mallory", ["garbage"])    gridtrain worker INVITATION -- python -m hostile.mallory ...
-        group.wait("the end", lambda: ...)      woken by each line of anybody's output
+        group.wait("the end", lambda: ...)      evaluated again after each line of output
 
-Nothing polls; every wait ends at the group's deadline, or when a program fails, with the ends of all logs.
-Leaving the `with` ends what was started, by its process id.
+A wait ends with an error and the ends of all outputs at the group's deadline, or when a program fails.
+Leaving the `with` block ends all processes by their ids.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lab.surroundings import environment
+from lab.environment import environment
 
 CLI = (sys.executable, "-m", "gridtrain.cli")
 UNDEFENDED = (sys.executable, "-m", "hostile.undefended")
@@ -43,14 +42,14 @@ Line = dict[str, Any]
 
 
 class GroupError(Exception):
-    """Something that was waited for will not come; the text has the ends of all outputs."""
+    """A wait failed; the text has the ends of all outputs."""
 
 
-# -- what the kernel counts --------------------------------------------------------------------------
+# -- figures of the kernel ---------------------------------------------------------------------------
 
 
 def rss_mib(pid: int, field: str = "VmRSS") -> float:
-    """Resident memory; "VmHWM": the most since `forget_peak`.  0: there is no such process any more."""
+    """Return the resident memory, or with "VmHWM" its peak since `forget_peak`; 0 after the process's end."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(field + ":"):
@@ -63,12 +62,12 @@ def peak_mib(pid: int) -> float:
 
 
 def forget_peak(pid: int) -> None:
-    """From now on `peak_mib` is that of the time to come."""
+    """Restart the measurement of `peak_mib`."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that all threads of the process have used; 0: it is gone."""
+    """Return the CPU time of all threads of the process; 0 if it has ended."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -79,12 +78,12 @@ def cpu_s(pid: int) -> float:
 
 
 class Program:
-    """A started process, and what it and its children have written to stdout and stderr so far.
+    """A process, and what it and its children have written to stdout and stderr so far.
 
     Attributes:
-        lines: those that are JSON objects, parsed.
-        text: the others.
-        code: exit code, once it has ended and nobody holds its outputs open; None before.
+        lines: the lines that are JSON objects, parsed.
+        text: the other lines.
+        code: the exit code, once the process has ended and its outputs are closed; None before.
     """
 
     def __init__(self, name: str, argv: Sequence[str], changed: threading.Condition, state: Path) -> None:
@@ -109,14 +108,14 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Of the training script, once it has said it; of the program itself if it runs none."""
+        """The process id of the training script, once reported, or of the program."""
         return next((line["pid"] for line in self.lines if "pid" in line), self.process.pid)
 
     def marked(self, mark: str) -> list[Line]:
-        """What the scripts of this package say; each line has a mark."""
+        """Return the lines of this package's scripts with this mark."""
         return [line for line in self.lines if line.get("mark") == mark]
 
-    def said(self) -> str:
+    def output_text(self) -> str:
         return "\n".join(self.text)
 
     def tail(self) -> str:
@@ -125,7 +124,7 @@ class Program:
         return "\n".join([heading, *marks, "... and as text:", *self.text[-TAIL_LINES:]])
 
     def end(self) -> None:
-        """Two different signals: the agent kills its script at the second one."""
+        """End the process: an agent stops its script at the first signal and kills it at the second."""
         for number in (signal.SIGTERM, signal.SIGINT):
             if self.process.poll() is None:
                 self.process.send_signal(number)
@@ -140,9 +139,7 @@ class Program:
             for text in pipe:
                 line = _json_object(text)
                 with self._changed:
-                    if (
-                        line is None or line.get("event") == "output"
-                    ):  # a line of the script, as it is or as JSON
+                    if line is None or line.get("event") == "output":  # the script's text, plain or as JSON
                         self.text.append(text.rstrip() if line is None else line["fields"]["text"])
                     else:
                         self.lines.append(line)
@@ -169,7 +166,7 @@ def _json_object(text: str) -> Line | None:
 
 
 class Gate:
-    """A FIFO that a script waits at.  We hold both ends, so that opening it never blocks."""
+    """A FIFO at which a script waits.  Both ends are open here, so that opening it never blocks."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -184,13 +181,13 @@ class Gate:
 
 
 class Group:
-    """See the module's text.
+    """A coordinator and the workers and attackers that were added, with one deadline for all waits.
 
     Args:
-        workers: training begins with so many.
-        without: defences that the coordinator lacks.
+        workers: the number of workers with which training begins.
+        without: the defences that the coordinator lacks.
         cap: the workers' upload and download limit; empty: none.
-        descriptors: so many files and connections the coordinator may have open; 0: as many as we.
+        descriptors: the most files and connections that the coordinator may open; 0: this process's limit.
     """
 
     def __init__(
@@ -228,10 +225,10 @@ class Group:
             gate.close()
 
     def extend(self, seconds: float) -> None:
-        """The deadline is that much later."""
+        """Move the deadline."""
         self._until_s += seconds
 
-    # -- who takes part ------------------------------------------------------------------------------
+    # -- workers and attackers -----------------------------------------------------------------------
 
     def add(self, name: str, *, without: Sequence[str] = (), **options: Any) -> Program:
         """Start an honest worker; `options` are those of `honest.Options`."""
@@ -247,14 +244,14 @@ class Group:
         orders: dict[str, Any] | None = None,
         **options: Any,
     ) -> Program:
-        """Start a hostile worker; `orders` are further ones of `mallory.Orders`.  No cap slows it down."""
+        """Start a hostile worker without a rate limit; `orders` are further fields of `mallory.Orders`."""
         all_orders = {"attacks": list(attacks), "invitation": self.invitation(), **(orders or {})}
         arguments = [json.dumps(options), json.dumps(all_orders)]
         self.attackers[name] = self._worker(name, "hostile.mallory", arguments, (), "", nice)
         return self.attackers[name]
 
     def run(self, name: str, *argv: str, nice: int = 0) -> Program:
-        """Start any attacker that is no worker."""
+        """Start an attacker that is not a worker."""
         politely = ("nice", "-n", str(nice)) if nice else ()
         self.attackers[name] = Program(name, (*politely, *argv), self._changed, self.folder)
         return self.attackers[name]
@@ -284,9 +281,9 @@ class Group:
     # -- the coordinator's side ------------------------------------------------------------------------
 
     def invitation(self) -> str:
-        """For everybody; made by the operator's command when the first one needs it."""
+        """Return the invitation of all workers, which the first call creates with `gridtrain invite`."""
         if not self._invitation:
-            self.address()  # it listens
+            self.address()  # waits until the coordinator listens
             argv = (*CLI, "invite", "--state", str(self._state), "--uses", "100")
             done = subprocess.run(
                 argv, check=True, capture_output=True, text=True, timeout=60, env=environment(self.folder)
@@ -295,37 +292,39 @@ class Group:
         return self._invitation
 
     def address(self) -> str:
-        """Where the coordinator's greeting says that it is."""
-        self.wait("the coordinator's greeting", lambda: _ADDRESS.search(self.coordinator.said()) is not None)
-        found = _ADDRESS.search(self.coordinator.said())
+        """Return the coordinator's address, which it prints when it listens."""
+        self.wait(
+            "the coordinator's greeting", lambda: _ADDRESS.search(self.coordinator.output_text()) is not None
+        )
+        found = _ADDRESS.search(self.coordinator.output_text())
         assert found is not None
         return found[1]
 
     def key(self) -> bytes:
-        """The coordinator's public key."""
+        """Return the coordinator's public key."""
         return bytes.fromhex(json.loads((self._state / "coordinator.json").read_text())["key"])
 
     def members(self) -> dict[str, Any]:
-        """What `gridtrain members --json` says."""
+        """Return the output of `gridtrain members --json`."""
         argv = (*CLI, "members", "--json", "--state", str(self._state))
         done = subprocess.run(
             argv, check=True, capture_output=True, text=True, timeout=60, env=environment(self.folder)
         )
-        picture: dict[str, Any] = json.loads(done.stdout)
-        return picture
+        state: dict[str, Any] = json.loads(done.stdout)
+        return state
 
     def kick(self, name: str) -> None:
         argv = (*CLI, "kick", name, "--state", str(self._state))
         subprocess.run(argv, check=True, capture_output=True, timeout=60, env=environment(self.folder))
 
     def events(self, event: str) -> list[Line]:
-        """The fields of the coordinator's log lines of one kind."""
+        """Return the fields of the coordinator's log lines of one event."""
         return [line["fields"] for line in self.coordinator.lines if line.get("event") == event]
 
     # -- waiting ---------------------------------------------------------------------------------------
 
     def wait(self, what: str, true: Callable[[], bool]) -> None:
-        """Until `true()`.  Raises `GroupError` at the deadline, or when an honest program fails."""
+        """Wait until `true()`.  Raises `GroupError` at the deadline, or when an honest program fails."""
         with self._changed:
             while not true():
                 honest = (*self.workers.values(), self.coordinator)
@@ -337,14 +336,14 @@ class Group:
                 self._changed.wait(left_s)
 
     def wait_until(self, at_s: float) -> None:
-        """Until that time of the monotonic clock.  Raises `GroupError` when an honest program fails."""
+        """Wait until a time of the monotonic clock.  Raises `GroupError` when an honest program fails."""
         timer = threading.Timer(max(0.0, at_s - time.monotonic()), self._notify)
         timer.daemon = True
         timer.start()
         self.wait("the end of a measurement", lambda: time.monotonic() >= at_s)
 
     def wait_until_over(self, hostile: Program, attacks: int) -> None:
-        """Until so many attacks of `hostile` are over.  Raises `GroupError` if she ends before."""
+        """Wait until so many attacks of `hostile` are over.  Raises `GroupError` if it ends before."""
         what = f"the end of attack {attacks}"
         self.wait(what, lambda: hostile.code is not None or len(hostile.marked("over")) >= attacks)
         if len(hostile.marked("over")) < attacks:
@@ -354,41 +353,35 @@ class Group:
         with self._changed:
             self._changed.notify_all()
 
-    def finish(self) -> list[Line]:
-        """Wait until the honest and the coordinator have exited; what the workers said at their end."""
-        programs = (*self.workers.values(), self.coordinator)
-        self.wait("the end", lambda: all(program.code is not None for program in programs))
-        return [end for program in self.workers.values() for end in program.marked("end")]
-
     def tails(self) -> str:
         programs = (self.coordinator, *self.workers.values(), *self.attackers.values())
         return "\n".join(program.tail() for program in programs)
 
-    # -- what the honest saw ---------------------------------------------------------------------------
+    # -- the progress of honest workers ----------------------------------------------------------------
 
     def outcomes(self, name: str) -> list[Line]:
-        """The attempts of this worker that have ended, in order."""
+        """Return the attempts of this worker that have ended, in order."""
         return self.workers[name].marked("outcome")
 
     def steps(self, name: str) -> int:
-        """How many steps this worker has applied."""
+        """Return the number of steps that this worker has applied."""
         return sum(line["committed"] for line in self.outcomes(name))
 
     def aborted(self, from_s: float = 0.0, to_s: float = math.inf) -> set[tuple[int, ...]]:
-        """(generation, step, attempt) of those that the honest began and that did not commit."""
+        """Return (generation, step, attempt) of the honest workers' attempts that did not commit."""
         ended = [line for name in self.workers for line in self.outcomes(name)]
         failed = [line for line in ended if not line["committed"] and from_s <= line["at_s"] <= to_s]
         return {tuple(line["round"]) for line in failed}
 
     def steps_between(self, from_s: float, to_s: float) -> int:
-        """How many steps all the honest applied in that time (those of the slowest)."""
+        """Return the number of steps that the slowest honest worker applied in an interval."""
         return min(
             sum(line["committed"] and from_s <= line["at_s"] < to_s for line in self.outcomes(name))
             for name in self.workers
         )
 
     def digests(self) -> dict[int, set[str]]:
-        """Of the honest workers' models after each step that all of them applied."""
+        """Return the digests of the honest workers' models after each step that all of them applied."""
         of: dict[int, list[str]] = {}
         for program in self.workers.values():
             for line in program.marked("model"):

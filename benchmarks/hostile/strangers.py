@@ -1,16 +1,14 @@
-"""Those who have no key: what they do to a port, from one process.
+"""Clients without a registered key, which open many connections to a port from one process.
 
-    python -m hostile.strangers silent 1500 127.0.0.1:7700            connect, and say nothing
-    python -m hostile.strangers greeting 1500 127.0.0.1:7700          ZMTP's greeting, then nothing
-    python -m hostile.strangers handshakes 200 127.0.0.1:7700 KEY     so many whole handshakes a second
+    python -m hostile.strangers silent 1500 127.0.0.1:7700            1,500 connections that send nothing
+    python -m hostile.strangers greeting 1500 127.0.0.1:7700          that send ZMTP's greeting and no more
+    python -m hostile.strangers handshakes 200 127.0.0.1:7700 KEY     200 complete handshakes a second
     ... --from others                                                 from addresses of 19 other ranges
-    ... --again 300                                                   so many new connections a second
+    ... --again 300                                                   at most 300 reconnections a second
 
-A connection that the other side closes is made again, until the process is ended: `--again` bounds how many a
-second, 0 means at once.  Each line of stdout is one JSON object: `{"mark": "ready"}` when all have been made
-once, and a `count` every second after that.
-
-`hammer` is for a hostile member whose key was taken off the list.
+A connection that the server closes is opened again, until the process is ended; `--again 0` means at once.
+Each line of stdout is one JSON object: `{"mark": "ready"}` when all connections have been opened once, and a
+`count` every second after that.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from gridtrain.network.transport.zmq import sockets
 from hostile.wire import GREETING
 
 TRY_S = 2.0
-"""A handshake that takes longer is given up."""
+"""Timeout of a handshake."""
 
 
 def say(mark: str, **fields: object) -> None:
@@ -41,8 +39,12 @@ def say(mark: str, **fields: object) -> None:
 
 
 def sources(where: str) -> Iterator[str]:
-    """Addresses to connect from, in turn, for ever: "here": the system's choice, as for all on this machine;
-    "same": other hosts of the same range; "others": of 19 other ranges."""
+    """Yield addresses to connect from, in turn, without end.
+
+    Args:
+        where: "here": the system's choice, the address of all processes on this machine; "same": 19 other
+            hosts of its range; "others": hosts of 19 other ranges.
+    """
     hosts = range(2, 21)
     chosen = {
         "here": [""],
@@ -53,7 +55,7 @@ def sources(where: str) -> Iterator[str]:
 
 
 def connect(source: str, host: str, port: int) -> socket.socket:
-    """Begin to connect, without waiting."""
+    """Begin to connect without waiting."""
     connection = socket.socket()
     connection.setblocking(False)
     if source:
@@ -64,13 +66,13 @@ def connect(source: str, host: str, port: int) -> socket.socket:
     return connection
 
 
-def besiege(
-    count: int, host: str, port: int, addresses: Iterator[str], first_words: bytes, again_per_s: float
+def hold_connections(
+    count: int, host: str, port: int, addresses: Iterator[str], greeting: bytes, again_per_s: float
 ) -> None:
-    """Keep `count` connections open; each says `first_words` and no more."""
+    """Keep `count` connections open; each sends `greeting` and nothing after it."""
     with selectors.DefaultSelector() as selector:
         made, closed, allowed = 0, 0, float(count)
-        seen_s = told_s = time.monotonic()
+        seen_s = reported_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             allowed += (now_s - seen_s) * again_per_s
@@ -83,22 +85,22 @@ def besiege(
                 assert isinstance(connection, socket.socket)
                 if events & selectors.EVENT_WRITE:
                     with contextlib.suppress(OSError):
-                        connection.send(first_words)
+                        connection.send(greeting)
                     made += 1
                     selector.modify(connection, selectors.EVENT_READ)
                     if made == count:
                         say("ready", closed=closed)
-                elif _is_over(connection):
+                elif _is_closed(connection):
                     closed += 1
                     selector.unregister(connection)
                     connection.close()
-            if now_s >= told_s + 1.0:
-                told_s = now_s
+            if now_s >= reported_s + 1.0:
+                reported_s = now_s
                 say("count", made=made, closed=closed, open=len(selector.get_map()))
 
 
-def _is_over(connection: socket.socket) -> bool:
-    """The other side's greeting is thrown away; True: it has closed."""
+def _is_closed(connection: socket.socket) -> bool:
+    """Discard received bytes; return whether the server has closed the connection."""
     try:
         return not connection.recv(4096)
     except BlockingIOError:
@@ -107,11 +109,11 @@ def _is_over(connection: socket.socket) -> bool:
         return True
 
 
-# -- handshakes with keys of one's own -----------------------------------------------------------------
+# -- handshakes with keys of their own -----------------------------------------------------------------
 
 
 def open_dealer(context: sockets.Context, identity: Identity, server: bytes) -> zmq.Socket[bytes]:
-    """One that connects once, and says nothing by itself."""
+    """Return a socket that connects once and sends nothing by itself."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RECONNECT_IVL, sockets.RECONNECT_NEVER_MS)
@@ -122,14 +124,14 @@ def open_dealer(context: sockets.Context, identity: Identity, server: bytes) -> 
 
 
 class Handshakes:
-    """Handshakes that are under way, and their sockets."""
+    """Handshakes in progress with their sockets, and how earlier ones ended."""
 
     def __init__(self) -> None:
         self._context: sockets.Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8000)
         self._poller = zmq.Poller()
         self._open: dict[zmq.Socket[bytes], tuple[zmq.Socket[bytes], float]] = {}  # by monitor
-        self.begun, self.refused, self.let_in, self.unanswered = 0, 0, 0, 0
+        self.begun, self.refused, self.accepted, self.unanswered = 0, 0, 0, 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -143,7 +145,7 @@ class Handshakes:
         self.begun += 1
 
     def settle(self, timeout_s: float) -> None:
-        """Take note of those that have ended."""
+        """Count and close the handshakes that have ended."""
         now_s = time.monotonic()
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
         for monitor, (dealer, until_s) in list(self._open.items()):
@@ -151,7 +153,7 @@ class Handshakes:
             if zmq.EVENT_HANDSHAKE_FAILED_AUTH in happened:
                 self.refused += 1
             elif zmq.EVENT_HANDSHAKE_SUCCEEDED in happened:
-                self.let_in += 1
+                self.accepted += 1
             elif happened & sockets.LOST_EVENTS or now_s >= until_s:
                 self.unanswered += 1
             else:
@@ -160,56 +162,56 @@ class Handshakes:
             del self._open[monitor]
             sockets.close(dealer, monitor)
 
-    def say(self) -> None:
-        counts = {"refused": self.refused, "let_in": self.let_in, "unanswered": self.unanswered}
+    def report(self) -> None:
+        counts = {"refused": self.refused, "accepted": self.accepted, "unanswered": self.unanswered}
         say("count", begun=self.begun, **counts)
 
 
-def shake(per_s: float, address: str, server: bytes, addresses: Iterator[str]) -> None:
-    """So many handshakes a second, each with a key that nobody knows."""
+def repeat_handshakes(per_s: float, address: str, server: bytes, addresses: Iterator[str]) -> None:
+    """Begin `per_s` handshakes a second, each with an unregistered key."""
     keys = itertools.cycle([Identity.generate() for _ in range(500)])
-    hands, began_s, told_s = Handshakes(), time.monotonic(), time.monotonic()
+    handshakes, began_s, reported_s = Handshakes(), time.monotonic(), time.monotonic()
     say("ready")
     while True:
-        due = int((time.monotonic() - began_s) * per_s) - hands.begun
+        due = int((time.monotonic() - began_s) * per_s) - handshakes.begun
         for _ in range(min(due, 100)):
-            hands.begin(next(keys), server, address, next(addresses))
-        hands.settle(0.01)
-        if time.monotonic() >= told_s + 1.0:
-            told_s = time.monotonic()
-            hands.say()
+            handshakes.begin(next(keys), server, address, next(addresses))
+        handshakes.settle(0.01)
+        if time.monotonic() >= reported_s + 1.0:
+            reported_s = time.monotonic()
+            handshakes.report()
 
 
-def hammer(identity: Identity, doors: Mapping[bytes, str], at_once: int = 8) -> None:
-    """Handshakes with a key that is not let in (any more), at all these doors, as fast as they go."""
-    hands, told_s = Handshakes(), time.monotonic()
-    for server, address in itertools.cycle(list(doors.items())):
-        while len(hands) >= at_once:
-            hands.settle(0.01)
-        hands.begin(identity, server, address)
-        if time.monotonic() >= told_s + 1.0:
-            told_s = time.monotonic()
-            hands.say()
+def hammer(identity: Identity, addresses: Mapping[bytes, str], at_once: int = 8) -> None:
+    """Begin handshakes with a refused key at these addresses (by public key), as fast as they end."""
+    handshakes, reported_s = Handshakes(), time.monotonic()
+    for server, address in itertools.cycle(list(addresses.items())):
+        while len(handshakes) >= at_once:
+            handshakes.settle(0.01)
+        handshakes.begin(identity, server, address)
+        if time.monotonic() >= reported_s + 1.0:
+            reported_s = time.monotonic()
+            handshakes.report()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("kind", choices=("silent", "greeting", "handshakes"))
     parser.add_argument("count", type=int)
-    parser.add_argument("door", help="HOST:PORT")
-    parser.add_argument("key", nargs="?", default="", help="the public key behind the door, for handshakes")
+    parser.add_argument("server", help="HOST:PORT")
+    parser.add_argument("key", nargs="?", default="", help="the server's public key, for handshakes")
     parser.add_argument("--from", dest="sources", choices=("here", "same", "others"), default="here")
-    parser.add_argument("--again", type=float, default=300.0, help="new connections a second; 0: at once")
+    parser.add_argument("--again", type=float, default=300.0, help="reconnections a second; 0: at once")
     chosen = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    host, _, port = chosen.door.removeprefix("tcp://").rpartition(":")
+    host, _, port = chosen.server.removeprefix("tcp://").rpartition(":")
     addresses = sources(chosen.sources)
     if chosen.kind == "handshakes":
-        shake(chosen.count, f"tcp://{host}:{port}", bytes.fromhex(chosen.key), addresses)
+        repeat_handshakes(chosen.count, f"tcp://{host}:{port}", bytes.fromhex(chosen.key), addresses)
     else:
-        words = GREETING if chosen.kind == "greeting" else b""
-        besiege(chosen.count, host, int(port), addresses, words, chosen.again)
+        greeting = GREETING if chosen.kind == "greeting" else b""
+        hold_connections(chosen.count, host, int(port), addresses, greeting, chosen.again)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""Run a module of ours as `python -m` would, without some of its defences.
+"""Runs a module as `python -m` does, without some of its defences, which `defences` names and removes.
 
-    python -m hostile.undefended half-open-time,half-open-room gridtrain.cli coordinator --listen ...
-    python -m hostile.undefended held-room hostile.honest '{"steps": 100}'
-
-Decides nothing: the names and what they switch off are `defences`.
+python -m hostile.undefended half-open-time,half-open-room gridtrain.cli coordinator --listen ...
+python -m hostile.undefended held-room hostile.honest '{"steps": 100}'
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A CURVE client by hand, as an attacker writes one: libzmq's own sends no message before its end is known.
+"""A CURVE client that can send a message without an end, which libzmq's client cannot.
 
-Decides nothing.  ZMTP 3.1 (RFC 37) with the CURVE mechanism (RFC 26), of a DEALER, over one blocking socket.
+It implements ZMTP 3.1 (RFC 37) with the CURVE mechanism (RFC 26) for a DEALER, over one blocking socket.
 
     greeting, HELLO --->  <--- greeting, WELCOME     INITIATE --->  <--- READY     MESSAGE ... --->
 """
@@ -21,13 +21,13 @@ COMMAND, LONG = 0x04, 0x02
 
 
 class Refused(Exception):
-    """The other side has closed, or answered with an error."""
+    """The server closed the connection, or answered with an error."""
 
 
 class CurveConnection:
-    """A connection to the holder of `server`'s secret key, proved with `identity`.
+    """A connection as `identity` to the server with the public key `server`.
 
-    Raises `Refused`, `OSError`; so do all methods.
+    Raises `Refused` and `OSError`, as all methods do.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CurveConnection:
     ) -> None:
         self._socket = socket.create_connection((host, port), timeout_s, (source, 0) if source else None)
         self._nonce = 0
-        self._held: bytearray | None = None
+        self._buffered: bytearray | None = None
         try:
             self._shake_hands(identity, nacl.public.PublicKey(server))
         except BaseException:
@@ -50,35 +50,35 @@ class CurveConnection:
             raise
 
     def send(self, frames: Sequence[bytes | memoryview], *, more: bool = False) -> None:
-        """One message; `more`: not its end."""
+        """Send the frames as one message, or with `more` as a part of a message."""
         for number, frame in enumerate(frames):
             last = number == len(frames) - 1 and not more
-            sealed = self._session.encrypt(
+            encrypted = self._session.encrypt(
                 bytes([not last]) + bytes(frame), self._next("CurveZMQMESSAGEC")
             ).ciphertext
-            self._write(0, b"\x07MESSAGE" + struct.pack(">Q", self._nonce) + sealed)
+            self._write(0, b"\x07MESSAGE" + struct.pack(">Q", self._nonce) + encrypted)
 
     def burst_and_reset(self, frames: Sequence[bytes | memoryview], count: int) -> None:
-        """So many messages, a PING after each of the later ones, in one write; then the connection is reset.
+        """Send `count` messages, with a PING after each of the last two thirds, in one write; then reset.
 
-        A receiver whose queue was full when the reset came must not fall over the PING that it reads then.
+        A receiver whose queue was full when the reset arrived then reads a PING, and must not crash.
         """
-        self._held = bytearray()
+        self._buffered = bytearray()
         for number in range(count):
             self.send(frames)
             if number > count // 3:
                 ping = b"\x02\x04PING" + bytes(2)
-                sealed = self._session.encrypt(ping, self._next("CurveZMQMESSAGEC")).ciphertext
-                self._write(0, b"\x07MESSAGE" + struct.pack(">Q", self._nonce) + sealed)
+                encrypted = self._session.encrypt(ping, self._next("CurveZMQMESSAGEC")).ciphertext
+                self._write(0, b"\x07MESSAGE" + struct.pack(">Q", self._nonce) + encrypted)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._socket.sendall(self._held)
+        self._socket.sendall(self._buffered)
         self._socket.close()
 
     def close(self) -> None:
         self._socket.close()
 
     def _shake_hands(self, identity: Identity, server: nacl.public.PublicKey) -> None:
-        ours, short = nacl.public.PrivateKey(identity.secret), nacl.public.PrivateKey.generate()
+        own, short = nacl.public.PrivateKey(identity.secret), nacl.public.PrivateKey.generate()
         half = bytes(short.public_key)
         self._socket.sendall(GREETING)
         self._read(64)
@@ -86,10 +86,12 @@ class CurveConnection:
         self._write(COMMAND, b"\x05HELLO\x01\x00" + bytes(72) + half + struct.pack(">Q", self._nonce) + hello)
         welcome = self._command(b"\x07WELCOME")
         opened = nacl.public.Box(short, server).decrypt(welcome[16:], b"WELCOME-" + welcome[:16])
-        theirs, cookie = nacl.public.PublicKey(opened[:32]), opened[32:]
-        self._session = nacl.public.Box(short, theirs)
+        server_short, cookie = nacl.public.PublicKey(opened[:32]), opened[32:]
+        self._session = nacl.public.Box(short, server_short)
         salt = os.urandom(16)
-        vouch = nacl.public.Box(ours, theirs).encrypt(half + bytes(server), b"VOUCH---" + salt).ciphertext
+        vouch = (
+            nacl.public.Box(own, server_short).encrypt(half + bytes(server), b"VOUCH---" + salt).ciphertext
+        )
         inside = (
             identity.public
             + salt
@@ -97,8 +99,8 @@ class CurveConnection:
             + _property(b"Socket-Type", b"DEALER")
             + _property(b"Identity", b"")
         )
-        sealed = self._session.encrypt(inside, self._next("CurveZMQINITIATE")).ciphertext
-        self._write(COMMAND, b"\x08INITIATE" + cookie + struct.pack(">Q", self._nonce) + sealed)
+        encrypted = self._session.encrypt(inside, self._next("CurveZMQINITIATE")).ciphertext
+        self._write(COMMAND, b"\x08INITIATE" + cookie + struct.pack(">Q", self._nonce) + encrypted)
         self._command(b"\x05READY")
 
     def _next(self, use: str) -> bytes:
@@ -108,10 +110,10 @@ class CurveConnection:
     def _write(self, flags: int, body: bytes) -> None:
         long = len(body) > 255
         head = bytes([flags | LONG]) + struct.pack(">Q", len(body)) if long else bytes([flags, len(body)])
-        if self._held is None:
+        if self._buffered is None:
             self._socket.sendall(head + body)
         else:
-            self._held += head + body
+            self._buffered += head + body
 
     def _command(self, name: bytes) -> bytes:
         flags = self._read(1)[0]

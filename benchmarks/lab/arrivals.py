@@ -1,15 +1,15 @@
-"""Delay and loss of what comes over a cable, two ways: by the kernel's netem, or without it.
+"""Delay and loss of the packets that arrive over a link, by the kernel's netem or without it.
 
-Packets are held only after they have left their sender's host: what is held there counts against the sender's
-socket (TCP small queues), and bulk transfers would be slow.
+Packets are delayed after they have left the sender's host, because packets that wait there count against the
+sender's socket (TCP small queues), which slows bulk transfers down.
 
-    netem here:   the bridge's port --netem (delay, loss)--tbf (rate)--> cable --> host
-    none here:    the bridge's port --tbf (rate)--> cable --> eth0 | mangle PREROUTING: DROP at random
-                                                                   | NFQUEUE: held by delay.py
-                                                                   v
-                                                                  TCP
+    with netem:     the bridge's port --netem (delay, loss)--tbf (rate)--> link --> host
+    without netem:  the bridge's port --tbf (rate)--> link --> eth0 | mangle PREROUTING: DROP at random
+                                                                    | NFQUEUE: delayed by delay.py
+                                                                    v
+                                                                   TCP
 
-Between two hosts with a delay d each, a packet is d on its way and a round trip takes 2 d.
+Between two hosts with a delay d each, a packet takes d and a round trip takes 2 d.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ READY_S = 20.0
 _PROGRAM = Path(__file__).with_name("delay.py")
 
 Start = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
-"""Starts a program in the host's namespace with its stdout and stderr in pipes; it ends with the lab."""
+"""Starts a program in the host's namespace, with pipes as stdout and stderr; it ends with the lab."""
 
 
 class Arrivals:
-    """What happens to packets that arrive at a host by these interfaces, in a kernel without netem.
+    """Delay and loss of the packets that arrive at a host, in a kernel without netem.
 
     Args:
-        interface: where the cable ends; what comes by it is delayed and lost.
-        inner: other interfaces; what comes by these is delayed only.
+        interface: the host's end of the link; packets that arrive here are delayed and lost.
+        inner: other interfaces; packets that arrive here are only delayed.
     """
 
     def __init__(self, namespace: str, interface: str, inner: Sequence[str], start: Start) -> None:
@@ -51,7 +51,7 @@ class Arrivals:
         """Set the delay and the loss of arriving packets.  Raises `LabError`."""
         before = self._holder
         if delay_s != self._delay_s:
-            self._queue = 1 - self._queue  # the new one is ready before the old one goes
+            self._queue = 1 - self._queue  # the new process is ready before the old one ends
             self._holder = self._hold(delay_s) if delay_s else None
             self._delay_s = delay_s
         self._write_rules(loss)
@@ -65,12 +65,12 @@ class Arrivals:
         ready, _, _ = select.select([holder.stdout], [], [], READY_S)
         if not ready or holder.stdout.readline() != b"ready\n":
             holder.kill()
-            said = holder.communicate()[1].decode(errors="replace").strip()
-            raise LabError(f"nothing delays packets in {self._namespace}: {said or 'no answer'}")
+            error = holder.communicate()[1].decode(errors="replace").strip()
+            raise LabError(f"delay.py did not start in {self._namespace}: {error or 'no output'}")
         return holder
 
     def _write_rules(self, loss: float) -> None:
-        """Write all rules at once.  The mangle table is ours alone: a router's rules are in others."""
+        """Replace all rules of the mangle table; a router's rules are in other tables."""
         lines = ["*mangle", ":PREROUTING ACCEPT [0:0]"]
         if loss:
             chance = f"-m statistic --mode random --probability {loss:.10f}"
@@ -86,12 +86,12 @@ class Arrivals:
 
 BELOW_NETEM = "1:1"
 NETEM_FRAMES = 1 << 17
-"""What netem may hold; its default of 1000 frames loses most of a fast line with a delay."""
+"""The most frames in netem; its default of 1000 loses most frames of a fast link with a delay."""
 
 
 @functools.cache
 def netem_why_not() -> str:
-    """Return why the kernel's own delay cannot be used; empty if it can.  Needs root."""
+    """Return why netem cannot be used; empty if it can.  Needs root."""
     namespace = f"{owner_tag()}-0-netem"
     try:
         add(namespace)
@@ -104,7 +104,7 @@ def netem_why_not() -> str:
 
 
 def netem(namespace: str, interface: str, delay_s: float, loss: float) -> None:
-    """Delay and lose what leaves this interface, before its rate, which goes below: `BELOW_NETEM`.
+    """Delay and lose frames that leave this interface; its rate is set in the class `BELOW_NETEM`.
 
     Raises `LabError`.
     """
@@ -126,7 +126,7 @@ def has_netem(namespace: str, interface: str) -> bool:
 
 @functools.cache
 def why_not() -> str:
-    """Return why there can be no delay and loss here; empty if there can.  Needs root."""
+    """Return why delay and loss are not possible here; empty if they are.  Needs root."""
     if not netem_why_not():
         return ""
     if shutil.which("iptables-restore") is None:

@@ -1,15 +1,13 @@
-"""Holds each packet of a netfilter queue for a fixed time: a line's delay, where the kernel has no netem.
+"""Delays each packet of a netfilter queue by a fixed time, where the kernel has no netem.
 
-Decides when a packet goes on.  Never sees what is in it (metadata only), and never changes or drops one.
+    kernel:   packet --NFQUEUE--> waits ............................ continues
+                         | id                                            ^ "all up to id"
+    delay.py:            `--> (now + delay, id) in a queue --when due----'
 
-    kernel:  packet --NFQUEUE--> held ................................. goes on
-                        | id                                              ^ "all up to id"
-    here:               `--> (now + delay, id) in a queue --when due------'
-
-Started by `arrivals.py` in a host's namespace, one process for each delayed host; prints "ready" when the
-queue is bound.  All packets wait equally long, so they stay in order, and one verdict serves all that are
-due.  On SIGTERM what is held goes on at once.  Run as a file, python -I -S delay.py QUEUE SECONDS, it starts
-in 20 ms.
+`arrivals.py` starts one process for each delayed host, in the host's namespace; it prints "ready" when the
+queue is bound, and receives only metadata of packets.  All packets have the same delay, so they stay in
+order, and one verdict is sent for all that are due.  On SIGTERM all waiting packets continue at once.  Run
+as a file (python -I -S delay.py QUEUE SECONDS) it starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ import time
 from collections import deque
 
 MOST_HELD = 1 << 17
-"""Packets; above, the kernel lets them pass at once.  40 ms at 10 Gbit/s are 34,000 of 1500 bytes."""
+"""Packets; the kernel does not delay more.  40 ms at 10 Gbit/s are 34,000 packets of 1500 bytes."""
 
 EARLY_S = 0.00025
-"""What is due so soon goes now: waking up costs about that much."""
+"""Packets that are due within this time continue at once, because waking up takes about as long."""
 
 LONGEST_PAUSE_S = 0.0005
 PAUSES = 10
-"""Between two looks at the queue a pause, of so small a part of the delay: on a busy line packets come in
-groups then.  Of a line of 5 ms at 100 Mbit/s they are four; with a fortieth they were one, and the holders of
-four busy hosts took half a core, ahead of all that was measured there."""
+"""The queue is read again after 1/`PAUSES` of the delay, so that packets of a busy link are handled in groups
+(of four on a link with 5 ms and 100 Mbit/s).  With 1/40 they were handled one by one, and the processes of
+four busy hosts used half a core."""
 
 BUFFER_BYTES = 64 << 20
 BATCH = 256
@@ -56,7 +54,7 @@ _PACKET_AT, _ID_AT = _HEAD.size, _HEAD.size + _ATTRIBUTE.size
 
 
 def message(kind: int, flags: int, queue: int, *attributes: bytes) -> bytes:
-    """A netlink message to netfilter's queue of that number."""
+    """Encode a netlink message to the netfilter queue of this number."""
     body = b"".join(attributes)
     head = _HEAD.pack(_HEAD.size + len(body), kind, _REQUEST | flags, 0, 0, 0, 0, socket.htons(queue))
     return head + body
@@ -68,9 +66,9 @@ def attribute(kind: int, value: bytes) -> bytes:
 
 
 class Queue:
-    """A bound netfilter queue of the namespace in which it is made.
+    """A bound netfilter queue of the calling thread's namespace.
 
-    Raises `OSError` if the kernel has none, or another process has this one.
+    Raises `OSError` if the kernel has no queues, or another process uses this one.
     """
 
     def __init__(self, number: int) -> None:
@@ -99,7 +97,7 @@ class Queue:
             raise OSError(-code, os.strerror(-code))
 
     def next_id(self) -> int | None:
-        """Return the number of the next packet that has come; None if there is none at the moment."""
+        """Return the number of the next packet that has arrived, or None."""
         while True:
             try:
                 self.socket.recv_into(self._buffer)
@@ -112,14 +110,14 @@ class Queue:
                 return number
 
     def accept_up_to(self, packet_id: int) -> None:
-        """Let this packet and all before it go on."""
+        """Let this packet and all earlier ones continue."""
         verdict = attribute(_VERDICT_HEADER, struct.pack(">II", _ACCEPT, packet_id))
         self.socket.send(message(_VERDICT_BATCH, 0, self.number, verdict))
 
 
 def hold(queue: Queue, delay_s: float) -> None:
-    """Hold packets until SIGTERM."""
-    held: deque[tuple[float, int]] = deque()
+    """Delay packets until SIGTERM."""
+    held: deque[tuple[float, int]] = deque()  # when each packet is due, and its number
     pause_s = min(LONGEST_PAUSE_S, delay_s / PAUSES)
     try:
         while True:
@@ -143,7 +141,7 @@ def hold(queue: Queue, delay_s: float) -> None:
 def main() -> None:
     number, delay_s = int(sys.argv[1]), float(sys.argv[2])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Others compute on these cores: a packet that is due must not wait for its turn.
+    # Other processes compute on these cores, and must not delay a packet that is due.
     with contextlib.suppress(PermissionError, OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     gc.disable()

@@ -1,14 +1,12 @@
-"""A coordinator and its workers, each on a host of its own, some behind home routers.
-
-It starts these commands; what they train is the caller's choice.
+"""A coordinator and its workers, each on its own host, some behind home routers.
 
     hub        gridtrain coordinator --state FOLDER --listen tcp://0.0.0.0:7700 --advertise tcp://10.77.0.2:7700
     hub        gridtrain invite --state FOLDER --uses P                 prints INVITE
     worker-1   gridtrain worker INVITE -- python train.py               behind its own router, or not
     ...
 
-Everybody behind NAT has a router of their own, and all these homes have the same private addresses, as real
-ones do: whoever dials a member's private address dials somebody in their own home.
+Each worker behind NAT has its own router, and all these homes have the same private addresses, as real homes
+often do: a connection to a member's private address never reaches another home.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lab.environment import environment
 from lab.net import Host, Net, Process
 from lab.ns import LabError
-from lab.surroundings import environment
 
 CLI = (sys.executable, "-m", "gridtrain.cli")
 PORT = 7700
@@ -37,25 +35,25 @@ NAT = ("none", "half", "all")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a group is like.
+    """The parameters of a group.
 
     Attributes:
-        nat: who sits behind a router: "none", "half" (the first ones, rounded up) or "all".
-        encrypted: False: the coordinator and thereby everybody talks in the clear.
+        nat: which workers are behind a router: "none", "half" (the first ones, rounded up) or "all".
+        encrypted: whether the coordinator requires encryption.
         cap: the workers' own upload and download limit, such as "20Mbit"; empty: none.
-        line: what each worker's cable (its router's, behind NAT) carries in each direction; empty: no limit.
-        delay_s: how long a packet to a worker is on its way.
-        relay: who may pass on what others send one another: "members", or "hub": the coordinator alone.
-        names: of the workers and their hosts; their machines call themselves "NAMEs-laptop".
-        late: so many of the workers are not waited for at the start: their scripts join later.
-        environment: more variables for all processes.
+        link_rate: the rate of each worker's link (behind NAT, its router's) per direction; empty: no limit.
+        delay_s: the delay of a packet to a worker.
+        names: names of the workers and their hosts; their machines' host names are "NAMEs-laptop".
+        relay: which peers may relay: "members", or "hub" for the coordinator alone.
+        late: the number of workers for which training does not wait, as their scripts join later.
+        environment: further variables of all processes.
     """
 
     workers: int = 4
     nat: str = "none"
     encrypted: bool = True
     cap: str = ""
-    line: str = ""
+    link_rate: str = ""
     delay_s: float = 0.0
     names: tuple[str, ...] = ()
     relay: str = "members"
@@ -81,8 +79,7 @@ class Group:
     """A started group.
 
     Attributes:
-        lines: of each worker, the machine whose cable leads to the internet: its own or its router.
-        invitation: what the workers were started with.
+        uplinks: for each worker, the machine whose link leads to the internet: its host or its router.
     """
 
     folder: Path
@@ -90,11 +87,11 @@ class Group:
     coordinator: Process
     invitation: str
     hosts: dict[str, Host] = field(default_factory=dict)
-    lines: dict[str, Host] = field(default_factory=dict)
+    uplinks: dict[str, Host] = field(default_factory=dict)
     workers: dict[str, Process] = field(default_factory=dict)
 
     def state(self, name: str) -> Path:
-        """Return the state folder (XDG_STATE_HOME) of a worker's machine; "hub": of the coordinator's."""
+        """Return the state folder (XDG_STATE_HOME) of a worker, or with "hub" of the coordinator."""
         return self.folder / f"state-{name}"
 
     def wait(self, timeout_s: float, tick: Callable[[], None] = lambda: None) -> None:
@@ -121,10 +118,10 @@ class Group:
 
 
 def start(net: Net, plan: Plan, folder: Path, script: Callable[[str], Sequence[str]]) -> Group:
-    """Build the hosts and start everything.
+    """Make the hosts, and start the coordinator and the workers.
 
     Args:
-        script: the training command of the worker of that name.
+        script: returns the training command of a worker.
 
     Raises `LabError` with the ends of the logs.
     """
@@ -141,7 +138,7 @@ def start(net: Net, plan: Plan, folder: Path, script: Callable[[str], Sequence[s
 
 
 def hostname(name: str) -> str:
-    """Return the host name of the machine of the worker `name`."""
+    """Return the host name of a worker's machine."""
     return f"{name}s-laptop"
 
 
@@ -149,13 +146,13 @@ def _place(net: Net, plan: Plan, group: Group) -> None:
     for name in plan.all_names:
         if name in plan.behind_nat:
             router = net.router(f"home-of-{name}", subnet=HOME_SUBNET)
-            group.hosts[name], group.lines[name] = router.host(name), router
+            group.hosts[name], group.uplinks[name] = router.host(name), router
         else:
-            group.hosts[name] = group.lines[name] = net.host(name)
-        group.lines[name].shape(up=plan.line, down=plan.line, delay_s=plan.delay_s or None)
+            group.hosts[name] = group.uplinks[name] = net.host(name)
+        group.uplinks[name].shape(up=plan.link_rate, down=plan.link_rate, delay_s=plan.delay_s or None)
 
 
-# -- what is typed -------------------------------------------------------------------------------
+# -- commands ------------------------------------------------------------------------------------
 
 
 def _worker_options(plan: Plan, name: str, folder: Path) -> list[str]:
@@ -180,13 +177,13 @@ def _coordinator(hub: Host, plan: Plan, folder: Path, address: str) -> Process:
 
 
 def _invitation(group: Group, plan: Plan) -> str:
-    """Return an invitation for the workers, as soon as the coordinator is up."""
+    """Return an invitation for the workers; wait until the coordinator creates it."""
     state = group.state("hub")
     argv = (*CLI, "invite", "--state", str(state), "--uses", str(plan.workers), "--wait", f"{UP_S}s")
     process = group.hub.run(argv, group.folder, env=_environment(plan, state), log="invite")
     _until_one_ends([process, group.coordinator], 2 * UP_S)
     if process.poll() != 0:
-        raise LabError(f"there is no invitation\n{_tail('invite', process)}\n{group.tails()}")
+        raise LabError(f"`gridtrain invite` failed\n{_tail('invite', process)}\n{group.tails()}")
     return process.stdout_path.read_text().strip()
 
 

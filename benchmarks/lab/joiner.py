@@ -1,14 +1,14 @@
-"""What it costs the others when a worker joins a large run over a slow line.
+"""Measures what a worker that joins a large run over a slow link costs the other workers.
 
-Decides what is measured.  The run is real (agents, sockets, shaped cables); computing is emulated: a gradient
-of what is trained that costs nothing, and a pause as long as a GPU would compute.
+Agents, sockets and links are real.  Computing is emulated: by constant gradients, and by a pause as long as a
+GPU would compute.
 
     python -m lab.joiner                              100 M parameters, SGD with momentum, 100 Mbit/s, 3 + 1
-    python -m lab.joiner --parameters 10e6 --line 20Mbit --compute 0.5
-    python -m lab.joiner --workload lora-114m --line 20Mbit          LoRA: the frozen base stays where it is
+    python -m lab.joiner --parameters 10e6 --rate 20Mbit --compute 0.5
+    python -m lab.joiner --workload lora-114m --rate 20Mbit          LoRA: the frozen base is not sent
 
-    workers 1..3  | calm: steps per second | the joiner's script starts ... its first step | a few steps more
-    lost = 1 - (rate while it joins) / (rate in calm)
+    workers 1..3  | calm: steps per second | the joiner's script starts ... its first step | a few more steps
+    lost = 1 - (rate while it joins) / (rate before)
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ AFTERWARDS_STEPS = 3
 LATE = "worker-late"
 
 
-# -- what the workers run ------------------------------------------------------------------------
+# -- the workers' script -------------------------------------------------------------------------
 
 
 def train(options: argparse.Namespace) -> None:
-    """One worker: a line of JSON in --out for each of its batches, and at the end."""
+    """Train as one worker; write a line of JSON to --out for each batch."""
     import torch
     from torch import nn
 
     import gridtrain
 
     if options.gate:
-        Path(options.gate).read_bytes()  # until somebody writes to it, and closes it
+        Path(options.gate).read_bytes()  # blocks until the gate has been written and closed
     torch.set_num_threads(1)
     torch.manual_seed(7)
     if options.workload:
@@ -71,7 +71,7 @@ def train(options: argparse.Namespace) -> None:
         for _ in grid.batches(range(10**5), batch_size=1, steps=10**6):
             line = {"step": grid.step, "at": time.monotonic(), "of": grid.world_size}
             print(json.dumps(line | {"received": (received_bytes(INTERFACE) or 0) - before_bytes}), file=out)
-            time.sleep(options.compute)  # what a GPU would do meanwhile
+            time.sleep(options.compute)  # in the place of a GPU's computation
             for parameter, each in zip(trained, noise, strict=True):
                 parameter.grad = each * (1 + grid.rank)
             optimizer.step()
@@ -81,7 +81,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 class _EnoughError(Exception):
-    """All that is measured has happened."""
+    """The measurement is complete."""
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the group and measure it.  Raises `LabError` with the ends of the logs."""
     names = (*(f"worker-{number}" for number in range(1, options.workers + 1)), LATE)
-    plan = Plan(workers=len(names), line=options.line, names=names, late=1)
+    plan = Plan(workers=len(names), link_rate=options.rate, names=names, late=1)
     gate = folder / "gate"
     os.mkfifo(gate)
     common = [sys.executable, "-m", "lab.joiner", "--train"]
@@ -146,10 +146,10 @@ def evaluate(first: list[dict[str, Any]], late: list[dict[str, Any]], opened_s: 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lab.joiner", description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=float, default=100e6)
-    parser.add_argument("--workload", default="", help="of accuracy.workloads, instead of --parameters")
+    parser.add_argument("--workload", default="", help="one of accuracy.workloads, instead of --parameters")
     parser.add_argument("--density", type=float, default=0.001)
     parser.add_argument("--compute", type=float, default=1.0, metavar="SECONDS", help="emulated, of a step")
-    parser.add_argument("--line", default="100Mbit")
+    parser.add_argument("--rate", default="100Mbit", help="of each worker's link")
     parser.add_argument("--workers", type=int, default=3, help="besides the one that joins")
     parser.add_argument("--calm", type=int, default=15, metavar="STEPS", help="before it joins")
     parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS")
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     model = options.workload or f"{options.parameters / 1e6:.0f} M parameters"
     print(
-        f"{model}, {options.line} cables, {options.workers} workers, "
+        f"{model}, {options.rate} links, {options.workers} workers, "
         f"a step {figures['calm_step_s']:.2f} s: one joined in {figures['joining_s']:.1f} s; meanwhile "
         f"{figures['steps_meanwhile']} steps of {figures['expected_steps']:.1f}: {figures['lost']:.1%} lost; "
         f"the longest took {figures['longest_step_s']:.2f} s; "

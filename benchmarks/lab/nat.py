@@ -1,11 +1,9 @@
-"""Makes a namespace a home router: it translates addresses outwards and drops what comes in unasked.
+"""Makes a namespace a home router, with rules of nft or iptables: address translation, and a firewall.
 
-The rules are those of iptables or nft, whichever the machine has.
-
-    LAN 192.168.1.0/24 --- lan | router | wan --- internet 10.77.0.0/24
-        from the LAN to anywhere            forwarded, under the router's own address (masquerade)
-        an answer to that                   forwarded back
-        anything else that comes in by wan  dropped without an answer, as home routers do
+LAN 192.168.1.0/24 --- lan | router | wan --- internet 10.77.0.0/24
+    from the LAN to anywhere            forwarded, under the router's own address (masquerade)
+    an answer to that                   forwarded back
+    all other packets that arrive by wan   dropped without an answer, as home routers do
 """
 
 from __future__ import annotations

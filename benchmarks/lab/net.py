@@ -1,6 +1,4 @@
-"""Hosts, home routers and the internet between them, as namespaces of this machine.
-
-The machine's own network is never changed, and nothing outlives the `with`.
+"""Hosts, home routers and the internet between them, as namespaces that exist as long as the `with` block.
 
     with Net() as net:                             namespace of the internet: a bridge, 10.77.0.0/24
         hub = net.host("hub")                          |-- hub   eth0 10.77.0.2
@@ -10,7 +8,7 @@ The machine's own network is never changed, and nothing outlives the `with`.
         home.shape(up="20Mbit", down="100Mbit")
         hub.run(["python", "-m", "http.server"], folder)
 
-Two labs at once have the same addresses and never meet: their internets are different namespaces.
+Two labs at the same time use the same addresses without conflict, because each has its own internet.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from lab import nat, ns
-from lab.line import End, Line
+from lab.link import End, Link
 from lab.ns import LabError
 
 INTERNET = "10.77.0"
@@ -46,22 +44,19 @@ T = TypeVar("T")
 
 
 class Process(subprocess.Popen[bytes]):
-    """A process on a host.  `stdout_path`, `stderr_path`: the files that it writes to."""
+    """A process on a host, with the files of its output."""
 
     stdout_path: Path
     stderr_path: Path
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the process and its children, except those with a session of their own."""
+        """Send a signal to the process and its children, except those in other sessions."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
 
 class Host:
-    """A machine with one cable.  `address`: its own; `interface`: the cable's end here.
-
-    The other end is `_port` in the namespace `_switch`, a port of the bridge there.
-    """
+    """A machine with one link, which ends at `interface` here and at a port of the bridge in `_switch`."""
 
     interface = "eth0"
     inner: tuple[str, ...] = ()
@@ -70,32 +65,32 @@ class Host:
         self.net, self.name, self.address = net, name, address
         self.namespace = net._add(name)
         self._switch, self._port = switch, f"port{next(_ports)}"
-        cable = f"name {self.interface} type veth peer name {self._port} netns {switch}"
-        ns.ip_batch(self.namespace, [f"link add {cable}"])
+        ends = f"name {self.interface} type veth peer name {self._port} netns {switch}"
+        ns.ip_batch(self.namespace, [f"link add {ends}"])
         ns.ip_batch(switch, [f"link set {self._port} master {_bridge_of(switch, net)} up"])
         lines = [f"addr add {address}/24 dev {self.interface}", f"link set {self.interface} up"]
         ns.ip_batch(self.namespace, lines + ([f"route add default via {gateway}"] if gateway else []))
         near, far = End(self.namespace, self.interface), End(switch, self._port)
-        self.line = Line(near, far, self.inner, self._start)
+        self.link = Link(near, far, self.inner, self._start)
 
     def shape(
         self, *, up: str = "", down: str = "", delay_s: float | None = None, loss: float | None = None
     ) -> None:
-        """Give the cable a rate in each direction, such as "20Mbit", a delay and a loss.
+        """Change the link's rate in each direction, such as "20Mbit", its delay and its loss.
 
-        Settings that are empty or None stay as they are.
+        Settings that are empty or None do not change.
 
         Args:
-            delay_s: from the cable's far end to this host: between two hosts with 20 ms each, a packet is
-                20 ms on its way and a round trip takes 40.  A router delays what leaves its home, too.
-            loss: the share of the frames that come to this host and never arrive.
+            delay_s: of packets to this host: between two hosts with 20 ms each, a packet takes 20 ms and a
+                round trip takes 40.  A router also delays packets that leave its home.
+            loss: the share of the frames to this host that are lost.
 
         Raises `LabError`, `ValueError`.
         """
-        self.line.change(up, down, delay_s, loss)
+        self.link.change(up, down, delay_s, loss)
 
     def _start(self, argv: Sequence[str]) -> Process:
-        """Start a helper of the lab's own, its output in pipes."""
+        """Start a program of the lab itself, with pipes as its output."""
         pipe = subprocess.PIPE
         argv = ["ip", "netns", "exec", self.namespace, *argv]
         try:
@@ -116,12 +111,12 @@ class Host:
         log: str = "",
         hostname: str = "",
     ) -> Process:
-        """Start a process here: output in `folder/LOG.out` and `folder/LOG.err`, ended with the lab.
+        """Start a process here, with output in `folder/LOG.out` and `folder/LOG.err`; it ends with the lab.
 
         Args:
-            env: its whole environment; None: ours.
-            log: name of the two files; default: the host's.
-            hostname: what the process and its children see as the machine's name; default: the host's.
+            env: its whole environment; None: this process's.
+            log: the name of the two files; default: the host's name.
+            hostname: the host name for the process and its children; default: the host's name.
 
         Raises `LabError` if the program cannot be started.
         """
@@ -158,9 +153,9 @@ class Host:
 
 
 class Router(Host):
-    """A home router: its cable to the internet is `wan`, its own bridge is `lan`.
+    """A home router, whose link to the internet is `wan` and whose bridge is `lan`.
 
-    `address` is the one under which the internet sees everybody behind it.
+    All hosts behind it have its `address` on the internet.
     """
 
     interface = nat.WAN
@@ -178,7 +173,7 @@ class Router(Host):
             nat.forward(self.namespace)
 
     def host(self, name: str) -> Host:
-        """A machine behind this router.  Raises `LabError`."""
+        """Make a machine behind this router.  Raises `LabError`."""
         number = _next_number(self._numbers, f"behind router {self.name}")
         return Host(self.net, name, f"{self.subnet}.{number}", self.namespace, f"{self.subnet}.1")
 
@@ -187,11 +182,11 @@ class Net:
     """Hosts and home routers that share an internet, until the `with` ends.
 
     Args:
-        firewall: of the routers, "nft" or "iptables"; empty: what is there.
+        firewall: of the routers, "nft" or "iptables"; empty: the first that is installed.
         congestion: TCP's congestion control on all hosts, such as "cubic"; empty: the machine's.
 
-    SIGTERM ends the `with` like an exception, if nobody else has asked for the signal; what a SIGKILL
-    leaves behind is removed when the next lab begins.
+    SIGTERM ends the `with` block like an exception, if the signal has no other handler; the remains of a
+    process that was killed are removed when the next lab begins.
     """
 
     def __init__(self, firewall: str = "", congestion: str = "") -> None:
@@ -220,16 +215,16 @@ class Net:
         self.close()
 
     def host(self, name: str) -> Host:
-        """A machine with a public address.  Raises `LabError`."""
+        """Make a machine with a public address.  Raises `LabError`."""
         return self._keep(Host(self, name, self._next_address(), self.internet))
 
     def router(self, name: str, *, translate: bool = True, subnet: str = "") -> Router:
-        """A home router.  Raises `LabError`.
+        """Make a home router.  Raises `LabError`.
 
         Args:
-            translate: NAT; without, it forwards both ways (and others need a route to the subnet).
+            translate: whether it has NAT; without, it forwards in both directions (and other hosts need a
+                route to the subnet).
             subnet: the first three bytes of its LAN's addresses; default: 192.168.1, 192.168.2, ...
-                Real homes mostly share one.
         """
         subnet = subnet or f"192.168.{_next_number(self._subnets, 'as subnets')}"
         router = Router(self, name, self._next_address(), subnet, translate)
@@ -253,8 +248,8 @@ class Net:
     def _add(self, name: str) -> str:
         namespace = f"{self._tag}-{name}"
         if namespace in self._namespaces:
-            raise LabError(f"there is a host {name!r} already")
-        self._namespaces.append(namespace)  # before it exists, so that nothing can come in between
+            raise LabError(f"there already is a host {name!r}")
+        self._namespaces.append(namespace)  # before it exists, so that an exception leaves none behind
         ns.add(namespace)
         if self.congestion:
             ns.congestion_control(namespace, self.congestion)
@@ -274,7 +269,7 @@ class Net:
             except subprocess.TimeoutExpired:
                 process.signal_group(signal.SIGKILL)
                 process.wait()
-        self._processes.clear()  # children that outlived their parent end with the namespace
+        self._processes.clear()  # children of ended processes end with the namespace
 
 
 def _bridge_of(switch: str, net: Net) -> str:
@@ -290,7 +285,7 @@ def _next_number(numbers: Iterator[int], where: str) -> int:
 
 @contextlib.contextmanager
 def _sigterm_as_exception() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that `with` blocks are left in order; in the main thread alone."""
+    """Turn SIGTERM into an exception, so that `with` blocks are left in order; only in the main thread."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -308,28 +303,30 @@ def _sigterm_as_exception() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the clean-up, which is short, is done."""
+    """Delay Ctrl-C and SIGTERM until the clean-up, which is short, has ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before: dict[int, Any] = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in numbers}
+    before: dict[int, Any] = {
+        n: signal.signal(n, lambda number, frame: received.append(number)) for n in numbers
+    }
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
-# -- can there be a lab here? --------------------------------------------------------------------
+# -- requirements ----------------------------------------------------------------------------------
 
 
 @functools.cache
 def why_not() -> str:
-    """Return why there can be no lab on this machine; empty if there can.  Takes a fifth of a second."""
+    """Return why a lab is not possible on this machine; empty if it is.  Takes a fifth of a second."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's; this is {sys.platform}"
     if os.geteuid() != 0:

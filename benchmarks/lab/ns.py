@@ -1,11 +1,11 @@
-"""Network namespaces by name: made, entered, removed; also those that a killed owner left behind.
+"""Makes, enters and removes named network namespaces, also those of an owner that was killed.
 
-Only namespaces that this module has named are ever changed.
+Only namespaces with this module's names are changed.
 
     gtlab-1234.56789-1-anna
           |    |     | +--- host
           |    |     +----- the owner's lab number
-          |    +----------- when the owner started, in the kernel's ticks: a pid is used again, this is not
+          |    +----------- when the owner started, in the kernel's ticks, because pids are used again
           +---------------- the owner's pid
 """
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class LabError(Exception):
-    """The lab cannot be built or used here; the text says which command failed and how."""
+    """The lab cannot be made or used; the text says which command failed and how."""
 
 
 def command(*argv: str, stdin: str = "") -> str:
@@ -44,17 +44,17 @@ def command(*argv: str, stdin: str = "") -> str:
             argv, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
-        raise LabError(f"there is no command {argv[0]!r}") from None
+        raise LabError(f"the command {argv[0]!r} is not installed") from None
     except subprocess.TimeoutExpired:
-        raise LabError(f"{' '.join(argv)}: not done after {COMMAND_TIMEOUT_S:g} s") from None
+        raise LabError(f"{' '.join(argv)}: did not end within {COMMAND_TIMEOUT_S:g} s") from None
     if done.returncode:
-        said = f" (it was given: {stdin.strip()})" if stdin else ""
-        raise LabError(f"{' '.join(argv)}: exit code {done.returncode}: {done.stderr.strip()}{said}")
+        given = f" (input: {stdin.strip()})" if stdin else ""
+        raise LabError(f"{' '.join(argv)}: exit code {done.returncode}: {done.stderr.strip()}{given}")
     return done.stdout
 
 
 def ip_batch(namespace: str, lines: Iterable[str]) -> None:
-    """`ip` commands inside a namespace, all in one process.  Raises `LabError`."""
+    """Run `ip` commands inside a namespace, all in one process.  Raises `LabError`."""
     command("ip", "-n", namespace, "-batch", "-", stdin="\n".join(lines) + "\n")
 
 
@@ -76,12 +76,12 @@ def _started_ticks(pid: int) -> int:
 
 
 def existing() -> set[str]:
-    """Return all named namespaces of this machine, ours and others'."""
+    """Return all named namespaces of this machine."""
     return {path.name for path in FOLDER.iterdir()} if FOLDER.is_dir() else set()
 
 
 def sweep() -> list[str]:
-    """Remove namespaces, and what runs in them, whose owner is dead.  Returns their names."""
+    """Remove namespaces whose owner is dead, and their processes; return their names."""
     left = []
     for name in sorted(existing()):
         if (found := _NAME.fullmatch(name)) and _started_ticks(int(found[1])) != int(found[2]):
@@ -90,7 +90,7 @@ def sweep() -> list[str]:
     return left
 
 
-# -- made, entered, removed ----------------------------------------------------------------------
+# -- making, entering, removing ------------------------------------------------------------------
 
 
 def add(name: str) -> None:
@@ -105,13 +105,13 @@ def add(name: str) -> None:
         {
             "net/ipv6/conf/all/disable_ipv6": "1",  # else each interface waits a second for its address
             "net/ipv6/conf/default/disable_ipv6": "1",
-            "net/bridge/bridge-nf-call-iptables": "0",  # else a router's FORWARD rules part its own LAN
+            "net/bridge/bridge-nf-call-iptables": "0",  # else a router's FORWARD rules divide its own LAN
         },
     )
 
 
 def write_sysctls(namespace: str, values: dict[str, str]) -> None:
-    """Write the values that this kernel has; /proc/sys/net is that of the writing thread's namespace."""
+    """Write the settings that this kernel has; /proc/sys/net is that of the thread's namespace."""
 
     def write() -> None:
         for name, value in values.items():
@@ -121,7 +121,7 @@ def write_sysctls(namespace: str, values: dict[str, str]) -> None:
     try:
         inside(namespace, write)
     except OSError as error:
-        raise LabError(f"a setting of namespace {namespace}: {error}") from None
+        raise LabError(f"a setting of namespace {namespace} cannot be written: {error}") from None
 
 
 CONGESTION = Path("/proc/sys/net/ipv4")
@@ -130,8 +130,8 @@ CONGESTION = Path("/proc/sys/net/ipv4")
 def congestion_control(namespace: str, name: str) -> None:
     """Set TCP's congestion control for all new sockets in the namespace.
 
-    The kernel lets a namespace choose only what the machine allows everybody: a name that the machine has and
-    does not allow yet is added to its list (net.ipv4.tcp_allowed_congestion_control), and stays there.
+    A namespace can use only what the machine allows unprivileged users: a name that it has and does not allow
+    yet is added to its list (net.ipv4.tcp_allowed_congestion_control), and stays there.
 
     Raises `LabError` if the machine does not have it.
     """
@@ -145,7 +145,7 @@ def congestion_control(namespace: str, name: str) -> None:
 
 
 def inside(namespace: str, action: Callable[[], T]) -> T:
-    """Call `action` in a thread that lives in the namespace; sockets that it makes stay there for good.
+    """Call `action` in a thread inside the namespace; sockets that it makes remain there.
 
     Raises what `action` raises, and `LabError` if the namespace cannot be entered.
     """
@@ -156,7 +156,7 @@ def inside(namespace: str, action: Callable[[], T]) -> T:
         try:
             _enter(namespace)
             results.append(action())
-        except BaseException as error:  # handed to the caller, whatever it is
+        except BaseException as error:  # raised again in the caller's thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name=f"inside-{namespace}", daemon=True)
@@ -182,7 +182,7 @@ def _enter(namespace: str) -> None:
 
 
 def remove(names: Sequence[str]) -> None:
-    """Kill what still runs in these namespaces, then remove them; those that are gone already are fine."""
+    """Kill the processes in these namespaces, then remove those that still exist."""
     for name in names:
         _kill_inside(name)
     for name in names:
@@ -193,7 +193,7 @@ def remove(names: Sequence[str]) -> None:
 
 
 def _kill_inside(name: str) -> None:
-    """Kill the processes in the namespace, which would keep it alive without a name."""
+    """Kill the processes in the namespace, which would keep it without a name."""
     until_s = time.monotonic() + KILLED_S
     while pids := _pids_inside(name):
         if time.monotonic() > until_s:
@@ -205,7 +205,7 @@ def _kill_inside(name: str) -> None:
 
 
 def _pids_inside(name: str) -> list[int]:
-    """Return the processes in the namespace, except ours, of which a thread may be in it."""
+    """Return the processes in the namespace, except this one, of which a thread may be in it."""
     try:
         listed = command("ip", "netns", "pids", name).split()
     except LabError:

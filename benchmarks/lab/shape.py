@@ -1,11 +1,9 @@
-"""A line's rate: a token bucket at the sending end of each direction of a virtual cable.
+"""A link's rate: a token bucket at the sending end of each direction of a virtual Ethernet pair.
 
-The bucket is chosen for the rate, as is whether the interface may send frames larger than its MTU.
+    host eth0 --tbf up--> ======= link ======= <--tbf down-- the bridge's port
 
-    host eth0 --tbf up--> ======= cable ======= <--tbf down-- the bridge's port
-
-A bucket of 32 KiB must not meet 64 KiB "frames", which segmentation offload makes on virtual cables: they
-would be dropped.  So offloads go off up to 200 Mbit/s; above, where they are needed, the bucket grows.
+Segmentation offload makes frames of 64 KiB on such pairs, which a bucket of 32 KiB would drop.  So up to
+200 Mbit/s offloads are switched off; above, where they are needed, the bucket is larger.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ SLOW_BPS = 25_000_000
 """Bytes per second up to which offloads are switched off: 200 Mbit/s."""
 
 LATENCY_MS = 50
-"""The longest that a frame waits in the bucket; what comes on top is dropped, and TCP slows down."""
+"""The longest time of a frame in the queue of the bucket; further frames are dropped, and TCP slows down."""
 
 _UNITS_BIT = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SIOCETHTOOL = 0x8946
@@ -62,7 +60,7 @@ def offloads(namespace: str, interface: str, on: bool) -> None:
 def _set_offloads(interface: str, on: bool) -> None:
     """Do what `ethtool -K INTERFACE tso off gso off gro off` does, for machines without it.
 
-    Joining received frames (gro) is never switched on: it is off on a new virtual cable.
+    Joining received frames (gro) is never switched on: it is off on a new virtual interface.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         for name, number in _OFFLOADS.items():

@@ -1,13 +1,11 @@
-"""How long a step of the demo model takes among volunteers: behind NAT or not, encrypted or not.
-
-Decides what is measured.  What is trained is `gridtrain.tools.demo.demo_worker`, as in `gridtrain demo`.
+"""Measures steps of the demo model (`gridtrain demo`) among volunteers, with and without NAT and encryption.
 
     python -m lab.volunteers --nat none half all                    what NAT and the relay cost
     python -m lab.volunteers --encryption on off --cap 20Mbit       what CURVE costs
-    python -m lab.volunteers --line 20Mbit                          the cables, not the workers, are slow
+    python -m lab.volunteers --rate 20Mbit                          slow links instead of workers' limits
 
-Runs of different settings take turns, so that a machine that slows down slows all of them.  Bytes are
-counted by the kernel at each machine's cable, from the first measured step to the end, a relay's share too.
+Runs of different settings take turns, so that a machine that slows down slows all of them.  The kernel counts
+the bytes of each machine's link from the first measured step to the end, those of relays included.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from lab.net import Host, Net, why_not
 from lab.ns import LabError
 
 WARM_UP_STEPS = 5
-"""The first steps are slower: memory is touched for the first time, TCP's windows open."""
+"""Steps that are not measured, because they are slower: memory is new and TCP's windows are small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,14 @@ class Setting:
 
 @dataclass(slots=True)
 class Result:
-    """Of all runs of one setting.
+    """The figures of all runs of one setting.
 
     Attributes:
-        step_s: one figure for each step after the warm-up; `runs_s`: the median of each run.
-        compute_s, select_s, communicate_s, wait_s: the first worker's, mean of a step.
-        worker_bytes: what the workers sent in a step, on the wire: one figure for each worker and run.
-        hub_bytes: what the coordinator sent in a step, which relays where nobody else can.
+        step_s: the duration of each step after the warm-up.
+        runs_s: the median step of each run.
+        compute_s, select_s, communicate_s, wait_s: of the first worker, mean of the steps of each run.
+        worker_bytes: bytes that a worker sent per step, on the wire, for each worker and run.
+        hub_bytes: bytes that the coordinator sent per step, for each run; it relays where no member can.
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -65,38 +64,38 @@ class Result:
 
 
 def sent_bytes(host: Host) -> int:
-    """Return the bytes that have left the machine by its cable, with all headers."""
+    """Return the bytes that the machine has sent over its link, with all headers."""
     text = host.inside(lambda: Path("/proc/thread-self/net/dev").read_text())
     line = next(line for line in text.splitlines() if line.strip().startswith(f"{host.interface}:"))
     return int(line.partition(":")[2].split()[8])
 
 
 class Meter:
-    """Counts what everybody sends from the first step after the warm-up on."""
+    """Counts the bytes that all machines send from the first step after the warm-up on."""
 
     def __init__(self, group: Group, metrics: Path) -> None:
-        self._group, self._follower = group, RecordReader(metrics / STEPS_FILE)
+        self._group, self._reader = group, RecordReader(metrics / STEPS_FILE)
         self.records: list[StepRecord] = []
         self._first_step = 0
         self._before: dict[str, int] = {}
         self._after: dict[str, int] = {}
 
     def tick(self) -> None:
-        self.records += self._follower.new_records()
+        self.records += self._reader.new_records()
         if not self.records or self.records[-1].step < WARM_UP_STEPS:
             return
-        now = {name: sent_bytes(host) for name, host in {**self._group.lines, "hub": self._group.hub}.items()}
+        now = {
+            name: sent_bytes(host) for name, host in {**self._group.uplinks, "hub": self._group.hub}.items()
+        }
         if not self._before:
             self._before, self._first_step = now, self.records[-1].step
         self._after = now
 
     def bytes_a_step(self) -> dict[str, float]:
-        """Return the bytes that each machine sent in a step.  Raises `LabError` if few steps were counted."""
+        """Return the bytes per step of each machine.  Raises `LabError` if too few steps were counted."""
         steps, last = self.records[-1].step - self._first_step, self.records[-1].step
         if 2 * steps < last - WARM_UP_STEPS:
-            raise LabError(
-                f"bytes were counted in the last {steps} of {last} steps only: ask for more --steps"
-            )
+            raise LabError(f"bytes were counted only in the last {steps} of {last} steps: use more --steps")
         return {name: (self._after[name] - sent) / steps for name, sent in self._before.items()}
 
 
@@ -107,7 +106,7 @@ def measure(setting: Setting, options: argparse.Namespace, folder: Path, result:
         nat=setting.nat,
         encrypted=setting.encryption == "on",
         cap=options.cap,
-        line=options.line,
+        link_rate=options.rate,
         relay=options.relay,
     )
     metrics = folder / "metrics"
@@ -140,7 +139,7 @@ def collect(meter: Meter, steps: int, result: Result) -> None:
 
 
 def table(results: dict[Setting, Result]) -> str:
-    """All times in milliseconds, bytes in kB (1000) for each step."""
+    """Return a table with times in milliseconds, and kB (1000 bytes) per step."""
     lines = [f"{'':30}  step      runs   p90 | compute select comm wait | worker kB    most  hub kB"]
     for setting, r in results.items():
         p90 = statistics.quantiles(r.step_s, n=10)[-1]
@@ -157,7 +156,7 @@ def table(results: dict[Setting, Result]) -> str:
 
 
 def ratios(results: dict[Setting, Result]) -> list[str]:
-    """The median step of each setting against the first of its exchange."""
+    """Compare the median step of each setting with that of the first setting of its exchange."""
     lines = []
     for setting, result in results.items():
         base = next(other for other in results if other.exchange == setting.exchange)
@@ -178,10 +177,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--density", type=float, default=DENSITY)
     parser.add_argument("--model", choices=sorted(SIZES), default="small")
     parser.add_argument("--cap", default="20Mbit", help="each worker's own limits; '' for none")
-    parser.add_argument("--line", default="", help="what each worker's cable carries; '' for no limit")
-    parser.add_argument("--relay", choices=("members", "hub"), default="members", help="who may relay")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for each run")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the figures, for later")
+    parser.add_argument("--rate", default="", help="of each worker's link; '' for no limit")
+    parser.add_argument("--relay", choices=("members", "hub"), default="members", help="peers that may relay")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of each run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures")
     options = parser.parse_args(arguments)
     if options.steps < WARM_UP_STEPS + 3 or options.workers < 1 or options.repeats < 1:
         parser.error(f"--steps must be at least {WARM_UP_STEPS + 3}, --workers and --repeats at least 1")
@@ -191,10 +190,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if reason := why_not():
-        print(f"no network lab here: {reason}", file=sys.stderr)
+        print(f"the network lab is not available: {reason}", file=sys.stderr)
         return 1
     turns = [
-        Setting(*words) for words in itertools.product(options.nat, options.encryption, options.exchange)
+        Setting(*values) for values in itertools.product(options.nat, options.encryption, options.exchange)
     ]
     results = {setting: Result() for setting in turns}
     with tempfile.TemporaryDirectory(prefix="gridtrain-lab-") as folder:
@@ -207,12 +206,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{setting.label}: {error}", file=sys.stderr)
                 return 1
     print(f"{options.workers} workers, model {options.model}, cap {options.cap or 'none'}, ", end="")
-    print(f"cables {options.line or 'without limit'}, {options.steps} steps; milliseconds, kB a step")
+    print(f"links {options.rate or 'without limit'}, {options.steps} steps; milliseconds, kB a step")
     print(table(results))
     if options.json:
         rows = [asdict(setting) | asdict(result) for setting, result in results.items()]
-        words = {key: str(value) for key, value in vars(options).items()}
-        options.json.write_text(json.dumps({"options": words, "results": rows}, indent=1) + "\n")
+        arguments_used = {key: str(value) for key, value in vars(options).items()}
+        options.json.write_text(json.dumps({"options": arguments_used, "results": rows}, indent=1) + "\n")
     return 0
 
 

@@ -1,15 +1,15 @@
-"""What people would use instead, measured beside us in the same run.
+"""Other systems for the exchange of gradients, measured beside gridtrain.
 
-Each rival is one module, started once for each rank, in an environment of its own; `contract.py` says how it
-is asked and what it answers, `environments.py` what it needs.  Nothing here is imported by the product.
+Each rival is a module that is started once for each rank, in its own environment.
 
-    contract.py      the command line, the result file: standard library only
-    environments.py  available(), command(), setup()
-    measure.py       barrier, operation, clock: the same for all
+    contract.py      the command line and the result file; imports only the standard library
+    environments.py  what each rival needs: available(), command(), setup()
+    measure.py       barrier, operation and clock, the same for all
     entries.py       sparse gradients and their merge
-    rendezvous.py    how the ranks find each other where a rival has no way of its own
+    rendezvous.py    connections between the ranks, for rivals without their own discovery
     gloo.py  mpi.py  hivemind.py      the rivals; mpi_job.py, mpi_agent.py: parts of mpi
-    train.py         a whole training run with gloo, PowerSGD or hivemind, for time to accuracy
+    train.py         a training run with gloo, PowerSGD or hivemind, for time to accuracy
+    straggler.py     a worker of hivemind in `stragglers.py`
     hosts.py         a group of ranks on the lab's hosts
     python -m rivals setup [NAME...] | list | run NAME --op OP --world 4 --rate 100Mbit --n 2.56e6
     python -m rivals train NAME --world 4 --rate 20Mbit --folder FOLDER -- --until-loss 2.5

@@ -1,7 +1,7 @@
-"""The command line: python -m rivals setup | list | run (in benchmarks/).
+"""Installs, lists and measures rivals (in benchmarks/).
 
-python -m rivals setup                      what can be installed, each in an environment of its own
-python -m rivals list                       which rivals there are, and why some cannot run here
+python -m rivals setup                      install rivals, each in its own environment
+python -m rivals list                       show the rivals, and why some cannot run here
 python -m rivals run gloo --op all_reduce --world 4 --rate 100Mbit --delay 0.02 --n 2.56e6
 """
 
@@ -22,49 +22,49 @@ from lab.ns import LabError
 from lab.shape import rate_Bps
 from rivals.contract import DENSITY, NAMES, OPS, REPEATS, TRAINERS, WARMUP, Combined, ContractError
 from rivals.environments import available, setup
-from rivals.hosts import Job, Lines, hosts_of, measure, measure_here, train
+from rivals.hosts import Job, LinkSettings, hosts_of, measure, measure_on_loopback, train
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    lines = argparse.ArgumentParser(add_help=False)
-    lines.add_argument("--world", type=int, default=4)
-    lines.add_argument("--rate", default="", help="of each host's cable, such as 100Mbit; default: no limit")
-    lines.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="one way")
-    lines.add_argument("--loss", type=float, default=0.0, help="share of the frames, such as 0.001")
-    lines.add_argument("--congestion", default="", help="TCP's congestion control; default: the machine's")
-    lines.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
-    parser = argparse.ArgumentParser(prog="python -m rivals", description="what people would use instead")
+    links = argparse.ArgumentParser(add_help=False)
+    links.add_argument("--world", type=int, default=4)
+    links.add_argument("--rate", default="", help="of each host's link, such as 100Mbit; default: no limit")
+    links.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="one way")
+    links.add_argument("--loss", type=float, default=0.0, help="share of the frames, such as 0.001")
+    links.add_argument("--congestion", default="", help="TCP's congestion control; default: the machine's")
+    links.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    parser = argparse.ArgumentParser(prog="python -m rivals", description="other systems, measured")
     commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("setup", help="install rivals, each in an environment of its own")
-    make.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
-    commands.add_parser("list", help="which there are, what they can do, why they cannot run here")
-    learn = commands.add_parser(
-        "train", parents=[lines], help="train a workload; what follows -- are options of rivals.train"
+    install = commands.add_parser("setup", help="install rivals, each in its own environment")
+    install.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
+    commands.add_parser("list", help="show rivals, their operations, and why some cannot run here")
+    training = commands.add_parser(
+        "train", parents=[links], help="train a workload; arguments after -- are options of rivals.train"
     )
-    learn.add_argument("trainer", choices=sorted(TRAINERS))
-    learn.add_argument("--folder", type=Path, required=True, help="for steps.jsonl and logs")
-    run = commands.add_parser("run", parents=[lines], help="measure one operation of one rival")
+    training.add_argument("trainer", choices=sorted(TRAINERS))
+    training.add_argument("--folder", type=Path, required=True, help="of steps.jsonl and logs")
+    run = commands.add_parser("run", parents=[links], help="measure an operation of a rival")
     run.add_argument("rival", choices=NAMES)
     run.add_argument("--op", required=True)
     run.add_argument("--n", type=lambda text: int(float(text)), default=25_600_000, metavar="ELEMENTS")
     run.add_argument("--density", type=float, default=DENSITY)
     run.add_argument("--repeats", type=int, default=REPEATS)
     run.add_argument("--warmup", type=int, default=WARMUP)
-    run.add_argument("--loopback", action="store_true", help="all ranks on this machine, without a lab")
-    run.add_argument("--json", type=Path, metavar="FILE", help="the figures, for later")
-    typed = list(sys.argv[1:] if arguments is None else arguments)
-    cut = typed.index("--") if "--" in typed else len(typed)
-    options = parser.parse_args(typed[:cut])
-    options.further = typed[cut + 1 :]
+    run.add_argument("--loopback", action="store_true", help="run all ranks on this machine, without a lab")
+    run.add_argument("--json", type=Path, metavar="FILE", help="file for the figures")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:end])
+    options.further = given[end + 1 :]
     if options.further and options.command != "train":
-        parser.error(f"nothing goes after -- with {options.command}, but {options.further}")
+        parser.error(f"{options.command} takes no arguments after --, but got {options.further}")
     if options.command == "setup" and (unknown := set(options.names) - set(NAMES)):
         parser.error(f"there is no rival {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     return options
 
 
 def bound_s(options: argparse.Namespace) -> float:
-    """The least that a dense all-reduce can take: 2(P-1) alpha + 2(P-1)/P * bytes / rate; 0: no limit."""
+    """Return the bound of a dense all-reduce, 2(P-1) alpha + 2(P-1)/P * bytes / rate; 0 without a rate."""
     if not options.rate:
         return 0.0
     hops = options.world - 1
@@ -85,8 +85,8 @@ def line_of(figures: Combined, options: argparse.Namespace) -> str:
 
 
 def run(options: argparse.Namespace) -> Combined:
-    """Raises `LabError`, `ContractError`, `ValueError`."""
-    _must_run(options.rival)
+    """Measure an operation of a rival.  Raises `LabError`, `ContractError`, `ValueError`."""
+    _require(options.rival)
     job = Job(
         options.rival,
         options.op,
@@ -99,12 +99,12 @@ def run(options: argparse.Namespace) -> Combined:
     with tempfile.TemporaryDirectory(prefix="gridtrain-rivals-") as place:
         folder = Path(place, "ranks")
         if options.loopback:
-            return measure_here(job, folder, options.timeout)
+            return measure_on_loopback(job, folder, options.timeout)
         with _hosts(options) as hosts:
             return measure(hosts, job, folder, options.timeout)
 
 
-def _must_run(rival: str) -> None:
+def _require(rival: str) -> None:
     if reason := available()[rival]:
         raise LabError(f"{rival} cannot run here: {reason}")
 
@@ -112,14 +112,14 @@ def _must_run(rival: str) -> None:
 @contextlib.contextmanager
 def _hosts(options: argparse.Namespace) -> Iterator[list[Host]]:
     if reason := why_not():
-        raise LabError(f"no network lab here: {reason}")
+        raise LabError(f"the network lab is not available: {reason}")
     with Net(congestion=options.congestion) as net:
-        yield hosts_of(net, options.world, Lines(options.rate, options.delay, options.loss))
+        yield hosts_of(net, options.world, LinkSettings(options.rate, options.delay, options.loss))
 
 
-def learn(options: argparse.Namespace) -> str:
-    """The last measured step, as JSON.  Raises `LabError`, `ValueError`."""
-    _must_run(TRAINERS[options.trainer])
+def run_training(options: argparse.Namespace) -> str:
+    """Train with a rival; return the record of the last step.  Raises `LabError`, `ValueError`."""
+    _require(TRAINERS[options.trainer])
     with _hosts(options) as hosts:
         train(hosts, options.trainer, options.folder, options.timeout, options.further)
     last: str = (options.folder / "steps.jsonl").read_text().splitlines()[-1]
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.command == "setup" and any(reasons.values()))
     try:
         if options.command == "train":
-            print(learn(options))
+            print(run_training(options))
             return 0
         figures = run(options)
     except (LabError, ContractError, ValueError) as error:
@@ -145,8 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(line_of(figures, options))
     if options.json:
-        words = {key: str(value) for key, value in vars(options).items()}
-        options.json.write_text(json.dumps({"options": words, **asdict(figures)}, indent=1) + "\n")
+        used = {key: str(value) for key, value in vars(options).items()}
+        options.json.write_text(json.dumps({"options": used, **asdict(figures)}, indent=1) + "\n")
     return 0
 
 

@@ -1,15 +1,14 @@
-"""What is asked of a rival and what it answers: one command line, one JSON file for each rank.
+"""The interface of a rival: a command line, and a JSON file of each rank.
 
-Decides names, options and the file's format.  Only the standard library: it is read by each rival's own
-interpreter, in an environment without this project.
+It imports only the standard library, because each rival's own interpreter runs it, without gridtrain.
 
     harness --argv--> python -m rivals.NAME --rank R --world P --master HOST:PORT --interface eth0
                             --op OP --n N --density RHO --repeats 5 --warmup 1 --out FILE    (for each rank)
     harness <--FILE-- {"rival", "version", "op", "n", "world", "rank", "seconds": [...], "cpu_s": [...], ...}
 
-All ranks of a group get the same command line but for `--rank` and `--out`; rank 0 runs on the host of
-`--master`, and the ports PORT and PORT + 1 there are the group's.  A rank that exits with 0 has written its
-file; the group's time for a repeat is the longest of its ranks (`combine`).
+All ranks of a group get the same command line except `--rank` and `--out`; rank 0 runs on the host of
+`--master`, where the group uses the ports PORT and PORT + 1.  A rank that exits with 0 has written its file;
+a group's time of a repeat is the longest of its ranks (`combine`).
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ OPS: dict[str, dict[str, str]] = {
     },
     "hivemind": {"all_reduce": "one averaging round of n float32, matchmaking included, no compression"},
 }
-"""What each rival can do, with the words for a table."""
+"""The operations of each rival, with a description."""
 
 NAMES = tuple(OPS)
 
 TRAINERS = {"gloo": "gloo", "powersgd": "gloo", "hivemind": "hivemind"}
-"""What `rivals.train` can train with, and the rival in whose environment that runs."""
+"""The trainers of `rivals.train`, and the rival in whose environment each runs."""
 
 POWERSGD_MATRICES = 16
 DENSITY, REPEATS, WARMUP, INTERFACE = 0.001, 5, 1, "eth0"
 
 
 class ContractError(Exception):
-    """A file or a request is not what this module describes; the text says which and how."""
+    """A file or a request violates the contract; the text says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,11 @@ class Request:
     """One rank's part of a measurement.
 
     Attributes:
-        op: one of `OPS` of the rival.
-        n: elements of the float32 vector; the sparse ones send k = max(1, round(density * n)) of them.
+        op: one of the rival's `OPS`.
+        n: elements of the float32 vector; sparse operations send k = max(1, round(density * n)) of them.
         master: host and port of rank 0, such as "10.77.0.2:29500".
-        interface: the network interface that leads to the others.
-        warmup: runs before the measured ones.
+        interface: the network interface to the other ranks.
+        warmup: repeats before the measured ones.
         out: this rank's result file.
     """
 
@@ -80,13 +79,15 @@ class Request:
         if not 0 <= self.rank < self.world:
             raise ContractError(f"rank is {self.rank}; it must be at least 0 and below --world {self.world}")
         if self.n < 1 or self.repeats < 1 or self.warmup < 0:
-            text = f"n {self.n}, repeats {self.repeats}, warmup {self.warmup}"
-            raise ContractError(f"{text}: at least 1, 1 and 0 are needed")
+            text = f"n is {self.n}, repeats {self.repeats}, warmup {self.warmup}"
+            raise ContractError(f"{text}; they must be at least 1, 1 and 0")
         if not 0 < self.density <= 1:
             raise ContractError(f"density is {self.density}; it must be above 0 and at most 1")
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65535:
-            raise ContractError(f"master is {self.master!r}; it must be HOST:PORT, with PORT + 1 a port too")
+            raise ContractError(
+                f"master is {self.master!r}; it must be HOST:PORT, and PORT + 1 must be a port"
+            )
 
     @property
     def k(self) -> int:
@@ -101,25 +102,24 @@ class Request:
         return int(self.master.rpartition(":")[2])
 
     def to_arguments(self) -> list[str]:
-        """The options that `parse` reads back."""
-        words: list[str] = []
+        """Return the request as arguments for `parse`."""
+        arguments: list[str] = []
         for field in fields(self):
-            words += [f"--{field.name}", str(getattr(self, field.name))]
-        return words
+            arguments += [f"--{field.name}", str(getattr(self, field.name))]
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one rank measured.
+    """The measurement of one rank.
 
     Attributes:
-        rival, version: "gloo", "torch 2.13.0".
-        seconds: of each repeat, from the end of a barrier to this rank's own end of the operation.
-        cpu_s: CPU seconds of this rank's processes in each repeat, their helpers (daemons) included.
-        bytes_sent: by this rank's interface in each repeat, headers included; empty: not known, because
-            several ranks share it.
-        payload_bytes: of one repeat, what this rank hands to the operation.
-        note: what a reader of the table should know.
+        rival, version: for example "gloo", "torch 2.13.0".
+        seconds: of each repeat, from the end of a barrier to the end of the operation on this rank.
+        cpu_s: CPU time of this rank's processes in each repeat, including helpers (daemons).
+        bytes_sent: of this rank's interface in each repeat, including headers; empty if ranks share it.
+        payload_bytes: the input of the operation on this rank.
+        note: a remark for readers of the table.
     """
 
     rival: str
@@ -135,24 +135,28 @@ class Result:
     note: str = ""
 
     def write(self, path: Path) -> None:
-        """All or nothing: whoever sees the file sees all of it."""
-        half = path.with_name(path.name + ".part")
-        half.write_text(json.dumps(asdict(self)) + "\n")
-        half.replace(path)
+        """Write the file atomically."""
+        partial = path.with_name(path.name + ".part")
+        partial.write_text(json.dumps(asdict(self)) + "\n")
+        partial.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Raises `ContractError` if there is no result in the file."""
+        """Read a result.  Raises `ContractError` if the file has none."""
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise ContractError(f"{path} holds no rival's result: {error}") from None
+            raise ContractError(f"{path} has no result of a rival: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """A group's figures.  `seconds`: the slowest rank of each repeat; `cpu_s`, `bytes_sent`: the mean of the
-    ranks; `bytes_sent` is empty where they are not known."""
+    """The measurement of a group.
+
+    Attributes:
+        seconds: of the slowest rank of each repeat.
+        cpu_s, bytes_sent: the means of all ranks; `bytes_sent` is empty if it is unknown.
+    """
 
     rival: str
     version: str
@@ -166,15 +170,15 @@ class Combined:
 
 
 def combine(results: Sequence[Result]) -> Combined:
-    """One group from its ranks.  Raises `ContractError` if they do not belong together or one is missing."""
+    """Combine the results of a group.  Raises `ContractError` if one is missing or of another run."""
     if not results:
-        raise ContractError("there are no results to combine")
+        raise ContractError("there are no results")
     first = results[0]
     kinds = {(r.rival, r.version, r.op, r.n, r.world, len(r.seconds), len(r.cpu_s)) for r in results}
     if len(kinds) > 1:
         raise ContractError(f"the results are of different runs: {sorted(map(str, kinds))}")
     if sorted(r.rank for r in results) != list(range(first.world)):
-        raise ContractError(f"ranks {sorted(r.rank for r in results)} of {first.world} gave results")
+        raise ContractError(f"ranks {sorted(r.rank for r in results)} of {first.world} have results")
     sent = [r.bytes_sent for r in results]
     return Combined(
         rival=first.rival,
@@ -190,7 +194,7 @@ def combine(results: Sequence[Result]) -> Combined:
 
 
 def parse(rival: str, arguments: Sequence[str] | None = None) -> Request:
-    """The command line of `python -m rivals.RIVAL`; ends the program with code 2 if it is not understood."""
+    """Parse the command line of `python -m rivals.RIVAL`; end the program with code 2 if it is invalid."""
     parser = argparse.ArgumentParser(prog=f"python -m rivals.{rival}", description="one rank of a rival")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
@@ -209,9 +213,9 @@ def parse(rival: str, arguments: Sequence[str] | None = None) -> Request:
 
 
 def leave() -> NoReturn:
-    """End this process with 0, now: a rival's threads may hold what must not be let go of at the end.
+    """End this process with exit code 0, without ending the interpreter.
 
-    Threads of gloo that still hold tensors abort a process whose interpreter ends (pytorch issue 190489);
+    Threads of gloo that still have tensors abort the process at the interpreter's end (pytorch issue 190489);
     those of hivemind wait for each other there.
     """
     sys.stdout.flush()

@@ -1,8 +1,6 @@
-"""A rank's sparse gradient, and how published gTop-k merges two.  Only numpy.
+"""The sparse gradient of a rank (k random entries of n, others on each rank), and gTop-k's published merge.
 
-Decides which entries: k random ones of n, of each rank others, chosen before any clock starts.
-
-    2 k int32:  | k indices, ascending | k float32 values, bit for bit |
+2 k int32:  | k indices, ascending | k float32 values, bit for bit |
 """
 
 from __future__ import annotations
@@ -18,22 +16,22 @@ Array = np.ndarray[Any, Any]
 
 
 def drawn(request: Request) -> tuple[Array, Array]:
-    """This rank's k indices, ascending, shape (k,), int32, and values, shape (k,), float32."""
+    """Return this rank's indices, ascending, (k,) int32, and values, (k,) float32."""
     rng = np.random.default_rng(request.rank)
     indices_K = np.sort(rng.choice(request.n, request.k, replace=False, shuffle=False)).astype(np.int32)
     return indices_K, rng.standard_normal(request.k).astype(np.float32)
 
 
 def packed(request: Request) -> Array:
-    """This rank's entries as they travel, shape (2 k,), int32."""
+    """Return this rank's entries as they are sent, (2 k,) int32."""
     indices_K, values_K = drawn(request)
     return np.concatenate([indices_K, values_K.view(np.int32)])
 
 
-def merge(mine: Array, theirs: Array, k: int) -> Array:
-    """The k largest of the sum by index of two times k entries, in the order of their indices."""
-    indices = np.concatenate([mine[:k], theirs[:k]])
-    values = np.concatenate([mine[k:], theirs[k:]]).view(np.float32)
+def merge(own: Array, other: Array, k: int) -> Array:
+    """Sum two times k entries by index; return the k largest in the order of their indices."""
+    indices = np.concatenate([own[:k], other[:k]])
+    values = np.concatenate([own[k:], other[k:]]).view(np.float32)
     order = np.argsort(indices, kind="stable")
     indices, values = indices[order], values[order]
     first = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))
@@ -43,16 +41,16 @@ def merge(mine: Array, theirs: Array, k: int) -> Array:
 
 
 def scatter_add(update_N: Array, entries: Array) -> None:
-    """Add packed entries, none of which comes twice, to the dense vector of shape (n,), float32."""
+    """Add packed entries, without repeated indices, to the dense vector (n,) float32."""
     half = len(entries) // 2
     update_N[entries[:half]] += entries[half:].view(np.float32)
 
 
-# -- what must come out: every rank can draw the others' entries too --------------------------------
+# -- expected results, as each rank can draw the others' entries ------------------------------------
 
 
 def gathered(request: Request) -> Array:
-    """The sum by index of everybody's entries, packed: all of them, in the order of ranks."""
+    """Return the sum by index of all ranks' entries, packed."""
     update_N = np.zeros(request.n, np.float32)
     for rank in range(request.world):
         indices_K, values_K = drawn(replace(request, rank=rank))
@@ -62,20 +60,20 @@ def gathered(request: Request) -> Array:
 
 
 def merged_by_tree(request: Request) -> Array:
-    """What published gTop-k's tree makes of everybody's entries, packed."""
-    held = [packed(replace(request, rank=rank)) for rank in range(request.world)]
-    while len(held) > 1:
-        pairs = [held[i : i + 2] for i in range(0, len(held), 2)]
-        held = [merge(pair[0], pair[1], request.k) if len(pair) == 2 else pair[0] for pair in pairs]
-    return held[0]
+    """Return the result of the published gTop-k tree for all ranks' entries, packed."""
+    merged = [packed(replace(request, rank=rank)) for rank in range(request.world)]
+    while len(merged) > 1:
+        pairs = [merged[i : i + 2] for i in range(0, len(merged), 2)]
+        merged = [merge(pair[0], pair[1], request.k) if len(pair) == 2 else pair[0] for pair in pairs]
+    return merged[0]
 
 
 def check(update_N: Array, expected: Array) -> None:
-    """Raises `ArithmeticError` if it is another update, such as one that was never made."""
+    """Raise `ArithmeticError` if the update is not the expected one."""
     indices = np.flatnonzero(update_N)
     half = len(expected) // 2
     values = expected[half:].view(np.float32)
-    kept = values != 0
-    right = np.array_equal(indices, expected[:half][kept])
-    if not (right and np.array_equal(update_N[indices], values[kept])):
+    nonzero = values != 0
+    are_right = np.array_equal(indices, expected[:half][nonzero])
+    if not (are_right and np.array_equal(update_N[indices], values[nonzero])):
         raise ArithmeticError(f"the update of {len(indices)} entries is not the one of {half} expected")

@@ -1,10 +1,9 @@
-"""Where the rivals live: a virtual environment for each, made once, outside the repository.
+"""The rivals' virtual environments, outside the repository, and the commands that start ranks in them.
 
-Decides what is installed and how a rank is started.  Never touches the project's own environment: gloo, which
-is part of torch, runs in it as it is; everything else gets its own.
+gloo, which is part of torch, runs in the project's own environment; each other rival has its own.
 
     $GRIDTRAIN_RIVALS, else $XDG_CACHE_HOME/gridtrain/rivals, else ~/.cache/gridtrain/rivals
-        mpi/       mpi4py, numpy           and, of the machine, Open MPI's mpirun
+        mpi/       mpi4py, numpy; it also needs Open MPI's mpirun on the machine
         hivemind/  hivemind, torch (as in constraints.txt)
 """
 
@@ -23,22 +22,21 @@ from rivals.contract import DENSITY, INTERFACE, NAMES, OPS, REPEATS, TRAINERS, W
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 CONSTRAINTS = BENCHMARKS.parent / "constraints.txt"
-TRY_TIMEOUT_S = 60.0
 INSTALL_TIMEOUT_S = 1200.0
 READY = ".ready"
-"""In an environment: holds what was tried in it, once that has worked."""
+"""A file in a complete environment, with its packages."""
 
 _LAST_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a rival needs.
+    """The requirements of a rival.
 
     Attributes:
-        packages: for pip, in an environment of its own; empty: it runs in ours.
-        modules: what must be importable there.
-        programs: of the machine: the name and what to install for it.
+        packages: packages of its own environment; empty: it runs in the project's.
+        modules: the modules that must be importable there.
+        programs: the programs that the machine must have, each with a command that installs it.
     """
 
     packages: tuple[str, ...]
@@ -46,7 +44,7 @@ class Environment:
     programs: tuple[tuple[str, str], ...] = ()
 
 
-# hivemind is compiled against an older protobuf and reads pkg_resources, which newer setuptools have dropped.
+# hivemind imports pkg_resources, which newer setuptools do not have.
 ENVIRONMENTS = {
     "gloo": Environment(packages=(), modules=("torch.distributed", "numpy")),
     "mpi": Environment(
@@ -61,7 +59,7 @@ ENVIRONMENTS = {
 
 
 def folder() -> Path:
-    """Where all environments are; need not exist."""
+    """Return the folder of all environments, which need not exist."""
     if given := os.environ.get("GRIDTRAIN_RIVALS"):
         return Path(given)
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -69,20 +67,20 @@ def folder() -> Path:
 
 
 def python(name: str) -> Path:
-    """The interpreter that runs this rival."""
+    """Return the interpreter that runs this rival."""
     return folder() / name / "bin" / "python" if ENVIRONMENTS[name].packages else Path(sys.executable)
 
 
-# -- is it there? --------------------------------------------------------------------------------
+# -- availability --------------------------------------------------------------------------------
 
 
 def available() -> dict[str, str]:
-    """For each rival the reason why it cannot run here; empty: it can."""
+    """Return for each rival the reason why it cannot run here; empty if it can."""
     return {name: why_not(name) for name in NAMES}
 
 
 def why_not(name: str) -> str:
-    """Why this rival cannot run here; empty: it can.  Reads what is there, starts nothing."""
+    """Return why this rival cannot run here; empty if it can.  It starts no process."""
     environment = ENVIRONMENTS[name]
     for program, remedy in environment.programs:
         if shutil.which(program) is None:
@@ -95,7 +93,7 @@ def why_not(name: str) -> str:
         return f"not installed in {place} (python -m rivals setup {name}, in benchmarks/)"
     if (was := (place / READY).read_text()) != _recipe(environment):
         needed = _recipe(environment)
-        return f"{place} was made for {was!r}, {needed!r} is needed (python -m rivals setup {name})"
+        return f"{place} was made for {was!r}, but needs {needed!r} (python -m rivals setup {name})"
     return ""
 
 
@@ -103,11 +101,11 @@ def _recipe(environment: Environment) -> str:
     return " ".join(environment.packages)
 
 
-# -- made ----------------------------------------------------------------------------------------
+# -- installation --------------------------------------------------------------------------------
 
 
 def setup(names: Sequence[str], say: Callable[[str], None] = print) -> dict[str, str]:
-    """Make what is missing.  Returns for each rival the reason why it could not be; empty: it is there."""
+    """Make missing environments.  Return for each rival why it is not available; empty if it is."""
     reasons = {}
     for name in names:
         if ENVIRONMENTS[name].packages and why_not(name):
@@ -135,7 +133,7 @@ def _make(name: str) -> str:
 
 
 def _failure(argv: Sequence[str]) -> str:
-    """Run it; its last words if it fails."""
+    """Run a command; return the end of its output if it fails."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -146,7 +144,7 @@ def _failure(argv: Sequence[str]) -> str:
     return f"{' '.join(argv)}: exit code {done.returncode}: {last}"
 
 
-# -- started -------------------------------------------------------------------------------------
+# -- commands ------------------------------------------------------------------------------------
 
 
 def command(
@@ -165,14 +163,13 @@ def command(
     prefix: Sequence[str] = (),
     threads: int = 1,
 ) -> tuple[list[str], dict[str, str]]:
-    """How to start one rank: (argv, the whole environment).  All arguments are `Request`'s, and:
+    """Return the arguments and the whole environment that start a rank.
 
     Args:
-        prefix: goes before it, such as ("ip", "netns", "exec", NAMESPACE); nothing is needed for
-            `lab.net.Host.run`, which enters the host by itself.
-        threads: of each rank's arithmetic; the ranks share this machine's cores.
+        prefix: arguments before the interpreter, such as ("ip", "netns", "exec", NAMESPACE).
+        threads: threads of each rank's arithmetic, because the ranks share this machine's cores.
 
-    Raises `ContractError` if the request makes no sense or the rival cannot do it.
+    The other arguments are those of `Request`.  Raises `ContractError` if the request is invalid.
     """
     if op not in OPS.get(name, {}):
         can = ", ".join(f"{rival} {known}" for rival, ops in OPS.items() for known in ops)
@@ -193,28 +190,30 @@ def train_command(
     interface: str = INTERFACE,
     prefix: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """How to start one rank of a training run, `rivals.train`: (argv, the whole environment).
+    """Return the arguments and the whole environment that start a rank of a training run, `rivals.train`.
 
     Args:
         trainer: one of `contract.TRAINERS`.
-        folder: where rank 0 writes steps.jsonl.
+        folder: the folder in which rank 0 writes steps.jsonl.
         extra: further options, such as ("--until-loss", "2.5", "--settings", "adamw").
     """
-    words = ["--rival", trainer, "--rank", str(rank), "--world", str(world), "--master", master]
-    words += ["--interface", interface, "--folder", str(folder.resolve()), *extra]
+    arguments = ["--rival", trainer, "--rank", str(rank), "--world", str(world), "--master", master]
+    arguments += ["--interface", interface, "--folder", str(folder.resolve()), *extra]
     name = TRAINERS[trainer]
-    return [*prefix, str(python(name)), "-m", "rivals.train", *words], environment_of(name, interface)
+    return [*prefix, str(python(name)), "-m", "rivals.train", *arguments], environment_of(name, interface)
 
 
 def environment_of(name: str, interface: str, threads: int = 1) -> dict[str, str]:
-    """Ours without what belongs to our own interpreter and runs."""
+    """Return this process's environment variables without those of its own interpreter and runs."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("GRIDTRAIN_", "PYTHON"))}
-    for mine in ("VIRTUAL_ENV", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-        inherited.pop(mine, None)
-    few = {key: str(threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    for name_of_run in ("VIRTUAL_ENV", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        inherited.pop(name_of_run, None)
+    few_threads = {
+        key: str(threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    }
     return {
         **inherited,
-        **few,
+        **few_threads,
         "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)]),
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": interface,

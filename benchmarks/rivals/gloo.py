@@ -1,10 +1,8 @@
-"""gloo, as torch.distributed has it: what most people use over plain sockets.
+"""gloo of torch.distributed, the usual choice over plain sockets; it runs in the project's own environment.
 
-Decides the three operations.  Runs in the project's own environment, with its torch.
-
-    all_reduce   n float32, summed in place
-    all_gather   TopK: k indices and k values of everybody in one all-gather; summed by index after the clock
-    powersgd     DDP with torch's PowerSGD hook (Vogels et al. 2019), rank 1, over 16 square matrices
+all_reduce   n float32, summed in place
+all_gather   TopK: all ranks' k indices and k values in one all-gather; summed by index after the clock
+powersgd     DDP with torch's PowerSGD hook (Vogels et al. 2019), rank 1, over 16 square matrices
 """
 
 from __future__ import annotations
@@ -44,30 +42,30 @@ def all_reduce(request: Request) -> Prepared:
 
 
 def all_gather(request: Request) -> Prepared:
-    """Indices and values travel as one tensor of 2 k int32: 8 bytes an entry."""
-    mine = torch.from_numpy(packed(request))
-    everybody = [torch.empty_like(mine) for _ in range(request.world)]
+    """Send indices and values as one tensor of 2 k int32: 8 bytes an entry."""
+    own = torch.from_numpy(packed(request))
+    received = [torch.empty_like(own) for _ in range(request.world)]
     update_N = np.zeros(request.n, np.float32)
     expected = gathered(request)
 
     def prepare() -> None:
-        for theirs in everybody:
-            theirs.zero_()
+        for entries in received:
+            entries.zero_()
 
     def operation() -> None:
-        dist.all_gather(everybody, mine)
+        dist.all_gather(received, own)
 
     def finish() -> None:
         update_N.fill(0)
-        for theirs in everybody:
-            scatter_add(update_N, theirs.numpy())
+        for entries in received:
+            scatter_add(update_N, entries.numpy())
         check(update_N, expected)
 
     return Prepared(operation, 8 * request.k, prepare, finish)
 
 
 def powersgd(request: Request) -> Prepared:
-    """Of the backward pass nothing is left but the hook: the gradient is the input."""
+    """Run a backward pass that takes little beside the hook: the gradient is the input."""
     side = math.isqrt(request.n // POWERSGD_MATRICES)
     model = _Matrices(side, POWERSGD_MATRICES)
     state = powerSGD_hook.PowerSGDState(
@@ -76,7 +74,7 @@ def powersgd(request: Request) -> Prepared:
     parallel = DistributedDataParallel(model)
     parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     gradient = torch.randn(side, side, generator=torch.Generator().manual_seed(request.rank))
-    for _ in range(3):  # the first steps of PowerSGD are dense, by its own rule
+    for _ in range(3):  # the first steps of PowerSGD are dense
         parallel(gradient).backward()
     loss: Tensor | None = None
 
@@ -123,12 +121,12 @@ def run(request: Request) -> Result:
     join(request)
     prepared = OPERATIONS[request.op](request)
     result = measured(request, "gloo", f"torch {torch.__version__}", prepared, dist.barrier)
-    dist.barrier()  # nobody leaves while another still measures
+    dist.barrier()  # no rank leaves while another one still measures
     return result
 
 
 if __name__ == "__main__":
-    asked = parse("gloo")
-    run(asked).write(asked.out)
+    own_request = parse("gloo")
+    run(own_request).write(own_request.out)
     dist.destroy_process_group()
     leave()

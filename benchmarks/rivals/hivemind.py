@@ -1,31 +1,28 @@
-"""hivemind's averaging: what volunteers over the internet use.
+"""hivemind's averaging, which volunteers use over the internet.
 
-Decides hivemind's settings, which favour it: the group is known beforehand, so matchmaking ends as soon as
-all are there, and everybody's first contact is rank 0.
+Its settings favour it: the size of the group is known, so matchmaking ends as soon as all are present.
 
     rank 0: DHT --address, by rendezvous--> the others: DHT with that first peer
-    everybody: DecentralizedAverager over n float32; one step = matchmaking + all-reduce
+    all:    DecentralizedAverager over n float32; one step = matchmaking + all-reduce
 
-Its links are encrypted, by its default; the averager and its network daemon are processes of their own, whose
-CPU is counted with the rank's.
+Its links are encrypted by default.  The averager and the network daemon are separate processes, whose CPU
+time is counted with the rank's.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 
 import hivemind
 import torch
 from torch import Tensor
 
-from rivals.contract import Request, Result, parse
+from rivals.contract import Request, Result, leave, parse
 from rivals.measure import Prepared, measured
 from rivals.rendezvous import Rendezvous
 
 MATCHMAKING_S = 2.0
-"""How long a group waits for more members; it begins at once when `target_group_size` are there."""
+"""How long a group waits for more members; it begins at once with `target_group_size` members."""
 
 COMPRESSIONS = {
     "none": hivemind.compression.NoCompression,
@@ -38,14 +35,14 @@ STEP_S = 600.0
 
 
 def own_address(request: Request) -> str:
-    """The one by which the master's host sees this rank."""
+    """Return the address of this rank as the master's host sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((request.master_host, request.master_port))  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def start_dht(request: Request, group: Rendezvous) -> hivemind.DHT:
-    """Rank 0's first, then the others', which are told its address."""
+    """Start rank 0's DHT, then those of the others with its addresses."""
     options = {
         "host_maddrs": [f"/ip4/{own_address(request)}/tcp/0"],
         "use_ipfs": False,
@@ -78,10 +75,10 @@ def start_averager(
 
 
 def average(averager: hivemind.DecentralizedAverager, world: int) -> None:
-    """Of all members, or `ArithmeticError`."""
+    """Average with all members.  Raises `ArithmeticError` if some are missing."""
     members = averager.step(timeout=STEP_S, allow_retries=True)
     if members is None or len(members) < world:
-        raise ArithmeticError(f"{len(members or ())} of {world} have averaged")
+        raise ArithmeticError(f"only {len(members or ())} of {world} members have averaged")
 
 
 def run(request: Request) -> Result:
@@ -107,17 +104,15 @@ def run(request: Request) -> Result:
             f"hivemind {hivemind.__version__}",
             Prepared(operation, 4 * request.n, prepare),
             lambda: group.exchange(None),
-            note="with matchmaking; encrypted, by its default",
+            note="with matchmaking; encrypted by default",
         )
-        group.exchange(None)  # nobody leaves while another still averages
+        group.exchange(None)  # no rank leaves while another one still averages
         averager.shutdown()
         dht.shutdown()
     return result
 
 
 if __name__ == "__main__":
-    asked = parse("hivemind")
-    run(asked).write(asked.out)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # its threads and processes wait for each other at the interpreter's end
+    own_request = parse("hivemind")
+    run(own_request).write(own_request.out)
+    leave()

@@ -1,10 +1,8 @@
-"""A rival's ranks, each on a host of the lab, or all on this machine's loopback.
+"""Runs the ranks of a rival, each on a host of the lab, or all on this machine's loopback.
 
-Decides who runs where, and when a group has failed.  Never touches what they measure.
-
-    host-0 10.77.0.2   python -m rivals.NAME --rank 0 --master 10.77.0.2:29500 ...
-    host-1 10.77.0.3   python -m rivals.NAME --rank 1 --master 10.77.0.2:29500 ...
-    ...                           each with the same rate, delay and loss
+host-0 10.77.0.2   python -m rivals.NAME --rank 0 --master 10.77.0.2:29500 ...
+host-1 10.77.0.3   python -m rivals.NAME --rank 1 --master 10.77.0.2:29500 ...
+...                           each with the same rate, delay and loss
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ Ranks = Sequence["subprocess.Popen[bytes]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """What each host's cable is like, in both directions.
+class LinkSettings:
+    """The settings of each host's link, in both directions.
 
     Attributes:
         rate: such as "100Mbit"; empty: no limit.
         delay_s: one way, from any host to any other.
-        loss: the share of frames that never arrive.
+        loss: the share of frames that are lost.
     """
 
     rate: str = ""
@@ -45,7 +43,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the ranks do; see `contract.Request`."""
+    """The common arguments of all ranks; see `contract.Request`."""
 
     rival: str
     op: str
@@ -56,11 +54,11 @@ class Job:
     warmup: int = WARMUP
 
 
-def hosts_of(net: Net, world: int, lines: Lines) -> list[Host]:
-    """That many hosts; the first is the master's.  Raises `LabError`, `ValueError`."""
+def hosts_of(net: Net, world: int, links: LinkSettings) -> list[Host]:
+    """Make `world` hosts; the first is the master's.  Raises `LabError`, `ValueError`."""
     hosts = [net.host(f"host-{rank}") for rank in range(world)]
     for host in hosts:
-        host.shape(up=lines.rate, down=lines.rate, delay_s=lines.delay_s, loss=lines.loss)
+        host.shape(up=links.rate, down=links.rate, delay_s=links.delay_s, loss=links.loss)
     return hosts
 
 
@@ -68,10 +66,10 @@ def measure(hosts: Sequence[Host], job: Job, folder: Path, timeout_s: float, por
     """Run the job once, one rank on each host.
 
     Args:
-        folder: for results and logs; must be new.
-        port: of the master, and the one above it; another one for each job on the same hosts.
+        folder: a new folder for results and logs.
+        port: the first of two ports of the master; a job on the same hosts must have other ports.
 
-    Raises `LabError` with the ends of the logs if a rank fails or they take longer, `ContractError`.
+    Raises `ContractError`, and `LabError` with the ends of the logs if a rank fails or the time is over.
     """
     ranks = []
     for rank, host in enumerate(hosts):
@@ -80,8 +78,8 @@ def measure(hosts: Sequence[Host], job: Job, folder: Path, timeout_s: float, por
     return _collect(ranks, job, folder, timeout_s)
 
 
-def measure_here(job: Job, folder: Path, timeout_s: float) -> Combined:
-    """The same over this machine's loopback, without a lab.  Raises as `measure` does."""
+def measure_on_loopback(job: Job, folder: Path, timeout_s: float) -> Combined:
+    """Run the job once over this machine's loopback, without a lab.  Raises as `measure` does."""
     folder.mkdir(parents=True)
     master = f"127.0.0.1:{free_port()}"
     ranks = []
@@ -101,7 +99,7 @@ def train(
     extra: Sequence[str] = (),
     port: int = PORT,
 ) -> None:
-    """A training run, one rank on each host; rank 0 writes `folder`/steps.jsonl, the logs lie beside it.
+    """Train with one rank on each host; rank 0 writes steps.jsonl into `folder`, which also has the logs.
 
     Args:
         extra: further options of `rivals.train`.
@@ -138,7 +136,7 @@ def _result_path(folder: Path, rank: int) -> Path:
 
 
 def free_port() -> int:
-    """One whose successor is free too, as the contract wants it."""
+    """Return a free port whose successor is free, too, as the contract requires."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port: int = first.getsockname()[1]
@@ -155,7 +153,7 @@ def _collect(ranks: Ranks, job: Job, folder: Path, timeout_s: float) -> Combined
 
 
 def _watch(ranks: Mapping[int, subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
-    """Until all have ended, and none is left if one fails.  Raises `LabError` with the ends of the logs."""
+    """Wait until all ranks have ended; end all if one fails.  Raises `LabError` with the ends of the logs."""
     try:
         _wait(ranks, folder, timeout_s)
     finally:

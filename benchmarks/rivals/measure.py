@@ -1,19 +1,17 @@
-"""How an operation is measured, the same for all rivals: barrier, clock, operation, clock.
-
-Decides what counts as time, CPU and bytes.  Only the standard library.
+"""Measures an operation in the same way for all rivals; imports only the standard library.
 
     warm-up runs, then for each repeat:
         prepare, descendants' CPU | barrier | bytes, own CPU, clock | operation | clock, CPU | barrier | bytes
         | finish
 
-CPU is that of this rank's process and of its living descendants (daemons, helpers).  These are asked before
-the barrier, as looking through /proc takes milliseconds that must not come between barrier and operation.
-Bytes are what the kernel counted at this rank's interface, so all headers and all retransmissions are in
-them, and the second barrier's few: what a rank sends last may still be in its kernel when it has all of the
-others'.  Where the ranks share an interface (loopback), nobody's bytes are known.
+CPU time is that of this rank's process and of its live descendants (daemons, helpers).  Theirs is read before
+the barrier, because reading /proc takes milliseconds that must not lie between barrier and operation.  Bytes
+are counted by the kernel at this rank's interface, with all headers and retransmissions, and with the few of
+the second barrier, because the last bytes of a rank may still be in its kernel when its operation ends.  If
+ranks share an interface (loopback), their bytes are unknown.
 
-The operation ends when every rank holds the group's entries or sum.  Adding entries to the model's n-vector
-is `finish`, outside the clock: what an exchange of this project takes leaves it out too.
+An operation ends when each rank has the group's entries or sum.  `finish` adds entries to the model's vector
+after the clock has stopped, as measurements of gridtrain's exchanges do not include this either.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ class Prepared:
     """One rank's operation.
 
     Attributes:
-        operation: what is measured.
-        payload_bytes: that this rank hands to it.
-        prepare, finish: before and after each run, outside the clock.  `finish` applies the result and raises
-            `ArithmeticError` if it is not the one that must come out.
+        operation: the measured function.
+        payload_bytes: its input on this rank.
+        prepare, finish: called before and after each run, outside the clock.  `finish` applies the result,
+            and raises `ArithmeticError` if it is wrong.
     """
 
     operation: Callable[[], object]
@@ -90,12 +88,12 @@ def measured(
 
 
 def sent_bytes(interface: str) -> int | None:
-    """What has left by the interface since it is there; None: others' bytes are counted in it too."""
+    """Return the bytes that the interface has sent; None if it is the loopback, which all ranks share."""
     return _counted(interface, _SENT_COLUMN)
 
 
 def received_bytes(interface: str) -> int | None:
-    """What has arrived by the interface; see `sent_bytes`."""
+    """Return the bytes that the interface has received; None if it is the loopback."""
     return _counted(interface, _RECEIVED_COLUMN)
 
 
@@ -110,7 +108,7 @@ def _counted(interface: str, column: int) -> int | None:
 
 
 def descendants_cpu_s() -> float:
-    """CPU of this process's living descendants, in ticks of 10 ms."""
+    """Return the CPU time of this process's live descendants, which the kernel counts in ticks of 10 ms."""
     children: dict[int, list[tuple[int, float]]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and (found := _stat(path)):
@@ -124,9 +122,9 @@ def descendants_cpu_s() -> float:
 
 
 def _stat(path: Path) -> tuple[int, float] | None:
-    """(parent's pid, CPU seconds) of a process; None: it has ended."""
+    """Return the parent's pid and the CPU seconds of a process, or None if it has ended."""
     try:
-        words = (path / "stat").read_text().rpartition(")")[2].split()
+        fields = (path / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return int(words[1]), (int(words[11]) + int(words[12])) * _TICK_S
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S

@@ -1,7 +1,7 @@
-"""How an MPI job gets onto hosts on which nobody runs sshd: each rank's process is its host's own agent.
+"""Starts an MPI job on hosts without sshd: each rank's process is the agent of its host.
 
-Decides the options of mpirun.  Never touches what the job measures (mpi_job.py), and must not import MPI: a
-process that has begun MPI cannot start mpirun.
+The job is mpi_job.py.  This module must not import MPI, because a process that has initialized MPI cannot
+start mpirun.
 
     rank 0's process                            rank R's process
       rendezvous  <---- host name, arguments ----  rendezvous
@@ -11,7 +11,7 @@ process that has begun MPI cannot start mpirun.
       ...                                                        job's process on this host
       mpirun has ended  --------- done ---------> exits with the same code
 
-On loopback mpirun starts all processes by itself, and they still talk TCP.
+On loopback mpirun starts all processes itself; they use TCP, too.
 """
 
 from __future__ import annotations
@@ -30,27 +30,25 @@ from rivals.contract import ContractError, Request, parse
 from rivals.rendezvous import Rendezvous
 
 ARGUMENTS = "RIVALS_MPI_ARGUMENTS"
-"""In the environment of a job's processes: the command lines of all ranks, as JSON."""
+"""An environment variable of the job's processes: the command lines of all ranks, as JSON."""
 
 RING = 4
-"""Open MPI's number for the ring, of its algorithms for Allreduce."""
+"""Open MPI's number of the ring algorithm of Allreduce."""
 
 LONGEST_COMMAND_BYTES = 1 << 16
 
 
 def launch(request: Request) -> int:
-    """One rank's part; returns the job's exit code.  Raises `ContractError`."""
+    """Take part as one rank; return the job's exit code.  Raises `ContractError`."""
     with Rendezvous(request) as group:
         host = socket.gethostname()
-        everybody = group.exchange([host, request.to_arguments()])
-        os.environ[ARGUMENTS] = json.dumps([arguments for _, arguments in everybody])
-        hosts = [name for name, _ in everybody]
+        ranks = group.exchange([host, request.to_arguments()])
+        os.environ[ARGUMENTS] = json.dumps([arguments for _, arguments in ranks])
+        hosts = [name for name, _ in ranks]
         local = request.interface == "lo"
         if not local and len(set(hosts)) < request.world:
-            remedy = "give each rank's process a host name of its own (unshare --uts)"
-            raise ContractError(
-                f"several ranks are on hosts of one name, {hosts}; Open MPI needs more: {remedy}"
-            )
+            remedy = "give each rank's process its own host name (unshare --uts)"
+            raise ContractError(f"the hosts' names are {hosts}; Open MPI needs different ones: {remedy}")
         if request.rank:
             return _serve(group)
         code = _mpirun(request, group, [] if local else hosts)
@@ -60,12 +58,12 @@ def launch(request: Request) -> int:
 
 
 def _serve(group: Rendezvous) -> int:
-    """Run what rank 0 says, until it is done."""
+    """Run the commands that rank 0 sends, until the job has ended."""
     while True:
-        said = group.receive(0)
-        if "done" in said:
-            return int(said["done"])
-        subprocess.run(["sh", "-c", said["run"]], stdin=subprocess.DEVNULL, check=True)
+        request = group.receive(0)
+        if "done" in request:
+            return int(request["done"])
+        subprocess.run(["sh", "-c", request["run"]], stdin=subprocess.DEVNULL, check=True)
 
 
 def _mpirun(request: Request, group: Rendezvous, hosts: list[str]) -> int:
@@ -79,14 +77,19 @@ def _mpirun(request: Request, group: Rendezvous, hosts: list[str]) -> int:
                 ended = os.pidfd_open(mpirun.pid)
                 try:
                     while ended not in select.select([listener.fileno(), ended], [], [])[0]:
-                        _pass_on(listener, group, hosts)
+                        _forward(listener, group, hosts)
                 finally:
                     os.close(ended)
             return mpirun.returncode
 
 
 def options(request: Request, hosts: list[str], agents: str) -> list[str]:
-    """mpirun and its options.  `hosts`: empty on loopback; `agents`: the path of the agents' socket."""
+    """Return mpirun and its options.
+
+    Args:
+        hosts: the hosts' names; empty on loopback.
+        agents: the path of the agents' socket.
+    """
     settings = {
         "pml": "ob1",
         "btl": "tcp,self",
@@ -106,8 +109,8 @@ def options(request: Request, hosts: list[str], agents: str) -> list[str]:
     return argv
 
 
-def _pass_on(listener: socket.socket, group: Rendezvous, hosts: list[str]) -> None:
-    """One agent's command to the rank on its host."""
+def _forward(listener: socket.socket, group: Rendezvous, hosts: list[str]) -> None:
+    """Send an agent's command to the rank on its host."""
     with listener.accept()[0] as connection, connection.makefile("rwb") as agent:
         host, command = json.loads(agent.readline(LONGEST_COMMAND_BYTES))
         group.send(hosts.index(host), {"run": command})

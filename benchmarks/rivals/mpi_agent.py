@@ -1,4 +1,4 @@
-"""What mpirun starts in place of ssh: hands the command for a host to the launcher, which knows its agent.
+"""Started by mpirun instead of ssh: passes the command for a host to the launcher, which runs it there.
 
 python -m rivals.mpi_agent SOCKET HOST COMMAND...
 """
@@ -11,7 +11,7 @@ import sys
 
 
 def agent() -> None:
-    """Ends with an error unless the launcher has taken the command."""
+    """Pass the command on; end with an error if the launcher does not accept it."""
     path, host, *command = sys.argv[1:]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
@@ -19,7 +19,7 @@ def agent() -> None:
             launcher.write(json.dumps([host, " ".join(command)]).encode() + b"\n")
             launcher.flush()
             if launcher.readline() != b"\n":
-                sys.exit(f"the launcher did not take the command for {host}")
+                sys.exit(f"the launcher did not accept the command for {host}")
 
 
 if __name__ == "__main__":

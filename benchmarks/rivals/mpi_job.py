@@ -1,6 +1,4 @@
-"""Open MPI by way of mpi4py: dense Allreduce, TopK by two Allgathers, and gTop-k as published.
-
-Decides the operations.  How an MPI job gets onto the hosts is mpi.py's part.
+"""Open MPI with mpi4py: dense Allreduce, TopK by two Allgathers, and gTop-k as published (started by mpi.py).
 
 gTop-k (Shi et al., ICDCS 2019, section III and algorithm 3), for P = 4:
 
@@ -9,8 +7,8 @@ gTop-k (Shi et al., ICDCS 2019, section III and algorithm 3), for P = 4:
     t = 1  merge <----------                log2 P times
            broadcast of k entries to all    log2 P times
 
-An entry is an int32 index and a float32 value.  The entries are chosen before the clock starts,
-and put into the n-vector after it has stopped.
+An entry is an int32 index and a float32 value.  Entries are selected before the clock starts, and added to
+the vector after it has stopped.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def all_gather(comm: Any, request: Request) -> Prepared:
     def finish() -> None:
         update_N.fill(0)
         for indices, values in zip(all_indices, all_values, strict=True):
-            update_N[indices] += values  # no index comes twice in one rank's entries
+            update_N[indices] += values  # a rank's indices are different
         check(update_N, expected)
 
     return Prepared(operation, 8 * request.k, prepare, finish)
@@ -71,28 +69,28 @@ def all_gather(comm: Any, request: Request) -> Prepared:
 
 def gtopk(comm: Any, request: Request) -> Prepared:
     own = packed(request)
-    theirs = np.empty_like(own)
+    received = np.empty_like(own)
     update_N = np.zeros(request.n, np.float32)
     expected = merged_by_tree(request)
 
-    mine = own
+    merged = own
 
     def operation() -> None:
-        nonlocal mine
-        mine, distance = own.copy(), 1
+        nonlocal merged
+        merged, distance = own.copy(), 1
         while distance < request.world:
             if request.rank % (2 * distance):
-                comm.Send(mine, request.rank - distance)
+                comm.Send(merged, request.rank - distance)
                 break
             if request.rank + distance < request.world:
-                comm.Recv(theirs, request.rank + distance)
-                mine = merge(mine, theirs, request.k)
+                comm.Recv(received, request.rank + distance)
+                merged = merge(merged, received, request.k)
             distance *= 2
-        comm.Bcast(mine, 0)
+        comm.Bcast(merged, 0)
 
     def finish() -> None:
         update_N.fill(0)
-        scatter_add(update_N, mine)
+        scatter_add(update_N, merged)
         check(update_N, expected)
 
     return Prepared(operation, 8 * request.k, finish=finish)
@@ -107,17 +105,17 @@ OPERATIONS: dict[str, Callable[[Any, Request], Prepared]] = {
 
 
 def run(request: Request) -> Result:
-    """One rank of a started MPI job."""
+    """Measure as one rank of a started MPI job."""
     comm = MPI.COMM_WORLD
     prepared = OPERATIONS[request.op](comm, request)
     library = MPI.Get_library_version().partition(",")[0]
     version = f"{library}, mpi4py {mpi4py.__version__}"
     result = measured(request, "mpi", version, prepared, comm.Barrier)
-    comm.Barrier()  # nobody leaves while another still measures
+    comm.Barrier()  # no rank leaves while another one still measures
     return result
 
 
 if __name__ == "__main__":
-    everybody: list[list[str]] = json.loads(os.environ[ARGUMENTS])
-    asked = parse("mpi", everybody[MPI.COMM_WORLD.Get_rank()])
-    run(asked).write(asked.out)
+    arguments_of_ranks: list[list[str]] = json.loads(os.environ[ARGUMENTS])
+    own_request = parse("mpi", arguments_of_ranks[MPI.COMM_WORLD.Get_rank()])
+    run(own_request).write(own_request.out)

@@ -1,12 +1,10 @@
-"""How the ranks of a group find each other where their library has no way of its own.
+"""Connections between the ranks of a group that send lines of JSON; imports only the standard library.
 
-Decides nothing about what they say: lines of JSON.  Only the standard library.
+    rank 0 listens at the master's address and port; the others dial it until it listens
+    exchange(value):  send all ranks' values, by rank, to all ranks, which is a barrier, too
+    send, receive:    between rank 0 and another rank
 
-    rank 0 listens at the master's address and port;  the others dial it, until it is there
-    exchange(value):  everybody's values, by rank, to everybody; so it is a barrier too
-    send, receive:    between rank 0 and one other
-
-Whoever reaches the port can join, so it belongs into a lab or onto loopback, and ends with the group.
+There is no access control, so it must be used only in a lab or on loopback.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ MOST_BYTES = 1 << 20
 
 
 class Rendezvous:
-    """A rank's connections to the others: rank 0 has one to each, the others one to rank 0.
+    """A rank's connections: rank 0 has one to each other rank, the others have one to rank 0.
 
-    To be used in a `with`.  Raises `ContractError` if the group is not complete in `UP_S` seconds.
+    A context manager.  Raises `ContractError` if the group is not complete within `UP_S` seconds.
     """
 
     def __init__(self, request: Request) -> None:
@@ -57,23 +55,23 @@ class Rendezvous:
         return self._request.world
 
     def exchange(self, value: Any) -> list[Any]:
-        """Everybody's values, by rank; returns when all have called it."""
+        """Return all ranks' values, by rank, when all have called it."""
         others = range(1, self._request.world)
         if self._request.rank:
             self.send(0, value)
-            everybody: list[Any] = self.receive(0)
-            return everybody
-        everybody = [value, *(self.receive(rank) for rank in others)]
+            values: list[Any] = self.receive(0)
+            return values
+        values = [value, *(self.receive(rank) for rank in others)]
         for rank in others:
-            self.send(rank, everybody)
-        return everybody
+            self.send(rank, values)
+        return values
 
     def send(self, rank: int, value: Any) -> None:
         self._files[rank].write(json.dumps(value).encode() + b"\n")
         self._files[rank].flush()
 
     def receive(self, rank: int) -> Any:
-        """Raises `ContractError` if the other has gone."""
+        """Receive a value.  Raises `ContractError` if the other rank has closed the connection."""
         line = self._files[rank].readline(MOST_BYTES)
         if not line.endswith(b"\n"):
             raise ContractError(f"rank {rank} has left the group")
@@ -88,8 +86,8 @@ class Rendezvous:
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    came = [0, *sorted(self._files)]
-                    text = f"after {UP_S:g} s ranks {came} of {self._request.world} have come"
+                    present = [0, *sorted(self._files)]
+                    text = f"after {UP_S:g} s only ranks {present} of {self._request.world} have connected"
                     raise ContractError(text) from None
                 with connection.makefile("rb", buffering=0) as first:
                     rank = int(first.readline(16))
@@ -103,7 +101,7 @@ class Rendezvous:
                 return socket.create_connection(address, timeout=UP_S)
             except OSError as error:
                 if time.monotonic() > until_s:
-                    text = f"rank 0 is not at {self._request.master} after {UP_S:g} s: {error}"
+                    text = f"rank 0 does not listen at {self._request.master} after {UP_S:g} s: {error}"
                     raise ContractError(text) from None
                 time.sleep(AGAIN_S)  # rank 0 is still starting
 

@@ -1,18 +1,16 @@
-"""One worker of `stragglers.py hivemind`: hivemind's optimizer while one training loop stalls.
+"""A worker of `stragglers.py hivemind`: hivemind's optimizer while one training loop stalls.
 
     python -m rivals.straggler --rank R --world P --master HOST:PORT --out FILE [--stalled] ...
 
-The model's shape and the waits are those of `stragglers.py one`; the data are random.  hivemind's settings
-favour it: the group is complete before the first batch, progress is exchanged as often as it permits, and its
-virtual batch (`--epoch-batches` of each worker) is so large that matchmaking does not dominate the calm run.
+The model's shape and the stalls are those of `stragglers.py one`; the data are random.  hivemind's settings
+favour it: the group is complete before the first batch, progress is exchanged often, and its virtual batch
+(`--epoch-batches` of each worker) is so large that matchmaking does not dominate the run without stalls.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from pathlib import Path
 
@@ -20,12 +18,12 @@ import hivemind
 import torch
 from torch import nn
 
-from rivals.contract import Request
+from rivals.contract import Request, leave
 from rivals.hivemind import start_dht
 from rivals.rendezvous import Rendezvous
 
 REFRESH_S = {"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refresh_period": 0.5}
-"""How often a worker asks for the others' progress."""
+"""Intervals at which a worker requests the others' progress."""
 
 
 def main() -> None:
@@ -60,11 +58,7 @@ def main() -> None:
             target_batch_size=options.batch_size * options.world * options.epoch_batches,
             matchmaking_time=options.matchmaking,
             averaging_timeout=30.0,
-            tracker_opts={
-                "min_refresh_period": 0.1,
-                "default_refresh_period": 0.2,
-                "max_refresh_period": 0.5,
-            },
+            tracker_opts=REFRESH_S,
         )
         group.exchange(None)
         began_s, began_epoch = 0.0, 0
@@ -81,13 +75,11 @@ def main() -> None:
             optimizer.zero_grad()
         seconds, epochs = time.monotonic() - began_s, optimizer.local_epoch - began_epoch
         options.out.write_text(json.dumps({"seconds": seconds, "epochs": epochs}))
-        group.exchange(None)  # nobody leaves while another still averages
+        group.exchange(None)  # no rank leaves while another one still averages
         optimizer.shutdown()
         dht.shutdown()
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # its threads and processes wait for each other at the interpreter's end
+    leave()

@@ -1,16 +1,14 @@
-"""A whole training run with a rival in our place: the same workload, settings and held-out measure.
+"""A training run with a rival: workload, settings and held-out measure are those of gridtrain's runs.
 
-Decides how the rival is used.  Model, data, settings and what is measured are those of
-`accuracy.workloads`, so that only the exchange of gradients differs.  One process for each rank; rank 0
-writes FOLDER/steps.jsonl, a line a step (see `accuracy.recorder`):
+There is one process for each rank; rank 0 writes a line for each step to FOLDER/steps.jsonl (see
+`accuracy.recorder`):
 
-    held_out: null on the steps where it is not measured; seconds: from the first batch on, without measuring,
-    for which all ranks wait; sent_bytes: by rank 0's interface since then; null where the ranks share one
+    held_out: null on steps where it is not measured; seconds: since the first batch, without measuring, for
+    which all ranks wait; sent_bytes: of rank 0's interface since then; null where ranks share an interface
 
     gloo       DistributedDataParallel over gloo, dense
     powersgd   the same with torch's PowerSGD hook (Vogels et al. 2019) with error feedback and warm start
-    hivemind   one averaging of the gradient a step, all members; with --every, of the change of so many
-               local steps
+    hivemind   all members average the gradient of each step, or with --every the change of local steps
 
 The run ends when the held-out loss is at most --until-loss, or after --steps.
 """
@@ -35,23 +33,23 @@ DATA_SEED = 1
 
 
 class Exchange(Protocol):
-    """Between a loss and the optimizer's step."""
+    """Exchanges gradients between the loss and the optimizer's step."""
 
     def backward(self, x_BT: Tensor, y_BT: Tensor) -> float:
-        """The loss; afterwards every parameter's `grad` is the mean of all ranks', but for local steps."""
+        """Return the loss; except with local steps, each `grad` is then the mean of all ranks."""
 
     def stepped(self) -> None:
-        """After the optimizer's step."""
+        """Called after the optimizer's step."""
 
-    def stop(self, mine: bool) -> bool:
-        """Whether rank 0 has said so; all ranks ask together, and wait for rank 0."""
+    def stop(self, own: bool) -> bool:
+        """Return rank 0's value of `own`; all ranks call it together, and wait for rank 0."""
 
     def close(self) -> None:
-        """When all ranks are here."""
+        """Wait for all ranks, then leave the group."""
 
 
 class Loss(nn.Module):
-    """DDP wants a module whose result is the loss."""
+    """A module that returns the loss, as DDP needs one."""
 
     def __init__(self, workload: Workload, model: nn.Module) -> None:
         super().__init__()
@@ -62,7 +60,7 @@ class Loss(nn.Module):
 
 
 class Gloo:
-    """DistributedDataParallel; see `Exchange`."""
+    """DistributedDataParallel over gloo."""
 
     def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
         import torch.distributed as dist
@@ -73,10 +71,10 @@ class Gloo:
 
         join(request_of(options))
         self._dist = dist
-        # PowerSGD's hook waits inside gloo's callbacks: with more than one bucket under way they wait for
-        # each other for ever.  A stated size is also the first bucket's, which else holds 1 MiB.
+        # PowerSGD's hook waits inside gloo's callbacks, which would wait for each other with several buckets
+        # in flight.  A given size also applies to the first bucket, which otherwise has 1 MiB.
         one_bucket = {"bucket_cap_mb": 25} if options.rival == "powersgd" else {}
-        # All ranks have drawn the same parameters: nobody needs rank 0's, with a frozen base, at the start.
+        # All ranks have drawn the same parameters, so rank 0 need not send its own, with a frozen base.
         self._parallel = DistributedDataParallel(Loss(workload, model), init_sync=False, **one_bucket)
         if options.rival == "powersgd":
             state = powerSGD_hook.PowerSGDState(
@@ -96,8 +94,8 @@ class Gloo:
     def stepped(self) -> None:
         pass
 
-    def stop(self, mine: bool) -> bool:
-        flag = torch.tensor([float(mine)])
+    def stop(self, own: bool) -> bool:
+        flag = torch.tensor([float(own)])
         self._dist.broadcast(flag, 0)
         return bool(flag)
 
@@ -107,7 +105,7 @@ class Gloo:
 
 
 class Hivemind:
-    """One averaging a step, or each `--every` local steps; see `Exchange`."""
+    """hivemind's averaging of each step, or after `--every` local steps."""
 
     def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
         from rivals import hivemind as rival
@@ -129,7 +127,7 @@ class Hivemind:
         loss = self._workload.loss(self._model, x_BT, y_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._every == 1:
-            self._take_mean([p.grad for p in self._trained if p.grad is not None])
+            self._average_tensors([p.grad for p in self._trained if p.grad is not None])
         return float(loss)
 
     @torch.no_grad()
@@ -138,11 +136,11 @@ class Hivemind:
         if self._every == 1 or self._steps % self._every:
             return
         changes = [p - common for p, common in zip(self._trained, self._common, strict=True)]
-        self._take_mean(changes)
+        self._average_tensors(changes)
         for parameter, common, change in zip(self._trained, self._common, changes, strict=True):
             parameter.copy_(common.add_(change))
 
-    def _take_mean(self, tensors: list[Tensor]) -> None:
+    def _average_tensors(self, tensors: list[Tensor]) -> None:
         with self._averager.get_tensors() as (mean_N,):
             torch.cat([tensor.flatten() for tensor in tensors], out=mean_N)
         self._average(self._averager, self._group.world)
@@ -151,8 +149,8 @@ class Hivemind:
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def stop(self, mine: bool) -> bool:
-        return bool(self._group.exchange(mine)[0])
+    def stop(self, own: bool) -> bool:
+        return bool(self._group.exchange(own)[0])
 
     def close(self) -> None:
         self._group.exchange(None)
@@ -165,13 +163,13 @@ EXCHANGES: dict[str, Any] = {"gloo": Gloo, "powersgd": Gloo, "hivemind": Hivemin
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """What the rivals' joining asks for."""
+    """Return a request with which a rival joins its group."""
     rank, world, master = options.rank, options.world, options.master
     return Request(rank, world, master, "all_reduce", 1, options.folder, interface=options.interface)
 
 
 class Batches:
-    """The same order on all ranks; of the world's batches, a rank takes its own."""
+    """A rank's batches, in an order of samples that is the same on all ranks."""
 
     def __init__(self, data: Dataset[Pair], size: int, rank: int, world: int) -> None:
         self._data, self._size, self._rank, self._world = data, size, rank, world
@@ -188,7 +186,7 @@ class Batches:
 
 
 def train(options: argparse.Namespace) -> None:
-    """One rank's run."""
+    """Train as one rank."""
     workload = WORKLOADS[options.workload]()
     size = options.batch_size or workload.batch_size
     batches = Batches(workload.train, size, options.rank, options.world)
@@ -196,7 +194,7 @@ def train(options: argparse.Namespace) -> None:
     settings = workload.settings[options.settings].at(options.learning_rate)
     exchange: Exchange = EXCHANGES[options.rival](options, workload, model)
     optimizer = settings.build(model)
-    exchange.stop(False)  # all are here
+    exchange.stop(False)  # a barrier before the clock starts
     options.folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(options.folder / "steps.jsonl", options.interface)
     for step in range(1, options.steps + 1):
@@ -207,7 +205,7 @@ def train(options: argparse.Namespace) -> None:
         exchange.stepped()
         reading, held_out, stop = recorder.read(), None, False
         if step % options.measure_every == 0 or step == options.steps:
-            with recorder.standing_still():
+            with recorder.paused():
                 held_out = workload.held_out(model) if options.rank == 0 else None
                 stop = exchange.stop(held_out is not None and held_out <= options.until_loss)
         if options.rank == 0:
@@ -224,22 +222,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--master", required=True, metavar="HOST:PORT")
     parser.add_argument("--interface", default=INTERFACE)
-    parser.add_argument("--folder", type=Path, required=True, help="where rank 0 writes steps.jsonl")
+    parser.add_argument("--folder", type=Path, required=True, help="in which rank 0 writes steps.jsonl")
     parser.add_argument("--until-loss", type=float, default=0.0, metavar="NATS")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--measure-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
     parser.add_argument(
-        "--settings", choices=("dense", "adamw", "local"), default="dense", help="optimizer's family"
+        "--settings", choices=("dense", "adamw", "local"), default="dense", help="of this optimizer family"
     )
-    parser.add_argument("--every", type=int, default=1, help="hivemind: local steps of one averaging")
+    parser.add_argument("--every", type=int, default=1, help="hivemind: local steps between averagings")
     parser.add_argument(
         "--compression", choices=("none", "float16", "int8"), default="none", help="of hivemind"
     )
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--batch-size", type=int, help="instead of the workload's")
     parser.add_argument("--powersgd-rank", type=int, default=2)
-    parser.add_argument("--powersgd-start", type=int, default=10, metavar="STEP", help="dense before it")
+    parser.add_argument("--powersgd-start", type=int, default=10, metavar="STEP", help="dense until it")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -1,8 +1,4 @@
-"""Stages whose computing is waiting, as if each had a machine of its own.
-
-A waiting stage uses no processor, so four stages on two cores are as fast as four machines, but for the work
-of the pipeline itself.
-"""
+"""Layers that wait instead of computing, so that four stages on two cores are as fast as on four machines."""
 
 from __future__ import annotations
 
@@ -17,22 +13,21 @@ from torch import Tensor, nn
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 
-
 _PR_SET_TIMERSLACK = 29
 _TRIED_S, _TRIES = 0.010, 15
 _MOST_S = 0.001
-"""More than that is no overhead of autograd's, but a machine with other work."""
+"""The largest overhead of autograd that is subtracted; more is caused by other work of the machine."""
 
 _late_s = _forward_over_s = _backward_over_s = 0.0
 
 
 def sleep_exactly() -> None:
-    """This thread and those that it makes: waits end when they should, not up to 50 us later (Linux).
+    """Make waits of this thread and of those that it starts exact (Linux).
 
-    What the kernel is late all the same (0.02 to 0.15 ms, most where a virtual processor has to be woken) is
-    measured once, and each wait of `compute_until` is so much shorter.  Then a layer is called by itself, as
-    one would time any: what torch takes before the layer's own clock begins and after it has ended (0.1 ms
-    of a forward, 0.4 ms of a backward) is taken off its time, for ours and for torch's pipelines.
+    The kernel may not delay timers by the usual 50 us any more.  Its remaining delay (0.02 to 0.15 ms, most
+    on virtual processors) is measured once, and each wait of `compute_until` is shorter by it.  Then a layer
+    is timed alone: torch's time before the layer's clock starts and after it has ended (0.1 ms of a forward,
+    0.4 ms of a backward) is subtracted from the layer's time, for gridtrain's and torch's pipelines.
     """
     global _late_s, _forward_over_s, _backward_over_s
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -43,13 +38,13 @@ def sleep_exactly() -> None:
         late_s.append(time.monotonic() - begun_s - _TRIED_S)
     _late_s = min(_TRIED_S, statistics.median(late_s))
     _forward_over_s = _backward_over_s = 0.0
-    forward_s, backward_s = by_itself(Emulated(_TRIED_S, _TRIED_S))
+    forward_s, backward_s = time_alone(Emulated(_TRIED_S, _TRIED_S))
     _forward_over_s = min(_MOST_S, max(0.0, forward_s - _TRIED_S))
     _backward_over_s = min(_MOST_S, max(0.0, backward_s - _TRIED_S))
 
 
-def by_itself(layer: Emulated) -> tuple[float, float]:
-    """What a forward and a backward take, called with torch alone: medians, in seconds."""
+def time_alone(layer: Emulated) -> tuple[float, float]:
+    """Return the median durations of forward and backward without a pipeline."""
     forward_s, backward_s = [], []
     row = torch.zeros(1, elements_of(125_000))
     for _ in range(_TRIES):
@@ -64,23 +59,23 @@ def by_itself(layer: Emulated) -> tuple[float, float]:
 
 
 def compute_until(until_s: float) -> None:
-    """As a kernel that runs until then and leaves the interpreter alone; never shorter."""
+    """Wait until a time, never shorter, without using the interpreter, like a kernel on a GPU."""
     time.sleep(max(0.0, until_s - _late_s - time.monotonic()))
     while time.monotonic() < until_s:
         pass  # less than the timer's own lateness
 
 
 class _Clock(threading.local):
-    """When this thread's computing ends.
+    """When this thread's emulated computing ends.
 
-    What autograd, the layer's own tensors and the loss take is part of a forward's 10 ms and a backward's 20,
-    as it is of any model's: the layer called by itself takes just that long, and its backward too.
+    The durations of a forward and a backward include the time of autograd, of the layer's tensors and of the
+    loss, as they do for any model.
     """
 
-    forward_s = 0.0  # of a last layer, whose loss ends it
-    begun_s = 0.0  # a backward's, where the loss has seen it
+    forward_s = 0.0  # the end of the forward of a last layer, for which the loss waits
+    begun_s = 0.0  # the begin of a backward, if the loss has seen it
     until_s = 0.0
-    asked = False  # autograd was asked to say when it is through
+    is_queued = False  # whether autograd will call `_backward_ends`
 
 
 _clock = _Clock()
@@ -90,13 +85,13 @@ def _backward_begins(_: Tensor) -> None:
     _clock.begun_s = time.monotonic()
 
 
-def _backward_is_through() -> None:
-    _clock.asked, _clock.begun_s = False, 0.0
+def _backward_ends() -> None:
+    _clock.is_queued, _clock.begun_s = False, 0.0
     compute_until(_clock.until_s)
 
 
 class _Slow(torch.autograd.Function):
-    """The identity; or one number for each sample, made so many.  Its backward ends when it should."""
+    """The identity, or an expansion of one number per sample, whose backward takes a given time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, backward_s: float, elements: int) -> Tensor:
@@ -105,19 +100,19 @@ class _Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        if not _clock.asked:  # the first of a stage's layers
-            _clock.asked, _clock.until_s = True, (_clock.begun_s or time.monotonic()) - _backward_over_s
-            torch.autograd.Variable._execution_engine.queue_callback(_backward_is_through)
+        if not _clock.is_queued:  # the first of a stage's layers
+            _clock.is_queued, _clock.until_s = True, (_clock.begun_s or time.monotonic()) - _backward_over_s
+            torch.autograd.Variable._execution_engine.queue_callback(_backward_ends)
         _clock.until_s += ctx.backward_s
         return (gradients[0] if ctx.narrow is None else None), torch.zeros(1), None, None
 
 
 class Emulated(nn.Module):
-    """A layer that takes so long for a micro-batch, whatever its size.
+    """A layer with a given duration for a micro-batch of any size.
 
     Args:
-        elements: of a sample's output, where the input has one; 0: as many as come in.
-        last: `loss_of` follows, and is part of the forward.
+        elements: elements of a sample's output, if the input has one; 0: as many as the input.
+        last: whether `loss_of` follows as a part of the forward.
     """
 
     def __init__(
@@ -150,5 +145,5 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
 
 
 def elements_of(payload_bytes: int) -> int:
-    """float32 elements of a sample's activations."""
+    """Return the float32 elements of a sample's activations."""
     return payload_bytes // 4

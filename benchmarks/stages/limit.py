@@ -1,14 +1,11 @@
-r"""A model whose training needs four times a worker's memory, trained by four workers within it.
-
-Decides how memory is counted and held to; the training is the product's own, coordinator, agents and all.
+r"""Trains a model that needs four times the memory limit of a worker, with four workers and their agents.
 
     one process, the whole mini-batch at once      peak >= 4 x limit; and 4 x limit, enforced, is not enough
-    four workers, each held to the limit           all steps are committed; peak of each below the limit
+    four workers, each with the enforced limit     all steps are committed; all peaks are below the limit
 
-What counts is what a process needs beyond what it has before there is a model: the interpreter, torch's code
-and the threads of the network are not the model's, messages are.  The peak is of resident memory (VmHWM).  It
-is held to by RLIMIT_DATA, the kernel's own bound of private memory: an allocation beyond it fails, with
-torch's "not enough memory".
+Memory counts from before the model is made, so that the interpreter, torch's code and network threads are not
+included, but messages are.  The peak is of resident memory (VmHWM).  The limit is enforced with RLIMIT_DATA,
+the kernel's bound of private memory: an allocation beyond it fails with torch's "not enough memory".
 """
 
 from __future__ import annotations
@@ -45,12 +42,12 @@ LIMIT_BYTES = 64 << 20
 TIMEOUT_S = 170.0
 
 STACK_BYTES = 512 << 10
-"""Of a thread that a worker starts.  The kernel counts what it may ever touch, usually 8 MiB of stack."""
+"""Stack of a worker's threads, which RLIMIT_DATA counts as a whole, usually 8 MiB."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """`peak_bytes`: None: an allocation beyond `cap_bytes` was refused."""
+    """The peak of a process; `peak_bytes` is None if an allocation beyond `cap_bytes` failed."""
 
     name: str
     cap_bytes: int | None
@@ -63,8 +60,8 @@ def _status_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-class Bound:
-    """From now on: what is needed beyond what the process has already, at most `cap_bytes` of it."""
+class MemoryBound:
+    """Bounds and measures the memory that the process uses from now on."""
 
     def __init__(self, cap_bytes: int | None) -> None:
         _warm_up()
@@ -81,7 +78,7 @@ class Bound:
 
 
 def _warm_up() -> None:
-    """Kernels and threads that torch makes at their first use."""
+    """Make torch load its kernels and start its threads."""
     small = ModelSize(width=16, layers=1, heads=2, context=8)
     net = nn.Sequential(*Blueprint(lambda: recipe.make_model(small), seed=0, init=recipe.init).build(0, 3))
     optimizer = recipe.adam(net.parameters())
@@ -100,10 +97,10 @@ def _batches(windows: Windows) -> list[tuple[Tensor, Tensor]]:
 
 
 def in_one_piece(cap_bytes: int | None) -> Peak:
-    """An ordinary loop: the whole mini-batch forward, backward, AdamW."""
+    """Train in an ordinary loop: the whole mini-batch forward, backward, AdamW."""
     windows = Windows(load_corpus().train, SHAPE.context)
     batches = _batches(windows)
-    bound = Bound(cap_bytes)
+    bound = MemoryBound(cap_bytes)
     losses: list[float] = []
     try:
         model = nn.Sequential(*_blueprint().build(0, SHAPE.layers + 2))
@@ -122,11 +119,11 @@ def in_one_piece(cap_bytes: int | None) -> Peak:
 
 
 def work(result: Path, cap_bytes: int) -> None:
-    """One of the four workers.  Ends the run with an error if an allocation is refused."""
+    """Train as one of the four workers.  The run ends with an error if an allocation fails."""
     threading.stack_size(STACK_BYTES)
     windows = Windows(load_corpus().train, SHAPE.context)
     grid = gridtrain.join()
-    bound = Bound(cap_bytes)
+    bound = MemoryBound(cap_bytes)
     pipe = grid.pipeline(
         _blueprint(),
         recipe.adam,
@@ -146,7 +143,7 @@ def work(result: Path, cap_bytes: int) -> None:
 
 
 def all_cases() -> dict[str, Any]:
-    """One piece without a bound and with 4 limits, then the four workers with one limit each."""
+    """Measure one process without a bound and with 4 limits, then four workers with one limit each."""
     found = [_alone(None), _alone(STAGES * LIMIT_BYTES)]
     with tempfile.TemporaryDirectory(prefix="gridtrain-limit-") as text, Net() as net:
         folder = Path(text)
@@ -166,9 +163,11 @@ def _alone(cap_bytes: int | None) -> Peak:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="one process of the part `limit`")
+    parser = argparse.ArgumentParser(description="a process of the part `limit`")
     parser.add_argument("--cap", type=int, required=True, help="bytes; 0: no bound")
-    parser.add_argument("--work", type=Path, help="a worker of the pipeline: where its figures go")
+    parser.add_argument(
+        "--work", type=Path, help="be a worker of the pipeline, with this folder for its figures"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.work is not None:

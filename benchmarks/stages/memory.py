@@ -1,10 +1,10 @@
-r"""Peak memory of one stage, with and without re-materialization: the process's own peak, a process a case.
+r"""Measures the peak memory of a stage with and without re-materialization, in a process for each case.
 
-Decides nothing.  The stage works through its list of the schedule with made-up activations and gradients, so
-there are no other stages in its process.  Run as a program it measures one case and prints JSON.
+The stage executes its part of the schedule with random activations and gradients, so its process has no other
+stages.  Run as a program, this module measures a case and prints JSON.
 
     resident memory   ____/\_/\___ steps before: weights, gradients, libraries = the base
-                                  \____/^^^^\___ one step: its peak above the base is what is told
+                                  \____/^^^^\___ one step: its peak above the base is reported
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from gridtrain.core.stages.schedule import ActionKind, fill_drain, one_forward_one_backward
 from gridtrain.pipeline.stage import Stage
@@ -33,7 +32,7 @@ SCHEDULES = {"fill-drain": fill_drain, "1F1B": one_forward_one_backward}
 
 @dataclass(frozen=True)
 class Peak:
-    """Of the first of the stages, which keeps most."""
+    """The peak of the first stage, which stores the most micro-batches (`kept`)."""
 
     schedule: str
     rematerialise: bool
@@ -89,11 +88,6 @@ def all_cases() -> list[Peak]:
             )
             found.append(Peak(**json.loads(done.stdout)))
     return found
-
-
-def inputs_bytes() -> int:
-    """Of what re-materialization keeps of one micro-batch."""
-    return Tensor.numel(torch.empty(SAMPLES, SHAPE.context, SHAPE.width, device="meta")) * 4
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""A pipeline as it really runs: a coordinator, four agents, their scripts, each on a host of its own.
+"""Measures the steps of real pipelines: a coordinator and four workers with agents, each on its own host.
 
-Decides which groups are started and how a step is timed.  Only the computing is emulated (`stages.emulated`):
-the rest is `gridtrain worker INVITE -- python ...`, ZeroMQ, the commit vote, over cables that have a rate.
+Only the computing is emulated (`stages.emulated`).
 
-    hub   gridtrain coordinator          host 1   gridtrain worker -> this file: stage 0   } shaped cables,
+    hub   gridtrain coordinator          host 1   gridtrain worker -> this file: stage 0   } shaped links,
                                          ...                                              } one bridge
                                          host 4   gridtrain worker -> this file: stage 3   }
 
-    a step   |-- wait for the turn, read the batch, fill, drain, rows, vote --|   from commit to commit
+    a step   |-- wait for the turn, read the batch, fill, drain, exchange, vote --|   from commit to commit
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Cable:
-    """Of each host: its rate in each direction, and the delay from one host to another."""
+class Network:
+    """The rate of each host's link in each direction, and the delay from one host to another."""
 
     name: str
     rate: str
     delay_s: float
 
 
-LAN = Cable("1 Gbit/s", "1000Mbit", 0.0)
-FAST = Cable("100 Mbit/s, 5 ms", "100Mbit", 0.005)
+LAN = Network("1 Gbit/s", "1000Mbit", 0.0)
+FAST = Network("100 Mbit/s, 5 ms", "100Mbit", 0.005)
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Of the first stage, in order: seconds from commit to commit, and what they were made of."""
+    """The steps of the first stage: seconds from commit to commit, and their parts."""
 
     step_s: list[float]
     computing_s: list[float]
@@ -65,7 +64,7 @@ class Steps:
 
 
 class Samples:
-    """One number a sample: the first stage makes activations of it, as an embedding does."""
+    """A number for each sample, of which the first stage makes activations, like an embedding."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -89,7 +88,7 @@ def zeros(block: nn.Module, number: int) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """One worker."""
+    """Train as one worker."""
     torch.set_num_threads(1)
     sleep_exactly()
     grid = gridtrain.join()
@@ -119,10 +118,10 @@ def work(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A group, by a short name for the command line."""
+    """A pipeline to measure, with a short name for the command line."""
 
     name: str
-    cable: Cable
+    network: Network
     micro_batches: int
     ahead: float = 1.0
     encrypted: bool = False
@@ -130,26 +129,28 @@ class Case:
 
     @property
     def key(self) -> str:
-        said = "encrypted" if self.encrypted else "in the clear"
+        encryption = "encrypted" if self.encrypted else "in the clear"
         schedule = f"1F1B {self.ahead:g} ahead"
-        return f"{self.stages} stages, {schedule}, M = {self.micro_batches}, {self.cable.name}, {said}"
+        return (
+            f"{self.stages} stages, {schedule}, M = {self.micro_batches}, {self.network.name}, {encryption}"
+        )
 
     @property
     def ideal_s(self) -> float:
-        """With nothing but the bubble."""
+        """The duration of a step with only the bubble."""
         return (self.micro_batches + self.stages - 1) * (FORWARD_S + BACKWARD_S)
 
     @property
     def predicted_s(self) -> float:
-        """With the links too: what `stages.timetable` says; without the vote."""
-        made = timetable(
+        """The duration with the links, too, but without the vote, by `stages.timetable`."""
+        predicted = timetable(
             one_forward_one_backward(self.stages, self.micro_batches, ahead=self.ahead),
             FORWARD_S,
             BACKWARD_S,
-            send_s=PAYLOAD_BYTES / rate_Bps(self.cable.rate),
-            latency_s=self.cable.delay_s,
+            send_s=PAYLOAD_BYTES / rate_Bps(self.network.rate),
+            latency_s=self.network.delay_s,
         )
-        return made.makespan_s
+        return predicted.makespan_s
 
 
 CASES = (
@@ -166,32 +167,32 @@ NAMES = (*(case.name for case in CASES), "torch", "alone")
 
 
 def measure(case: Case, steps: int) -> Steps:
-    """One group; the steps after the warm-up.  Raises `LabError` with the ends of the logs."""
+    """Return the steps after the warm-up of one group.  Raises `LabError` with the ends of the logs."""
     with tempfile.TemporaryDirectory(prefix="gridtrain-pipeline-") as text, Net() as net:
         folder = Path(text)
         script = [sys.executable, str(Path(__file__).resolve()), "--result", str(folder)]
         script += ["--stages", str(case.stages), "--micro-batches", str(case.micro_batches)]
         script += ["--ahead", str(case.ahead), "--steps", str(steps + WARM_UP_STEPS + 1)]
-        plan = Plan(workers=case.stages, encrypted=case.encrypted, line=case.cable.rate)
+        plan = Plan(workers=case.stages, encrypted=case.encrypted, link_rate=case.network.rate)
         group = start(net, plan, folder, lambda name: script)
-        _delay(group.lines.values(), case.cable)
+        _delay(group.uplinks.values(), case.network)
         group.wait(TIMEOUT_S)
         found = json.loads((folder / "stage-0.json").read_text())
     return Steps(**{name: values[WARM_UP_STEPS:] for name, values in found.items()})
 
 
-def torch_rows(cable: Cable, rounds: int, stages: int = 4) -> list[dict[str, Any]]:
-    """torch.distributed.pipelining over gloo on hosts with the same cables."""
+def torch_rows(network: Network, rounds: int, stages: int = 4) -> list[dict[str, Any]]:
+    """Measure torch.distributed.pipelining over gloo on hosts with the same links."""
     with tempfile.TemporaryDirectory(prefix="gridtrain-pipeline-") as text, Net() as net:
         hosts = [net.host(f"torch-{rank}") for rank in range(stages)]
         for host in hosts:
-            host.shape(up=cable.rate, down=cable.rate)
-        _delay(hosts, cable)
-        times = torch_side.in_lab(net, Path(text), stages, RIVALS[cable], rounds, PAYLOAD_BYTES)
+            host.shape(up=network.rate, down=network.rate)
+        _delay(hosts, network)
+        times = torch_side.in_lab(net, Path(text), stages, RIVALS[network], rounds, PAYLOAD_BYTES)
     return [
         {
-            "case": f"torch-{cable.name}-{micro_batches}",
-            "key": f"{stages} stages, torch's {name}, M = {micro_batches}, {cable.name}, gloo",
+            "case": f"torch-{network.name}-{micro_batches}",
+            "key": f"{stages} stages, torch's {name}, M = {micro_batches}, {network.name}, gloo",
             "ideal_s": (micro_batches + stages - 1) * (FORWARD_S + BACKWARD_S),
             "predicted_s": None,
             "times_s": found,
@@ -201,7 +202,7 @@ def torch_rows(cable: Cable, rounds: int, stages: int = 4) -> list[dict[str, Any
 
 
 def alone_row(rounds: int, micro_batches: int = 24, stages: int = 4) -> dict[str, Any]:
-    """The same work on one worker, which waits and does nothing else: no line, no vote."""
+    """Measure the same work in one process, which only waits, without links and vote."""
     sleep_exactly()
     layers = nn.Sequential(*(Emulated(last=layer == stages - 1) for layer in range(stages)))
     row = torch.zeros(1, elements_of(PAYLOAD_BYTES))
@@ -215,7 +216,7 @@ def alone_row(rounds: int, micro_batches: int = 24, stages: int = 4) -> dict[str
     step_s()  # not counted: libraries are loaded in it
     return {
         "case": "alone",
-        "key": f"one stage of {stages} layers, M = {micro_batches}, no line and no vote",
+        "key": f"one stage of {stages} layers, M = {micro_batches}, no link and no vote",
         "ideal_s": micro_batches * stages * (FORWARD_S + BACKWARD_S),
         "predicted_s": None,
         "times_s": [step_s() for _ in range(rounds)],
@@ -223,7 +224,7 @@ def alone_row(rounds: int, micro_batches: int = 24, stages: int = 4) -> dict[str
 
 
 def rows(steps: int, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of the cases named."""
+    """Measure the named cases."""
     found = []
     for case in CASES:
         if case.name in names:
@@ -245,14 +246,14 @@ def rows(steps: int, names: Sequence[str]) -> list[dict[str, Any]]:
                 }
             )
     if "torch" in names:
-        found += [row for cable in (LAN, FAST) for row in torch_rows(cable, max(3, steps // 2))]
+        found += [row for network in (LAN, FAST) for row in torch_rows(network, max(3, steps // 2))]
     if "alone" in names:
         found.append(alone_row(3))
     return found
 
 
 def goals(table: Sequence[dict[str, Any]], stages: int = 4) -> list[tuple[str, str, str]]:
-    """(goal, wanted, reached) as far as it was measured."""
+    """Return (goal, bound, result) of all goals whose cases were measured."""
     median_s = {
         row["case"]: statistics.median(row["times_s"]) for row in table if not row["case"].startswith("torch")
     }
@@ -263,9 +264,7 @@ def goals(table: Sequence[dict[str, Any]], stages: int = 4) -> list[tuple[str, s
             took_s = statistics.median(row["times_s"])
             torch_s[row["case"]] = min(took_s, torch_s.get(row["case"], took_s))
     alone = median_s.get("alone")
-    late = (
-        alone / ideal_s["alone"] if alone else math.nan
-    )  # what a wait really takes, over what was asked for
+    late = alone / ideal_s["alone"] if alone else math.nan  # duration of waits over the requested duration
     found = []
 
     def add(goal: str, wanted: str, needs: Sequence[str], value: Callable[[], str]) -> None:
@@ -275,7 +274,7 @@ def goals(table: Sequence[dict[str, Any]], stages: int = 4) -> list[tuple[str, s
     for name in ("lan8", "lan8-encrypted"):
         share = f"M = 8, {name}: share of the bubble-only ideal"
         add(share, ">= 95 %", [name], lambda name=name: f"{ideal_s[name] / median_s[name]:.1%}")
-        corrected = f"M = 8, {name}: share of it, with what waiting really takes"
+        corrected = f"M = 8, {name}: share of it, with the measured duration of waits"
         add(
             corrected,
             ">= 95 %",
@@ -283,7 +282,7 @@ def goals(table: Sequence[dict[str, Any]], stages: int = 4) -> list[tuple[str, s
             lambda name=name: f"{late * ideal_s[name] / median_s[name]:.1%}",
         )
     for case in CASES:
-        rival = f"torch-{case.cable.name}-{case.micro_batches}"
+        rival = f"torch-{case.network.name}-{case.micro_batches}"
         if not case.encrypted:
             add(
                 f"{case.name}: torch's time over ours",
@@ -308,14 +307,14 @@ def goals(table: Sequence[dict[str, Any]], stages: int = 4) -> list[tuple[str, s
     return found
 
 
-def _delay(hosts: Iterable[Host], cable: Cable) -> None:
-    if cable.delay_s:
+def _delay(hosts: Iterable[Host], network: Network) -> None:
+    if network.delay_s:
         for host in hosts:
-            host.shape(delay_s=cable.delay_s)
+            host.shape(delay_s=network.delay_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="one worker of the part `runtime`")
+    parser = argparse.ArgumentParser(description="a worker of the part `runtime`")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--payload", type=int, default=PAYLOAD_BYTES)

@@ -1,8 +1,6 @@
-"""The same emulated stages under torch.distributed.pipelining: a process for each, gloo.
+"""The same emulated stages with torch.distributed.pipelining over gloo, each in a process on its own host.
 
-Every process is on a host of its own in the lab, with the cables that ours have.
-
-    python torch_side.py --rank 2 --stages 4 --meet tcp://10.77.0.2:29500 --cases GPipe:8 1F1B:8 --result FILE
+python torch_side.py --rank 2 --stages 4 --meet tcp://10.77.0.2:29500 --cases GPipe:8 1F1B:8 --result FILE
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ if TYPE_CHECKING:
 
 Case = tuple[str, int]
 Spans = dict[Case, list[tuple[float, float]]]
-"""Of each case (schedule, micro-batches), when each step began and ended here."""
+"""Begin and end of each step on this rank, by case (schedule, micro-batches)."""
 
 PORT = 29500
 TIMEOUT_S = 120.0
 
 
 def work(rank: int, stages: int, meet: str, cases: Sequence[Case], rounds: int, payload_bytes: int) -> Spans:
-    """One rank: all cases in turn, so many rounds after one that is not counted."""
+    """Run as one rank: all cases in turn, `rounds` times after a round that is not counted."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     torch.set_num_threads(1)
@@ -53,7 +51,7 @@ def work(rank: int, stages: int, meet: str, cases: Sequence[Case], rounds: int, 
         )
         schedule = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[name]
         made[name, micro_batches] = schedule(stage, micro_batches, loss_fn=loss_of, scale_grads=False)
-    for turn in range(rounds + 1):  # the first one is not counted: connections are made in it
+    for turn in range(rounds + 1):  # connections are made in the first one, which is not counted
         for case, runner in made.items():
             inputs = torch.zeros(case[1], elements_of(payload_bytes))
             dist.barrier()
@@ -67,7 +65,7 @@ def work(rank: int, stages: int, meet: str, cases: Sequence[Case], rounds: int, 
 
 
 def longest_s(parts: Sequence[Spans]) -> dict[Case, list[float]]:
-    """Of each case the seconds of each round, from the first beginning to the last end."""
+    """Return the duration of each round by case, from the first begin to the last end of all ranks."""
     return {
         case: [
             max(stop_s for _, stop_s in spans) - min(start_s for start_s, _ in spans)
@@ -80,7 +78,7 @@ def longest_s(parts: Sequence[Spans]) -> dict[Case, list[float]]:
 def in_lab(
     net: Net, folder: Path, stages: int, cases: Sequence[Case], rounds: int, payload_bytes: int
 ) -> dict[Case, list[float]]:
-    """On hosts `torch-0`, ... of the lab.  Raises `LabError` where a rank fails."""
+    """Measure on the lab's hosts `torch-0`, ...  Raises `LabError` if a rank fails."""
     from lab.ns import LabError
 
     hosts = [net.hosts[f"torch-{rank}"] for rank in range(stages)]
@@ -108,7 +106,7 @@ def _case(text: str) -> Case:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="one rank of torch.distributed.pipelining")
+    parser = argparse.ArgumentParser(description="a rank of torch.distributed.pipelining")
     for name in ("rank", "stages", "rounds", "payload"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--meet", required=True)
@@ -122,4 +120,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as rivals.contract.leave says
+    os._exit(0)  # see rivals.contract.leave

@@ -142,7 +142,8 @@ class AccessHandler:
     def status(self) -> dict[str, Any]:
         """Return the part of the operator's status that concerns access."""
         status = self._authorization.status(self._wall())
-        for row in status["enrolled"]:
+        status["removed"] = [{"peer": peer.hex()} for peer in self._authorization.removed_members()]
+        for row in (*status["enrolled"], *status["removed"]):
             if name := self._membership.worker_name(bytes.fromhex(row["peer"])):
                 row["name"] = name  # of workers that have left as well, so that they can be banned by name
         return status

@@ -13,13 +13,14 @@ Use neither `stream.shuffle` nor `split_dataset_by_node`: the run shuffles, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import shard_index, shard_rows
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import Copy
 from gridtrain.training.data.shard_files import ShardCache, ShardFile
 from gridtrain.training.data.shards import Shards
@@ -86,22 +87,31 @@ def _shard_count(stream: Any) -> int:
     return count
 
 
-def _copy(stream: Any, place: str, part: Path, limit_bytes: int, count: Callable[[int], None]) -> None:
-    """Write the rows of a shard; see `gridtrain.training.data.shard_fetch.copy_rest`."""
+def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMeter) -> None:
+    """Write the rows of a shard; see `gridtrain.training.data.shard_fetch.copy_rest`.
+
+    The package datasets reads by itself, so rows stand for what it reads: the next are requested when the
+    limit allows as many bytes as the last ones have.
+    """
     shard = stream.shard(num_shards=stream.num_shards, index=int(place.removeprefix(_PLACE)))
     with part.open("wb") as file:
 
         def rows() -> Iterator[dict[str, Any]]:
+            counted = 0
             for batch in shard.iter(batch_size=_BATCH_ROWS):  # `iter(shard)` would divide it among loaders
                 if file.tell() > limit_bytes:
                     raise DataError(
                         f"{place} has changed: its rows have more than {limit_bytes} bytes",
                         remedy="write the index again, or pin the data set's revision",
                     )
+                meter.count(file.tell() - counted)
+                counted = file.tell()
+                meter.request(1)
                 columns = list(batch)
                 yield from (
                     dict(zip(columns, values, strict=True)) for values in zip(*batch.values(), strict=True)
                 )
 
+            meter.count(file.tell() - counted)
+
         shard_rows.write_rows(rows(), file)
-        count(file.tell())

@@ -62,7 +62,7 @@ class GridTrainerMixin(_Trainer):
     """
 
     def __init__(self, *, grid: Grid, grid_options: dict[str, Any] | None = None, **options: Any) -> None:
-        _refuse_stream(options.get("train_dataset"))
+        _refuse_stream_or_empty(options.get("train_dataset"))
         super().__init__(**options)
         _refuse_misfits(self.args)
         self.grid = grid
@@ -182,7 +182,12 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     ) from cause
 
 
-def _refuse_stream(dataset: Any) -> None:
+def _refuse_stream_or_empty(dataset: Any) -> None:
+    if dataset is not None and has_length(dataset) and not len(dataset):
+        raise ConfigError(
+            f"train_dataset, a {type(dataset).__name__}, has no samples",
+            remedy="check the paths and filters with which it is made",
+        )
     if dataset is not None and readers.is_iterable(dataset) and not has_length(dataset):
         raise ConfigError(
             f"train_dataset is a {type(dataset).__name__} without a length: every worker would read all",

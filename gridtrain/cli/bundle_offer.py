@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
     from gridtrain_worker.bundle_consent import BundleOffer
 
 MAX_ORIGINS = 5
+LABEL_WIDTH = 15
 SHOWN_LIMITS = ("upload_limit", "download_limit", "donate_limit", "relay", "checkpoint_every", "set")
 DISCLOSED_DATA = (
     "to other workers: gradients or parameter changes, votes and your address; to newcomers also the model",
-    "to the coordinator: this worker's name and address, step times, byte counts, the digests and sizes of",
-    "  model and data, and the values that the script reports",
+    "to the coordinator: this worker's name and address, step times, byte counts, the digests and sizes of "
+    "model and data, and the values that the script reports",
     "never sent by gridtrain: your files, samples of your data, host or user names",
     "the script itself runs with the permissions of your user account, without a sandbox",
 )
@@ -36,7 +39,7 @@ DISCLOSED_DATA = (
 
 def ask_consent(settings: OptionValues, job: Job, offer: BundleOffer) -> bool:
     """Show the offer to the person at the terminal; return whether they accept it."""
-    click.echo("\n".join(offer_lines(settings, job, offer)), err=True)
+    click.echo("\n".join(fit_lines(offer_lines(settings, job, offer))), err=True)
     click.echo("", err=True)
     return click.confirm("Run it on this machine?", default=False, err=True)
 
@@ -50,9 +53,9 @@ def show_offer(settings: OptionValues, job: Job, offer: BundleOffer | None) -> N
         return
     if offer is None:
         click.echo(f"It would run: {shlex.join(job.command)}")
-        click.echo("\n".join(_limits(settings)))
+        click.echo("\n".join(fit_lines(_limits(settings))))
         return
-    click.echo("\n".join(offer_lines(settings, job, offer)))
+    click.echo("\n".join(fit_lines(offer_lines(settings, job, offer))))
     state = "accepted on this machine" if is_accepted(offer) else "not accepted yet"
     click.echo(f"\nThis was a dry run: nothing was started.  The bundle is {state}.")
 
@@ -125,6 +128,18 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
     ]
 
 
+def fit_lines(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines, broken between words at the terminal's edge, with the texts in one column."""
+    columns = shutil.get_terminal_size().columns
+    for line in lines:
+        width = LABEL_WIDTH if line.startswith(" ") else 0
+        pieces = textwrap.wrap(
+            line[width:], max(20, columns - width), break_long_words=False, break_on_hyphens=False
+        )
+        for number, piece in enumerate(pieces or [""]):
+            yield (" " * width if number else line[:width]) + piece
+
+
 def _limits(settings: OptionValues) -> list[str]:
     shown = [
         f"{name.replace('_', ' ')}: {settings[name].shown}"
@@ -135,7 +150,7 @@ def _limits(settings: OptionValues) -> list[str]:
 
 
 def _labelled(label: str, texts: Sequence[str]) -> list[str]:
-    return [f"  {label if i == 0 else '':<12} {text}" for i, text in enumerate(texts)]
+    return [f"  {label if i == 0 else '':<{LABEL_WIDTH - 3}} {text}" for i, text in enumerate(texts)]
 
 
 def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:

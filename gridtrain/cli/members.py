@@ -54,7 +54,12 @@ def render(status: Mapping[str, Any]) -> Group:
     from rich.text import Text
 
     access = status.get("door")
-    below = [*_invitations(access), *_banned(access), *_violations(access, known_keys(status))]
+    below = [
+        *_invitations(access),
+        *_removed(access),
+        *_banned(access),
+        *_violations(access, known_keys(status)),
+    ]
     return Group(members_table(status), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
 
 
@@ -106,6 +111,11 @@ def _invitations(access: Any) -> Iterator[str]:
         left = format_duration(left_s) if isinstance(left_s, int | float) else "?"
         used = f"{count(line.get('used'))} of {count(line.get('uses'))} uses"
         yield f"invitation {line.get('id', '?')!s}: {used}, {left} left"
+
+
+def _removed(access: Any) -> Iterator[str]:
+    for line in rows(access, "removed")[-MAX_LINES:]:
+        yield f"removed {line.get('name', NO_NAME)!s} {_key(line)}: a new invitation admits it again"
 
 
 def _banned(access: Any) -> Iterator[str]:

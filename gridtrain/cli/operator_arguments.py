@@ -76,10 +76,11 @@ def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: b
 
 
 def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, str]:
-    """Return the names of all known members, or of all banned members, by key (64 digits)."""
+    """Return the names of all members, also of removed ones, or of all banned members, by key (64 digits)."""
     access = status.get("door")
     known: dict[str, str] = {}
-    for line in rows(access, "banned") if banned else [*rows(access, "enrolled"), *rows(status, "members")]:
+    admitted = [*rows(access, "removed"), *rows(access, "enrolled"), *rows(status, "members")]
+    for line in rows(access, "banned") if banned else admitted:
         key = line.get("peer")
         if isinstance(key, str) and len(key) == KEY_DIGITS and not set(key) - set(string.hexdigits):
             known[key] = str(line.get("name", NO_NAME))
@@ -92,13 +93,19 @@ def _present_keys(status: Mapping[str, Any]) -> set[str]:
 
 
 def resolve_member(
-    who: str, known: Mapping[str, str], *, present: Collection[str] = (), any_key: bool = False
+    who: str,
+    known: Mapping[str, str],
+    *,
+    present: Collection[str] = (),
+    any_key: bool = False,
+    kind: str = "",
 ) -> bytes:
     """Return the key of the member whose name is `who`, or whose key begins with `who`.
 
     Args:
         present: the keys of connected members, which a name means before members that have left.
         any_key: whether to accept a complete key that is unknown.
+        kind: what the known members are, for the error: "banned " or nothing.
 
     Raises:
         ConfigError: `who` matches no member, or several members.
@@ -118,7 +125,7 @@ def resolve_member(
             f"{who!r} matches {len(meant)} members: {candidates}", remedy="specify more digits of the key"
         )
     raise ConfigError(
-        f"{who!r} matches no member; known members: {candidates or 'none'}",
+        f"{who!r} matches no member; known {kind}members: {candidates or 'none'}",
         remedy=f"specify a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists "
         "them",
     )

@@ -22,5 +22,5 @@ def unban(who: str, run: str, state: Path | None) -> None:
 
     operator = operator_for(run, state)
     known = known_keys(operator.status(), banned=True)
-    peer = resolve_member(who, known, any_key=True)
+    peer = resolve_member(who, known, any_key=True, kind="banned ")
     click.echo(with_member_name(peer, known, operator.order(Unban(peer))))

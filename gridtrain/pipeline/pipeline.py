@@ -232,6 +232,7 @@ class Pipeline:
 
     def track(self, **trackers: serialization.Stateful) -> None:
         """Track stateful objects; see `Grid.track`."""
+        serialization.check_stateful(trackers)
         self.held.track(**trackers)
 
     # -- one attempt -------------------------------------------------------------------------------

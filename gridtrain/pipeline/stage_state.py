@@ -84,9 +84,9 @@ class PipelineOptions:
             )
         if self.micro_batches is not None:
             check_in_flight(self.schedule(self.stages, self.micro_batches))
-        if not -(2**63) <= self.seed < 2**63:
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(
-                f"seed is {self.seed}; it must be from -2**63 to 2**63 - 1",
+                f"seed is {self.seed!r}; it must be from -2**63 to 2**63 - 1",
                 remedy="use a seed between these bounds",
             )
 
@@ -117,9 +117,9 @@ def schedule_for(name: str, ahead: float) -> tuple[ScheduleFactory, str]:
     """Return the schedule with this name and its description; raise `ConfigError` for an invalid argument."""
     if name == "fill-drain":
         return schedule.fill_drain, name
-    if name != "1f1b" or not 0 <= ahead <= MOST_AHEAD:
+    if name != "1f1b" or not isinstance(ahead, int | float) or not 0 <= ahead <= MOST_AHEAD:
         raise ConfigError(
-            f'schedule="{name}" with ahead={ahead:g} is not a valid combination',
+            f'schedule="{name}" with ahead={ahead!r} is not a valid combination',
             remedy=f'use schedule="1f1b" with ahead from 0 to {MOST_AHEAD:g}, or "fill-drain", which runs '
             "as far ahead as possible",
         )

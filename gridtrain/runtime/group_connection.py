@@ -141,6 +141,15 @@ class GroupConnection:
             except RuntimeError:  # the table grew while it was read
                 continue
 
+    @property
+    def received_bytes(self) -> int:
+        """The total number of bytes received so far.  Thread-safe."""
+        while True:
+            try:
+                return sum(received for _, received in self.traffic.values())
+            except RuntimeError:  # the table grew while it was read
+                continue
+
     # -- before this worker leaves -----------------------------------------------------------------
 
     def resolve_last_round(self, timeout_s: float) -> RoundOutcome | None:

@@ -260,9 +260,10 @@ class IoLoop:
             self._publish()
         self.step_rounds.hash_ahead()
         self._transport.return_credit(self._core.early_bytes)
-        is_payload_only = self._is_payload_only and (had_commands or bool(events))
         now_s = time.monotonic()
-        if not is_payload_only or self._is_housekeeping_due(due_s, now_s):
+        # An iteration without events or commands, such as one that hashes a slice, is idle only at `due_s`.
+        is_idle = not (had_commands or events) and now_s >= due_s
+        if is_idle or not self._is_payload_only or self._is_housekeeping_due(due_s, now_s):
             self._do_housekeeping(now_s)
         self._is_payload_only = True  # reset here, because commands are also carried out between iterations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from pathlib import Path
@@ -15,7 +16,11 @@ from types import TracebackType
 
 from gridtrain.errors import GridtrainError, LocalProtocolError
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = (
+    str(Path(__file__).resolve().parents[1]),
+    *{sysconfig.get_path(n) for n in ("purelib", "stdlib")},
+)
+"""Folders of gridtrain, other installed packages and Python, none of which is the user's script."""
 
 
 def install_sigterm_handler() -> None:
@@ -61,7 +66,7 @@ def _format_error(kind: type[BaseException], error: BaseException, trace: Traceb
     if isinstance(error, KeyboardInterrupt):
         print("gridtrain: interrupted; this worker is leaving the run", file=sys.stderr)
     elif isinstance(error, GridtrainError) and not isinstance(error, LocalProtocolError):
-        frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_PACKAGE)]
+        frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_LIBRARIES)]
         place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
         print(f"gridtrain: {place}{kind.__name__}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code)  # the interpreter exits with this code instead of 1

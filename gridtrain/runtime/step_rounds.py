@@ -119,7 +119,8 @@ class StepRounds:
         settings: bytes,
     ) -> RoundOutcome:
         """Submit this worker's part of a round, wait for the outcome, and return the outcome."""
-        return self.await_submitted(self.submit(round_id, buffers, skip, settings))
+        mine = self.submit(round_id, buffers, skip, settings, is_awaited=True)
+        return self.await_submitted(mine)
 
     def submit(
         self,
@@ -127,10 +128,16 @@ class StepRounds:
         buffers: Sequence[CollectiveBuffer | BucketedBuffer],
         skip: bool,
         settings: bytes,
+        *,
+        is_awaited: bool = False,
     ) -> OpenRound | None:
         """Submit this worker's part of a round and return the round, or None if the round is over.
 
         Buckets that `begin_bucket` has already submitted are not submitted again.
+
+        Args:
+            is_awaited: whether the trainer only waits for the outcome, with which a snapshot is published; it
+                then needs no snapshot that says that the round is submitted.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation != round_id.generation:
@@ -154,7 +161,8 @@ class StepRounds:
             mine.buffers |= rest
             mine.voted_buffers, mine.settings = buffers, settings
             self._submit(mine)
-        self._mailbox.submit(io.SubmitRound(round_id, collectives, settings=settings))
+        submit = self._mailbox.submit_payload if is_awaited else self._mailbox.submit
+        submit(io.SubmitRound(round_id, collectives, settings=settings))
         if mine.is_failed:
             # The other members cannot send the missing payload again, so all members must start over.
             self._mailbox.submit(io.RoundFailed(REJECTED_EARLIER))

@@ -6,6 +6,9 @@ import operator
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.client.worker_naming import run_folder_name, state_directory
@@ -28,6 +31,28 @@ def to_ints(**named: Any) -> list[Any]:
                 f"{name} is {value!r}; it must be a whole number", remedy=f"pass an int: {name}=32"
             ) from None
     return plain
+
+
+def check_kinds(optimizer: object, model: object) -> None:
+    """Raise `ConfigError` unless these are an optimizer and a model; they are easily swapped."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"grid.optimizer was given a {type(optimizer).__name__} and a {type(model).__name__}; it needs a "
+            "torch.optim.Optimizer and a torch.nn.Module",
+            remedy="call grid.optimizer(optimizer, model, ...)",
+        )
+
+
+def to_intervals(**named: Any) -> list[int]:
+    """Return numbers of steps as plain ints; 0 stands for never.  Raises `ConfigError` for other values."""
+    intervals = []
+    for name, steps in zip(named, to_ints(**named), strict=True):
+        if steps is None or steps < 0:
+            raise ConfigError(
+                f"{name} is {steps}; it must be a number of steps, or 0 for never", remedy=f"try {name}=500"
+            )
+        intervals.append(steps)
+    return intervals
 
 
 def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,10 +31,11 @@ from gridtrain.config import Auto, Exchange, GTopK, JoinConfig, LocalSteps, Over
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
-from gridtrain.errors import ConfigError, DataError
+from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
+from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.pipeline import model_costs
 from gridtrain.pipeline.blueprint import Blueprint, Init, Model
 from gridtrain.pipeline.micro_batch_count import parse_micro_batches
@@ -52,7 +54,14 @@ from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
 from gridtrain.runtime.client.worker_naming import default_listen_address
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.process_hooks import describe_end, install_sigterm_handler, uncaught_error
-from gridtrain.sdk.arguments import check_readers, state_options, to_ints, unsupported_scaler_error
+from gridtrain.sdk.arguments import (
+    check_kinds,
+    check_readers,
+    state_options,
+    to_intervals,
+    to_ints,
+    unsupported_scaler_error,
+)
 from gridtrain.sdk.device_speed import device_flops, float32_flops
 from gridtrain.sdk.reported_figures import ReportedFigures
 from gridtrain.sdk.run_end import export_folder, finish_run
@@ -62,10 +71,12 @@ from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.data import readers, sampler
 from gridtrain.training.data.batch_sizes import BatchSizes
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.prefetch import Prefetcher
 from gridtrain.training.data.shards import ShardedDataset
 from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
+from gridtrain.training.model_check import TokenCheck, check_values, spread_samples
 from gridtrain.training.model_state import ModelState, WholeModelState
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
@@ -101,7 +112,12 @@ class Grid:
             transport.close()  # the session's thread, which closes it, may never have run
             raise
         self._figures = ReportedFigures()
-        self._pauses = PauseController(self._session, NoAgent(), None, lambda upload_Bps, download_Bps: None)
+        self._fetches = FetchMeter()
+        if config.download_limit:
+            self._fetches.limit(parse_rate(config.download_limit), math.inf)
+        self._pauses = PauseController(
+            self._session, NoAgent(), None, lambda upload_Bps, download_Bps: None, self._fetches
+        )
         self._model_state: ModelState | None = None
         self._turns: Turns | None = None
         self._is_closed = False
@@ -157,8 +173,8 @@ class Grid:
         return self._session.connection.traffic
 
     def moved_bytes(self) -> int:
-        """Return the bytes sent and received so far.  May be called from any thread."""
-        return self._session.connection.moved_bytes
+        """Return the bytes sent, received and fetched so far.  May be called from any thread."""
+        return self._pauses.moved_bytes
 
     # -- what a loop calls -------------------------------------------------------------------------
 
@@ -215,6 +231,10 @@ class Grid:
                 "grid.optimizer was called twice",
                 remedy="call grid.optimizer only once, because a run trains one model",
             )
+        check_kinds(optimizer, model)
+        average_buffers_every, compare_every = to_intervals(
+            average_buffers_every=average_buffers_every, compare_every=compare_every
+        )
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
             chosen = _fit_auto(chosen, optimizer, overlap)
@@ -318,6 +338,9 @@ class Grid:
             )
         if self._scalers:
             raise unsupported_scaler_error()
+        average_buffers_every, compare_every = to_intervals(
+            average_buffers_every=average_buffers_every, compare_every=compare_every
+        )
         make_schedule, schedule_name = schedule_for(schedule, ahead)
         options = PipelineOptions(
             stages=stages,
@@ -389,7 +412,8 @@ class Grid:
             batch_size: the number of samples in one yielded batch on this worker.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.
-            max_batch_size: with `global_batch_size`, the largest batch that this worker can process.
+            max_batch_size: with `global_batch_size`, the largest batch that this worker can process; exceeded
+                while the group is too small, as the coordinator's log then says.
             epochs, steps: the length of the run, for all workers together; pass exactly one of the two.
             accumulate: the number of yielded batches in one step; the loop must divide the mean loss of each
                 batch by this number.
@@ -414,7 +438,11 @@ class Grid:
         self._wrapped().set_backwards_per_step(accumulate)
         make_reader = readers.IterableReader if readers.is_iterable(dataset) else readers.MapReader
         reader = make_reader(dataset, turns.spec, accumulate, collate_fn)
-        ahead = Prefetcher(reader, num_workers, prefetch_factor) if num_workers else None
+        ahead = Prefetcher(reader, num_workers, prefetch_factor, self._fetches) if num_workers else None
+        further = partial(spread_samples, dataset, collate_fn)
+        tokens = TokenCheck(
+            self._wrapped().model, further, is_tokens=getattr(dataset, "yields_tokens", False)
+        )
         if isinstance(dataset, ShardedDataset) and ahead is None:
             dataset.while_opening = self.evaluation  # a file may have to be fetched first
         try:
@@ -425,7 +453,12 @@ class Grid:
                     batches = reader.read(spans)
                 if failed_reads := getattr(dataset, "failed_reads", 0):
                     self.report(failed_reads=failed_reads)
+                for batch in batches:
+                    tokens.check(batch)
                 yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
+        except BudgetSpent:
+            self._pauses.report_spent()
+            raise
         except DataError:
             failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
             self._data_failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
@@ -462,6 +495,7 @@ class Grid:
                 remedy="use grid.batches(dataset, ...)",
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
+        turns.feeds_loader = True
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
 
     def weigh(self, count: int | torch.Tensor) -> None:
@@ -479,7 +513,14 @@ class Grid:
                 "grid.weigh was called for a pipeline, whose steps are weighed by samples",
                 remedy="weight the losses of the samples, as docs/pipeline.md describes",
             )
-        wrapped.weigh(int(count))
+        try:
+            tokens = int(count)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"the weight of a batch is {count!r}; it must be a number of tokens",
+                remedy="pass the number of tokens of which the loss is the mean",
+            ) from None
+        wrapped.weigh(tokens)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -530,7 +571,7 @@ class Grid:
             connect: a function that creates the transport with which this worker joins again after a pause.
             limit: a function that changes the rate limits of the current transport.
         """
-        self._pauses = PauseController(self._session, agent, connect, limit)
+        self._pauses = PauseController(self._session, agent, connect, limit, self._fetches)
 
     def close(self, reason: str = "the training script ended") -> None:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends."""
@@ -542,7 +583,8 @@ class Grid:
                 self._is_closed = True
                 if self._model_state is not None and self._turns is not None:
                     budget_bytes = self._pauses.remaining_bytes // 2
-                    self._model_state.leave(budget_bytes, between_steps=self._turns.is_stopped)
+                    between_steps = self._turns.is_stopped or self._session.is_turn_done
+                    self._model_state.leave(budget_bytes, between_steps=between_steps)
         finally:
             self._session.close("its run is finished" if self.finished else self._data_failure or reason)
             if self._model_state is not None:
@@ -588,7 +630,10 @@ class Grid:
         assert self._model_state is not None
         self._session.check_not_joined()
         sizes.check()
+        check_values(wrapped.model)
         export_folder(self._config)
+        if isinstance(dataset, ShardedDataset):
+            dataset.obey(self._fetches)
         size, data_text = readers.measure_dataset(dataset, length)
         shards = dataset.shard_sizes if isinstance(dataset, ShardedDataset) else ()
         spec = LedgerSpec(size, seed, epochs, steps, delay=wrapped.delay, shards=shards)

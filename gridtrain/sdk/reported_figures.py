@@ -39,7 +39,7 @@ class ReportedFigures:
                 remedy="report fewer figures, under names that do not change from step to step",
             )
         self._names = names
-        values = {name: float(value) for name, value in figures.items()}
+        values = {name: _to_float(name, value) for name, value in figures.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values) and not self._warned:
             self._warned = True
@@ -53,6 +53,15 @@ def check_names(config: JoinConfig) -> None:
     _check_text(NAME, "the name of the run", config.run)
     _check_text(NAME, "the name of this worker", config.name)
     _check_text(ADDRESS, "the advertised address", config.advertise)
+
+
+def _to_float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor with several elements
+        raise ConfigError(
+            f"the figure {name} is {value!r:.80}; it must be a number", remedy=f"call grid.report({name}=0.5)"
+        ) from None
 
 
 def _check_text(kind: TextField, what: str, text: str) -> None:

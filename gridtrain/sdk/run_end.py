@@ -60,6 +60,8 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
             exports = model_state.exports
         if exports:
             model_state.export(export_folder(config))
+        else:
+            log.warning("the run is finished; another worker writes its model")
     if isinstance(written, Exception):
         raise written
     model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)

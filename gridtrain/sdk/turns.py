@@ -28,6 +28,10 @@ from gridtrain.training.pause import PauseController
 log = logging.getLogger("gridtrain")
 
 Spans = tuple[Span, ...]
+LOADER_REMEDY = (
+    "; a DataLoader with workers reads the next batch too early: use num_workers=0, or instead of the loader "
+    "grid.batches(dataset, ..., num_workers=n)"
+)
 
 
 class Turns:
@@ -40,6 +44,7 @@ class Turns:
     Attributes:
         is_finished: whether the run has ended.
         is_stopped: whether this worker's agent has stopped it, or the run ended while it was paused.
+        feeds_loader: whether a `DataLoader` of the script draws the batches.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class Turns:
         self._computed: Spans = ()  # the positions of the latest turn
         self._rollback = TurnRollback(trainer.capture_turn_state)
         session.on_batch_dropped = self._rollback.drop_turn
-        self.is_finished = self.is_stopped = False
+        self.is_finished = self.is_stopped = self.feeds_loader = False
 
     def __iter__(self) -> Iterator[Sequence[Span]]:
         """Yield this worker's positions in the data for each call of `optimizer.step`, or stand-in positions
@@ -177,7 +182,7 @@ class Turns:
             f"optimizer.step() was called {self._trainer.local_calls} times for {batches} of step {step}; "
             "each batch is one step",
             remedy="call optimizer.step() once for each batch, or once for every a batches of "
-            "grid.batches(..., accumulate=a)",
+            "grid.batches(..., accumulate=a)" + (LOADER_REMEDY if self.feeds_loader else ""),
         )
 
 

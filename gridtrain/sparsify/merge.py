@@ -21,13 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, encode_with_decoded
+from gridtrain.network.wire.sparse_payload import EncodedSparse, SparseVector, ValueKind, encode_with_decoded
 
 IndexArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 TruncatedEntries = tuple[IndexArray, FloatArray]
 """Entries to add to a residual: strictly increasing indices (K,), and non-zero values (K,)."""
 
+_LARGEST = float(np.finfo(np.float32).max)
 _RESERVE_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; glibc retains at most twice as much
 _SAMPLED_FROM = 1 << 13  # the number of magnitudes from which a sample saves time
 _STRIDE = 32
@@ -41,15 +42,23 @@ class MergeResult:
     """The result of a merge.
 
     Attributes:
-        payload: the encoded result.
-        sparse: the entries to which the payload decodes; sparse + truncated == mine + theirs in float32.
+        encoded: the result; encoded.sparse + truncated == mine + theirs in float32.
         truncated_indices, truncated_values: the dropped values and the rounding errors of the encoding.
     """
 
-    payload: bytes
-    sparse: SparseVector
+    encoded: EncodedSparse
     truncated_indices: IndexArray
     truncated_values: FloatArray
+
+    @property
+    def payload(self) -> bytes:
+        """The encoded result."""
+        return self.encoded.payload
+
+    @property
+    def sparse(self) -> SparseVector:
+        """The entries to which the payload decodes."""
+        return self.encoded.sparse
 
     def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
         """Return the truncated entries for whose indices i % modulus == residue."""
@@ -81,7 +90,7 @@ def largest_summable(world_size: int, growth: float = 1.0) -> float:
     Args:
         growth: the factor by which roundings may increase a sum, if it is rounded on the way.
     """
-    return float(np.finfo(np.float32).max) / (2 * world_size * growth)
+    return _LARGEST / (2 * world_size * growth)
 
 
 def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
@@ -108,7 +117,8 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
     The other entries, and the rounding errors of the encoding, are the truncated entries of the result.
 
     Args:
-        summed: the entries of a vector of n elements; no value may be 0.
+        summed: the entries of a vector of n elements.  Entries of value 0 are ignored; an index may occur
+            again in them, after the entry that is not 0.
         n: the number of elements of the vector.
         k: the largest number of entries of the result.
         kind: the encoding of the values.
@@ -120,13 +130,14 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
     rest_values = summed.values.copy()
     rest_values[chosen] -= made.sparse.values  # exact: see `sparse_payload.encode_with_decoded`
     rest = np.flatnonzero(rest_values != 0)
-    return MergeResult(made.payload, made.sparse, summed.indices.take(rest), rest_values.take(rest))
+    return MergeResult(made, summed.indices.take(rest), rest_values.take(rest))
 
 
 def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
-    """Sum two sparse vectors by index in float32; sums that are exactly 0 are dropped.
+    """Sum two sparse vectors by index in float32.
 
-    The result has the same bits if the two vectors are exchanged.
+    An index of both vectors has two entries in the result: the sum, and then 0.  Entries of value 0 are not
+    removed, because `truncate` ignores them.  The result has the same bits if the two vectors are exchanged.
 
     Raises:
         RemoteProtocolError: a sum overflows float32.
@@ -142,9 +153,10 @@ def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
     total = pairs[:, 0].copy().view("<f4")
     twice = np.flatnonzero(indices[1:] == indices[:-1])
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
-        total[twice] += total[twice + 1]
-    total[twice + 1] = 0.0  # so that `_entries` drops the second entry of the same index
-    return _entries(indices, total)
+        sums = total.take(twice) + total.take(twice + 1)
+    _check_sums(indices.take(twice), sums)
+    total[twice], total[twice + 1] = sums, 0.0
+    return SparseVector(indices, total)
 
 
 def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
@@ -178,21 +190,26 @@ def _entries(indices: IndexArray, total: FloatArray) -> SparseVector:
     Raises:
         RemoteProtocolError: a sum is not finite.
     """
-    if not np.isfinite(total).all():
-        raise RemoteProtocolError(
-            f"a sum of sparse payloads overflows float32 at index {indices[~np.isfinite(total)][0]}",
-            remedy="disconnect the peer; a member with such large values must skip the step",
-        )
+    _check_sums(indices, total)
     is_entry = np.flatnonzero(total != 0)
     return SparseVector(indices.take(is_entry), total.take(is_entry))
 
 
+def _check_sums(indices: IndexArray, sums: FloatArray) -> None:
+    """Raise `RemoteProtocolError` if a sum is not finite."""
+    if not np.isfinite(sums).all():
+        raise RemoteProtocolError(
+            f"a sum of sparse payloads overflows float32 at index {indices[~np.isfinite(sums)][0]}",
+            remedy="disconnect the peer; a member with such large values must skip the step",
+        )
+
+
 def _largest(magnitudes: FloatArray, k: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the k largest magnitudes; ties go to the lowest position."""
-    if magnitudes.size <= k:
-        return np.ones(magnitudes.shape, np.bool_)
-    threshold = _kth_largest(magnitudes, k)
+    """Return a mask of the k largest magnitudes above 0; ties go to the lowest position."""
+    threshold = _kth_largest(magnitudes, k) if magnitudes.size > k else np.float32(0.0)
     chosen: npt.NDArray[np.bool_] = magnitudes > threshold
+    if threshold == 0:
+        return chosen
     ties = np.flatnonzero(magnitudes == threshold)
     chosen[ties[: k - np.count_nonzero(chosen)]] = True
     return chosen

@@ -7,6 +7,8 @@
 All optimizers inherit from wrapping_optimizer; auto_exchanger changes the exchange during a run,
 overlap_trial decides whether overlap saves time, and grad_scaler keeps the loss scale equal on all workers.
 
+Before joining, model_check refuses a model or data that cannot work.
+
 Around a step: batch_weights, overlap (buckets during backward), buffer_averaging (batch norm),
 hyperparameter_check (after an abort), skip_report.  Between two steps: model_state (checkpoints, leaving,
 export), residual_departure, pause, turn_start_state, absence (the steps that a stalled trainer has missed).

@@ -107,6 +107,7 @@ class ModelState(ABC):
         self._uploader: CheckpointUploader | None = None
         self._written_step: int | None = None  # of the checkpoint that was written last
         self._final_step: int | None = None  # the run's last step, if its checkpoint is being written
+        self._left_step: int | None = None  # after which this worker left, if its checkpoint is being written
 
     # -- joining -------------------------------------------------------------------------------------
 
@@ -216,11 +217,12 @@ class ModelState(ABC):
         return held if is_settled else None  # otherwise a step may have committed that the model lacks
 
     def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
-        """Transfer or save the residual when this worker leaves a run that continues."""
+        """Transfer or save the residual, and save the state between two steps, when this worker leaves a run
+        that has not reached its end."""
         try:
-            self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
+            is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
-            if between_steps:
+            if between_steps and is_settled:
                 self._keep_for_others()
         except GridtrainError as error:
             log.debug("the residual is not transferred: %s", error)  # this worker is no member (any more)
@@ -230,6 +232,12 @@ class ModelState(ABC):
     def close(self, timeout_s: float) -> None:
         """Wait for a checkpoint that is being written or uploaded, and release the folder."""
         self._wait_for_writer(timeout_s)
+        if self._left_step is not None and self._left_step == self._written_step:
+            log.warning(
+                "the state after step %d is in %s: this worker can continue from it, and gridtrain export "
+                "writes its model",
+                *(self._left_step, self._options.folder),
+            )
         if self._uploader is not None:
             self._uploader.close(timeout_s)
         if self._store is not None:
@@ -273,8 +281,9 @@ class ModelState(ABC):
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """Prepare the state for a pause; return its position if it stays in memory, otherwise None."""
 
-    def _keep_for_others(self) -> None:  # noqa: B027, a policy that most states do not need
-        """Save a state that no other worker has, because this worker leaves."""
+    @abstractmethod
+    def _keep_for_others(self) -> None:
+        """Save the state that may be lost with this worker, which leaves."""
 
     @abstractmethod
     def _drop_from_checkpoint(self, step: int) -> None:
@@ -507,6 +516,19 @@ class WholeModelState(ModelState):
         self._residual.clear()
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
+
+    def _keep_for_others(self) -> None:
+        """Write a checkpoint, because all workers may be leaving: nobody knows who is the last one.
+
+        With overlapped local steps none is written: the latest change is not applied yet.
+        """
+        snapshot = self._session.snapshot
+        step = snapshot.applied + 1
+        if not (self._has_checkpoints and snapshot.is_synced and step > 0) or self._optimizer.delay:
+            return
+        if step != self._written_step and self._wait_for_writer(SETTLE_TIMEOUT_S):
+            self._left_step = step
+            self._write_checkpoint(snapshot)
 
     def _drop_from_checkpoint(self, step: int) -> None:
         self.checkpoints.drop_residual(step)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
@@ -441,6 +441,7 @@ class GridOptimizer(WrappingOptimizer):
     def track(self, **trackers: serialization.Stateful) -> None:
         """Add stateful objects, such as schedulers and weight averages, to the replicated state.  Every
         worker must track the same objects, under the same names."""
+        serialization.check_stateful(trackers)
         self._trackers.update(trackers)
 
     def capture_state(self, whole: bool = True) -> Sequence[bytes | memoryview]:
@@ -574,8 +575,9 @@ def check_compatible(
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
     if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigError(f"{name} cannot be used in a run", remedy="use SGD or AdamW")
-    if clip_norm is not None and not 0.0 < clip_norm < math.inf:
-        raise ConfigError(f"clip_norm is {clip_norm}; it must be > 0 and finite", remedy="try clip_norm=1.0")
+    if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
+        text = f"clip_norm is {clip_norm!r}; it must be a number > 0 and finite"
+        raise ConfigError(text, remedy="try clip_norm=1.0")
     if isinstance(exchange, Dense | LocalSteps | Auto):
         return
     momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)

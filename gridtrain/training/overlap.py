@@ -38,6 +38,11 @@ def make_overlapper(
     flat: FlatGradient, whole: Exchanger, session: TrainingSession, overlap: Overlap, exchange: Exchange
 ) -> Overlapper | None:
     """Return an `Overlapper`, or None if the gradient is too short to be divided into buckets."""
+    if not isinstance(overlap, Overlap):
+        raise ConfigError(
+            f"overlap is {overlap!r}, which is not an Overlap",
+            remedy="pass overlap=gridtrain.Overlap(), or leave the argument out",
+        )
     least = overlap.least_of(exchange)
     bounds = bucket_bounds(flat.sizes, overlap.buckets, least)
     if len(bounds) == 2:

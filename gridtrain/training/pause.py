@@ -26,6 +26,7 @@ from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentControl, AgentDirective
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.training.data.fetch_meter import FetchMeter
 
 log = logging.getLogger("gridtrain")
 
@@ -48,14 +49,21 @@ class PauseController:
         connect: a function that creates a transport for joining again; None without an agent, in which case
             this worker never pauses.
         limit: a function that sets the upload and download limits in bytes per second.
+        fetches: the meter of what the data sets fetch, which follows the same limits.
 
     Attributes:
         has_missed_end: whether the run was finished while this worker was paused.
     """
 
     def __init__(
-        self, session: GroupSession, owner: AgentControl, connect: MakeTransport | None, limit: SetRateLimits
+        self,
+        session: GroupSession,
+        owner: AgentControl,
+        connect: MakeTransport | None,
+        limit: SetRateLimits,
+        fetches: FetchMeter | None = None,
     ) -> None:
+        self._fetches = fetches or FetchMeter()
         self._session, self._agent, self._connect, self._limit = session, owner, connect, limit
         self._rates: tuple[float | None, float | None] | None = None
         self._turn_start_bytes: int | None = None
@@ -79,8 +87,20 @@ class PauseController:
     @property
     def remaining_bytes(self) -> int:
         """The bytes that this process may still send and receive; 2**60 without a limit."""
-        left = self._agent.directive.most_bytes - self._session.connection.moved_bytes
+        left = self._agent.directive.most_bytes - self.moved_bytes
         return int(max(0.0, min(left, 1 << 60)))
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that this worker has sent, received and fetched so far.  Thread-safe."""
+        connection = self._session.connection
+        moved_bytes = connection.moved_bytes
+        self._fetches.note_exchanges(connection.received_bytes, moved_bytes)
+        return moved_bytes + self._fetches.fetched_bytes
+
+    def report_spent(self) -> None:
+        """Tell the agent that the script ends because its budget is used up, which is no failure."""
+        self._agent.report(state=BUDGET_EXHAUSTED)
 
     def begin_turn(self) -> None:
         """Begin a step: record the bytes that the last step transferred, and apply new rate limits."""
@@ -169,7 +189,7 @@ class PauseController:
         if directive.most_bytes == math.inf:
             return False
         needed_bytes = STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
-        return self._session.connection.moved_bytes + needed_bytes > directive.most_bytes
+        return self.moved_bytes + needed_bytes > directive.most_bytes
 
     def _budget_exhausted(self) -> str:
         """Return the reason why the script has to end at once, or "" while the budget is not used up.
@@ -182,10 +202,9 @@ class PauseController:
         if directive.most_bytes == math.inf:
             return ""
         margin_bytes = max(CONTROL_RESERVE_BYTES, self._max_step_bytes) // 2
-        if self._session.connection.moved_bytes + margin_bytes <= directive.most_bytes:
+        if self.moved_bytes + margin_bytes <= directive.most_bytes:
             return ""
-        # Without this report the agent, for which a few bytes are left, would treat the end as a failure.
-        self._agent.report(state=BUDGET_EXHAUSTED)
+        self.report_spent()  # otherwise the agent, for which a few bytes are left, would see a failure
         return f"paused in the middle of a step: {directive.spent_text}"
 
     def _apply_rates(self, directive: AgentDirective) -> None:
@@ -193,3 +212,4 @@ class PauseController:
         if rates != self._rates:
             self._rates = rates
             self._limit(*rates)
+        self._fetches.limit(directive.download_Bps, directive.most_bytes)

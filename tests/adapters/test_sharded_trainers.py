@@ -143,6 +143,16 @@ def test_a_stream_is_refused_before_the_first_step(
     assert "StreamShards" in caught.value.remedy
 
 
+@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_an_empty_data_set_is_refused_before_the_first_step(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    dataset = pytest.importorskip("datasets").Dataset.from_list([])
+    with pytest.raises(ConfigError, match=r"^train_dataset, a Dataset, has no samples -> check the paths"):
+        trainer_of(kind, tmp_path, grid=None, train_dataset=dataset)
+
+
 @pytest.mark.parametrize(("kind", "pack"), [("trainer", 0), ("trainer", CONTEXT), ("sft", 0)])
 def test_samples_that_a_trainer_cannot_collate_are_shown(
     kind: str, pack: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

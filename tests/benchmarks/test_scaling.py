@@ -1,4 +1,4 @@
-"""The comparison of the cost model with the collectives, and its picture."""
+"""The comparison of the cost model with the collectives, and its chart."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind
-from scaling import ALPHA_S, BANDWIDTH_BPS, HERE, NAMES, load_of, picture, simulated
+from scaling import ALPHA_S, BANDWIDTH_BPS, HERE, NAMES, chart, load_of, simulated
 
 
 @pytest.mark.parametrize("kind", NAMES, ids=str)
-def test_the_collectives_send_what_the_model_says(kind: ExchangeKind) -> None:
+def test_the_collectives_agree_with_the_model(kind: ExchangeKind) -> None:
     load, network = load_of(kind), uniform_network(4, ALPHA_S, BANDWIDTH_BPS)
     cost = exchange_cost(load, network, CpuCosts(), vote=False)
     took_s, sent_bytes = simulated(load, 4, CpuCosts())
@@ -22,7 +22,7 @@ def test_the_collectives_send_what_the_model_says(kind: ExchangeKind) -> None:
     assert sent_bytes == pytest.approx(cost.sent_bytes, rel=0.01)
 
 
-def test_the_picture_is_that_of_the_result_file() -> None:
+def test_the_chart_shows_the_result_file() -> None:
     rows = json.loads((HERE / "results" / "scaling.json").read_text())["results"]
     drawn = (Path(HERE).parent / "docs" / "images" / "scaling.svg").read_text()
-    assert drawn == picture(rows), "run benchmarks/scaling.py with --out and --picture"
+    assert drawn == chart(rows), "run benchmarks/scaling.py with --out and --picture"

@@ -1,4 +1,4 @@
-"""Addresses as people write them, and a client that always answers or raises in time."""
+"""Addresses of coordinators, and a client that answers or raises in time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gridtrain.runtime.client.coordinator_client import (
     parse_coordinator_address,
 )
 
-THERE = b"c" * 32
+COORDINATOR = b"c" * 32
 ME = Identity.from_secret(b"a" * 32)
 
 
@@ -49,7 +49,7 @@ ME = Identity.from_secret(b"a" * 32)
         ("[::1]:7000", "tcp://[::1]:7000"),
     ],
 )
-def test_addresses(text: str, address: str) -> None:
+def test_an_address_is_parsed(text: str, address: str) -> None:
     assert parse_coordinator_address(text) == address
 
 
@@ -68,13 +68,13 @@ def test_addresses(text: str, address: str) -> None:
         "tcp://*:7700",
     ],
 )
-def test_no_addresses(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"tcp://host:port, got .* -> write the address that .* tcp://"):
         parse_coordinator_address(text)
 
 
 class ScriptedTransport:
-    """One list of events for each poll; then time passes."""
+    """Returns one list of events for each poll; then polls time out."""
 
     def __init__(self, *turns: list[TransportEvent]) -> None:
         self.turns = list(turns)
@@ -82,7 +82,7 @@ class ScriptedTransport:
         self.closed = False
 
     def dial(self, peer: m.PeerId, address: str) -> None:
-        assert (peer, address) == (THERE, "tcp://there:7700")
+        assert (peer, address) == (COORDINATOR, "tcp://there:7700")
 
     def connected(self, peer: m.PeerId) -> bool:
         return False
@@ -101,10 +101,10 @@ class ScriptedTransport:
 
 
 def scripted(transport: ScriptedTransport) -> CoordinatorClient:
-    return CoordinatorClient("tcp://there:7700", THERE, ME, transport=transport)  # type: ignore[arg-type]
+    return CoordinatorClient("tcp://there:7700", COORDINATOR, ME, transport=transport)  # type: ignore[arg-type]
 
 
-def asked(*turns: list[TransportEvent]) -> dict[str, object]:
+def request_status(*turns: list[TransportEvent]) -> dict[str, object]:
     transport = ScriptedTransport(*turns)
     try:
         with scripted(transport) as client:
@@ -114,80 +114,85 @@ def asked(*turns: list[TransportEvent]) -> dict[str, object]:
 
 
 def reply(payload: bytes) -> Received:
-    return Received(THERE, m.StatusReply(payload), len(payload))
+    return Received(COORDINATOR, m.StatusReply(payload), len(payload))
 
 
-def test_a_status() -> None:
-    assert asked([PeerUp(THERE)], [reply(b'{"run": "default"}')]) == {"run": "default"}
+def test_a_status_is_returned() -> None:
+    assert request_status([PeerUp(COORDINATOR)], [reply(b'{"run": "default"}')]) == {"run": "default"}
 
 
-def test_a_connection_that_breaks_is_asked_again() -> None:
-    assert asked([PeerUp(THERE), PeerDown(THERE, "reset")], [PeerUp(THERE)], [reply(b"{}")]) == {}
+def test_a_request_is_repeated_after_a_broken_connection() -> None:
+    assert (
+        request_status(
+            [PeerUp(COORDINATOR), PeerDown(COORDINATOR, "reset")], [PeerUp(COORDINATOR)], [reply(b"{}")]
+        )
+        == {}
+    )
 
 
 def test_texts_from_the_network_are_made_printable() -> None:
     hostile = {"members": [{"name": "\x1b[2Janna\r\n", "step": 3, "reason": "x" * 10_000}]}
-    picture = asked([PeerUp(THERE)], [reply(json.dumps(hostile).encode())])
-    assert picture == {"members": [{"name": " [2Janna  ", "step": 3, "reason": "x" * 512}]}
+    status = request_status([PeerUp(COORDINATOR)], [reply(json.dumps(hostile).encode())])
+    assert status == {"members": [{"name": " [2Janna  ", "step": 3, "reason": "x" * 512}]}
 
 
 @pytest.mark.parametrize(
     "payload", [b"", b"\xff", b"[1]", b"{", b"[" * 100_000], ids=lambda payload: str(payload[:9])
 )
-def test_an_answer_that_is_no_status(payload: bytes) -> None:
+def test_an_invalid_status_is_an_error(payload: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="not a valid status -> check that the address"):
-        asked([PeerUp(THERE)], [reply(payload)])
+        request_status([PeerUp(COORDINATOR)], [reply(payload)])
 
 
-def test_nobody_answers() -> None:
+def test_a_missing_answer_times_out() -> None:
     with pytest.raises(CoordinatorUnreachable, match=r"it did not answer within 0\.05 s -> "):
-        asked()
+        request_status()
 
 
-def test_somebody_else_listens_at_the_coordinators_address() -> None:
-    """As where another run is coordinated there by now: a firewall is not what to look for."""
+def test_another_program_at_the_coordinators_address_is_named_as_the_cause() -> None:
+    """For example the coordinator of another run.  The remedy must not be a firewall."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with (
-            CoordinatorClient(address, THERE, ME) as client,
+            CoordinatorClient(address, COORDINATOR, ME) as client,
             pytest.raises(
                 CoordinatorUnreachable, match=r"a program listens at .* another key.* new invitation"
             ),
         ):
             client.status(0.05)
     with (
-        CoordinatorClient(address, THERE, ME) as client,
+        CoordinatorClient(address, COORDINATOR, ME) as client,
         pytest.raises(CoordinatorUnreachable, match=r"no coordinator can be reached at .* firewall"),
     ):
         client.status(0.05)
 
 
-def test_somebody_greets_and_says_nothing() -> None:
+def test_a_coordinator_that_connects_and_does_not_answer_times_out() -> None:
     with pytest.raises(CoordinatorUnreachable, match="it accepted the connection, but did not answer"):
-        asked([PeerUp(THERE)])
+        request_status([PeerUp(COORDINATOR)])
 
 
-def test_another_version() -> None:
+def test_another_protocol_version_is_refused() -> None:
     reason = "peer speaks gridtrain protocol 9, this software speaks 1 -> install the same version"
     with pytest.raises(JoinRefused, match=r"protocol 9.*install the same version") as caught:
-        asked([TransportViolation(THERE, reason)])
+        request_status([TransportViolation(COORDINATOR, reason)])
     assert caught.value.code == "version"
 
 
-def test_somebody_who_speaks_something_else() -> None:
+def test_another_protocol_is_an_invalid_answer() -> None:
     with pytest.raises(RemoteProtocolError, match="sent an invalid answer: no msgpack"):
-        asked([TransportViolation(None, "no msgpack")])
+        request_status([TransportViolation(None, "no msgpack")])
 
 
-def test_a_key_that_the_coordinator_does_not_know() -> None:
+def test_an_unknown_key_is_denied() -> None:
     with pytest.raises(JoinRefused, match=r"denies access to this key -> ask the run's owner") as caught:
-        asked([ConnectionDenied(THERE, "tcp://there:7700")])
+        request_status([ConnectionDenied(COORDINATOR, "tcp://there:7700")])
     assert caught.value.code == "denied"
 
 
-def test_what_it_refuses_it_says_itself() -> None:
+def test_a_refusal_has_the_coordinators_reason() -> None:
     transport = ScriptedTransport(
-        [PeerUp(THERE)], [Received(THERE, m.Refused("invitation", "used up", "ask"), 9)]
+        [PeerUp(COORDINATOR)], [Received(COORDINATOR, m.Refused("invitation", "used up", "ask"), 9)]
     )
     enrol = m.Enrol(b"n" * 32)
     with scripted(transport) as client, pytest.raises(JoinRefused, match=r"^used up -> ask$") as caught:
@@ -199,15 +204,15 @@ def test_what_it_refuses_it_says_itself() -> None:
 @pytest.mark.parametrize(
     "answer", [m.Enrolled("default"), m.OperatorReply("out")], ids=lambda answer: str(answer)[:8]
 )
-def test_an_order_is_answered_by_what_fits_it(answer: m.Message) -> None:
-    turns: Sequence[list[TransportEvent]] = ([PeerUp(THERE)], [Received(THERE, answer, 9)])
+def test_each_request_expects_its_own_type_of_answer(answer: m.Message) -> None:
+    turns: Sequence[list[TransportEvent]] = ([PeerUp(COORDINATOR)], [Received(COORDINATOR, answer, 9)])
     with scripted(ScriptedTransport(*turns)) as client:
         assert client.ask(m.Unban(b"n" * 32), 0.05) == answer
     with pytest.raises(RemoteProtocolError, match=f"a status request with {type(answer).__name__}"):
-        asked(*turns)
+        request_status(*turns)
 
 
-def test_an_address_that_cannot_be_dialled_is_a_matter_of_options() -> None:
+def test_an_address_that_cannot_be_dialled_is_a_configuration_error() -> None:
     class Refusing(ScriptedTransport):
         def dial(self, peer: m.PeerId, address: str) -> None:
             raise TransportError("cannot dial it in the clear", remedy="switch encryption on")
@@ -218,17 +223,17 @@ def test_an_address_that_cannot_be_dialled_is_a_matter_of_options() -> None:
     assert transport.closed
 
 
-def test_nobody_else_than_the_coordinator_gets_in() -> None:
-    gate = allow_only(THERE)
-    assert (gate(THERE), gate(b"x" * 32)) == (ConnectionRole.MEMBER, ConnectionRole.STRANGER)
+def test_only_the_coordinator_may_connect() -> None:
+    gate = allow_only(COORDINATOR)
+    assert (gate(COORDINATOR), gate(b"x" * 32)) == (ConnectionRole.MEMBER, ConnectionRole.STRANGER)
 
 
-def test_one_connection_can_be_asked_again_and_again() -> None:
+def test_one_connection_serves_several_requests() -> None:
     hub = MemoryHub()
-    there = MemoryTransport(THERE, hub)
-    there.listen("memory://there")
-    mine = MemoryTransport(ME.public, hub, gate=allow_only(THERE))
-    with CoordinatorClient("memory://there", THERE, ME, transport=mine) as client:
+    coordinator = MemoryTransport(COORDINATOR, hub)
+    coordinator.listen("memory://there")
+    mine = MemoryTransport(ME.public, hub, gate=allow_only(COORDINATOR))
+    with CoordinatorClient("memory://there", COORDINATOR, ME, transport=mine) as client:
         for step in range(3):
-            there.send(ME.public, m.StatusReply(json.dumps({"step": step}).encode()))
+            coordinator.send(ME.public, m.StatusReply(json.dumps({"step": step}).encode()))
             assert client.status(5.0) == {"step": step}

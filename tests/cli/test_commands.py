@@ -1,4 +1,4 @@
-"""Options arrive where they belong, and commands are imported only when they are used."""
+"""Options of commands reach their programs, and commands are imported only when used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INVITATION = Invitation("tcp://lab-pc:7700", bytes(range(32)), bytes(range(32, 6
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """What the command would have supervised."""
+    """The jobs that the command would have supervised."""
     seen: list[Job] = []
 
     def supervise(job: Job, tell: Callable[[str], None], **_: object) -> int:
@@ -53,7 +53,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def test_config_show_refuses_what_the_program_refuses(options: str, words: str) -> None:
     done = CliRunner().invoke(cli, ["config", "show", *options.split()])
     assert isinstance(done.exception, ConfigError) and words in str(done.exception)
-    assert '"source": "flag"' in done.stdout, "it shows where the value is from"
+    assert '"source": "flag"' in done.stdout, "the output names the source of the value"
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_ctrl_c_during_imports_ends_without_a_traceback(module: str) -> None:
 def test_worker_options_become_a_job(jobs: list[Job]) -> None:
     options = "--upload-limit 20Mbit --download-limit 100Mbit --restarts 2 --export-dir out --prefix"
     options += " --no-relay --unencrypted --state-dir mine --checkpoint-every 50"
-    line = f"worker {INVITATION.text()} {options} -- python train.py --name theirs -v"
+    arguments = f"worker {INVITATION.text()} {options} -- python train.py --name theirs -v"
     result = CliRunner().invoke(
-        cli, line.split(), env={"GRIDTRAIN_NAME": "anna", "GRIDTRAIN_CHECKPOINT_KEEP": "9"}
+        cli, arguments.split(), env={"GRIDTRAIN_NAME": "anna", "GRIDTRAIN_CHECKPOINT_KEEP": "9"}
     )
     assert result.exit_code == 7, result.output
     assert jobs == [
@@ -104,21 +104,21 @@ def test_worker_options_become_a_job(jobs: list[Job]) -> None:
     ]
 
 
-@pytest.mark.parametrize("how", ["itself", "file", "-"])
-def test_an_invitation_comes_from_the_line_a_file_or_standard_input(
-    jobs: list[Job], tmp_path: Path, how: str
+@pytest.mark.parametrize("source", ["argument", "file", "-"])
+def test_an_invitation_is_read_from_the_argument_a_file_or_standard_input(
+    jobs: list[Job], tmp_path: Path, source: str
 ) -> None:
-    """From a file or a pipe it is in nobody's list of processes."""
+    """From a file or a pipe it does not appear in lists of processes."""
     text = INVITATION.text()
     (tmp_path / "invitation").write_text(f"{text}\n")
-    given = {"itself": text, "file": f"@{tmp_path / 'invitation'}", "-": "-"}[how]
-    result = CliRunner().invoke(cli, ["worker", given, "--", "true"], input=f"{text}\n")
+    argument = {"argument": text, "file": f"@{tmp_path / 'invitation'}", "-": "-"}[source]
+    result = CliRunner().invoke(cli, ["worker", argument, "--", "true"], input=f"{text}\n")
     assert result.exit_code == 7, result.output
     assert [job.invitation for job in jobs] == [INVITATION]
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reason"),
     [
         (None, "No such file"),
         (b"\xff\xfe", "it is not a text file"),
@@ -127,14 +127,14 @@ def test_an_invitation_comes_from_the_line_a_file_or_standard_input(
     ],
     ids=["missing", "no text", "empty", "endless"],
 )
-def test_a_file_that_holds_no_invitation(
-    jobs: list[Job], tmp_path: Path, content: bytes | None, told: str
+def test_a_file_without_an_invitation_is_refused(
+    jobs: list[Job], tmp_path: Path, content: bytes | None, reason: str
 ) -> None:
     path = tmp_path / "invitation"
     if content is not None:
         path.write_bytes(content)
     result = CliRunner().invoke(cli, ["worker", f"@{path}", "--", "true"])
-    assert isinstance(result.exception, ConfigError) and told in result.exception.reason
+    assert isinstance(result.exception, ConfigError) and reason in result.exception.reason
     assert result.exception.remedy and jobs == []
 
 
@@ -146,9 +146,9 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
         return 0
 
     monkeypatch.setattr(gridtrain_coordinator.serving, "serve", serve)
-    line = "coordinator --listen tcp://0.0.0.0:7701 --advertise lab-pc:7701 --run mine --state j"
+    arguments = "coordinator --listen tcp://0.0.0.0:7701 --advertise lab-pc:7701 --run mine --state j"
     result = CliRunner().invoke(
-        cli, [*line.split(), "--min-workers", "4", "--exit-when-finished", "--unencrypted"]
+        cli, [*arguments.split(), "--min-workers", "4", "--exit-when-finished", "--unencrypted"]
     )
     assert result.exit_code == 0, result.output
     assert seen == [
@@ -166,7 +166,7 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("flags", "environ", "place"),
+    ("flags", "environ", "dashboard"),
     [
         ("", {}, DashboardAddress()),
         ("--no-dashboard", {"GRIDTRAIN_DASHBOARD": ":7781"}, None),
@@ -190,10 +190,10 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_where_the_dashboard_is(
-    flags: str, environ: dict[str, str], place: DashboardAddress | None, monkeypatch: pytest.MonkeyPatch
+def test_the_dashboards_address_is_read_from_flags_and_variables(
+    flags: str, environ: dict[str, str], dashboard: DashboardAddress | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As flags, and as the variables of docker/compose.yaml, in both ways to start a coordinator."""
+    """Flags, and the variables of docker/compose.yaml, in both ways to start a coordinator."""
     seen: list[Settings] = []
 
     def serve(settings: Settings, **_: Any) -> int:
@@ -207,10 +207,10 @@ def test_where_the_dashboard_is(
         for name, text in environ.items():
             monkeypatch.setenv(name, text)
         assert gridtrain_coordinator.__main__.main() == 0
-    assert {settings.dashboard for settings in seen} == {place}
+    assert {settings.dashboard for settings in seen} == {dashboard}
 
 
-def test_a_dashboard_cannot_be_named_and_left_out() -> None:
+def test_dashboard_and_no_dashboard_exclude_each_other() -> None:
     result = CliRunner().invoke(cli, ["coordinator", "--dashboard", ":0", "--no-dashboard"])
     assert result.exit_code == 2 and "both given" in result.output
 
@@ -225,12 +225,12 @@ def test_a_dashboard_cannot_be_named_and_left_out() -> None:
         (JoinRefused("wrong-run", "x"), 4),
     ],
 )
-def test_exit_codes(error: GridtrainError, code: int) -> None:
+def test_errors_have_exit_codes(error: GridtrainError, code: int) -> None:
     assert error.exit_code == code
 
 
-def test_journal_and_keys_lie_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the operator's commands look for them."""
+def test_journal_and_keys_are_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's commands read them there."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_state("mine") == state_directory("mine") == tmp_path / "gridtrain" / "mine"
     monkeypatch.delenv("XDG_STATE_HOME")

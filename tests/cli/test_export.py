@@ -20,7 +20,7 @@ from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent
 
 
 class Tied(nn.Module):
-    """A head that shares the embedding's weight, a buffer, batch statistics: what exports get wrong."""
+    """A head that shares the embedding's weight, a buffer, batch statistics: all are hard to export."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Tied(nn.Module):
 
 
 def write(folder: Path, step: int, seed: int) -> dict[str, Any]:
-    """A checkpoint after `step` steps; the model's own state_dict."""
+    """Writes a checkpoint after `step` steps; returns the model's state_dict."""
     model = Tied(seed)
     optimizer = torch.optim.Adam(model.parameters())
     document, tensors = serialization.pack_state(model, optimizer, {})
-    held = CheckpointInfo(step - 1, bytes(32), LedgerState(step=step))
+    info = CheckpointInfo(step - 1, bytes(32), LedgerState(step=step))
     checkpoint_store.save(
-        CheckpointContent(held, (("model", "m"),), document, tensors, {}), folder / f"step-{step:08d}"
+        CheckpointContent(info, (("model", "m"),), document, tensors, {}), folder / f"step-{step:08d}"
     )
     return model.state_dict()
 
@@ -47,7 +47,7 @@ def export(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["export", *map(str, arguments)])
 
 
-def complaint(*arguments: object) -> ConfigError:
+def refusal(*arguments: object) -> ConfigError:
     error = export(*arguments).exception
     assert isinstance(error, ConfigError) and error.exit_code == 2
     return error
@@ -58,7 +58,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_a_plain_program_loads_it(tmp_path: Path, name: str) -> None:
+def test_plain_pytorch_loads_an_export(tmp_path: Path, name: str) -> None:
     expected = write(tmp_path / "worker", 7, seed=1)
     done = export(tmp_path / "worker" / "step-00000007", tmp_path / name)
     assert done.exit_code == 0, done.output
@@ -67,10 +67,12 @@ def test_a_plain_program_loads_it(tmp_path: Path, name: str) -> None:
     fresh.load_state_dict(load(tmp_path / name), strict=True)
     assert all(torch.equal(value, expected[key]) for key, value in fresh.state_dict().items())
     assert fresh.head.weight is fresh.embed.weight
-    assert [path.name for path in tmp_path.iterdir() if name in path.name] == [name], "nothing left aside"
+    assert [path.name for path in tmp_path.iterdir() if name in path.name] == [name], (
+        "no temporary file is left"
+    )
 
 
-def test_the_latest_of_all_workers_or_the_step_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_of_all_workers_or_the_named_step_is_exported(tmp_path: Path) -> None:
     write(tmp_path / "checkpoints" / "ab" / "worker-0", 5, seed=5)
     older = write(tmp_path / "checkpoints" / "ab" / "worker-0", 10, seed=10)
     later = write(tmp_path / "checkpoints" / "ab" / "worker-1", 15, seed=15)
@@ -79,11 +81,13 @@ def test_the_latest_of_all_workers_or_the_step_that_is_asked_for(tmp_path: Path)
     assert torch.equal(load(out)["embed.weight"], later["embed.weight"])
     assert export(tmp_path, out, "--step", 10).exit_code == 0
     assert torch.equal(load(out)["embed.weight"], older["embed.weight"])
-    assert complaint(tmp_path, out, "--step", 11).remedy == "use one of the steps 5, 10, 15"
-    assert torch.equal(load(out)["embed.weight"], older["embed.weight"]), "still what it was"
+    assert refusal(tmp_path, out, "--step", 11).remedy == "use one of the steps 5, 10, 15"
+    assert torch.equal(load(out)["embed.weight"], older["embed.weight"]), (
+        "a refusal leaves the file unchanged"
+    )
 
 
-def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     older = write(tmp_path, 5, seed=5)
     write(tmp_path, 10, seed=10)
     damaged = tmp_path / "step-00000010" / "tensors.safetensors"
@@ -91,11 +95,11 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     out = tmp_path / "m.pt"
     assert "the model after step 5" in export(tmp_path, out).output
     assert torch.equal(load(out)["embed.weight"], older["embed.weight"])
-    assert "step-00000010 cannot be read" in complaint(tmp_path, out, "--step", 10).reason
+    assert "step-00000010 cannot be read" in refusal(tmp_path, out, "--step", 10).reason
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
-def test_a_disk_that_fills_up_is_named_and_nothing_is_left(
+def test_a_full_disk_is_named_and_leaves_no_file(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "w", 5, seed=5)
@@ -106,42 +110,41 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_left(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        error = complaint(tmp_path / "w", out)
+        error = refusal(tmp_path / "w", out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "File too large" in error.reason and "enforce" not in error.reason
     assert list(out.parent.iterdir()) == []
 
 
-def test_what_cannot_be(tmp_path: Path) -> None:
-    assert "there is no checkpoint in" in complaint(tmp_path, tmp_path / "m.pt").reason
-    assert "cannot be read" in complaint(tmp_path / "none", tmp_path / "m.pt").reason
+def test_missing_checkpoints_and_invalid_targets_are_refused(tmp_path: Path) -> None:
+    assert "there is no checkpoint in" in refusal(tmp_path, tmp_path / "m.pt").reason
+    assert "cannot be read" in refusal(tmp_path / "none", tmp_path / "m.pt").reason
     write(tmp_path / "w", 5, seed=5)
     assert (
-        "does not have the suffix of a supported format"
-        in complaint(tmp_path / "w", tmp_path / "m.bin").reason
+        "does not have the suffix of a supported format" in refusal(tmp_path / "w", tmp_path / "m.bin").reason
     )
     for name in ("m.pt", "m.safetensors"):
-        error = complaint(tmp_path / "w", tmp_path / "missing" / name)
+        error = refusal(tmp_path / "w", tmp_path / "missing" / name)
         assert "cannot be written" in error.reason and error.remedy
 
 
-def test_a_checkpoint_of_a_peer_does_not_choose_the_files_that_are_written(
+def test_a_checkpoint_of_a_peer_cannot_choose_the_written_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document, tensors = serialization.pack_state(Tied(1), torch.optim.Adam(Tied(1).parameters()), {})
     names = {"model.safetensors": {"embed.weight": "embed.weight"}}
-    held = CheckpointInfo(4, bytes(32), LedgerState(step=5))
+    info = CheckpointInfo(4, bytes(32), LedgerState(step=5))
     for folder, file in (("bad", "train.py"), ("good", "config.json")):
         layout = {"texts": {file: "{}"}, "names": names}
         checkpoint_store.save(
-            CheckpointContent(held, (), document, tensors, {}, pretrained=layout),
+            CheckpointContent(info, (), document, tensors, {}, pretrained=layout),
             tmp_path / folder / "step-00000005",
         )
     out = tmp_path / "out"
     out.mkdir()
     monkeypatch.chdir(out)
-    error = complaint(tmp_path / "bad", ".")
+    error = refusal(tmp_path / "bad", ".")
     assert "names the file 'train.py'; allowed are names that end in config.json" in error.reason
     assert error.remedy == "write a plain file: OUT.safetensors" and list(out.iterdir()) == []
     assert export(tmp_path / "good", ".").exit_code == 0

@@ -1,4 +1,4 @@
-"""What a newcomer mistypes, in this process: one sentence says what to do, and the exit code fits it."""
+"""Mistakes of users, within this process: one sentence says what to do, with the right exit code."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where keys and journals of this test go by default."""
+    """The default folder for keys and journals of this test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
 @pytest.fixture
 def gridtrain(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunCommand:
-    """Run the command to its end, without settings of a run, a terminal's width and colours."""
+    """Runs the command to its end, without settings of a run, terminal width or colours."""
     for name in os.environ:
         if name.startswith(("GRIDTRAIN_", "COLUMNS", "FORCE_COLOR")):
             monkeypatch.delenv(name)
@@ -46,8 +46,8 @@ def gridtrain(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert isinstance(ended.value.code, int)
-        said = capfd.readouterr()
-        return subprocess.CompletedProcess(arguments, ended.value.code, said.out, said.err)
+        output = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, ended.value.code, output.out, output.err)
 
     return run
 
@@ -56,7 +56,7 @@ def one_sentence(done: subprocess.CompletedProcess[str], code: int) -> str:
     """The last line of stderr: an error with its remedy."""
     assert done.returncode == code, done.stderr
     line = done.stderr.splitlines()[-1]
-    if line.startswith("{"):  # a coordinator's log, where it is no terminal
+    if line.startswith("{"):  # a coordinator logs JSON if stderr is no terminal
         line = "gridtrain: " + json.loads(line)["fields"]["text"]
     assert line.startswith("gridtrain: ") and " -> " in line, done.stderr
     return line
@@ -102,11 +102,11 @@ INVITATION = invitation_to("tcp://127.0.0.1:1")
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator waits 1 s for an answer, where nobody is to answer."""
+    """Waits 1 s for an answer instead of the usual time."""
     monkeypatch.setattr(status, "ANSWER_TIMEOUT_S", 1.0)
 
 
-def test_nobody_is_there(gridtrain: RunCommand, impatient: None) -> None:
+def test_an_unreachable_coordinator_is_reported(gridtrain: RunCommand, impatient: None) -> None:
     began_s = time.monotonic()
     line = one_sentence(gridtrain("status", invitation_to("tcp://127.0.0.1:1")), code=3)
     assert "no coordinator can be reached at tcp://127.0.0.1:1" in line
@@ -116,7 +116,7 @@ def test_nobody_is_there(gridtrain: RunCommand, impatient: None) -> None:
 
 @pytest.mark.parametrize("running", ["", "my-run"])
 def test_no_coordinator_runs_on_this_machine(gridtrain: RunCommand, home: Path, running: str) -> None:
-    """A second coordinator is the last advice: the running one may belong to another run's name."""
+    """The running coordinator may belong to a run of another name."""
     if running:
         (home / "gridtrain" / running).mkdir(parents=True)
         (home / "gridtrain" / running / "coordinator.json").touch()
@@ -126,21 +126,21 @@ def test_no_coordinator_runs_on_this_machine(gridtrain: RunCommand, home: Path, 
     assert f"in the folder of the run's run.toml, name the run with --run NAME{named}, or its state" in line
 
 
-def test_somebody_else_is_there(gridtrain: RunCommand, impatient: None) -> None:
+def test_another_program_at_the_address_is_reported(gridtrain: RunCommand, impatient: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         line = one_sentence(gridtrain("status", invitation_to(f"tcp://127.0.0.1:{port}")), code=3)
     assert "did not answer within 1 s" in line
 
 
-def test_an_address_in_the_place_of_an_invitation(gridtrain: RunCommand) -> None:
-    """As gridtrain 0.1 took it."""
+def test_an_address_instead_of_an_invitation_is_refused(gridtrain: RunCommand) -> None:
+    """gridtrain 0.1 accepted addresses."""
     for command in (("status", "tcp://10.0.0.5:7700"), ("worker", "tcp://10.0.0.5:7700", "--", "true")):
         line = one_sentence(gridtrain(*command), code=2)
         assert "is not an invitation; an invitation begins with gridtrain1: -> copy the whole line" in line
 
 
-def test_the_port_is_taken(gridtrain: RunCommand, tmp_path: Path) -> None:
+def test_a_used_port_is_reported(gridtrain: RunCommand, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         state = str(tmp_path / "state")
@@ -148,25 +148,26 @@ def test_the_port_is_taken(gridtrain: RunCommand, tmp_path: Path) -> None:
     assert f"{address}: the port is taken -> stop the program that uses the port" in line
 
 
-def test_the_state_cannot_be_kept_there(gridtrain: RunCommand, tmp_path: Path) -> None:
+def test_a_state_directory_that_cannot_be_created_is_reported(gridtrain: RunCommand, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    place = tmp_path / "file" / "state"
-    line = one_sentence(gridtrain("coordinator", "--state", str(place)), code=2)
+    folder = tmp_path / "file" / "state"
+    line = one_sentence(gridtrain("coordinator", "--state", str(folder)), code=2)
     assert (
-        f"the folder {place} cannot be created: Not a directory -> choose another folder with --state" in line
+        f"the folder {folder} cannot be created: Not a directory -> choose another folder with --state"
+        in line
     )
 
 
-def test_a_run_name_that_is_no_file_name(gridtrain: RunCommand) -> None:
+def test_a_run_name_that_is_no_file_name_is_refused(gridtrain: RunCommand) -> None:
     assert "is not a valid run name" in one_sentence(gridtrain("coordinator", "--run", "../me"), code=2)
 
 
-@pytest.mark.parametrize("change", ["cut", "one letter", "another version"])
-def test_an_invitation_that_was_altered(gridtrain: RunCommand, change: str) -> None:
+@pytest.mark.parametrize("change", ["truncated", "one letter", "another version"])
+def test_an_altered_invitation_is_refused(gridtrain: RunCommand, change: str) -> None:
     text = invitation_to("tcp://127.0.0.1:1")
     middle = len(text) // 2
-    altered, told = {
-        "cut": (text[:-3], "was cut short or altered in transit -> copy the whole line again"),
+    altered, reason = {
+        "truncated": (text[:-3], "was cut short or altered in transit -> copy the whole line again"),
         "one letter": (
             text[:middle] + ("B" if text[middle] != "B" else "C") + text[middle + 1 :],
             "was cut short or altered in transit",
@@ -176,16 +177,16 @@ def test_an_invitation_that_was_altered(gridtrain: RunCommand, change: str) -> N
             "by a newer gridtrain -> run: pip install --upgrade",
         ),
     }[change]
-    assert told in one_sentence(gridtrain("worker", altered, "--", "true"), code=2)
+    assert reason in one_sentence(gridtrain("worker", altered, "--", "true"), code=2)
 
 
-def test_a_coordinator_in_the_clear_stays_on_this_machine(gridtrain: RunCommand) -> None:
+def test_an_unencrypted_coordinator_listens_on_loopback_only(gridtrain: RunCommand) -> None:
     line = one_sentence(gridtrain("coordinator", "--unencrypted", "--listen", "tcp://0.0.0.0:0"), code=1)
     assert "cannot listen at 'tcp://0.0.0.0:0' without encryption" in line and "127.0.0.1" in line
 
 
 @pytest.mark.parametrize("name", ["coordinator.key", "operator.key"])
-def test_a_coordinator_with_a_key_that_others_may_read(
+def test_a_coordinators_key_that_others_may_read_is_refused(
     gridtrain: RunCommand, tmp_path: Path, name: str
 ) -> None:
     state = tmp_path / "state"
@@ -208,14 +209,14 @@ def test_an_invitation_in_the_arguments_is_hidden_from_other_users() -> None:
 
 @pytest.mark.integration
 @pytest.mark.executed
-def test_after_an_invitation_from_a_pipe_questions_are_asked_at_the_terminal() -> None:
+def test_the_terminal_is_read_after_an_invitation_from_a_pipe() -> None:
     script = "from gridtrain.cli.worker import _read; print(_read('-').strip(), 'read', input('Run it? '))"
     pid, master = pty.fork()
     if pid == 0:
-        line = f'echo {INVITATION} | {shlex.quote(sys.executable)} -c "{script}"'
-        os.execv("/bin/sh", ["/bin/sh", "-c", line])
+        command = f'echo {INVITATION} | {shlex.quote(sys.executable)} -c "{script}"'
+        os.execv("/bin/sh", ["/bin/sh", "-c", command])
     seen = b""
-    with suppress(OSError):  # Linux: nobody has the other end any more
+    with suppress(OSError):  # Linux: the other end is closed
         while piece := os.read(master, 4096):
             seen += piece
             if seen.endswith(b"Run it? "):
@@ -224,7 +225,7 @@ def test_after_an_invitation_from_a_pipe_questions_are_asked_at_the_terminal() -
     assert os.waitpid(pid, 0)[1] == 0 and f"{INVITATION} read yes" in seen.decode(), seen
 
 
-def test_debug_raises(gridtrain: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_debug_the_exception_is_raised(gridtrain: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRIDTRAIN_DEBUG", "1")
     with pytest.raises(ConfigError, match="is not an invitation"):
         gridtrain("status", "example")
@@ -257,6 +258,6 @@ def test_debug_raises(gridtrain: RunCommand, monkeypatch: pytest.MonkeyPatch) ->
     ],
     ids=lambda value: " ".join(value).replace(INVITATION, "INVITATION") if isinstance(value, tuple) else "",
 )
-def test_usage(gridtrain: RunCommand, arguments: tuple[str, ...], text: str) -> None:
+def test_usage_errors_are_exit_code_2(gridtrain: RunCommand, arguments: tuple[str, ...], text: str) -> None:
     done = gridtrain(*arguments)
     assert done.returncode == 2 and text in done.stderr

@@ -1,4 +1,4 @@
-"""`gridtrain new`, then what it printed, as a newcomer would: a coordinator and two workers that train."""
+"""`gridtrain new`, followed by the commands that it prints: a coordinator and two workers that train."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ WITHIN_S = 120.0
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A new user's, in which `gridtrain` can be typed; the port is any free one."""
+    """The environment of a new user with `gridtrain` in its PATH and any free port."""
     program = tmp_path / "bin" / "gridtrain"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gridtrain.cli "$@"\n')
     program.chmod(0o755)
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("GRIDTRAIN_", "COLUMNS"))
     }
-    return kept | {
+    return inherited | {
         "PATH": f"{program.parent}:{os.environ['PATH']}",
         "XDG_STATE_HOME": str(tmp_path / "state"),
         "GRIDTRAIN_LISTEN": "tcp://127.0.0.1:0",
@@ -54,10 +54,10 @@ def stack() -> Iterator[ExitStack]:
 
 
 def shell(
-    stack: ExitStack, line: str, folder: Path, environment: dict[str, str], **streams: int
+    stack: ExitStack, command: str, folder: Path, environment: dict[str, str], **streams: int
 ) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        ["/bin/sh", "-c", f"exec {line}"],
+        ["/bin/sh", "-c", f"exec {command}"],
         cwd=folder,
         env=environment,
         text=True,
@@ -73,7 +73,7 @@ def shell(
 
 
 class Screen:
-    """What a person at a terminal sees and types."""
+    """A terminal: its output and its keyboard."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.master, self.slave = pty.openpty()
@@ -81,16 +81,16 @@ class Screen:
         self.seen = ""
 
     def until(self, word: str | None) -> str:
-        """Read until it is there; None: to the end."""
+        """Reads until `word` is shown, or to the end if it is None."""
         until_s = time.monotonic() + WITHIN_S
         while word is None or word not in self.seen:
             assert time.monotonic() < until_s, f"no {word!r} in {self.seen!r}"
             try:
                 piece = os.read(self.master, 1 << 16)
-            except OSError:  # Linux: nobody has the other end any more
+            except OSError:  # Linux: the other end is closed
                 piece = b""
             if not piece:
-                assert word is None, f"it ended without {word!r}: {self.seen!r}"
+                assert word is None, f"the output ended without {word!r}: {self.seen!r}"
                 break
             self.seen += piece.decode(errors="replace")
         return self.seen
@@ -117,14 +117,14 @@ def test_a_new_run_trains_by_copy_and_paste(
     assert (cd, coordinate) == ("cd my-run", "gridtrain coordinator")
     folder = tmp_path / "my-run"
     script = (folder / "train.py").read_text()
-    (folder / "train.py").write_text(script.replace("STEPS = 10_000", "STEPS = 600"))  # as its owner would
+    (folder / "train.py").write_text(script.replace("STEPS = 10_000", "STEPS = 600"))  # as its owner might
 
     coordinator = shell(
         stack, f"{coordinate} --exit-when-finished", folder, environment,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert coordinator.stdout is not None
-    greeting = [coordinator.stdout.readline() for _ in range(6)]  # one of them is the dashboard's
+    greeting = [coordinator.stdout.readline() for _ in range(6)]  # one line is the dashboard's
     found = re.search(r"volunteers run: +train.py, (sha256:[0-9a-f]{64})", "".join(greeting))
     assert found is not None, greeting
     bundle = Bundle.from_run_file(RunFile.find({}, folder))
@@ -152,9 +152,9 @@ def test_a_new_run_trains_by_copy_and_paste(
     assert first.wait(WITHIN_S) == second.returncode == 0, f"{seen}\n{out}\n{err}"
     assert coordinator.wait(WITHIN_S) == 0
 
-    right = [float(text) for text in re.findall(r"step \d+: ([\d.]+) % of new images", seen + out)]
-    assert len(right) == 10 and right[-1] > 80 and right[-1] > right[0] + 10, "it has learned"
-    assert re.search(r"step [\d,]+, 2 workers \| this machine: [\d,]+ steps, [\d,]+ samples", seen)
+    accuracies = [float(text) for text in re.findall(r"step \d+: ([\d.]+) % of new images", seen + out)]
+    assert len(accuracies) == 10 and accuracies[-1] > 80 and accuracies[-1] > accuracies[0] + 10
+    assert re.search(r"step [\d,]+, 2 workers \| here: [\d,]+ steps, [\d,]+ samples", seen)
     thanks = re.search(r"thank you: ([\d,]+) steps, ([\d,]+) samples", seen)
     events = [json.loads(line) for line in err.splitlines() if line.startswith('{"ts"')]
     (contributed,) = (line["fields"] for line in events if line["event"] == "contributed")
@@ -163,7 +163,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     assert contributed["sent_bytes"] > 0 and contributed["received_bytes"] > 0
 
 
-def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+def test_existing_files_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("mine")
     done = CliRunner().invoke(cli, ["new", str(tmp_path), "--name", "mine"])
     assert isinstance(done.exception, ConfigError) and "already contains train.py" in done.exception.reason
@@ -174,7 +174,7 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [("",), ("", "--name", "x"), (".", "--name", ""), ("y", "--name", "a/b")]
 )
-def test_an_empty_name_is_no_name_of_a_folder_or_a_run(
+def test_an_empty_or_invalid_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -183,23 +183,21 @@ def test_an_empty_name_is_no_name_of_a_folder_or_a_run(
 
 
 @pytest.mark.parametrize("name", ["..", "-x", "a b"])
-def test_a_folder_that_is_no_runs_name(tmp_path: Path, name: str) -> None:
+def test_a_folder_name_that_is_no_run_name_is_refused(tmp_path: Path, name: str) -> None:
     done = CliRunner().invoke(cli, ["new", "--", str(tmp_path / "x" / name)])
     if name == "..":
-        assert done.exit_code == 0, "the folder above has a name of its own"
+        assert done.exit_code == 0, "the parent folder has a valid name"
         return
     assert isinstance(done.exception, ConfigError) and "--name NAME" in done.exception.remedy
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = CliRunner().invoke(cli, ["new", str(tmp_path / "file" / "run")])
     assert isinstance(done.exception, ConfigError) and done.exception.remedy == "choose another folder"
 
 
-def test_a_full_disk_leaves_nothing_that_is_in_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text, run = Path.write_text, tmp_path / "my-run"
 
     def full(path: Path, text: str, encoding: str) -> int:
@@ -224,7 +222,7 @@ def test_a_full_disk_leaves_nothing_that_is_in_the_way(
         ("vision", set(), ["torch"], "2"),
     ],
 )
-def test_the_templates_are_whole(
+def test_the_templates_are_complete(
     template: str, more_files: set[str], requires: list[str], workers: str, tmp_path: Path
 ) -> None:
     done = CliRunner().invoke(cli, ["new", str(tmp_path / "a-run"), "--template", template])
@@ -247,7 +245,7 @@ def test_the_templates_are_whole(
 
 
 @pytest.mark.parametrize("name", ["NAME", "ABOUT", "MIN_WORKERS", "MY_NAME-ABOUT.MIN_WORKERS"])
-def test_a_name_that_contains_a_placeholder_stays_as_it_is(name: str, tmp_path: Path) -> None:
+def test_placeholders_within_a_name_are_not_replaced(name: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(templates(name)["run.toml"])
     file = RunFile.read(tmp_path / "run.toml")
     assert file.run.name == name and file.tables["coordinator"]["min_workers"] == 2
@@ -255,8 +253,8 @@ def test_a_name_that_contains_a_placeholder_stays_as_it_is(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.volunteer.yaml"])
-def test_the_compose_files_are_sound(tmp_path: Path, name: str) -> None:
-    """By compose itself where it is installed, else as YAML."""
+def test_the_compose_files_are_valid(tmp_path: Path, name: str) -> None:
+    """Checked by compose where it is installed, otherwise as YAML."""
     assert CliRunner().invoke(cli, ["new", str(tmp_path / "a-run")]).exit_code == 0
     environment = {
         "PATH": os.environ["PATH"],
@@ -280,8 +278,8 @@ def test_the_compose_files_are_sound(tmp_path: Path, name: str) -> None:
     assert {"worker", "worker-gpu"} <= set(services)
 
 
-def test_the_owners_containers_serve_this_folder() -> None:
-    """What the coordinator reads there, and what its workers accept and take."""
+def test_the_owners_containers_use_the_folder_and_share_the_invitation() -> None:
+    """The coordinator reads the folder; its workers read the invitation and the accepted digest."""
     yaml = pytest.importorskip("yaml")
     services = yaml.safe_load(templates("a-run")["compose.yaml"])["services"]
     coordinator, worker = services["coordinator"], services["worker"]
@@ -293,7 +291,7 @@ def test_the_owners_containers_serve_this_folder() -> None:
         assert file in written and "invitations:/invitations:ro" in worker["volumes"]
 
 
-def test_volunteers_get_the_compose_file_that_is_tried_with_containers() -> None:
+def test_the_volunteers_compose_file_is_the_tested_one() -> None:
     tried = Path(__file__).resolve().parents[2] / "docker" / "compose.volunteer.yaml"
     if not tried.exists():
         pytest.skip("docker/compose.volunteer.yaml is not there")

@@ -1,4 +1,4 @@
-"""`gridtrain plan`: what it prints, from networks that are described on the command line and in a file."""
+"""`gridtrain plan`: its output for networks described by options, by a file, and by a run."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def figures(*arguments: str) -> dict[tuple[str, int], dict[str, float]]:
     return {(each["exchange"], each["workers"]): each for each in json.loads(done.output)}
 
 
-def test_the_table_can_be_checked_by_hand() -> None:
-    """2 workers: a ring sends all 4 MB once: 0.32 s at 12.5 MB/s; with four it is 1.5 times that."""
+def test_the_table_has_the_expected_figures() -> None:
+    """With two workers a ring sends all 4 MB once, 0.32 s at 12.5 MB/s; with four 1.5 times that."""
     done = run("--parameters", "1e6", "--workers", "2,4", "--latency", "0ms", "--exchange", "dense,gtopk")
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert lines[0] == "Step time, bytes sent by the busiest worker, scaling efficiency:"
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [row[0] for row in cells] == ["2", "4"]
-    assert [row[2] for row in cells] == ["4 MB", "6.01 MB"]  # with the heads of 6 x 8 slices
+    assert [row[2] for row in cells] == ["4 MB", "6.01 MB"]  # with the headers of 6 x 8 slices
     seconds = [float(row[1].removesuffix(" ms")) / 1e3 for row in cells]
     assert seconds[0] == pytest.approx(0.5 + 4e6 / 12.5e6, rel=0.03)
     assert seconds[1] == pytest.approx(0.5 + 6e6 / 12.5e6, rel=0.03)
@@ -61,7 +61,7 @@ def test_the_table_can_be_checked_by_hand() -> None:
 
 
 def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
-    """16 for model and AdamW, 4 for the flat gradient, 8 for a residual, 4 for where local steps began."""
+    """16 bytes for model and AdamW, 4 for the flat gradient, 8 for a residual, 4 for local steps."""
     usual = ("--parameters", "1e6", "--workers", "2,4", "--exchange", "dense,topk", "--density", "0.01")
     shown = run(*usual).output.splitlines()
     start = shown.index("Memory of a worker, bytes for each trainable parameter (AdamW, float32):")
@@ -91,7 +91,7 @@ def test_a_narrow_terminal_gets_several_tables_and_whole_figures(
     assert all(name in "".join(heads) for name in ("dense", "topk", "gtopk", "star"))
 
 
-def test_figures_scale_as_the_exchanges_do() -> None:
+def test_figures_scale_with_the_number_of_workers() -> None:
     found = figures("--parameters", "25.6M", "--workers", "2..64", "--exchange", "dense,topk,gtopk,star")
     assert {workers for _, workers in found} == {2, 4, 8, 16, 32, 64}
     grows = {name: found[name, 64]["exchange_s"] / found[name, 8]["exchange_s"] for name in ("dense", "star")}
@@ -112,7 +112,7 @@ def test_billions_of_parameters_are_written_with_b_or_g() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_faster_lines_more_density_and_local_steps_show() -> None:
+def test_link_density_values_and_local_steps_change_the_figures() -> None:
     base = ("--parameters", "1M", "--workers", "8", "--exchange", "gtopk")
     usual = figures(*base)["gtopk", 8]
     assert figures(*base, "--link", "1Gbit")["gtopk", 8]["step_s"] < usual["step_s"]
@@ -129,10 +129,10 @@ def test_faster_lines_more_density_and_local_steps_show() -> None:
     assert tenth["step_s"] - 0.5 == pytest.approx((usual["step_s"] - 0.5) / 10)
 
 
-def test_local_steps_are_proposed_for_the_wanted_share() -> None:
+def test_local_steps_are_proposed_for_the_target_share() -> None:
     """124 M parameters, four workers at 20 Mbit/s: a dense exchange takes minutes, a sparse one seconds."""
-    thin = ("--parameters", "124M", "--link", "20Mbit", "--workers", "4", "--compute", "1s")
-    both = (*thin, "--exchange", "dense,gtopk", "--density", "0.01")
+    slow_link = ("--parameters", "124M", "--link", "20Mbit", "--workers", "4", "--compute", "1s")
+    both = (*slow_link, "--exchange", "dense,gtopk", "--density", "0.01")
     found = figures(*both)["gtopk", 4]
     every, overlapped = found["proposed_local_steps"], found["proposed_overlapped_local_steps"]
     assert 9 * (found["exchange_s"] - 1) < every < 9 * (found["exchange_s"] + 1) and overlapped < every / 5
@@ -163,12 +163,12 @@ def test_a_dense_exchange_is_recommended_up_to_some_local_steps() -> None:
 def test_a_run_with_local_steps_is_planned_in_its_own_steps() -> None:
     facts = {"model": "2000000 parameters in 3 tensors"}
     local = "LocalSteps(every=8, exchange=Dense(), outer_learning_rate=1.0, outer_momentum=0.0)"
-    live = network_from_status(PICTURE | {"facts": facts | {"exchange": local}})
+    live = network_from_status(STATUS | {"facts": facts | {"exchange": local}})
     assert live.local_steps == 8 and live.compute_s == pytest.approx(0.4 / 8)
-    assert network_from_status(PICTURE).local_steps == 1
+    assert network_from_status(STATUS).local_steps == 1
 
 
-def test_sites_come_from_a_file(tmp_path: Path) -> None:
+def test_sites_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sites.toml"
     path.write_text(SITES)
     described = read_network(path)
@@ -184,7 +184,7 @@ def test_sites_come_from_a_file(tmp_path: Path) -> None:
     assert "Members are ordered for each exchange by predicted time." in done.output
 
 
-def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
+def test_the_picture_has_a_line_for_each_exchange(tmp_path: Path) -> None:
     picture = tmp_path / "scaling.svg"
     done = run(
         "--parameters", "1M", "--workers", "2..16", "--exchange", "dense,gtopk", "--picture", str(picture)
@@ -198,7 +198,7 @@ def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "error"),
     [
         (("--parameters", "many"), "a number such as 25600000, 25.6e6, 25.6M or 7B"),
         (("--parameters", "1M", "--workers", "1..4"), 'not a list such as "2..4096" or "2,3,8"'),
@@ -220,37 +220,39 @@ def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
         (("--parameters", "1M", "--workers", "4", "--picture", "x.svg"), "at least two numbers"),
     ],
 )
-def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str) -> None:
+def test_invalid_options_are_refused(arguments: tuple[str, ...], error: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
-    assert says in done.output
+    assert error in done.output
 
 
-@pytest.mark.parametrize(("workers", "says"), [(1, "has 1 worker:"), (1_000_000, "has 1000000 workers:")])
-def test_a_network_that_is_too_small_or_too_large_is_refused(workers: int, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "error"), [(1, "has 1 worker:"), (1_000_000, "has 1000000 workers:")])
+def test_a_network_that_is_too_small_or_too_large_is_refused(
+    workers: int, error: str, tmp_path: Path
+) -> None:
     path = tmp_path / "n.toml"
     path.write_text(f"[[site]]\nname='a'\nlink='1Gbit'\nworkers={workers}")
     done = run("--parameters", "1M", "--network", str(path))
-    assert done.exit_code == 2 and says in done.output
+    assert done.exit_code == 2 and error in done.output
     assert run("--parameters", "1M", "--network", str(path), "--workers", "4").exit_code == 0
 
 
-def test_of_many_members_all_count() -> None:
+def test_all_members_of_a_large_run_count() -> None:
     links = [[a, a + 1, 0.004, 1e6] for a in range(31)]
     live = network_from_status({"run": "demo", "world_size": 300, "links": links})
     assert live.workers == 300
     assert live.description.startswith("300 members of")
 
 
-def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+def test_configuration_errors_have_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
         main(["plan", "--parameters", "1M", "--latency", "soon"])
-    assert left.value.code == 2
+    assert ended.value.code == 2
     assert "'soon' is not a time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
         ("", "the names of the sites are []"),
         ("[[site]]\nname='a'\nlink='1Gbit'\ncolour='red'", "has the unknown keys ['colour']"),
@@ -269,15 +271,15 @@ def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture
         ("][", "Expected"),
     ],
 )
-def test_a_file_that_describes_nothing_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_an_invalid_network_file_is_refused(text: str, error: str, tmp_path: Path) -> None:
     path = tmp_path / "n.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
         read_network(path)
-    assert says in str(refused.value) or says == "Expected"
+    assert error in str(refused.value) or error == "Expected"
 
 
-PICTURE = {
+STATUS = {
     "run": "demo",
     "world_size": 4,
     "facts": {"model": "2000000 parameters in 3 tensors", "exchange": "GTopK(density=0.01, values=fp32)"},
@@ -287,7 +289,7 @@ PICTURE = {
 
 
 class Client:
-    """Stands for a coordinator that answers with `PICTURE`."""
+    """Stands for a client of a coordinator that answers with `STATUS`."""
 
     def __enter__(self) -> Client:
         return self
@@ -295,21 +297,21 @@ class Client:
     def __exit__(self, *exc_info: object) -> None: ...
 
     def status(self, timeout_s: float) -> dict[str, Any]:
-        return PICTURE
+        return STATUS
 
 
-def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_read_from_a_running_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gridtrain.cli.status.client_for", lambda invitation, run, state: Client())
     found = figures("--coordinator", "gridtrain1:x", "--exchange", "gtopk,dense")
     assert set(found) == {("gtopk", 4), ("dense", 4)}
-    assert found["dense", 4]["exchange_s"] > 2 * 3 / 4 * 8e6 / 1e6, "its thin line is in the ring"
+    assert found["dense", 4]["exchange_s"] > 2 * 3 / 4 * 8e6 / 1e6, "its slow link is in the ring"
     assert found["gtopk", 4]["efficiency"] == pytest.approx(0.4 / found["gtopk", 4]["step_s"])
     more = run("--coordinator", "gridtrain1:x", "--workers", "4,8")
     assert more.exit_code == 0 and "each further worker is assumed to equal a member" in more.output
 
 
 @pytest.mark.parametrize(
-    ("picture", "says"),
+    ("status", "error"),
     [
         ({}, "has been measured yet"),
         ({"world_size": 1, "links": []}, "has been measured yet"),
@@ -318,27 +320,27 @@ def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch
         ({"world_size": 2, "links": [[0, 1, -1.0, "fast"]]}, "has been measured yet"),
     ],
 )
-def test_a_status_without_links_is_refused(picture: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        network_from_status(picture)
+def test_a_status_without_links_is_refused(status: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        network_from_status(status)
 
 
-def test_times_and_lines() -> None:
-    said = [parse_seconds(text) for text in ("0.5s", "10ms", "200us", "1 s")]
-    assert said == pytest.approx([0.5, 0.010, 0.0002, 1.0])
+def test_times_and_rates_are_parsed() -> None:
+    seconds = [parse_seconds(text) for text in ("0.5s", "10ms", "200us", "1 s")]
+    assert seconds == pytest.approx([0.5, 0.010, 0.0002, 1.0])
     described = single_site("100Mbit/20Mbit", "5ms")
     assert described.network(3).down_Bps == [12.5e6] * 3
     assert described.network(3).up_Bps == [2.5e6] * 3
 
 
-def test_a_run_that_goes_on_is_foretold_for_more_workers() -> None:
-    """Three members, one behind a thin line: of six workers two are like it, side by side."""
+def test_a_running_run_is_extrapolated_to_more_workers() -> None:
+    """One of three members has a slow link; of six workers two have one, at neighbouring ranks."""
     trips = [[a, b, 0.002 if {a, b} == {0, 1} else 0.040, None] for a in range(3) for b in range(a + 1, 3)]
     rates = [[a, b, None, 1e6 if 2 in (a, b) else 1e8] for a in range(3) for b in range(3) if a != b]
     live = network_from_status({"run": "demo", "world_size": 3, "links": trips + rates})
     six = live.network(6)
     assert list(six.up_Bps) == [1e8, 1e8, 1e8, 1e8, 1e6, 1e6]
     assert [six.link(0, b).alpha_s for b in range(1, 6)] == [0.001, 0.001, 0.001, 0.020, 0.020]
-    assert six.link(4, 5).alpha_s == 0.020, "as far apart as the thin one is from the nearest other"
+    assert six.link(4, 5).alpha_s == 0.020, "as far apart as the slow member is from its nearest peer"
     assert six.path_Bps(0, 5) == six.path_Bps(5, 4) == 1e6
     assert live.network(2).size == 2 and live.network(3) is live.members

@@ -1,4 +1,4 @@
-"""`gridtrain plan --stages`: a described model cut over described cards and lines."""
+"""`gridtrain plan --stages`: a described model partitioned over described cards and links."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_a_file_of_layers_is_read(layers: str) -> None:
     assert (head.parameter_bytes, head.output_bytes) == (0, 0)
 
 
-def test_the_table_can_be_checked_by_hand() -> None:
-    """12 even layers, 4 stages, fill-drain, no lines: (8 + 3) x a quarter of 0.96 s, forward twice."""
+def test_the_table_has_the_expected_figures() -> None:
+    """12 even layers, 4 stages, fill-drain, ideal links: (8 + 3) x a quarter of 0.96 s, forward twice."""
     arguments = (
         "--stages",
         "4",
@@ -121,7 +121,7 @@ def test_a_number_of_micro_batches_is_proposed(layers: str) -> None:
     assert [each["micro_batches"] for each in some["compared"]] == [4, 12]
 
 
-def test_cards_lines_and_ways_to_run_count(layers: str) -> None:
+def test_cards_links_and_settings_change_the_figures(layers: str) -> None:
     base = ("--stages", "3", "--layers", layers, "--batch", "24", "--micro-batches", "8")
     usual = figures(*base)
     fast = figures(*base, "--speeds", "1,2,1")
@@ -129,16 +129,16 @@ def test_cards_lines_and_ways_to_run_count(layers: str) -> None:
     assert counts[1] > max(counts[0], counts[2])
     assert figures(*base, "--link", "10Mbit")["step_s"] > usual["step_s"]
     assert figures(*base, "--keep-activations")["step_s"] < usual["step_s"]
-    held = [
+    held_bytes = [
         sum(stage["held_bytes"] for stage in figures(*base, "--optimizer", o)["stages"])
         for o in ("sgd", "adam")
     ]
-    assert held[1] - held[0] == 2 * (20_000_000 + 6 * 14_000_000)
+    assert held_bytes[1] - held_bytes[0] == 2 * (20_000_000 + 6 * 14_000_000)
     assert usual["stages"][0]["to_next_bytes"] == 24 * 64_000
     assert usual["stages"][0]["from_next_bytes"] in (24 * 32_000, 24 * 64_000)
 
 
-def test_what_does_not_fit_leaves_with_what_would(layers: str) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_a_remedy(layers: str) -> None:
     done = run("--stages", "3", "--layers", layers, "--memory", "150MB")
     assert isinstance(done.exception, ConfigError)
     assert "no partition of 8 layers into 3 stages fits" in str(done.exception)
@@ -146,8 +146,8 @@ def test_what_does_not_fit_leaves_with_what_would(layers: str) -> None:
     assert run("--stages", "3", "--layers", layers, "--memory", "200MB,300MB,200MB").exit_code == 0
 
 
-def test_the_picture_is_of_the_stages(layers: str, tmp_path: Path) -> None:
-    picture = tmp_path / "cut.svg"
+def test_the_picture_shows_the_stages(layers: str, tmp_path: Path) -> None:
+    picture = tmp_path / "stages.svg"
     done = run("--stages", "2", "--layers", layers, "--picture", str(picture))
     assert done.exit_code == 0 and f"picture: {picture}" in done.output
     texts = [
@@ -167,7 +167,7 @@ def test_a_profile_becomes_a_file_of_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "error"),
     [
         (("--stages", "4"), "--parameters is missing"),
         (("--stages", "0"), "not in the range"),
@@ -187,14 +187,14 @@ def test_a_profile_becomes_a_file_of_layers(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str) -> None:
+def test_invalid_options_are_refused(arguments: tuple[str, ...], error: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
-    assert says in done.output
+    assert error in done.output
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
         ("", "0 layers"),
         ("[[layer]]\ncolour = 1", "unknown keys \\['colour'\\]"),
@@ -208,13 +208,13 @@ def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str) -> None:
         ("][", "Expected|Invalid"),
     ],
 )
-def test_a_file_that_describes_nothing_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_an_invalid_layers_file_is_refused(text: str, error: str, tmp_path: Path) -> None:
     path = tmp_path / "layers.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=error):
         read_layers(path)
 
 
-def test_sizes_for_people() -> None:
-    said = [parse_size(text) for text in ("8GB", "1.5kB", "100B", "512 MiB", "1TB")]
-    assert said == [8 * 10**9, 1500, 100, 512 * 2**20, 10**12]
+def test_sizes_are_parsed() -> None:
+    sizes = [parse_size(text) for text in ("8GB", "1.5kB", "100B", "512 MiB", "1TB")]
+    assert sizes == [8 * 10**9, 1500, 100, 512 * 2**20, 10**12]

@@ -1,6 +1,6 @@
-"""What a newcomer types, as real processes over loopback: it works, or one sentence says what to do.
+"""Commands as real processes over loopback: they work, or one sentence says what to do.
 
-Mistakes that are found before anything runs are in test_mistakes.py, without processes.
+Mistakes that are found before a process is needed are in test_mistakes.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLI = (sys.executable, "-m", "gridtrain.cli")
 
 @dataclass(frozen=True)
 class Running:
-    """A coordinator that has said where it listens."""
+    """A running coordinator that has printed its address."""
 
     process: subprocess.Popen[str]
     address: str
@@ -48,19 +48,19 @@ StartCoordinator = Callable[..., Running]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where keys and journals of this test go by default."""
+    """The default folder for keys and journals of this test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
 def environment() -> dict[str, str]:
-    """Ours without settings of a run, and without a terminal's width and colours."""
+    """The environment without settings of a run, terminal width and colours."""
     hidden = ("GRIDTRAIN_", "COLUMNS", "FORCE_COLOR")
     return {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
 
 
 def gridtrain(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+    """Runs the command to its end."""
     return subprocess.run(
         (*CLI, *arguments), capture_output=True, text=True, timeout=WITHIN_S, env=environment() | more
     )
@@ -72,9 +72,9 @@ def start_coordinator(tmp_path: Path) -> Iterator[StartCoordinator]:
 
     def start(*arguments: str) -> Running:
         state = tmp_path / "state"
-        place = ("--listen", "tcp://127.0.0.1:0", "--state", str(state))
+        options = ("--listen", "tcp://127.0.0.1:0", "--state", str(state))
         process = subprocess.Popen(
-            (*CLI, "coordinator", *place, *arguments),
+            (*CLI, "coordinator", *options, *arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -104,7 +104,7 @@ def one_sentence(done: subprocess.CompletedProcess[str], code: int) -> str:
     return line
 
 
-# -- it works --------------------------------------------------------------------------------------
+# -- commands that work ----------------------------------------------------------------------------
 
 
 @pytest.mark.executed
@@ -141,7 +141,7 @@ def test_coordinator_invitation_status_and_worker(start_coordinator: StartCoordi
 
 
 def test_without_options_all_commands_find_the_run_of_this_machine(home: Path) -> None:
-    """A newcomer types no folder: the state directory is the same for coordinator, operator and workers."""
+    """The default state directory is the same for coordinator, operator and workers."""
     listen = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0")
     coordinator = subprocess.Popen(
         listen, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
@@ -151,9 +151,9 @@ def test_without_options_all_commands_find_the_run_of_this_machine(home: Path) -
         assert invited.returncode == 0, invited.stderr
         script = (sys.executable, "-c", "print('trained')")
         assert gridtrain("worker", invited.stdout.strip(), "--", *script).stdout == "trained\n"
-        picture = json.loads(gridtrain("status", "--json").stdout)
-        assert (picture["run"], picture["phase"], picture["term"]) == ("default", "waiting", 1)
-        assert picture["door"]["enrolled_total"] == 1
+        shown = json.loads(gridtrain("status", "--json").stdout)
+        assert (shown["run"], shown["phase"], shown["term"]) == ("default", "waiting", 1)
+        assert shown["door"]["enrolled_total"] == 1
     finally:
         coordinator.terminate()
         coordinator.communicate(timeout=WITHIN_S)
@@ -161,28 +161,30 @@ def test_without_options_all_commands_find_the_run_of_this_machine(home: Path) -
     secret = [path.name for path in files if path.suffix == ".key"]
     assert secret == ["coordinator.key", "worker-0.key", "operator.key"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files if path.suffix == ".key"} == {0o600}
-    assert not (home / "gridtrain" / "default" / "coordinator.json").exists(), "nobody listens any more"
+    assert not (home / "gridtrain" / "default" / "coordinator.json").exists(), (
+        "no coordinator listens any more"
+    )
 
 
-def test_status_with_an_invitation_tells_less_than_the_operator_is_told(
+def test_the_status_for_an_invitation_contains_less_than_the_operators(
     start_coordinator: StartCoordinator,
 ) -> None:
-    """One who was invited sees how the run stands, and neither where its members are nor who may come in."""
+    """The holder of an invitation sees the run's progress, but neither addresses nor access control."""
     running = start_coordinator()
     invitation = running.invitation()
     shown = json.loads(gridtrain("status", invitation, "--json").stdout)
     own = json.loads(gridtrain("status", "--state", str(running.state), "--json").stdout)
     assert "door" in own and "door" not in shown
     assert (shown["run"], shown["phase"]) == (own["run"], own["phase"]) == ("default", "waiting")
-    (line,) = own["door"]["invitations"] or [None]
-    assert line is None or line["used"] == 1
+    (row,) = own["door"]["invitations"] or [None]
+    assert row is None or row["used"] == 1
     assert "waiting for 1 worker" in gridtrain("status", "--table", invitation).stdout, (
-        "its key is known by now"
+        "its key is enrolled now"
     )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-def test_a_coordinator_comes_back_in_the_next_term(
+def test_a_restarted_coordinator_has_the_next_term(
     start_coordinator: StartCoordinator, number: signal.Signals
 ) -> None:
     running = start_coordinator()
@@ -194,7 +196,7 @@ def test_a_coordinator_comes_back_in_the_next_term(
     assert json.loads(gridtrain("status", "--state", str(again.state), "--json").stdout)["term"] == 2
 
 
-def test_a_coordinator_for_containers_takes_its_settings_from_the_environment(tmp_path: Path) -> None:
+def test_a_coordinator_for_containers_reads_its_settings_from_the_environment(tmp_path: Path) -> None:
     settings = {
         "GRIDTRAIN_RUN": "boxed",
         "GRIDTRAIN_LISTEN": "tcp://127.0.0.1:0",
@@ -211,46 +213,48 @@ def test_a_coordinator_for_containers_takes_its_settings_from_the_environment(tm
     assert process.stdout is not None
     assert 'run "boxed" is coordinated at tcp://coordinator:7700' in process.stdout.readline()
     invited = gridtrain("invite", GRIDTRAIN_STATE=str(tmp_path / "state"))
-    assert parse(invited.stdout).address == "tcp://coordinator:7700", "in the container's environment"
+    assert parse(invited.stdout).address == "tcp://coordinator:7700", "as in the container's environment"
     process.terminate()
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == 128 + signal.SIGTERM
 
 
-# -- or one sentence says what to do ---------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
-def test_the_journal_is_in_use(start_coordinator: StartCoordinator) -> None:
+def test_a_journal_that_is_in_use_is_an_error(start_coordinator: StartCoordinator) -> None:
     state = str(start_coordinator().state)
     line = one_sentence(gridtrain("coordinator", "--listen", "tcp://127.0.0.1:0", "--state", state), code=1)
     assert "is in use" in line and "stop the other coordinator" in line
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "text"),
+    ("damage", "code", "text"),
     [
         (lambda journal: journal.write_bytes(journal.read_bytes()[:5000]), 1, "is damaged"),
         (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is not a journal"),
         (lambda journal: journal.write_bytes(b""), 1, "it is empty, although"),
         (lambda journal: (journal.parent / "coordinator.key").unlink(), 1, "belongs to the key"),
     ],
-    ids=["cut", "other bytes", "empty", "no key"],
+    ids=["truncated", "other bytes", "empty", "no key"],
 )
-def test_a_journal_that_cannot_be_used_is_left_as_it_is(
-    start_coordinator: StartCoordinator, spoil: Callable[[Path], object], code: int, text: str
+def test_an_unusable_journal_is_not_changed(
+    start_coordinator: StartCoordinator, damage: Callable[[Path], object], code: int, text: str
 ) -> None:
     running = start_coordinator()
     running.process.terminate()
     running.process.communicate(timeout=WITHIN_S)
-    spoil(running.state / "journal.sqlite")
+    damage(running.state / "journal.sqlite")
     before = {path.name: path.read_bytes() for path in running.state.iterdir()}
     line = one_sentence(gridtrain("coordinator", "--state", str(running.state)), code)
     assert text in line
     assert {path.name: path.read_bytes() for path in running.state.iterdir()} == before
 
 
-def test_a_standby_is_the_same_coordinator(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
-    """Its invitations, its members, its keys; and what cannot be is said."""
+def test_a_standby_continues_as_the_same_coordinator(
+    start_coordinator: StartCoordinator, tmp_path: Path
+) -> None:
+    """It has the same invitations, members and keys; impossible restores are errors."""
     backups, standby = str(tmp_path / "backups"), tmp_path / "standby"
     running = start_coordinator("--backup-to", backups, "--backup-every", "0.1")
     invitation = running.invitation()
@@ -258,20 +262,20 @@ def test_a_standby_is_the_same_coordinator(start_coordinator: StartCoordinator, 
     running.process.terminate()
     running.process.communicate(timeout=WITHIN_S)
 
-    place = ("--listen", running.address, "--state", str(standby))
-    line = one_sentence(gridtrain("coordinator", *place, "--from-backup", str(tmp_path / "none")), 2)
+    options = ("--listen", running.address, "--state", str(standby))
+    line = one_sentence(gridtrain("coordinator", *options, "--from-backup", str(tmp_path / "none")), 2)
     assert "there is no backup in" in line
     line = one_sentence(gridtrain("coordinator", "--state", str(running.state), "--from-backup", backups), 2)
     assert "which a backup must not replace -> omit --from-backup" in line
-    taken_over = start_coordinator(*place[2:], "--listen", running.address, "--from-backup", backups)
-    assert taken_over.address == running.address
-    picture = json.loads(gridtrain("status", "--state", str(standby), "--json").stdout)
-    assert (picture["term"], picture["door"]["enrolled_total"]) == (2, 1)
-    assert gridtrain("worker", invitation, "--", "true").returncode == 0, "its key is known"
+    standby_running = start_coordinator(*options[2:], "--listen", running.address, "--from-backup", backups)
+    assert standby_running.address == running.address
+    shown = json.loads(gridtrain("status", "--state", str(standby), "--json").stdout)
+    assert (shown["term"], shown["door"]["enrolled_total"]) == (2, 1)
+    assert gridtrain("worker", invitation, "--", "true").returncode == 0, "its key is enrolled"
 
 
-def test_another_run(start_coordinator: StartCoordinator) -> None:
-    """The invitation names one run, and who answers serves another: an address was given to a new run."""
+def test_an_invitation_to_another_run_is_refused(start_coordinator: StartCoordinator) -> None:
+    """The coordinator at the invitation's address serves another run now."""
     foreign = replace(parse(start_coordinator().invitation()), run="mine").text()
     done = gridtrain("worker", foreign, "--", sys.executable, "-c", "print('started')")
     line = one_sentence(done, code=4)
@@ -279,34 +283,34 @@ def test_another_run(start_coordinator: StartCoordinator) -> None:
     assert done.stdout == ""
 
 
-# -- invitations that do not let in -------------------------------------------------------------------
+# -- invalid invitations -----------------------------------------------------------------------------
 
 
 def refused(invitation: str, code: int = 4, **more: str) -> str:
-    """What a worker with it is told; its script is never started."""
+    """The error of a worker with this invitation, whose script is not started."""
     done = gridtrain("worker", invitation, "--", sys.executable, "-c", "print('started')", **more)
     assert done.stdout == ""
     return one_sentence(done, code)
 
 
-def test_used_up_expired_withdrawn_or_never_given(
+def test_used_up_expired_withdrawn_and_unknown_invitations_are_refused(
     start_coordinator: StartCoordinator, tmp_path: Path
 ) -> None:
-    """Its holder is told how an invitation ended; who made one up is told nothing by the coordinator."""
+    """The reason says how an invitation ended; for an invented one the coordinator does not answer."""
     running = start_coordinator()
     used, withdrawn = running.invitation(), running.invitation()
     expired = running.invitation("--expires", "1s")
     assert gridtrain("worker", used, "--", "true").returncode == 0
-    gone = gridtrain("invite", "--state", str(running.state), "--withdraw", withdrawn)
-    assert gone.returncode == 0, gone.stderr
-    never = replace(parse(used), token=b"t" * 32).text()
+    result = gridtrain("invite", "--state", str(running.state), "--withdraw", withdrawn)
+    assert result.returncode == 0, result.stderr
+    invented = replace(parse(used), token=b"t" * 32).text()
     elsewhere = str(tmp_path / "elsewhere")
     until_s = time.monotonic() + WITHIN_S
-    look = ("members", "--state", str(running.state), "--json")
-    while json.loads(gridtrain(*look).stdout)["door"]["invitations"]:
-        assert time.monotonic() < until_s, "a second is over"
-    told = [refused(one, XDG_STATE_HOME=elsewhere) for one in (used, withdrawn, never, expired)]
-    assert told == [
+    members = ("members", "--state", str(running.state), "--json")
+    while json.loads(gridtrain(*members).stdout)["door"]["invitations"]:
+        assert time.monotonic() < until_s, "the invitation has not expired"
+    errors = [refused(one, XDG_STATE_HOME=elsewhere) for one in (used, withdrawn, invented, expired)]
+    assert errors == [
         "gridtrain: this invitation is used up -> start a worker that it admitted before, under the same "
         "account on the same machine, or ask the run's owner for a new one",
         "gridtrain: this invitation was withdrawn by the run's owner -> ask the run's owner for a new one",
@@ -320,8 +324,10 @@ def test_used_up_expired_withdrawn_or_never_given(
     assert len(enrolled) == 1
 
 
-def test_an_invitation_to_another_coordinator_at_this_address(start_coordinator: StartCoordinator) -> None:
-    """Whoever answers there cannot prove to be the one that invited: nothing is said to it."""
+def test_a_coordinator_with_another_key_than_the_invitations_is_refused(
+    start_coordinator: StartCoordinator,
+) -> None:
+    """The coordinator at the address cannot prove to have the key, so no request is sent to it."""
     foreign = replace(parse(start_coordinator().invitation()), coordinator=Identity.generate().public).text()
     line = one_sentence(gridtrain("status", foreign), code=3)
     assert "a program listens at tcp://127.0.0.1:" in line and "a coordinator with another key" in line
@@ -331,7 +337,7 @@ def test_an_invitation_to_another_coordinator_at_this_address(start_coordinator:
 # -- without encryption ------------------------------------------------------------------------------
 
 
-def test_in_the_clear_only_by_an_explicit_flag_on_both_sides(start_coordinator: StartCoordinator) -> None:
+def test_unencrypted_connections_need_the_flag_on_both_sides(start_coordinator: StartCoordinator) -> None:
     running = start_coordinator("--unencrypted")
     assert "NOT ENCRYPTED: anyone on the network path can read and alter" in running.greeting
     clear = running.invitation()
@@ -340,20 +346,22 @@ def test_in_the_clear_only_by_an_explicit_flag_on_both_sides(start_coordinator: 
     assert (agreed.returncode, agreed.stdout) == (0, "trained\n"), agreed.stderr
     assert gridtrain("status", "--state", str(running.state)).returncode == 0
 
-    sealed = replace(parse(clear), encrypted=True).text()
-    done = gridtrain("worker", sealed, "--unencrypted", "--", "true")
+    encrypted = replace(parse(clear), encrypted=True).text()
+    done = gridtrain("worker", encrypted, "--unencrypted", "--", "true")
     assert (
         "is encrypted, but this worker was started with --unencrypted -> omit --unencrypted"
         in one_sentence(done, 2)
     )
-    done = gridtrain("status", sealed)
-    assert done.returncode == 3, "an encrypted client gets no word from a coordinator in the clear"
+    done = gridtrain("status", encrypted)
+    assert done.returncode == 3, "an unencrypted coordinator does not answer an encrypted client"
 
 
 # -- key files ---------------------------------------------------------------------------------------
 
 
-def test_a_worker_with_a_key_that_others_may_read(start_coordinator: StartCoordinator, home: Path) -> None:
+def test_a_workers_key_that_others_may_read_is_refused(
+    start_coordinator: StartCoordinator, home: Path
+) -> None:
     invitation = start_coordinator().invitation()
     assert gridtrain("worker", invitation, "--", "true").returncode == 0
     (path,) = home.rglob("worker-0.key")
@@ -363,7 +371,7 @@ def test_a_worker_with_a_key_that_others_may_read(start_coordinator: StartCoordi
 
 @pytest.mark.parametrize("under_worker", [True, False])
 def test_ctrl_c_while_torch_is_imported_is_one_sentence(under_worker: bool, tmp_path: Path) -> None:
-    """`gridtrain worker` passes it on; the script's own excepthook stays."""
+    """Only under `gridtrain worker`; otherwise Python's traceback stays."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     environment.pop("GRIDTRAIN_COORDINATOR", None)

@@ -1,4 +1,4 @@
-"""The table that `gridtrain status` draws, as a picture."""
+"""The table that `gridtrain status` prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gridtrain.cli import status as module
 
-PICTURE: dict[str, Any] = {
+STATUS: dict[str, Any] = {
     "run": "default", "phase": "training", "reason": "2 workers since step 40", "term": 1, "generation": 3,
     "step": 41, "steps_per_s": 12.345, "finished": False, "now_s": 100.0,
     "facts": {"exchange": "GTopK(density=0.05)"},
@@ -34,76 +34,76 @@ rank name      state   reach      share step    up/s down/s comp. select comm. w
    12 s ago  joined name=anna
 """
 
-STRUCK = """\
+WITH_VIOLATIONS = """\
 rank name      state   reach      violations share step    up/s down/s comp. select comm. wait heard
    0 anna      active  direct              0     8   41 2.45 MB  950 B 21 ms   1 ms 1.2 s 0 ms   0 s
    - [red]bert joining behind NAT          2     0    0       -      -     -      -     -    -   0 s
 """
 
 
-def drawn(picture: dict[str, Any], width: int = 120) -> str:
+def drawn(status: dict[str, Any], width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(module.render(picture))
+    console.print(module.render(status))
     assert isinstance(console.file, io.StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
 
 
-def test_the_picture() -> None:
-    assert drawn(PICTURE) == DRAWN
-    assert drawn({**PICTURE, "members": PICTURE["members"][::-1]}) == DRAWN, "by rank"
+def test_the_table_is_as_expected() -> None:
+    assert drawn(STATUS) == DRAWN
+    assert drawn({**STATUS, "members": STATUS["members"][::-1]}) == DRAWN, "ordered by rank"
 
 
 def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:
     reason = "fewer entries for slow uploads (usual upload 100 Mbit/s): bert 10% of k (upload 5 Mbit/s)"
     line = "exchange: GTopK(density=0.05)\n"
-    assert drawn({**PICTURE, "entry_shares_reason": reason}) == DRAWN.replace(line, f"{line}{reason}\n")
-    assert drawn({**PICTURE, "entry_shares_reason": ""}) == DRAWN
+    assert drawn({**STATUS, "entry_shares_reason": reason}) == DRAWN.replace(line, f"{line}{reason}\n")
+    assert drawn({**STATUS, "entry_shares_reason": ""}) == DRAWN
 
 
 def test_the_bytes_of_joins_and_the_bases_are_shown() -> None:
-    anna, bert = PICTURE["members"]
+    anna, bert = STATUS["members"]
     figures, about = {"state_bytes": 246_000.0}, {"base": "3.5 GB in 291 frozen tensors, digest 0123456789ab"}
-    picture = {**PICTURE, "members": [{**anna, "about": about}, {**bert, "figures": figures}]}
+    status = {**STATUS, "members": [{**anna, "about": about}, {**bert, "figures": figures}]}
     line = "exchange: GTopK(density=0.05)\n"
     joined = "state received to join: [red]bert 246 kB\n"
-    assert drawn(picture) == DRAWN.replace(line, line + joined), "all have the same base"
+    assert drawn(status) == DRAWN.replace(line, line + joined), "all have the same base"
     facts = {"exchange": "GTopK(density=0.05)", "base": "any"}
     bases = f"base: any\nbase of anna: {about['base']}\n"
-    assert drawn({**picture, "facts": facts}) == DRAWN.replace(line, line + bases + joined)
+    assert drawn({**status, "facts": facts}) == DRAWN.replace(line, line + bases + joined)
     about["base_origin"] = "llama@0123"
-    assert drawn(picture) == DRAWN.replace(line, line + "base loaded from llama@0123\n" + joined)
+    assert drawn(status) == DRAWN.replace(line, line + "base loaded from llama@0123\n" + joined)
     bases = bases.replace("ab\n", "ab, from llama@0123\n")
-    assert drawn({**picture, "facts": facts}) == DRAWN.replace(line, line + bases + joined)
+    assert drawn({**status, "facts": facts}) == DRAWN.replace(line, line + bases + joined)
 
 
-def test_strikes_are_shown_when_there_are_any() -> None:
-    anna, bert = PICTURE["members"]
-    assert STRUCK in drawn({**PICTURE, "members": [anna, {**bert, "strikes": 2}]})
+def test_violations_are_shown_if_there_are_any() -> None:
+    anna, bert = STATUS["members"]
+    assert WITH_VIOLATIONS in drawn({**STATUS, "members": [anna, {**bert, "strikes": 2}]})
 
 
-def test_problems_that_members_report_are_below_the_table() -> None:
-    anna, bert = PICTURE["members"]
-    seen = drawn({**PICTURE, "members": [anna, {**bert, "reason": "could not write 3 checkpoints in a row"}]})
+def test_reported_problems_are_shown_below_the_table() -> None:
+    anna, bert = STATUS["members"]
+    seen = drawn({**STATUS, "members": [anna, {**bert, "reason": "could not write 3 checkpoints in a row"}]})
     assert seen.splitlines()[-2] == "[red]bert could not write 3 checkpoints in a row"
 
 
-def test_it_fits_into_a_pipe() -> None:
-    """Large figures, a long name: names are cut, nothing else, and no line is wrapped."""
-    worst = {
+def test_the_table_has_a_limited_width_in_a_pipe() -> None:
+    """With large figures and a long name only the name is truncated, and no line is wrapped."""
+    widest = {
         "rank": 999, "name": "n" * 64, "state": "admitted", "reach": "behind NAT",
         "strikes": 2, "share": 99_999, "step": 9_999_999, "last_heard_s": 4.999,
         "sent_Bps": 1.235e6, "received_Bps": 1.235e6, "figures": dict.fromkeys(module.SECONDS, 999.9),
     }  # fmt: skip
-    lines = drawn({"members": [worst]}).splitlines()
+    lines = drawn({"members": [widest]}).splitlines()
     assert max(map(len, lines)) <= module.PLAIN_WIDTH and len(lines) == 4
     assert "n\u2026 admitted behind NAT          2 99999 9999999 1.24 MB 1.24 MB 999.9 s" in lines[3]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_names_can_be_read_on_a_narrow_terminal(width: int) -> None:
-    """Orders want names: columns of times make room for them, and the head stays over its figures."""
-    anna, bert = PICTURE["members"]
-    lines = drawn({**PICTURE, "members": [{**anna, "name": "brisk-lynx-d369"}, bert]}, width).splitlines()
+def test_names_are_complete_on_a_narrow_terminal(width: int) -> None:
+    """Commands need names, so columns of times are omitted, and headings stay above their figures."""
+    anna, bert = STATUS["members"]
+    lines = drawn({**STATUS, "members": [{**anna, "name": "brisk-lynx-d369"}, bert]}, width).splitlines()
     assert max(map(len, lines)) <= width
     row = next(line for line in lines if "brisk-lynx-d369" in line)
     head = lines[lines.index(row) - 1]
@@ -111,13 +111,13 @@ def test_names_can_be_read_on_a_narrow_terminal(width: int) -> None:
     assert row.index("8 ") == head.index("share") + len("share") - 1
 
 
-def test_no_worker_yet() -> None:
-    assert "no worker has joined yet" in drawn({**PICTURE, "members": []})
-    assert "all workers have left" in drawn({**PICTURE, "members": [], "finished": True})
+def test_a_run_without_workers_says_so() -> None:
+    assert "no worker has joined yet" in drawn({**STATUS, "members": []})
+    assert "all workers have left" in drawn({**STATUS, "members": [], "finished": True})
 
 
 @pytest.mark.parametrize(
-    "picture",
+    "status",
     [
         {},
         {"members": 3, "events": "no", "facts": [], "step": None},
@@ -129,18 +129,18 @@ def test_no_worker_yet() -> None:
     ],
     ids=["empty", "wrong types", "wrong members"],
 )
-def test_whatever_the_coordinator_says_can_be_drawn(picture: dict[str, Any]) -> None:
-    assert "run" in drawn(picture)
+def test_any_status_can_be_drawn(status: dict[str, Any]) -> None:
+    assert "run" in drawn(status)
 
 
 def test_watching_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH_S", 0.0)
-    pictures = [PICTURE, PICTURE, {**PICTURE, "phase": "finished", "finished": True}, PICTURE]
-    module._watch(lambda timeout_s: pictures.pop(0))
-    assert pictures == [PICTURE]
+    statuses = [STATUS, STATUS, {**STATUS, "phase": "finished", "finished": True}, STATUS]
+    module._watch(lambda timeout_s: statuses.pop(0))
+    assert statuses == [STATUS]
 
 
-def test_of_a_model_in_stages_it_shows_who_holds_which_and_why_somebody_is_spare() -> None:
+def test_stages_and_reasons_of_standbys_are_shown() -> None:
     members = [
         {"rank": 0, "name": "anna", "state": "active", "stage": 0, "spare": ""},
         {"rank": 1, "name": "bert", "state": "active", "stage": 1, "spare": ""},

@@ -1,4 +1,4 @@
-"""What the command line promises as a whole: documented exit codes, errors with a way out, completion."""
+"""Guarantees of the whole command line: documented exit codes, errors with a remedy, completion."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_the_documented_exit_codes_are_those_of_the_help_and_of_the_program() ->
     assert {str(code) for code in (0, *raised)} == set(documented) - {"130", "143"}
 
 
-def raises() -> Iterator[tuple[str, str, bool]]:
-    """Each `SomeError(...)` of ours that is made where a command may come by: place, kind, has a remedy."""
+def raised_errors() -> Iterator[tuple[str, str, bool]]:
+    """Each error that a command may raise: its place, its type, and whether it has a remedy."""
     kinds = {
         name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)
     }
-    kinds -= {"LocalProtocolError"}  # a bug of ours: it crashes
+    kinds -= {"LocalProtocolError"}  # a bug of gridtrain, with a traceback
     places = [
         "gridtrain/cli",
         *(f"gridtrain/tools/{name}" for name in ("options", "bundle", "demo", "bench")),
@@ -61,22 +61,22 @@ def raises() -> Iterator[tuple[str, str, bool]]:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
-                    has = any(word.arg == "remedy" and _says_something(word.value) for word in node.keywords)
+                    has = any(word.arg == "remedy" and _is_not_empty(word.value) for word in node.keywords)
                     yield f"{file.relative_to(ROOT)}:{node.lineno}", node.func.id, has
 
 
-def _says_something(value: ast.expr) -> bool:
+def _is_not_empty(value: ast.expr) -> bool:
     return not (isinstance(value, ast.Constant) and not value.value)
 
 
-def test_every_error_of_a_command_says_what_to_do() -> None:
-    found = list(raises())
-    assert len(found) > 60, "is the pattern right?"
+def test_every_error_of_a_command_has_a_remedy() -> None:
+    found = list(raised_errors())
+    assert len(found) > 60, "the pattern does not match"
     assert [f"{place}: {kind} without remedy=" for place, kind, has in found if not has] == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_completion_script_is_one(shell: str, tmp_path: Path) -> None:
+def test_completion_scripts_are_valid(shell: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["completion", shell])
     assert done.exit_code == 0 and "_GRIDTRAIN_COMPLETE" in done.output
     if shutil.which(shell) is None:
@@ -99,7 +99,7 @@ def test_a_completion_script_is_one(shell: str, tmp_path: Path) -> None:
         ("gridtrain worker stop --work", {"--worker"}),
     ],
 )
-def test_bash_is_told_what_can_follow(words: str, expected: set[str]) -> None:
+def test_bash_completes_words(words: str, expected: set[str]) -> None:
     environment = {**os.environ, "_GRIDTRAIN_COMPLETE": "bash_complete", "COMP_WORDS": words}
     environment["COMP_CWORD"] = str(len(words.split()) - 1)
     done = subprocess.run(
@@ -108,14 +108,14 @@ def test_bash_is_told_what_can_follow(words: str, expected: set[str]) -> None:
     assert {line.split(",")[1] for line in done.stdout.splitlines()} == expected, done.stderr
 
 
-def test_a_word_that_is_no_command_is_answered_with_the_nearest() -> None:
+def test_the_error_of_an_unknown_command_names_a_similar_one() -> None:
     for word, meant in (("stat", "status"), ("invitation", "invite"), ("cordinator", "coordinator")):
         done = CliRunner().invoke(cli, [word])
         assert done.exit_code == 2 and re.search(rf"Did you mean .*{meant}", done.output), done.output
     assert "Did you mean" not in CliRunner().invoke(cli, ["xyzzy"]).output
 
 
-def test_config_show_says_who_said_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_show_names_the_source_of_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.toml").write_text('[run]\nname = "mine"\n[worker]\nrestarts = 3\n')
     monkeypatch.chdir(tmp_path)
     environment = {"GRIDTRAIN_NAME": "anna", "GRIDTRAIN_INVITATION": "gridtrain1:secret"}
@@ -135,25 +135,31 @@ def test_config_show_says_who_said_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert programs == set(PROGRAMS) and "secret" not in done.output
 
 
-def test_a_run_is_found_where_its_run_toml_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run.toml").write_text('[run]\nname = "mine"\n[coordinator]\nstate = "kept"\n')
+def test_a_run_is_found_by_the_run_toml_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.toml").write_text('[run]\nname = "mine"\n[coordinator]\nstate = "saved"\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     done = CliRunner().invoke(cli, ["invite"])
-    assert isinstance(done.exception, errors.ConfigError) and "kept/coordinator.json" in done.exception.reason
+    assert (
+        isinstance(done.exception, errors.ConfigError) and "saved/coordinator.json" in done.exception.reason
+    )
     done = CliRunner().invoke(cli, ["status", "--run", "other"])
     assert isinstance(done.exception, errors.ConfigError)
-    assert "home/gridtrain/other/coordinator.json" in done.exception.reason, "kept is that of mine"
+    assert "home/gridtrain/other/coordinator.json" in done.exception.reason, (
+        "the state of run.toml belongs to another run"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_in_the_documents(name: str) -> None:
+def test_every_command_is_documented(name: str) -> None:
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert re.search(rf"`(?:gridtrain )?{name}`", text), f"docs/cli.md does not name {name}"
     assert isinstance(cli.get_command(click.Context(cli), name), click.Command)
 
 
-def test_what_to_install_works_from_a_checkout_and_from_a_wheel(
+def test_the_install_command_fits_a_checkout_and_a_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert extras.install_command("torch") == f"pip install -e {shlex.quote(f'{ROOT}[torch]')}"
@@ -162,7 +168,7 @@ def test_what_to_install_works_from_a_checkout_and_from_a_wheel(
 
 
 def test_no_message_installs_gridtrain_from_an_index() -> None:
-    """Nor does a unit or a template: gridtrain is on none."""
+    """Neither does a unit or a template, as gridtrain is on no index."""
     found = [
         path
         for folder in ("gridtrain", "coordinator", "worker", "packaging", "docker", "examples")

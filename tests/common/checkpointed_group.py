@@ -21,9 +21,11 @@ def run(
     *,
     every: int = 3,
     urls: Sequence[str] = (),
+    saves_on_leaving: bool = False,
 ) -> list[T]:
     """Let each worker do `work` with its grid; return the results by number.  Checkpoints are written to
-    FOLDER/worker-NUMBER every `every` steps, and read from there; the first workers have `urls`."""
+    FOLDER/worker-NUMBER every `every` steps, and read from there; the first workers have `urls`.  Unless
+    `saves_on_leaving`, a worker that ends before the run has what a killed one has: none of its last step."""
     results: dict[int, T] = {}
 
     def one(number: int) -> None:
@@ -37,6 +39,9 @@ def run(
         )
         with grid:
             results[number] = work(grid)
+            model_state: Any = grid._model_state
+            if not saves_on_leaving:
+                model_state._keep_for_others = lambda: None
 
     with LocalGroup(min_workers=workers) as group:
         threads = [threading.Thread(target=one, args=(n,), daemon=True) for n in range(workers)]

@@ -18,9 +18,9 @@ DIGEST = bytes.fromhex(BUNDLE.digest.removeprefix("sha256:"))
 
 
 def answer(
-    shelf: BundleServer, peer: m.PeerId, index: int, now_s: float, digest: bytes = DIGEST
+    server: BundleServer, peer: m.PeerId, index: int, now_s: float, digest: bytes = DIGEST
 ) -> m.Message:
-    (effect,) = shelf.answer(peer, m.BundleRequest(digest, index), now_s)
+    (effect,) = server.answer(peer, m.BundleRequest(digest, index), now_s)
     assert isinstance(effect, io.Send) and effect.peer == peer
     return effect.message
 
@@ -30,26 +30,26 @@ def code(message: m.Message) -> str:
     return message.code
 
 
-def test_the_blocks_give_the_archive() -> None:
-    shelf = BundleServer(BUNDLE)
-    assert shelf.status() == {"digest": BUNDLE.digest, "bytes": len(ARCHIVE), "script": "train.py"}
-    blocks = [answer(shelf, ANNA, index, 0.0) for index in range(2)]
+def test_the_blocks_make_up_the_archive() -> None:
+    server = BundleServer(BUNDLE)
+    assert server.status() == {"digest": BUNDLE.digest, "bytes": len(ARCHIVE), "script": "train.py"}
+    blocks = [answer(server, ANNA, index, 0.0) for index in range(2)]
     assert all(isinstance(block, m.BundleBlock) and block.total == 2 for block in blocks)
     assert b"".join(block.payload for block in blocks if isinstance(block, m.BundleBlock)) == ARCHIVE
 
 
-def test_what_is_refused() -> None:
+def test_requests_without_a_matching_bundle_are_refused() -> None:
     assert code(answer(BundleServer(), ANNA, 0, 0.0)) == "no-bundle"
     assert BundleServer().status() is None
-    shelf = BundleServer(BUNDLE)
-    assert code(answer(shelf, ANNA, 2, 0.0)) == "bundle"
-    assert code(answer(shelf, ANNA, 0, 0.0, b"x" * 32)) == "bundle"
+    server = BundleServer(BUNDLE)
+    assert code(answer(server, ANNA, 2, 0.0)) == "bundle"
+    assert code(answer(server, ANNA, 0, 0.0, b"x" * 32)) == "bundle"
 
 
-def test_an_asker_gets_so_many_and_no_more_and_others_their_own() -> None:
-    shelf = BundleServer(BUNDLE)
+def test_the_rate_limit_is_per_worker() -> None:
+    server = BundleServer(BUNDLE)
     for _ in range(MAX_BUNDLES_PER_WORKER * 2):
-        assert isinstance(answer(shelf, ANNA, 0, 0.0), m.BundleBlock)
-    assert code(answer(shelf, ANNA, 0, RATE_WINDOW_S - 1)) == "too-often"
-    assert isinstance(answer(shelf, BERT, 0, RATE_WINDOW_S - 1), m.BundleBlock)
-    assert isinstance(answer(shelf, ANNA, 0, RATE_WINDOW_S), m.BundleBlock)
+        assert isinstance(answer(server, ANNA, 0, 0.0), m.BundleBlock)
+    assert code(answer(server, ANNA, 0, RATE_WINDOW_S - 1)) == "too-often"
+    assert isinstance(answer(server, BERT, 0, RATE_WINDOW_S - 1), m.BundleBlock)
+    assert isinstance(answer(server, ANNA, 0, RATE_WINDOW_S), m.BundleBlock)

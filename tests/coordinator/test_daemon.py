@@ -1,4 +1,4 @@
-"""The loop carries out the effects of a core in order, journal entries before everything that follows."""
+"""The daemon carries out the effects of a core in order; journal entries are durable before later effects."""
 
 from __future__ import annotations
 
@@ -49,19 +49,25 @@ from gridtrain_coordinator.run.events import (
 )
 
 COORDINATOR, OPERATOR, ANNA, BERT, INVITATION = (letter * 32 for letter in (b"c", b"o", b"a", b"b", b"i"))
-GUEST = b"g" * 32
-NAMES = {COORDINATOR: "coordinator", OPERATOR: "operator", ANNA: "anna", BERT: "bert", GUEST: "the guest"}
+PENDING = b"g" * 32
+NAMES = {
+    COORDINATOR: "coordinator",
+    OPERATOR: "operator",
+    ANNA: "anna",
+    BERT: "bert",
+    PENDING: "the pending member",
+}
 JOIN = m.Join("default", "anna", "memory://anna")
 
 
 class FakeCore:
-    """Answers each kind of event with the effects that a test specifies."""
+    """Returns the effects that a test specifies for each type of event."""
 
     def __init__(self, answers: Mapping[type[Event], list[Effect]] | None = None) -> None:
         self.answers = dict(answers or {})
-        self.heard: list[Event] = []
+        self.received: list[Event] = []
         self.deadline_s = math.inf
-        self.picture: dict[str, Any] = {
+        self.status: dict[str, Any] = {
             "phase": "waiting", "step": 0, "finished": False, "members": [], "events": [],
         }  # fmt: skip
         self.at_start: list[Effect] = []
@@ -71,7 +77,7 @@ class FakeCore:
         return self.at_start
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        self.heard.append(event)
+        self.received.append(event)
         return self.answers.get(type(event), [])
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -79,7 +85,7 @@ class FakeCore:
         return self.at_tick
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        return self.picture
+        return self.status
 
     def worker_name(self, peer: m.PeerId) -> str:
         return peer[:4].decode()
@@ -119,7 +125,7 @@ class ScriptedTransport:
         self.transcript.append("close transport")
 
 
-class WrittenDownStore(JournalStore):
+class RecordingStore(JournalStore):
     transcript: list[str]
 
     def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
@@ -143,42 +149,42 @@ class Turns:
         return self.left < 0
 
 
-def reception_of(core: FakeCore, *members: m.PeerId) -> AccessHandler:
+def access_handler(core: FakeCore, *members: m.PeerId) -> AccessHandler:
     """Access control with an invitation of two uses, of which these members have used theirs."""
-    door = Authorization(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
-    door.invite(INVITATION, 2, 600.0, 0.0)
+    access = Authorization(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
+    access.invite(INVITATION, 2, 600.0, 0.0)
     for member in members:
-        door.enrol(INVITATION, member, "", 0.0)
-    return AccessHandler(door, core, OPERATOR, lambda: 100.0)
+        access.enrol(INVITATION, member, "", 0.0)
+    return AccessHandler(access, core, OPERATOR, lambda: 100.0)
 
 
-def play(
+def run_loop(
     core: FakeCore,
     *turns: list[TransportEvent],
     refuses: Iterable[m.PeerId] = (),
-    reception: AccessHandler | None = None,
+    handler: AccessHandler | None = None,
     clock: Callable[[], float] = lambda: 100.0,
     **options: Any,
 ) -> tuple[list[str], ScriptedTransport]:
-    """Run the loop over these turns; returns what it did."""
+    """Runs the loop over these turns; returns what it did."""
     transcript: list[str] = []
     transport = ScriptedTransport(transcript, turns)
     transport.refuses = set(refuses)
-    store = WrittenDownStore.open(":memory:")
-    assert isinstance(store, WrittenDownStore)
+    store = RecordingStore.open(":memory:")
+    assert isinstance(store, RecordingStore)
     store.transcript = transcript
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
         transcript.append(f"log {level} {event}")
 
-    reception = reception or reception_of(core, ANNA, BERT)
-    coordinator = Coordinator(transport, store, core, reception, log=log, clock=clock, **options)  # type: ignore[arg-type]
+    handler = handler or access_handler(core, ANNA, BERT)
+    coordinator = Coordinator(transport, store, core, handler, log=log, clock=clock, **options)  # type: ignore[arg-type]
     coordinator.run(Turns(len(turns)))
     assert transcript[-2:] == ["close transport", "close journal"]
     return transcript[:-2], transport
 
 
-def test_the_journal_is_durable_before_what_follows_is_sent() -> None:
+def test_journal_entries_are_durable_before_messages_are_sent() -> None:
     freeze, state = m.Freeze(1, 1, "join"), JournalEntry("state", {"state": "training"})
     core = FakeCore(
         {
@@ -191,7 +197,7 @@ def test_the_journal_is_durable_before_what_follows_is_sent() -> None:
             ]
         }
     )
-    transcript, _ = play(core, [Received(ANNA, JOIN, 80)])
+    transcript, _ = run_loop(core, [Received(ANNA, JOIN, 80)])
     assert transcript == [
         "durable: state",
         "log info training",
@@ -208,7 +214,7 @@ def test_one_turn_is_one_commit() -> None:
             PeerConnected: [JournalEntry("run", {})],
         }
     )
-    transcript, _ = play(core, [PeerUp(ANNA), Received(ANNA, JOIN, 80), Received(BERT, JOIN, 80)])
+    transcript, _ = run_loop(core, [PeerUp(ANNA), Received(ANNA, JOIN, 80), Received(BERT, JOIN, 80)])
     assert transcript == [
         "durable: run, state, state",
         "send StartGeneration to anna",
@@ -221,7 +227,7 @@ def test_a_message_for_many_is_encoded_once_in_a_turn() -> None:
     page = m.MemberListPage(1, 1, 0, 1, (m.Member(ANNA, "anna", "", 1, False),))
     start = m.StartGeneration(1, 1)
     effects = [Send(ANNA, page), Send(BERT, page), Send(ANNA, start)]
-    _, transport = play(FakeCore({MessageReceived: effects}), [Received(ANNA, JOIN, 80)])
+    _, transport = run_loop(FakeCore({MessageReceived: effects}), [Received(ANNA, JOIN, 80)])
     first, second, other = transport.frames
     assert first is second and first == encode(page) and other == encode(start)
 
@@ -230,10 +236,10 @@ def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch)
     def full(self: JournalStore, entries: object) -> None:
         raise JournalError("the disk is full")
 
-    monkeypatch.setattr(WrittenDownStore, "append_all", full)
+    monkeypatch.setattr(RecordingStore, "append_all", full)
     transcript: list[str] = []
     transport = ScriptedTransport(transcript, [[Received(ANNA, JOIN, 80)]])
-    store = WrittenDownStore.open(":memory:")
+    store = RecordingStore.open(":memory:")
     store.transcript = transcript  # type: ignore[attr-defined]
     core = FakeCore(
         {
@@ -245,26 +251,26 @@ def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch)
         }
     )
     with pytest.raises(JournalError, match="disk is full"):
-        Coordinator(transport, store, core, reception_of(core)).run(Turns(9))  # type: ignore[arg-type]
+        Coordinator(transport, store, core, access_handler(core)).run(Turns(9))  # type: ignore[arg-type]
     assert transcript == ["close transport", "close journal"]
 
 
-def test_the_core_starts_before_anybody_is_heard() -> None:
+def test_the_core_starts_before_messages_are_handled() -> None:
     core = FakeCore({MessageReceived: [LogEvent("info", "joined")]})
     core.at_start = [JournalEntry("term", {"term": 1}), LogEvent("info", "started")]
-    transcript, _ = play(core, [Received(ANNA, JOIN, 80)])
+    transcript, _ = run_loop(core, [Received(ANNA, JOIN, 80)])
     assert transcript == ["durable: term", "log info started", "log info joined"]
 
 
 def test_transport_events_become_the_cores_events() -> None:
     core = FakeCore()
-    transcript, _ = play(
+    transcript, _ = run_loop(
         core,
         [PeerUp(ANNA, "", "10.0.0.5"), Received(ANNA, JOIN, 80), ReachResult(ANNA, "memory://anna")],
         [TransportViolation(ANNA, "no msgpack"), PeerDown(ANNA, "closed")],
         [TransportViolation(None, "not greeted"), ConnectionDenied(ANNA, "memory://anna")],
     )
-    assert core.heard == [
+    assert core.received == [
         PeerConnected(ANNA, "10.0.0.5"),
         MessageReceived(ANNA, JOIN),
         DialBackResult(ANNA, "memory://anna"),
@@ -274,9 +280,9 @@ def test_transport_events_become_the_cores_events() -> None:
     assert transcript == ["log warning violation", "log warning violation", "log info denied"]
 
 
-def test_a_worker_is_called_back_at_the_addresses_that_the_core_names() -> None:
+def test_a_worker_is_dialled_back_at_the_addresses_that_the_core_names() -> None:
     core = FakeCore({MessageReceived: [DialBack(ANNA, ("tcp://a:1", "tcp://b:1"))]})
-    transcript, _ = play(core, [Received(ANNA, JOIN, 80)], reach_s=1.5)
+    transcript, _ = run_loop(core, [Received(ANNA, JOIN, 80)], reach_s=1.5)
     assert transcript == ["call anna back at tcp://a:1, tcp://b:1 for 1.5 s"]
 
 
@@ -290,8 +296,8 @@ def test_a_peer_that_cannot_be_sent_to_is_lost_once() -> None:
             Send(ANNA, start),
         ],
     })  # fmt: skip
-    transcript, _ = play(core, [Received(ANNA, JOIN, 80)], refuses=[BERT])
-    assert core.heard == [MessageReceived(ANNA, JOIN), PeerDisconnected(BERT, "the queue of bert is full")]
+    transcript, _ = run_loop(core, [Received(ANNA, JOIN, 80)], refuses=[BERT])
+    assert core.received == [MessageReceived(ANNA, JOIN), PeerDisconnected(BERT, "the queue of bert is full")]
     assert transcript == [
         "send StartGeneration to anna",
         "durable: generation",
@@ -317,8 +323,8 @@ def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
     transcript: list[str] = []
     transport = Late(transcript, [])
     log = lambda level, event, fields: transcript.append(f"log {level} {event}")  # noqa: E731
-    store, reception = JournalStore.open(":memory:"), reception_of(core)
-    Coordinator(transport, store, core, reception, log=log, clock=clock).run(Turns(2))  # type: ignore[arg-type]
+    store, handler = JournalStore.open(":memory:"), access_handler(core)
+    Coordinator(transport, store, core, handler, log=log, clock=clock).run(Turns(2))  # type: ignore[arg-type]
     assert transcript == ["log warning lost", "close transport"]
     assert transport.waits_s == pytest.approx([0.1, 0.25]), "then bounded, so that a stop is noticed"
 
@@ -326,46 +332,48 @@ def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
 def status_for(asker: m.PeerId) -> dict[str, Any]:
     core = FakeCore()
     figures = {"sent_bytes": 5e6, "loss": 2.5}
-    line = {"peer": ANNA.hex(), "name": "anna", "address": "tcp://10.0.0.6:7001", "figures": figures}
-    core.picture["members"] = [line]
-    core.picture["events"] = [{"event": "joined", "name": "anna", "address": "tcp://10.0.0.6:7001"}]
+    row = {"peer": ANNA.hex(), "name": "anna", "address": "tcp://10.0.0.6:7001", "figures": figures}
+    core.status["members"] = [row]
+    core.status["events"] = [{"event": "joined", "name": "anna", "address": "tcp://10.0.0.6:7001"}]
     turn: list[TransportEvent] = [Received(asker, m.StatusRequest(), 9)]
-    transcript, transport = play(core, turn, address="tcp://10.0.0.5:7700")
-    assert transcript == [f"send StatusReply to {NAMES[asker]}"] and core.heard == []
+    transcript, transport = run_loop(core, turn, address="tcp://10.0.0.5:7700")
+    assert transcript == [f"send StatusReply to {NAMES[asker]}"] and core.received == []
     (reply,) = transport.sent
     assert isinstance(reply, m.StatusReply)
-    picture = json.loads(reply.payload)
-    assert picture["address"] == "tcp://10.0.0.5:7700"
-    (member,) = picture["members"]
-    assert member.pop("address") == picture["events"][0].get("address", "")
+    status = json.loads(reply.payload)
+    assert status["address"] == "tcp://10.0.0.5:7700"
+    (member,) = status["members"]
+    assert member.pop("address") == status["events"][0].get("address", "")
     rates = {"sent_Bps": None, "received_Bps": None}
     assert member == {"peer": ANNA.hex(), "name": "anna", "figures": figures, "strikes": 0, **rates}
-    assert isinstance(picture, dict)
-    return picture
+    assert isinstance(status, dict)
+    return status
 
 
-def test_status_is_answered_by_the_daemon_and_tells_members_nothing_of_places() -> None:
-    picture = status_for(BERT)
-    assert "door" not in picture and "10.0.0.6" not in json.dumps(picture)
+def test_the_status_for_members_contains_no_addresses() -> None:
+    status = status_for(BERT)
+    assert "door" not in status and "10.0.0.6" not in json.dumps(status)
 
 
-def test_the_operator_is_told_more() -> None:
-    picture = status_for(OPERATOR)
-    assert picture["events"][0]["address"] == "tcp://10.0.0.6:7001"
-    assert [line["peer"] for line in picture["door"]["enrolled"]] == [ANNA.hex(), BERT.hex()]
+def test_the_status_for_the_operator_contains_addresses_and_enrolments() -> None:
+    status = status_for(OPERATOR)
+    assert status["events"][0]["address"] == "tcp://10.0.0.6:7001"
+    assert [row["peer"] for row in status["door"]["enrolled"]] == [ANNA.hex(), BERT.hex()]
 
 
-# -- the door ------------------------------------------------------------------------------------------
+# -- access control ------------------------------------------------------------------------------------
 
-COMES = PeerUp(GUEST, "", "10.0.0.5", pending_key=INVITATION)
+CONNECTS = PeerUp(PENDING, "", "10.0.0.5", pending_key=INVITATION)
 
 
-def test_a_guest_is_enrolled_durably_and_the_core_never_hears_of_it() -> None:
+def test_an_enrolment_is_durable_and_not_passed_to_the_core() -> None:
     core = FakeCore()
-    enrols: list[TransportEvent] = [COMES, Received(GUEST, m.Enrol(BERT), 40)]
-    transcript, transport = play(core, enrols, [PeerDown(GUEST, "done")], reception=reception_of(core, ANNA))
-    assert transcript == ["durable: enrolled", "log info enrolled", "send Enrolled to the guest"]
-    assert transport.sent == [m.Enrolled("default")] and core.heard == []
+    enrols: list[TransportEvent] = [CONNECTS, Received(PENDING, m.Enrol(BERT), 40)]
+    transcript, transport = run_loop(
+        core, enrols, [PeerDown(PENDING, "done")], handler=access_handler(core, ANNA)
+    )
+    assert transcript == ["durable: enrolled", "log info enrolled", "send Enrolled to the pending member"]
+    assert transport.sent == [m.Enrolled("default")] and core.received == []
 
 
 @pytest.mark.parametrize(
@@ -373,12 +381,16 @@ def test_a_guest_is_enrolled_durably_and_the_core_never_hears_of_it() -> None:
     [m.Enrol(b"d" * 32), m.DiagnosticRequest(b"d" * 32, ""), m.StatusRequest(), JOIN],
     ids=lambda m: type(m).__name__,
 )
-def test_who_holds_a_used_up_invitation_is_told_that_and_nothing_else(message: m.Message) -> None:
+def test_the_holder_of_a_used_up_invitation_is_refused(message: m.Message) -> None:
     core = FakeCore()
-    transcript, transport = play(core, [COMES, Received(GUEST, message, 40)])
-    assert transcript == ["log info not_enrolled", "send Refused to the guest", "hang up on the guest"]
+    transcript, transport = run_loop(core, [CONNECTS, Received(PENDING, message, 40)])
+    assert transcript == [
+        "log info not_enrolled",
+        "send Refused to the pending member",
+        "hang up on the pending member",
+    ]
     (refused,) = transport.sent
-    assert isinstance(refused, m.Refused) and refused.code == "invitation" and core.heard == []
+    assert isinstance(refused, m.Refused) and refused.code == "invitation" and core.received == []
     assert refused.reason == "this invitation is used up"
 
 
@@ -386,102 +398,112 @@ def test_enrolments_are_counted_by_address_range(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(authorization_rules, "MAX_ENROLS_PER_RANGE", 1)
     core = FakeCore()
     turns: list[list[TransportEvent]] = [
-        [PeerUp(GUEST, "", host, pending_key=INVITATION), Received(GUEST, m.Enrol(key), 40)]
+        [PeerUp(PENDING, "", host, pending_key=INVITATION), Received(PENDING, m.Enrol(key), 40)]
         for key, host in ((ANNA, "10.0.0.5"), (BERT, "10.0.0.9"), (BERT, "10.0.1.9"))
     ]
-    _, transport = play(core, *turns, reception=reception_of(core))
+    _, transport = run_loop(core, *turns, handler=access_handler(core))
     assert [getattr(answer, "code", "") for answer in transport.sent] == ["", "too-many", ""]
 
 
-def test_of_who_holds_a_used_up_invitation_nothing_is_kept() -> None:
-    """Its connection is hung up on, so that nothing else would say that it is gone."""
+def test_a_refused_pending_member_is_forgotten() -> None:
+    """The coordinator closes the connection, so no later event reports its end."""
     core = FakeCore()
-    reception = reception_of(core, ANNA, BERT)
-    play(core, [COMES, Received(GUEST, m.StatusRequest(), 40)], reception=reception)
-    assert not reception.is_pending(GUEST)
+    handler = access_handler(core, ANNA, BERT)
+    run_loop(core, [CONNECTS, Received(PENDING, m.StatusRequest(), 40)], handler=handler)
+    assert not handler.is_pending(PENDING)
 
 
 @pytest.mark.parametrize("message", [m.StatusRequest(), m.Enrol(b"d" * 32)], ids=["violation", "refusal"])
-def test_nor_is_the_address_of_a_guest_that_is_hung_up_on(
+def test_the_address_of_a_disconnected_pending_member_is_forgotten(
     message: m.Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten: list[m.PeerId] = []
     monkeypatch.setattr(Checkups, "on_disconnected", lambda self, peer: forgotten.append(peer))
     core = FakeCore()
     members = (ANNA,) if isinstance(message, m.StatusRequest) else (ANNA, BERT)
-    play(core, [COMES, Received(GUEST, message, 40)], reception=reception_of(core, *members))
-    assert forgotten == [GUEST]
+    run_loop(core, [CONNECTS, Received(PENDING, message, 40)], handler=access_handler(core, *members))
+    assert forgotten == [PENDING]
 
 
 @pytest.mark.parametrize(
     "message", [m.StatusRequest(), JOIN, m.RemoveWorker(ANNA, True, "")], ids=lambda m: type(m).__name__
 )
-def test_a_guest_may_do_nothing_else(message: m.Message) -> None:
+def test_a_pending_member_can_only_enrol(message: m.Message) -> None:
     core = FakeCore()
-    transcript, _ = play(core, [COMES, Received(GUEST, message, 40)], reception=reception_of(core, ANNA))
-    assert transcript == ["log warning violation", "hang up on the guest"] and core.heard == []
+    transcript, _ = run_loop(
+        core, [CONNECTS, Received(PENDING, message, 40)], handler=access_handler(core, ANNA)
+    )
+    assert transcript == ["log warning violation", "hang up on the pending member"] and core.received == []
 
 
-def test_a_guest_that_breaks_the_protocol_is_hung_up_on() -> None:
+def test_a_pending_member_that_violates_the_protocol_is_disconnected() -> None:
     core = FakeCore()
-    transcript, _ = play(core, [COMES, TransportViolation(GUEST, "no msgpack")])
-    assert transcript == ["log warning violation", "hang up on the guest"] and core.heard == []
+    transcript, _ = run_loop(core, [CONNECTS, TransportViolation(PENDING, "no msgpack")])
+    assert transcript == ["log warning violation", "hang up on the pending member"] and core.received == []
 
 
-def test_a_kick_is_durable_before_anybody_is_told() -> None:
+def test_a_kick_is_durable_before_messages_are_sent() -> None:
     core = FakeCore({WorkerRemoved: [Send(ANNA, m.Refused("kicked", "out", "ask")), Disconnect(ANNA)]})
-    transcript, _ = play(core, [Received(OPERATOR, m.RemoveWorker(ANNA, False, "too slow"), 40)])
+    transcript, _ = run_loop(core, [Received(OPERATOR, m.RemoveWorker(ANNA, False, "too slow"), 40)])
     assert transcript == [
         "durable: expelled",
         "send Refused to anna",
         "hang up on anna",
         "send OperatorReply to operator",
     ]
-    (expelled,) = core.heard
-    assert isinstance(expelled, WorkerRemoved) and expelled.code == "kicked"
-    assert expelled.reason == "was removed from the run: too slow" and "new invitation" in expelled.remedy
+    (removed,) = core.received
+    assert isinstance(removed, WorkerRemoved) and removed.code == "kicked"
+    assert removed.reason == "was removed from the run: too slow" and "new invitation" in removed.remedy
 
 
-def test_who_is_banned_is_not_sent_for_a_new_invitation_alone() -> None:
+def test_the_remedy_of_a_ban_names_the_command_to_lift_it() -> None:
     core = FakeCore()
-    play(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 40)])
-    (expelled,) = core.heard
-    assert isinstance(expelled, WorkerRemoved) and expelled.reason == "was removed from the run: rude"
-    assert f"gridtrain unban {ANNA.hex()[:12]}" in expelled.remedy
+    run_loop(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 40)])
+    (removed,) = core.received
+    assert isinstance(removed, WorkerRemoved) and removed.reason == "was removed from the run: rude"
+    assert f"gridtrain unban {ANNA.hex()[:12]}" in removed.remedy
 
 
-def test_a_ban_is_written_down_with_the_name_that_people_know() -> None:
-    reception = reception_of(FakeCore(), ANNA)
-    assert [row["name"] for row in reception.status()["enrolled"]] == ["aaaa"]
-    effects = reception.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
+def test_a_ban_is_journalled_with_the_workers_name() -> None:
+    handler = access_handler(FakeCore(), ANNA)
+    assert [row["name"] for row in handler.status()["enrolled"]] == ["aaaa"]
+    effects = handler.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
     (entry,) = [effect.body for effect in effects or () if isinstance(effect, JournalEntry)]
     assert (entry["name"], entry["ban"]) == ("aaaa", True)
 
 
+def test_a_removed_worker_can_still_be_named() -> None:
+    handler = access_handler(FakeCore(), ANNA)
+    handler.handle(OPERATOR, m.RemoveWorker(ANNA, False, "rude"), 0.0)
+    assert handler.status()["removed"] == [{"peer": ANNA.hex(), "name": "aaaa"}]
+    handler.handle(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 0.0)
+    assert handler.status()["removed"] == []
+
+
 @pytest.mark.parametrize(
-    "order", [m.Invite(b"n" * 32, 1, 60.0), m.RemoveWorker(ANNA, False, ""), m.Unban(ANNA)]
+    "command", [m.Invite(b"n" * 32, 1, 60.0), m.RemoveWorker(ANNA, False, ""), m.Unban(ANNA)]
 )
-def test_orders_are_the_operators(order: m.Message) -> None:
+def test_commands_are_accepted_from_the_operator_only(command: m.Message) -> None:
     core = FakeCore()
-    transcript, transport = play(core, [Received(BERT, order, 40)])
-    assert transcript == ["send Refused to bert"] and core.heard == []
+    transcript, transport = run_loop(core, [Received(BERT, command, 40)])
+    assert transcript == ["send Refused to bert"] and core.received == []
     (refused,) = transport.sent
     assert isinstance(refused, m.Refused) and refused.code == "operator"
 
 
-def test_the_operators_key_does_not_train() -> None:
+def test_the_operators_key_cannot_train() -> None:
     core = FakeCore()
-    transcript, _ = play(core, [Received(OPERATOR, JOIN, 80)])
-    assert transcript == ["send Refused to operator"] and core.heard == []
+    transcript, _ = run_loop(core, [Received(OPERATOR, JOIN, 80)])
+    assert transcript == ["send Refused to operator"] and core.received == []
 
 
-def test_the_third_strike_is_a_kick() -> None:
+def test_the_third_violation_is_a_kick() -> None:
     core = FakeCore({MessageReceived: [RecordViolation(ANNA, "reported a ledger that does not add up")]})
     turns = [[Received(ANNA, JOIN, 80)] for _ in range(3)]
-    transcript, _ = play(core, *turns, clock=itertools.count(100.0, 0.01).__next__)
+    transcript, _ = run_loop(core, *turns, clock=itertools.count(100.0, 0.01).__next__)
     assert transcript == ["durable: strike", "durable: strike", "durable: strike, expelled"]
-    expulsions = [event for event in core.heard if isinstance(event, WorkerRemoved)]
-    assert [(event.code, event.reason[:38]) for event in expulsions] == [
+    removals = [event for event in core.received if isinstance(event, WorkerRemoved)]
+    assert [(event.code, event.reason[:38]) for event in removals] == [
         ("offence", "broke the protocol (violation 1 of 3):"),
         ("offence", "broke the protocol (violation 2 of 3):"),
         ("kicked", "was removed from the run: 3 violations"),
@@ -491,10 +513,10 @@ def test_the_third_strike_is_a_kick() -> None:
 @pytest.mark.parametrize(
     ("members", "ends_after_s"), [([], 1.0), ([{"peer": ANNA.hex(), "figures": {}}], EXIT_DELAY_S)]
 )
-def test_it_exits_some_time_after_the_end(members: list[dict[str, Any]], ends_after_s: float) -> None:
-    """At once when all workers have left, else after a delay; each reading of the clock takes 0.05 s."""
+def test_it_exits_after_the_end_of_the_run(members: list[dict[str, Any]], ends_after_s: float) -> None:
+    """At once when all workers have left, otherwise after a delay; each reading of the clock takes 0.05 s."""
     core = FakeCore()
-    core.picture.update(finished=True, members=members)
+    core.status.update(finished=True, members=members)
     now_s = 100.0
 
     def clock() -> float:
@@ -503,14 +525,14 @@ def test_it_exits_some_time_after_the_end(members: list[dict[str, Any]], ends_af
         return now_s
 
     turns: list[list[TransportEvent]] = [[]] * 1000
-    play(core, *turns, clock=clock, exit_when_finished=True)
+    run_loop(core, *turns, clock=clock, exit_when_finished=True)
     assert now_s - 100.0 <= ends_after_s + 0.5, "it did not wait for the 1000 turns"
 
 
-def test_it_stays_after_the_end_unless_told_otherwise() -> None:
+def test_by_default_it_does_not_exit_after_the_end() -> None:
     core = FakeCore()
-    core.picture["finished"] = True
-    _, transport = play(core, *[[]] * 20)
+    core.status["finished"] = True
+    _, transport = run_loop(core, *[[]] * 20)
     assert len(transport.waits_s) == 20
 
 
@@ -520,15 +542,15 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
     mine.listen("memory://coordinator")
     anna.dial(COORDINATOR, "memory://coordinator")
     anna.send(COORDINATOR, JOIN)
-    door = Authorization(open_to_all=True, coordinator=COORDINATOR)
-    coordinator = Coordinator.for_run(mine, JournalStore.open(":memory:"), door, deadlines=Deadlines())
+    access = Authorization(open_to_all=True, coordinator=COORDINATOR)
+    coordinator = Coordinator.for_run(mine, JournalStore.open(":memory:"), access, deadlines=Deadlines())
     coordinator.run(Turns(1))
-    heard = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
-    assert [type(message).__name__ for message in heard] == ["Welcome", "RunStateUpdate"]
-    assert heard[0].term == 1  # type: ignore[union-attr]
+    received = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
+    assert [type(message).__name__ for message in received] == ["Welcome", "RunStateUpdate"]
+    assert received[0].term == 1  # type: ignore[union-attr]
 
 
-def test_what_came_in_the_same_breath_as_the_ban_is_not_heard() -> None:
+def test_a_message_in_the_same_turn_as_a_ban_is_ignored() -> None:
     core = FakeCore({WorkerRemoved: [Disconnect(ANNA)]})
-    play(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "spam"), 40), Received(ANNA, JOIN, 80)])
-    assert not [event for event in core.heard if isinstance(event, MessageReceived)]
+    run_loop(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "spam"), 40), Received(ANNA, JOIN, 80)])
+    assert not [event for event in core.received if isinstance(event, MessageReceived)]

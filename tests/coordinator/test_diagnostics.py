@@ -1,4 +1,4 @@
-"""Limits of `gridtrain doctor` at a coordinator: few requests, few bytes, and nobody else's ports."""
+"""Limits of `gridtrain doctor` at a coordinator: number of requests, bytes, and hosts that are dialled."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MEMBER = b"m" * 32
 EXPECT = io.Send(MEMBER, m.ExpectProbes(((b"k" * 32, ""),)))
 
 
-def desk() -> Checkups:
-    return Checkups(lambda guest, most: ([EXPECT], ((MEMBER, "tcp://10.0.0.9:7"),)[:most]))
+def new_checkups() -> Checkups:
+    return Checkups(lambda peer, most: ([EXPECT], ((MEMBER, "tcp://10.0.0.9:7"),)[:most]))
 
 
 def ask(checkups: Checkups, number: int, host: str, address: str = "", now_s: float = 0.0) -> list[io.Effect]:
@@ -27,66 +27,66 @@ def ask(checkups: Checkups, number: int, host: str, address: str = "", now_s: fl
     return checkups.handle(peer, message, lambda: b"{}", now_s)
 
 
-def begun(effects: list[io.Effect]) -> bool:
+def has_begun(effects: list[io.Effect]) -> bool:
     return any(isinstance(e, io.Send) and isinstance(e.message, m.DiagnosticReply) for e in effects)
 
 
 @pytest.mark.parametrize(
-    ("address", "called"),
+    ("address", "dialled"),
     [
         ("tcp://203.0.113.5:7701", ("tcp://203.0.113.5:7701",)),
         ("tcp://192.168.1.4:7701", ("tcp://203.0.113.5:7701",)),
         ("tcp://198.51.100.9:22", ("tcp://203.0.113.5:22",)),
     ],
 )
-def test_only_the_host_that_asks_is_called_back(address: str, called: tuple[str, ...]) -> None:
-    effects = ask(desk(), 1, "203.0.113.5", address)
+def test_only_the_requesting_host_is_dialled_back(address: str, dialled: tuple[str, ...]) -> None:
+    effects = ask(new_checkups(), 1, "203.0.113.5", address)
     calls = [e.addresses for e in effects if isinstance(e, io.DialBack)]
-    assert [tuple(dict.fromkeys(addresses)) for addresses in calls] == [called]
-    assert EXPECT in effects and begun(effects)
+    assert [tuple(dict.fromkeys(addresses)) for addresses in calls] == [dialled]
+    assert EXPECT in effects and has_begun(effects)
 
 
-def test_without_an_address_it_is_answered_at_once() -> None:
-    effects = ask(desk(), 1, "203.0.113.5")
+def test_a_request_without_an_address_is_answered_at_once() -> None:
+    effects = ask(new_checkups(), 1, "203.0.113.5")
     assert io.Send((1).to_bytes(32, "big"), m.Reachability("")) in effects
 
 
-def test_the_answer_goes_to_who_asked() -> None:
-    checkups = desk()
+def test_the_result_is_sent_to_the_requesting_peer() -> None:
+    checkups = new_checkups()
     ask(checkups, 1, "203.0.113.5", "tcp://203.0.113.5:1")
     key = bytes([1]) + (1).to_bytes(32, "big")[1:]
     assert checkups.on_dial_back_result(ReachResult(b"x" * 32, "")) is None, (
-        "a worker's, which is the membership's business"
+        "the dial-back of a worker is not a checkup's"
     )
     assert checkups.on_dial_back_result(ReachResult(key, "tcp://a:1")) == [
         io.Send((1).to_bytes(32, "big"), m.Reachability("tcp://a:1"))
     ]
 
 
-def test_few_from_one_range_and_few_at_a_time() -> None:
-    checkups = desk()
-    begins = [begun(ask(checkups, n, f"203.0.113.{n}")) for n in range(1, 9)]
-    assert begins == [True] * MAX_PER_ADDRESS_RANGE + [False] * 2
-    assert begun(ask(checkups, 20, "203.0.113.77", now_s=61.0))
-    many = [begun(ask(checkups, 100 + n, f"10.{n}.0.1", now_s=61.0)) for n in range(40)]
+def test_checkups_are_limited_by_address_range_and_in_total() -> None:
+    checkups = new_checkups()
+    started = [has_begun(ask(checkups, n, f"203.0.113.{n}")) for n in range(1, 9)]
+    assert started == [True] * MAX_PER_ADDRESS_RANGE + [False] * 2
+    assert has_begun(ask(checkups, 20, "203.0.113.77", now_s=61.0))
+    many = [has_begun(ask(checkups, 100 + n, f"10.{n}.0.1", now_s=61.0)) for n in range(40)]
     assert sum(many) == MAX_OPEN_CHECKUPS - MAX_PER_ADDRESS_RANGE - 1
     checkups.on_disconnected((20).to_bytes(32, "big"))
-    assert begun(ask(checkups, 21, "10.200.0.1", now_s=61.0))
+    assert has_begun(ask(checkups, 21, "10.200.0.1", now_s=61.0))
 
 
-def test_each_may_ask_for_so_much_and_no_more() -> None:
-    checkups, peer = desk(), (1).to_bytes(32, "big")
+def test_requests_of_one_checkup_are_limited() -> None:
+    checkups, peer = new_checkups(), (1).to_bytes(32, "big")
     assert not checkups.accepts(peer, m.Ping(1)), "not before a DiagnosticRequest"
     ask(checkups, 1, "203.0.113.5")
 
-    def heard(message: Any) -> list[io.Effect]:
+    def handle(message: Any) -> list[io.Effect]:
         assert checkups.accepts(peer, message)
         return checkups.handle(peer, message, lambda: b"{}", 0.0)
 
     for nonce in range(MAX_PINGS):
-        assert heard(m.Ping(nonce)) == [io.Send(peer, m.Pong(nonce))]
+        assert handle(m.Ping(nonce)) == [io.Send(peer, m.Pong(nonce))]
     end = bytes(m.BURST_MESSAGE_BYTES - 8) + b"12345678"
-    answers = [heard(m.Burst(9, index, end)) for index in range(m.BURST_MESSAGES)]
+    answers = [handle(m.Burst(9, index, end)) for index in range(m.BURST_MESSAGES)]
     assert answers == [[]] * (m.BURST_MESSAGES - 1) + [[io.Send(peer, m.BurstReceived(9, b"12345678"))]]
-    assert len(heard(m.BurstRequest(3))) == m.BURST_MESSAGES
-    assert io.Disconnect(peer) in heard(m.BurstRequest(4)) and not checkups.accepts(peer, m.Ping(1))
+    assert len(handle(m.BurstRequest(3))) == m.BURST_MESSAGES
+    assert io.Disconnect(peer) in handle(m.BurstRequest(4)) and not checkups.accepts(peer, m.Ping(1))

@@ -1,4 +1,4 @@
-"""One line for each event: text on a terminal, JSON elsewhere, and never a control character."""
+"""One line for each event: text on a terminal, JSON elsewhere, without control characters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_json_lines_when_not_a_terminal() -> None:
     assert (second["level"], second["fields"]["after_s"]) == ("warning", 5.0)
 
 
-def test_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     out = Terminal()
     log_to(out)("info", "joined", {"name": "anna", "reason": "two words", "rtt_s": 0.00123})

@@ -1,4 +1,4 @@
-"""Growing counters become rates."""
+"""Rates from counters, and status without addresses."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ def snapshot(step: int, phase: str = "training", **sent_bytes: float) -> dict[st
 
 
 def observed(*rows: tuple[float, dict[str, Any]]) -> RateMeter:
-    speed = RateMeter()
-    for at_s, picture in rows:
-        speed.observe(picture, at_s)
-    return speed
+    meter = RateMeter()
+    for at_s, status in rows:
+        meter.observe(status, at_s)
+    return meter
 
 
 def test_rates_over_the_window() -> None:
-    speed = observed((0, snapshot(10, a=1000)), (1, snapshot(12, a=3000)), (2, snapshot(14, a=5000)))
-    assert (speed.steps_per_s(), speed.figure_per_s("a", "sent_bytes")) == (2.0, 2000.0)
+    meter = observed((0, snapshot(10, a=1000)), (1, snapshot(12, a=3000)), (2, snapshot(14, a=5000)))
+    assert (meter.steps_per_s(), meter.figure_per_s("a", "sent_bytes")) == (2.0, 2000.0)
 
 
 def test_old_samples_are_forgotten() -> None:
-    speed = observed((0, snapshot(0, a=1)), (5, snapshot(50, a=2)), (12, snapshot(50, a=2)))
-    assert speed.steps_per_s() == 0.0
+    meter = observed((0, snapshot(0, a=1)), (5, snapshot(50, a=2)), (12, snapshot(50, a=2)))
+    assert meter.steps_per_s() == 0.0
 
 
 def test_steps_count_from_the_resumption() -> None:
-    """A restarted coordinator, and one whose workers bring checkpoints, is at step 0 until they train."""
+    """A coordinator that restarted, or whose workers have checkpoints, is at step 0 until they train."""
     waiting, resumed = snapshot(0, "waiting", a=1), snapshot(2000, a=1)
     assert observed((0, waiting), (1, resumed)).steps_per_s() is None
     assert observed((0, waiting), (1, resumed), (2, snapshot(2003, a=2))).steps_per_s() == 3.0
     assert observed((0, resumed), (1, resumed), (2, snapshot(2001, "paused", a=2))).steps_per_s() is None
 
 
-def test_what_is_not_known_is_none() -> None:
-    speed = observed((0, snapshot(10, a=1000)))
-    assert speed.steps_per_s() is None
-    assert speed.figure_per_s("a", "sent_bytes") is None
-    assert speed.figure_per_s("nobody", "sent_bytes") is None
+def test_unknown_rates_are_none() -> None:
+    meter = observed((0, snapshot(10, a=1000)))
+    assert meter.steps_per_s() is None
+    assert meter.figure_per_s("a", "sent_bytes") is None
+    assert meter.figure_per_s("nobody", "sent_bytes") is None
 
 
 def test_a_restarted_worker_has_no_negative_rate() -> None:
-    speed = observed((0, snapshot(100, a=9000)), (1, snapshot(0, a=10)))
-    assert (speed.steps_per_s(), speed.figure_per_s("a", "sent_bytes")) == (None, None)
+    meter = observed((0, snapshot(100, a=9000)), (1, snapshot(0, a=10)))
+    assert (meter.steps_per_s(), meter.figure_per_s("a", "sent_bytes")) == (None, None)
 
 
-def test_where_members_are_is_withheld_and_nothing_else() -> None:
-    called_back = {
+def test_addresses_and_nothing_else_are_removed() -> None:
+    dialled_back = {
         "event": "called_back",
         "name": "anna",
         "reachable": True,
         "address": "tcp://10.0.0.6:7001",
     }
-    picture = {
+    status = {
         "members": [{"name": "anna", "address": "tcp://10.0.0.6:7001", "reach": "direct"}],
-        "events": [called_back, {"event": "no_route", "tried": ["tcp://10.0.0.6:7001"], "name": "anna"}],
+        "events": [dialled_back, {"event": "no_route", "tried": ["tcp://10.0.0.6:7001"], "name": "anna"}],
     }
-    redact_addresses(picture)
-    assert picture == {
+    redact_addresses(status)
+    assert status == {
         "members": [{"name": "anna", "address": "", "reach": "direct"}],
         "events": [
             {"event": "called_back", "name": "anna", "reachable": True},

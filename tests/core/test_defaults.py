@@ -1,4 +1,4 @@
-"""What a caller gets that does not say: nothing, no, or what is recorded; and bounds and other constants."""
+"""Default arguments, bounds and other constants of the core."""
 
 from __future__ import annotations
 

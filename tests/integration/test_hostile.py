@@ -165,7 +165,7 @@ def attack_results(group: Group, lines: list[dict[str, Any]]) -> dict[str, Attac
 def defended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunResult]:
     with Group(tmp_path_factory.mktemp("defended"), workers=3) as group:
         orders = {
-            "lives": dict.fromkeys([*UNPROVABLE, *HARMLESS], 1),
+            "memberships": dict.fromkeys([*UNPROVABLE, *HARMLESS], 1),
             "seconds": dict.fromkeys(HARMLESS, 10.0),
         }
         yield run(group, [*PROVABLE, *UNPROVABLE, *HARMLESS], orders)
@@ -224,7 +224,7 @@ ENDLESS_S = 25.0
 @pytest.fixture(scope="module")
 def undefended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunResult]:
     with Group(tmp_path_factory.mktemp("undefended"), workers=3, without=HUB_LACKS) as group:
-        orders = {"lives": {"twice": LIVES}, "seconds": {"endless": ENDLESS_S}, "victim": VICTIM}
+        orders = {"memberships": {"twice": LIVES}, "seconds": {"endless": ENDLESS_S}, "victim": VICTIM}
         yield run(group, ["twice", "endless"], orders)
 
 

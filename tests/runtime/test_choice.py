@@ -1,4 +1,4 @@
-"""A trainer that has its gradient waits while nobody has chosen the exchange of its generation."""
+"""A trainer with a gradient waits until the exchange of its generation is chosen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN = WorkerSnapshot(world_size=1, open_round=m.RoundId(1, 1, 7, 0), exchange="
 
 
 class Snapshots:
-    """A connection that shows one snapshot after the other."""
+    """A connection that publishes one snapshot after the other."""
 
     should_interrupt = False
 
@@ -39,8 +39,8 @@ class Snapshots:
     def next_task(self, snapshot: WorkerSnapshot, **_: bool) -> None: ...
 
 
-def test_a_choice_that_is_open_again_is_waited_for() -> None:
-    """It was alone and had Dense(); another one joins while its round is given up, and it is open for two."""
+def test_a_choice_that_is_open_again_is_awaited() -> None:
+    """A worker alone had Dense(); another one joins while its round ends, and the choice is open for two."""
     session: Any = GroupSession.__new__(GroupSession)
     frozen = replace(OPEN, open_round=None)
     open_again = replace(OPEN, world_size=2, open_round=m.RoundId(1, 2, 7, 0), exchange="")
@@ -54,4 +54,4 @@ def test_a_choice_that_is_open_again_is_waited_for() -> None:
     session._compute_rate = ComputeRate()
     plan = session.begin()
     assert plan is not None and plan.exchange == chosen.exchange and plan.world_size == 2
-    assert session.connection.figures[FIRST_STEP_FIGURE] > 0, "reported before the choice is waited for"
+    assert session.connection.figures[FIRST_STEP_FIGURE] > 0, "reported before the choice is awaited"

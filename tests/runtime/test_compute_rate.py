@@ -1,4 +1,4 @@
-"""What counts as computing, on a clock of the test's own."""
+"""Which times count as computing, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from gridtrain.runtime.compute_rate import ComputeRate
 
 
 def test_the_first_batch_stand_ins_and_evaluations_do_not_count() -> None:
-    pace = ComputeRate()
-    pace.begin(0.0, 8)
-    assert not pace.end(60.0), "compiling"
-    pace.begin(61.0, 8)
-    assert pace.end(63.0)
-    assert not pace.end(99.0), "a retry of the step brings the same gradient"
-    pace.begin(100.0, 0)
-    assert not pace.end(101.0), "a stand-in"
-    pace.begin(110.0, 4)
-    pace.discard()
-    assert not pace.end(500.0), "an evaluation"
-    pace.begin(600.0, 4)
-    pace.begin(700.0, 4)
-    assert pace.end(701.0), "the batch before was given up"
-    assert pace.figures() == {SAMPLES_FIGURE: 12.0, SECONDS_FIGURE: 3.0}
+    rate = ComputeRate()
+    rate.begin(0.0, 8)
+    assert not rate.end(60.0), "compiling"
+    rate.begin(61.0, 8)
+    assert rate.end(63.0)
+    assert not rate.end(99.0), "a retry of the step has the same gradient"
+    rate.begin(100.0, 0)
+    assert not rate.end(101.0), "a stand-in"
+    rate.begin(110.0, 4)
+    rate.discard()
+    assert not rate.end(500.0), "an evaluation"
+    rate.begin(600.0, 4)
+    rate.begin(700.0, 4)
+    assert rate.end(701.0), "the preceding batch was abandoned"
+    assert rate.figures() == {SAMPLES_FIGURE: 12.0, SECONDS_FIGURE: 3.0}
 
 
 def test_an_exchange_amid_a_turn_does_not_count() -> None:
-    pace = ComputeRate()
-    pace.begin(0.0, 8)
-    pace.pause(5.0, 0.5)
-    pace.resume(9.0)  # nothing: the first batch does not count
-    assert not pace.end(10.0)
-    pace.begin(20.0, 8)
-    pace.pause(21.0, 0.5)
-    assert not pace.end(25.0), "the exchange waits with a complete gradient"
-    pace.resume(30.0)
-    pace.resume(31.0)
-    assert pace.end(33.0)
-    assert pace.figures() == {SAMPLES_FIGURE: 8.0, SECONDS_FIGURE: 4.0}
+    rate = ComputeRate()
+    rate.begin(0.0, 8)
+    rate.pause(5.0, 0.5)
+    rate.resume(9.0)  # no effect: the first batch does not count
+    assert not rate.end(10.0)
+    rate.begin(20.0, 8)
+    rate.pause(21.0, 0.5)
+    assert not rate.end(25.0), "the exchange waits with a complete gradient"
+    rate.resume(30.0)
+    rate.resume(31.0)
+    assert rate.end(33.0)
+    assert rate.figures() == {SAMPLES_FIGURE: 8.0, SECONDS_FIGURE: 4.0}

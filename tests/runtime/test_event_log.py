@@ -1,4 +1,4 @@
-"""What a worker tells its owner about the run, as the coordinator announces it."""
+"""Messages of a worker to its owner about the run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gridtrain.core.member.coordinator_link import CoordinatorLink
 from gridtrain.runtime.event_log import log_event
 
 
-def test_a_pause_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
-    """The last line used to be that the run is paused, also hours after it had resumed."""
+def test_the_end_of_a_pause_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise the last message would be that the run is paused, also after it has resumed."""
     link = CoordinatorLink(b"0" * 32, m.Join("r", "a", ""))
     announced = [
         ("waiting", "waiting for 2 workers"),
@@ -33,7 +33,7 @@ def test_a_pause_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_who_was_removed_is_told_in_a_whole_sentence() -> None:
+def test_a_removed_worker_gets_a_complete_sentence() -> None:
     link = CoordinatorLink(b"0" * 32, m.Join("r", "a", ""))
     (stop,) = link.receive(m.Refused("kicked", "was removed from the run: too slow", "ask"))
     assert (

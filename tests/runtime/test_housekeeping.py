@@ -1,4 +1,4 @@
-"""A stream of payloads delays nothing else in the I/O loop by more than `HOUSEKEEPING_INTERVAL_S`."""
+"""A stream of payloads delays housekeeping of the I/O loop by at most `HOUSEKEEPING_INTERVAL_S`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gridtrain.runtime.open_round import OpenRound, PipelineRound
 
 COORDINATOR, PEER = b"c" * 32, b"p" * 32
 BETWEEN_S = 0.0007
-"""Payloads come so often: never a moment in which nothing is there."""
+"""The interval of payloads, so short that every poll returns one."""
 
 
 class Clock:
@@ -31,8 +31,8 @@ class Clock:
         return self.now_s
 
 
-class Line:
-    """A transport over which a payload comes each time that it is asked."""
+class BusyTransport:
+    """A transport that receives a payload in each poll."""
 
     me = b"w" * 32
 
@@ -44,8 +44,8 @@ class Line:
     def poll(self, timeout_s: float) -> list[Received]:
         self.waits.append(timeout_s)
         self.clock.now_s += BETWEEN_S
-        place = m.PayloadSlot(m.CollectivePhase.REDUCE)
-        return [Received(PEER, m.Data(m.RoundId(1, 1, 0, 0), m.Channel(), place, 0, b"1234"), 50)]
+        slot = m.PayloadSlot(m.CollectivePhase.REDUCE)
+        return [Received(PEER, m.Data(m.RoundId(1, 1, 0, 0), m.Channel(), slot, 0, b"1234"), 50)]
 
     def wake(self) -> None:
         self.woken += 1
@@ -58,7 +58,7 @@ class Line:
 
 
 class Core:
-    """Of a member in the middle of an exchange: when it beat, and how late its deadlines were."""
+    """The core of a member in an exchange; records the times of heartbeats and the lateness of ticks."""
 
     phase, term, generation, pause_reason, is_synced = io.MemberPhase.RUNNING, 1, 1, "", True
     rank_assignment = absent_round = current_generation = None
@@ -66,12 +66,12 @@ class Core:
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.deadline_s = clock, clock.now_s + 0.5
-        self.beats: list[float] = []
+        self.heartbeats: list[float] = []
         self.late_s: list[float] = []
         self.payloads = 0
 
     def handle(self, event: io.MemberEvent, now_s: float) -> list[io.MemberEffect]:
-        self.beats += [now_s] if isinstance(event, io.HeartbeatDue) else []
+        self.heartbeats += [now_s] if isinstance(event, io.HeartbeatDue) else []
         return []
 
     def receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int, now_s: float) -> list[io.MemberEffect]:
@@ -89,41 +89,43 @@ class Core:
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A driver, its core and its line, which `play` lets turn for some seconds."""
+    """A loop with its core and its transport; `run` runs it for some seconds."""
     clock = Clock()
     monkeypatch.setattr(loop, "time", clock)
     config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex(), deadlines=Deadlines(beat_s=0.25))
-    line, core = Line(clock), Core(clock)
-    driver: Any = loop.IoLoop(line, config, PeerAllowlist(COORDINATOR))  # type: ignore[arg-type]
+    transport, core = BusyTransport(clock), Core(clock)
+    driver: Any = loop.IoLoop(transport, config, PeerAllowlist(COORDINATOR))  # type: ignore[arg-type]
     driver._core = core
 
-    def play(for_s: float) -> None:
+    def run(for_s: float) -> None:
         until_s = clock.now_s + for_s
         while clock.now_s < until_s:
             driver._run_once()
 
-    return types.SimpleNamespace(driver=driver, core=core, line=line, play=play)
+    return types.SimpleNamespace(driver=driver, core=core, transport=transport, run=run)
 
 
-def test_beats_and_deadlines_are_kept_while_payloads_come(busy: Any) -> None:
+def test_heartbeats_and_deadlines_are_on_time_while_payloads_arrive(busy: Any) -> None:
     most_s = loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S
-    busy.play(3.0)
-    gaps_s = [after - before for before, after in zip(busy.core.beats, busy.core.beats[1:], strict=False)]
+    busy.run(3.0)
+    gaps_s = [
+        after - before for before, after in zip(busy.core.heartbeats, busy.core.heartbeats[1:], strict=False)
+    ]
     assert len(gaps_s) >= 10 and max(gaps_s) <= 0.25 + most_s
     assert len(busy.core.late_s) >= 5 and 0 <= min(busy.core.late_s) <= max(busy.core.late_s) <= most_s
-    assert max(busy.line.waits[2:]) <= 0.25, "no turn of its own for chores that no deadline asks for"
+    assert max(busy.transport.waits[2:]) <= 0.25, "no extra turn for housekeeping without a deadline"
 
 
-def test_who_sends_may_send_on_at_once(busy: Any) -> None:
-    """Its credit is no chore: a sender without any would wait."""
-    busy.play(0.05)
+def test_senders_get_their_credit_in_the_same_turn(busy: Any) -> None:
+    """A sender without credit would have to wait for housekeeping."""
+    busy.run(0.05)
     assert busy.core.payloads > 50
-    assert busy.line.credited == {PEER: 50 * busy.core.payloads}
+    assert busy.transport.credited == {PEER: 50 * busy.core.payloads}
 
 
 def test_a_command_between_two_turns_brings_housekeeping_forward(busy: Any) -> None:
-    """Submitted after the turn has taken its commands: `_main` takes it before the next one."""
-    busy.play(0.05)
+    """The command is submitted after the turn has taken its commands; `_main` takes it before the next."""
+    busy.run(0.05)
     before_s = busy.driver._housekeeping_s
     busy.driver.mailbox.submit(lambda: None)
     busy.driver._run_commands()
@@ -132,44 +134,46 @@ def test_a_command_between_two_turns_brings_housekeeping_forward(busy: Any) -> N
 
 
 @pytest.mark.parametrize("catching_up", [False, True])
-def test_most_turns_do_no_chores(busy: Any, catching_up: bool) -> None:
-    chores = []
-    busy.driver._link_probe._round_trips.take_results = chores.append
+def test_most_turns_do_no_housekeeping(busy: Any, catching_up: bool) -> None:
+    runs = []
+    busy.driver._link_probe._round_trips.take_results = runs.append
     if catching_up:  # updates are sent between the payloads
         busy.driver.catch_up_source.set_receivers(io.TakeSnapshot(0, (PEER,)))
-    busy.play(1.0)
+    busy.run(1.0)
     shortest_s = loop.HOUSEKEEPING_INTERVAL_S if catching_up else loop.QUIET_INTERVAL_S
     due = 0 if catching_up else 1.0 / 0.25 + 1.0 / 0.5  # heartbeats and deadlines
-    assert 1.0 / (shortest_s + 2 * BETWEEN_S) - 1 <= len(chores) <= 1.0 / shortest_s + due + 2
+    assert 1.0 / (shortest_s + 2 * BETWEEN_S) - 1 <= len(runs) <= 1.0 / shortest_s + due + 2
 
 
-@pytest.mark.parametrize("what", ["command", "state", "aside", "discarded", "inherited"])
-def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> None:
-    busy.play(0.02)
-    driver, held = busy.driver, m.CheckpointInfo(1, b"h", m.LedgerState())
-    driver.mailbox.is_stale, woken = False, busy.line.woken
+@pytest.mark.parametrize("what", ["command", "state", "saved", "discarded", "residual"])
+def test_results_of_the_trainer_are_handled_in_the_next_turn(busy: Any, what: str) -> None:
+    busy.run(0.02)
+    driver, checkpoint = busy.driver, m.CheckpointInfo(1, b"h", m.LedgerState())
+    driver.mailbox.is_stale, woken = False, busy.transport.woken
     match what:
         case "command":
             driver.mailbox.submit(io.AbandonRound())
         case "state":
             driver.state_sender.supply_state(CaptureState(1, False), [b""])
-        case "aside":
-            driver.checkpoint_requests.finish(io.SaveCheckpoint(held))
+        case "saved":
+            driver.checkpoint_requests.finish(io.SaveCheckpoint(checkpoint))
         case "discarded":
             driver.mailbox.finish_task(io.DiscardCheckpoints(3))
-        case "inherited":
+        case "residual":
             driver.residuals.take_confirmed()
-    assert driver.mailbox.is_stale, "the snapshot is looked at again, whatever comes over the line meanwhile"
-    assert busy.line.woken == woken + 1
+    assert driver.mailbox.is_stale, "the snapshot is read again, whatever arrives meanwhile"
+    assert busy.transport.woken == woken + 1
 
 
-def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_waits_for_a_payload_is_woken_for_that_payload_only(
+    busy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver, woken = busy.driver, []
     mine = driver.step_rounds.current = OpenRound(m.RoundId(1, 1, 0, 0), {})
     sent, awaited = m.Channel(index=1), m.Channel(index=2)
 
     def arrives(timeout_s: float) -> None:
-        """In place of sleeping: what the loop's thread does meanwhile."""
+        """Replaces the wait by what the loop's thread does meanwhile."""
         assert timeout_s > 0 and len(woken) < 5
         for channel in (sent, awaited):
             driver._execute_one(io.CollectiveCompleted(channel, 0))
@@ -180,13 +184,13 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
     )
     assert PipelineRound(driver.mailbox, mine).wait(awaited)
     assert woken == [{sent, awaited}]
-    assert PipelineRound(driver.mailbox, mine).wait(sent, awaited), "they are there: nobody waits"
+    assert PipelineRound(driver.mailbox, mine).wait(sent, awaited), "both have arrived, so there is no wait"
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) -> None:
-    """Nor does the backward that goes on beside it; the rest of the round changes the snapshot."""
-    busy.play(0.02)
+def test_a_bucket_that_is_sent_early_causes_no_housekeeping(busy: Any, whole: bool) -> None:
+    """Only the remaining buckets of the round change the snapshot."""
+    busy.run(0.02)
     driver = busy.driver
     driver._housekeeping_s += 1.0  # it is not due
     driver.mailbox.is_stale = driver._is_snapshot_due = False
@@ -197,9 +201,43 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     assert driver.mailbox.is_stale == whole
 
 
-def test_what_the_trainer_has_made_is_sent_in_the_turn_in_which_it_is_taken(busy: Any) -> None:
-    """Those who wait for a snapshot are answered by housekeeping; the next event may be long in coming."""
-    busy.play(0.02)
+def test_turns_without_events_do_no_housekeeping_before_it_is_due(busy: Any) -> None:
+    """While slices are hashed the loop does not wait, and most turns have no events."""
+    busy.run(0.02)
+    driver, transport, runs = busy.driver, busy.transport, []
+    driver._do_housekeeping = runs.append
+    driver._heartbeat_s = busy.core.deadline_s = transport.clock.now_s + 0.05
+    transport.poll = lambda timeout_s: []
+    driver.step_rounds.has_hash_work = True
+    for _ in range(3):
+        driver._run_once()
+    assert not runs
+    transport.clock.now_s += 0.05
+    driver._run_once()
+    assert len(runs) == 1, "at once when it is due in an idle turn"
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_submission_is_published_only_for_a_trainer_that_continues(busy: Any, awaited: bool) -> None:
+    """A trainer that waits for the outcome gets the snapshot of the outcome."""
+    busy.run(0.02)
+    mailbox, rounds = busy.driver.mailbox, busy.driver.step_rounds
+    mailbox.publish(WorkerSnapshot(generation=1))
+    mailbox.is_stale = False
+    round_id = m.RoundId(1, 1, 0, 0)
+    if awaited:
+        rounds.await_submitted = lambda mine: mine
+        mine = rounds.run(round_id, [], False, b"")
+    else:
+        mine = rounds.submit(round_id, [], False, b"")
+    assert mine is rounds.current
+    assert mailbox.is_stale == (not awaited)
+    assert [type(command) for command in mailbox.take_commands()] == [io.SubmitRound]
+
+
+def test_a_command_of_the_trainer_makes_a_snapshot_due_in_its_turn(busy: Any) -> None:
+    """Housekeeping publishes the snapshot; the next event may arrive much later."""
+    busy.run(0.02)
     driver = busy.driver
     driver._housekeeping_s += 1.0  # it is not due
     driver._is_snapshot_due = False
@@ -208,8 +246,8 @@ def test_what_the_trainer_has_made_is_sent_in_the_turn_in_which_it_is_taken(busy
     assert driver._is_snapshot_due
 
 
-def test_a_finished_task_that_is_due_again_is_shown_without_a_chore(busy: Any) -> None:
-    """It was withdrawn from a snapshot that was published before the loop had taken the commands."""
+def test_a_finished_task_that_is_due_again_is_published_without_housekeeping(busy: Any) -> None:
+    """It was removed from a snapshot that was published before the loop had taken the commands."""
     mailbox, again = busy.driver.mailbox, WorkerSnapshot(tasks=(AddResiduals(),))
     mailbox.publish(again)
     mailbox.finish_task(AddResiduals())
@@ -221,4 +259,4 @@ def test_a_finished_task_that_is_due_again_is_shown_without_a_chore(busy: Any) -
     mailbox.publish(again)
     assert mailbox.read().tasks == (AddResiduals(),)
     mailbox.take_commands()
-    assert not mailbox.take_stale(), "no snapshot for nothing"
+    assert not mailbox.take_stale(), "no further snapshot"

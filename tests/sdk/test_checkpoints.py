@@ -75,6 +75,28 @@ def test_another_number_of_workers_goes_on_bit_for_bit(exchange: Any, tmp_path: 
     assert all(tuple(again[0]["first"][name].flatten().tolist()) in stored for name in ("weight", "bias"))
 
 
+@pytest.mark.parametrize("every", [100, 0], ids=["every 100 steps", "none"])
+@pytest.mark.parametrize(
+    "exchange", [*EXCHANGES[:2], gridtrain.LocalSteps(every=2)], ids=lambda e: e.describe()
+)
+def test_a_loop_that_all_workers_leave_early_keeps_its_model(
+    exchange: Any, every: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = run(tmp_path, 2, lambda grid: train(grid, exchange, until=8), every=every, saves_on_leaving=True)
+    for number in range(2):
+        folder = tmp_path / f"worker-{number}"
+        if not every:
+            assert not folder.exists()
+            continue
+        export_model(folder, tmp_path / "model.safetensors")
+        model = load_file(tmp_path / "model.safetensors")
+        assert all(torch.equal(model[name], seen[number]["last"][name]) for name in ("weight", "bias"))
+        assert f"the state after step 8 is in {folder}" in caplog.text
+    if every:
+        again = run(tmp_path, 2, lambda grid: train(grid, exchange, until=STEPS), every=every)
+        assert [each["steps"][0] for each in again] == [8, 8]
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES[:2], ids=lambda e: e.describe())
 def test_a_finished_run_has_a_checkpoint_of_its_last_step(exchange: Any, tmp_path: Path) -> None:
     first = run(tmp_path, 2, lambda grid: train(grid, exchange, until=-1, steps=8))
@@ -259,8 +281,9 @@ def test_checkpoints_of_another_history_are_not_deleted(
 
     def fresh() -> None:
         with group.join("fresh") as grid:
-            for _ in steps_of(grid):
-                started.set()
+            for number, _ in enumerate(steps_of(grid)):
+                if number == 5:  # beyond the step of the checkpoint, which no other may replace
+                    started.set()
                 if over.is_set():
                     break
 

@@ -140,6 +140,24 @@ def another_models_optimizer(grid: gridtrain.Grid) -> None:
     grid.optimizer(model_and_sgd()[1], nn.Linear(2, 1))
 
 
+def a_loader_that_reads_ahead(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    grid.optimizer(optimizer, model, exchange=DENSE)
+    indices = iter(grid.sampler(DATA, batch_size=2, steps=3))
+    next(indices)
+    next(indices)
+
+
+def an_exchange_that_is_not_called(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    grid.optimizer(optimizer, model, exchange=gridtrain.Dense)  # type: ignore[arg-type]
+
+
+def a_density_for_an_exchange(grid: gridtrain.Grid) -> None:
+    model, optimizer = model_and_sgd()
+    grid.optimizer(optimizer, model, exchange=0.01)  # type: ignore[arg-type]
+
+
 ERRORS = {
     not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",
     wrapped_twice: "grid.optimizer was called twice -> call grid.optimizer only once, because a run trains",
@@ -160,6 +178,12 @@ ERRORS = {
     momentum_twice: "SGD has momentum 0.9, and GTopK(density=0.01, momentum=0.9, values=fp16) applies "
     "momentum, too -> keep the exchange's momentum and build SGD with momentum=0",
     another_models_optimizer: "the optimizer has 2 parameters that the model does not have -> build the",
+    a_loader_that_reads_ahead: "optimizer.step() was called 0 times for the batch of step 0; each batch is "
+    "one step -> call optimizer.step() once for each batch, or once for every a batches of "
+    "grid.batches(..., accumulate=a); a DataLoader with workers reads the next batch too early: use "
+    "num_workers=0, or instead of the loader grid.batches(dataset, ..., num_workers=n)",
+    an_exchange_that_is_not_called: "exchange is Dense, which is not an exchange -> call it: Dense()",
+    a_density_for_an_exchange: "exchange is 0.01, which is not an exchange -> use an exchange such as ",
 }
 
 

@@ -296,7 +296,10 @@ def test_the_daily_traffic_budget_is_never_exceeded(new_group: Any) -> None:
 
 def test_the_agent_learns_that_a_step_exceeds_the_budget() -> None:
     """A little of the day is left: without a report the agent would take the script's end for a failure."""
-    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=900_000)), NoAgent()
+    session, owner = (
+        SimpleNamespace(connection=SimpleNamespace(moved_bytes=900_000, received_bytes=1)),
+        NoAgent(),
+    )
     asked: list[Callable[[], str]] = []
     session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)
     PauseController(session, owner, lambda: None, lambda up, down: None)  # type: ignore[arg-type,return-value]
@@ -309,7 +312,7 @@ def test_the_agent_learns_that_a_step_exceeds_the_budget() -> None:
 
 def test_a_new_rate_limit_applies_in_the_middle_of_a_step() -> None:
     """Also while a newcomer receives the state, which may take hours without a new turn."""
-    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0)), NoAgent()
+    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0, received_bytes=0)), NoAgent()
     asked: list[Callable[[], str]] = []
     limits: list[tuple[float | None, float | None]] = []
     session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ def test_a_worker_logs_that_its_initial_weights_were_replaced(
     together: Any, caplog: pytest.LogCaptureFixture, differs: bool
 ) -> None:
     together(lambda grid, number: train_steps(grid, float(number) if differs else 1.0), 2)
+    assert caplog.messages.count("the run is finished; another worker writes its model") == 1
     lines = [message for message in caplog.messages if "initial weights were replaced" in message]
     assert len(lines) == int(differs), caplog.text
 
@@ -127,6 +129,19 @@ def test_the_reason_for_leaving_says_how_the_script_ended(
     with new_group(workers=1) as group:
         group.result(group.start(leave))
         assert said[0] == reason
+
+
+def test_the_place_of_an_error_is_in_the_script_and_not_in_a_library(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch.utils._pytree import tree_map\n"
+        "from gridtrain.config import exchange_of\n"
+        "from gridtrain.runtime.process_hooks import install_error_hook\n"
+        "install_error_hook()\n"
+        "tree_map(exchange_of, ['fast'])\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.stderr.startswith('gridtrain: train.py, line 5: ConfigError: exchange is "fast", which is')
 
 
 def test_a_refused_script_ends_with_the_documented_code() -> None:

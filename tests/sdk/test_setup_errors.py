@@ -30,6 +30,10 @@ class Script:
     clip_norm: float | None = None
     seen: int = 0
     average_buffers_every: int = 100
+    compare_every: Any = 500
+    overlap: Any = None
+    reported: Any = 0.5
+    tracked: Any = None
     data: Any = field(default_factory=lambda: DATA)
     ends: tuple[tuple[str, int], ...] = (("steps", 4),)
     sizes: tuple[tuple[str, int], ...] = (("batch_size", 2),)
@@ -45,7 +49,12 @@ class Script:
             exchange=self.exchange,
             clip_norm=self.clip_norm,
             average_buffers_every=self.average_buffers_every,
+            compare_every=self.compare_every,
+            overlap=self.overlap,
         )
+        grid.report(loss=self.reported)
+        if self.tracked is not None:
+            grid.track(object=self.tracked)
         for inputs, targets in grid.batches(self.data, **dict(self.ends), **dict(self.sizes)):
             optimizer.zero_grad()
             (model(inputs) - targets).square().mean().backward()
@@ -207,7 +216,34 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
             Script(data=iter(DATA)),
             "the list_iterator has no length, so .* -> call grid.batches",
         ),
-        (Script(clip_norm=-1.0), "clip_norm is -1.0; it must be > 0 and finite -> try clip_norm=1.0"),
+        (
+            Script(sizes=(("batch_size", 2**20), ("accumulate", 2**11))),
+            "a step would have 2147483648 samples; at most 2147483647 are possible -> use smaller",
+        ),
+        (
+            Script(clip_norm=-1.0),
+            "clip_norm is -1.0; it must be a number > 0 and finite -> try clip_norm=1.0",
+        ),
+        (Script(clip_norm="1"), "clip_norm is '1'; it must be a number > 0 and finite -> "),  # type: ignore[arg-type]
+        (Script(average_buffers_every=-1), "average_buffers_every is -1; it must be a number of steps, or 0"),
+        (Script(compare_every=None), "compare_every is None; it must be a number of steps, or 0 for never"),
+        (
+            Script(exchange=gridtrain.Dense),
+            r"exchange is Dense, which is not an exchange -> call it: Dense\(\)",
+        ),
+        (
+            Script(overlap=True),
+            r"overlap is True, which is not an Overlap -> pass overlap=gridtrain.Overlap\(\)",
+        ),
+        (
+            Script(kind=lambda *_, **__: None),
+            "grid.optimizer was given a NoneType and a Sequential; it needs a torch.optim.Optimizer and a",
+        ),  # type: ignore[arg-type]
+        (
+            Script(reported="low"),
+            r"the figure loss is 'low'; it must be a number -> call grid.report\(loss=0.5",
+        ),
+        (Script(tracked=3), "grid.track was given object=3, which has no state_dict and load_state_dict -> "),
         (Script(kind=torch.optim.LBFGS), "LBFGS cannot be used in a run -> use SGD or AdamW"),
     ],
     ids=str,
@@ -215,4 +251,45 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
 def test_invalid_arguments_are_refused(outcomes: Any, script: Script, expected: str) -> None:
     (error,) = outcomes(lambda grid, number: script.run(grid), 1)
     with pytest.raises(ConfigError, match=f"^{expected}"):
+        raise error
+
+
+class Words(nn.Module):
+    """A language model of ten tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 2)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("value", "token", "told"),
+    [
+        (0.0, 10, "^input_ids has the token id 10, but the model's vocabulary has 10 tokens, 0 to 9 -> "),
+        (float("nan"), 9, "^1 of 20 values of the trained parameter 'table.weight' are NaN or infinite"),
+    ],
+)
+def test_a_language_model_that_cannot_work(outcomes: Any, value: float, token: int, told: str) -> None:
+    steps = []
+
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        model = Words()
+        with torch.no_grad():
+            model.table.weight[0, 0] = value
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(inner, model, exchange=SPARSE)
+        for batch in grid.batches([{"input_ids": torch.tensor([token])}] * 4, batch_size=2, steps=2):
+            model(**batch).backward()
+            optimizer.step()
+            steps.append(grid.step)
+
+    (error,) = outcomes(train, 1)
+    assert not steps
+    with pytest.raises(ConfigError, match=told):
         raise error

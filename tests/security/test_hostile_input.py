@@ -125,7 +125,7 @@ def state_of(buffer: CollectiveBuffer) -> Any:
         case SparseStarBuffer():
             return bytes(buffer._payload), len(buffer.truncated), sorted(buffer._parts)
         case ButterflyBuffer():
-            return bytes(buffer._payload), len(buffer.truncated)
+            return bytes(buffer.payload(m.PayloadSlot(m.CollectivePhase.SWAP))), len(buffer.truncated)
     raise AssertionError(type(buffer))
 
 

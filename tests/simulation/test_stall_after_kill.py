@@ -17,6 +17,7 @@ from exchange_buffers import NEIGHBOURS
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import MemberPhase
+from gridtrain_coordinator.run.liveness import JOIN_WAIT_S
 from simulation.test_world import ToyTrainer
 from simulation.world import World
 
@@ -55,7 +56,7 @@ def stall_s(world: World) -> float:
 
 
 @pytest.mark.parametrize(
-    "agent_asks_for_s", [None, 0.003, 0.05], ids=["no agent", "an agent", "a slow agent"]
+    "agent_asks_for_s", [None, 0.003, 1.0], ids=["no agent", "an agent", "an agent on a busy machine"]
 )
 @pytest.mark.parametrize("kind", ["dense", "gtopk", "direct"])
 def test_a_killed_worker_does_not_stall_the_others_for_long(
@@ -68,21 +69,31 @@ def test_a_killed_worker_does_not_stall_the_others_for_long(
         world.crash(killed)
         if agent_asks_for_s is not None:
             world.ask_status(killed, after_s=0.015, for_s=agent_asks_for_s)
-        passed_s = stall_s(world)
-        assert passed_s < MAX_STALL_S, f"seed {seed}: {passed_s:.3f} s"
+        passed_s, allowed_s = stall_s(world), MAX_STALL_S
+        if agent_asks_for_s is not None:
+            allowed_s += min(agent_asks_for_s, JOIN_WAIT_S)
+        assert passed_s < allowed_s, f"seed {seed}: {passed_s:.3f} s"
 
 
-def test_a_worker_that_is_killed_during_a_view_change_is_detected_as_soon(seeds: Seeds) -> None:
-    """Another member has just left: the group is frozen, or the next generation forms."""
-    for seed in seeds(8):
+@pytest.mark.parametrize("change", ["a member leaves", "a worker joins"])
+def test_a_worker_that_is_killed_during_a_view_change_is_detected_as_soon(seeds: Seeds, change: str) -> None:
+    """The group is frozen, or the next generation forms: members report the loss in one or the other."""
+    for seed in seeds(24):
         world = train(seed, "dense")
+        world.restore_s = lambda: 0.01  # type: ignore[method-assign]
         random = Random(seed)
         leaver, killed = random.sample(trainers(world), 2)
-        world.leave(leaver)
+        if change == "a worker joins":
+            world.join()
+            while not world.coordinator.run.view_change.is_freezing:
+                world.network.step()
+        else:
+            world.leave(leaver)
+        size = WORKERS - 2 if change == "a member leaves" else WORKERS
         world.run(world.now_s + random.uniform(0.0, 0.02))
         began_s = world.now_s
         world.crash(killed)
         world.ask_status(killed, after_s=0.015, for_s=0.003)
-        while len(trainers(world)) < WORKERS - 2 or world.coordinator.run.members & {leaver, killed}:
+        while len(trainers(world)) < size or killed in world.coordinator.run.members:
             world.network.step()
             assert world.now_s < began_s + MAX_STALL_S, f"seed {seed}"

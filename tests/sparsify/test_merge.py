@@ -156,8 +156,20 @@ def test_the_sum_of_two_is_the_sum_in_rank_order(seeds):
         n, kind = int(rng.integers(1, 60)), ValueKind(int(rng.integers(len(ValueKind))))
         mine, theirs = random_part(rng, n, kind), random_part(rng, n, kind)
         pair, ordered = sum_of_two(mine, theirs), sum_in_rank_order([mine, theirs])
-        assert pair.indices.tobytes() == ordered.indices.tobytes(), f"seed {seed}"
-        assert pair.values.tobytes() == ordered.values.tobytes(), f"seed {seed}"
+        is_entry = pair.values != 0
+        assert pair.indices[is_entry].tobytes() == ordered.indices.tobytes(), f"seed {seed}"
+        assert pair.values[is_entry].tobytes() == ordered.values.tobytes(), f"seed {seed}"
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 9])
+def test_zeros_are_ignored_even_if_there_are_fewer_entries_than_k(k):
+    """The sum of two has a 0 after each common index, and where two values cancel."""
+    mine = sparse({0: 1.0, 3: 2.0, 4: 5.0, 7: -1.0}, n=9, kind=FP32)
+    theirs = sparse({3: 1.0, 4: -5.0, 8: 0.5}, n=9, kind=FP32)
+    merged = merge(mine, theirs, n=9, k=k, kind=FP32)
+    by_size = {3: 3.0, 0: 1.0, 7: -1.0, 8: 0.5}
+    assert entries(merged.sparse) == dict(list(by_size.items())[:k])
+    assert kept(merged) == dict(list(by_size.items())[k:])
 
 
 def test_the_sum_in_rank_order_is_that_of_the_model(seeds):

@@ -315,6 +315,24 @@ def shown(offer: BundleOffer, job: Job) -> tuple[str, object]:
     return "\n".join(bundle_offer.offer_lines(settings, job, offer)), facts["data_set"]
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_an_offer_is_broken_between_words_and_keeps_its_columns(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = [
+        "The owner asks this machine to run a script.",
+        "",
+        "  digest       sha256:" + "ab" * 40,  # too long for 80 columns, and copied as a whole
+        *bundle_offer._labelled("sends", bundle_offer.DISCLOSED_DATA),
+    ]
+    fitted = list(bundle_offer.fit_lines(lines))
+    assert fitted[:3] == lines[:3]
+    assert max(map(len, fitted[3:])) <= columns
+    assert [line[:15].strip() for line in fitted[3:]] == ["sends", *[""] * (len(fitted) - 4)]
+    assert " ".join(line[15:] for line in fitted[3:]) == " ".join(bundle_offer.DISCLOSED_DATA)
+
+
 def test_data_is_fetched_once_it_is_accepted(
     owner: Owner, invitation: Invitation, server: Server, tmp_path: Path
 ) -> None:

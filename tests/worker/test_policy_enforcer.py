@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from gridtrain.cli.main import cli
-from gridtrain.errors import ConfigError
+from gridtrain.errors import BudgetSpent, ConfigError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
 from gridtrain.testing import FakeSensors
 from gridtrain.testing.fake_sensors import FileSensors
@@ -35,7 +35,7 @@ from gridtrain_worker.control_socket import (
     find_workers,
     running_workers,
 )
-from gridtrain_worker.policy_enforcer import PolicyEnforcer
+from gridtrain_worker.policy_enforcer import AgentMeter, PolicyEnforcer
 from gridtrain_worker.saved_settings import RULES_FILE
 
 WITHIN_S = 60.0
@@ -237,6 +237,25 @@ def test_the_traffic_budget_counts_over_restarts_until_midnight(
     assert link.directive.reason == "the day's traffic budget is used up, wait_until 00:00"
     clock.now = datetime(2026, 3, 3, 0, 1)
     wait_until(lambda: link.directive.run and link.directive.most_bytes == 1700)
+
+
+def test_what_the_agent_fetches_is_counted_and_obeys_the_rules(
+    make: Callable[..., PolicyEnforcer], folder: Path, clock: Clock
+) -> None:
+    enforcer = make(budget="1kB", download="8kbit")
+    meter = AgentMeter(enforcer)
+    assert meter.request(5000) == 1000, "the budget is less than a piece"
+    meter.count(600)
+    assert json.loads((folder / FILE).read_text())["bytes"] == 600
+    assert enforcer.allow_fetch() == (1000.0, 400)
+    meter.count(400)
+    with pytest.raises(BudgetSpent, match=r"^the day's traffic budget is used up, until 00:00"):
+        meter.request(1)
+    clock.now = datetime(2026, 3, 3, 0, 1)
+    assert enforcer.allow_fetch() == (1000.0, 1000)
+    ask_agent(folder / SOCKET, {"ask": "pause"})
+    with pytest.raises(BudgetSpent, match=r"^on request"):
+        meter.request(1)
 
 
 @pytest.mark.parametrize("rule", ["battery=pause", "temperature=80", "gpu=pause", "idle=10m"])

@@ -39,7 +39,7 @@ from typing import IO, Any, TextIO
 
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.errors import ConfigError, JoinRefused
+from gridtrain.errors import BudgetSpent, ConfigError, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
@@ -57,7 +57,7 @@ from gridtrain_worker.bundle_consent import (
 from gridtrain_worker.console import Console, JsonConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
 from gridtrain_worker.machine_info import MachineInfo
-from gridtrain_worker.policy_enforcer import LOOK_S, PolicyEnforcer, load_sensors
+from gridtrain_worker.policy_enforcer import LOOK_S, AgentMeter, PolicyEnforcer, load_sensors
 from gridtrain_worker.training_policy import Rules
 
 Tell = Callable[[str], None]
@@ -208,24 +208,48 @@ def supervise(
             return 0
         if offer is not None:
             require_consent(offer, job.accept, ask)
-            say = None if isinstance(console, TerminalConsole) else tell
-            cache = ShardCache(limit_bytes=job.cache_limit_bytes())
-            job = with_bundle(job, stack.enter_context(fetch_data_file(offer, cache, say)))
         stats = ContributionStats(entry.identity, console)
-        tell(
-            f'{machine.name} ({machine.cpus} CPU cores) is joining the run "{entry.run}" at '
-            f"{entry.coordinator}: "
-            f"{entry.status.get('reason')}"
-        )
         sensors, folder = load_sensors(job.sensors), entry.identity.with_suffix("")
         try:
             key = Identity.read(entry.identity).public.hex()[:KEY_DIGITS]
             with PolicyEnforcer(
                 folder, machine.name, job.rules, tell, run=entry.run, key=key, sensors=sensors
             ) as enforcer:
+                if offer is not None:
+                    say = None if isinstance(console, TerminalConsole) else tell
+                    code, fetched = _fetch_data(job, offer, enforcer, stack, tell, say)
+                    if fetched is None:
+                        return code
+                    job = with_bundle(job, fetched)
+                tell(
+                    f'{machine.name} ({machine.cpus} CPU cores) is joining the run "{entry.run}" at '
+                    f"{entry.coordinator}: {entry.status.get('reason')}"
+                )
                 return _run(job, machine, entry, enforcer, tell, console, stats)
         finally:
             stats.finish()
+
+
+def _fetch_data(
+    job: Job,
+    offer: BundleOffer,
+    enforcer: PolicyEnforcer,
+    stack: contextlib.ExitStack,
+    tell: Tell,
+    say: Tell | None,
+) -> tuple[int, BundleOffer | None]:
+    """Fetch the data set's file while the rules allow it; return (0, the offer with its path), or the exit
+    code and None if the worker is stopped before."""
+    cache = ShardCache(limit_bytes=job.cache_limit_bytes())
+    cache.meter = AgentMeter(enforcer)
+    while True:
+        with SignalWatcher() as signals:
+            if not _await_permission(enforcer, signals):
+                return (128 + signals.first if signals.first else 0), None
+        try:
+            return 0, stack.enter_context(fetch_data_file(offer, cache, say))
+        except BudgetSpent as error:
+            tell(f"fetching the data set's file is paused: {error.reason}")
 
 
 def with_bundle(job: Job, offer: BundleOffer) -> Job:

@@ -1,7 +1,7 @@
 """Write the agent's messages and figures to a terminal, as a text log or as JSON.
 
 terminal    the script's output, and below it one live line:
-            step 410, 4 workers | this machine: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
+            step 410, 4 workers | here: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
 text        the same as ordinary lines, for files and pipes with --log-format text
 JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"step": 410, ...}}
             one object per line, as in the coordinator's log, also for lines that the script writes to
@@ -11,6 +11,7 @@ JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"st
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from dataclasses import asdict
@@ -171,8 +172,7 @@ class TerminalConsole(Console):
 
     def _draw(self) -> None:
         if self._live and not self._mid_line:
-            width = shutil.get_terminal_size().columns
-            _put(self._stream, self._live[: max(1, width - 1)])
+            _put(self._stream, fit_line(self._live, shutil.get_terminal_size().columns - 1))
             self._drawn = True
 
 
@@ -202,10 +202,18 @@ def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextC
     return TerminalConsole(stream) if stream.isatty() else TextConsole(stream)
 
 
+def fit_line(line: str, columns: int) -> str:
+    """Remove the last figures of a line that is too long for a terminal."""
+    if len(line) <= columns:
+        return line
+    ends = [found.start() for found in re.finditer(r", | \| | \(", line)]
+    return line[: max((end for end in ends if end <= columns), default=max(1, columns))]
+
+
 def live_line(given: Contribution) -> str:
     """Format the current figures in one line."""
     return (
-        f"step {given.step:,}, {format_count(given.world_size, 'worker')} | this machine: {_work(given)} "
+        f"step {given.step:,}, {format_count(given.world_size, 'worker')} | here: {_work(given)} "
         f"({_share(given)} of the run), {format_bytes(given.sent_bytes)} up, "
         f"{format_bytes(given.received_bytes)} down"
     )

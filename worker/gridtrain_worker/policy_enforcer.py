@@ -8,6 +8,7 @@ moved_bytes <--------------------------- the script, four times a second --> Bud
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -15,11 +16,12 @@ from datetime import date, datetime, timedelta
 from pathlib import Path
 
 from gridtrain.core.group.sensor_readings import SensorReadings
-from gridtrain.errors import ConfigError
+from gridtrain.errors import BudgetSpent, ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.quantities import parse_duration_s
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED
 from gridtrain.testing.fake_sensors import FileSensors
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain_worker.budget import Budget
 from gridtrain_worker.control_socket import Body, ControlSocket
 from gridtrain_worker.saved_settings import SavedSettings
@@ -146,6 +148,31 @@ class PolicyEnforcer:
         thread."""
         if self._fault is not None:
             raise RuntimeError("this worker's rules are no longer enforced") from self._fault
+
+    def allow_fetch(self) -> tuple[float | None, float]:
+        """Return the download limit in bytes per second, and the bytes that are left of the budget.
+
+        Raises:
+            BudgetSpent: the rules do not allow to train now, or this worker is stopping.
+        """
+        self.raise_fault()
+        with self._lock:
+            self._decide()
+            if self.is_stopping or not self.decision.may_train:
+                raise BudgetSpent(self.decision.text() or "stopped by its owner", remedy="wait")
+            rules = self._policy.rules
+            left_bytes = math.inf
+            if rules.budget_bytes:
+                left_bytes = rules.budget_bytes - self._budget.today_bytes(self._now().date())
+            return parse_rate(rules.download) if rules.download else None, left_bytes
+
+    def count_fetched(self, nbytes: int) -> None:
+        """Count bytes that the agent has fetched."""
+        with self._lock:
+            try:
+                self._budget.add(nbytes, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
+            except ConfigError as error:
+                self._budget_error = error.reason
 
     @property
     def is_overdue(self) -> bool:
@@ -348,6 +375,24 @@ class PolicyEnforcer:
             "download_Bps": parse_rate(rules.download) if rules.download else None,
             "spent_text": "the day's traffic budget is used up, until 00:00",
         }
+
+
+class AgentMeter(FetchMeter):
+    """The meter of the agent's own fetches: they are counted, and `request` raises `BudgetSpent` while the
+    rules forbid training."""
+
+    def __init__(self, enforcer: PolicyEnforcer) -> None:
+        super().__init__()
+        self._enforcer = enforcer
+
+    def request(self, nbytes: int) -> int:
+        download_Bps, left_bytes = self._enforcer.allow_fetch()
+        self.limit(download_Bps, self.fetched_bytes + left_bytes)
+        return super().request(nbytes)
+
+    def count(self, nbytes: int) -> None:
+        super().count(nbytes)
+        self._enforcer.count_fetched(nbytes)
 
 
 def _ignore_write_errors(tell: Callable[[str], None]) -> Callable[[str], None]:

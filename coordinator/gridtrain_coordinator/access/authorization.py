@@ -511,6 +511,10 @@ class Authorization:
             ],
         }
 
+    def removed_members(self) -> list[m.PeerId]:
+        """Return the latest members that were removed, not banned, and have not been admitted again."""
+        return [peer for peer in self._removed if peer not in self._banned][-MAX_LISTED:]
+
     def violation_count(self, peer: m.PeerId) -> int:
         """Return the number of the peer's violations that currently count."""
         return self._violations.count(peer)

@@ -67,12 +67,17 @@ class Complaints:
         """
         run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
         is_current = run.is_current(message.term, message.generation)
-        if not is_current or not {worker.peer, message.peer} <= run.members or worker.peer == message.peer:
+        # Sent before this generation's MembershipView arrived: the end of a process may concern both.
+        is_previous = run.is_current(message.term, message.generation + 1)
+        are_members = {worker.peer, message.peer} <= run.members and worker.peer != message.peer
+        if not (is_current or is_previous) or not are_members:
             return []
         if message.peer not in run.workers:
             return []  # it has left and is no longer registered
-        failures.record(worker.peer, message.peer, now_s)
         run.workers[message.peer].liveness.record_link_broken(now_s)
+        if not is_current:
+            return []
+        failures.record(worker.peer, message.peer, now_s)
         centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
         flapping = failures.common_endpoint(now_s, size, centre)
         if flapping is not None:

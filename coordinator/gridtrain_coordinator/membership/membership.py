@@ -183,7 +183,7 @@ class Membership:
             case PeerConnected(peer, host):
                 self._addresses.on_connected(peer, host)
                 if worker is not None:
-                    worker.liveness.record_connected()
+                    worker.liveness.record_connected(now_s)
             case PeerDisconnected(peer, _):
                 self._addresses.on_disconnected(peer)
                 if worker is not None:

@@ -53,6 +53,7 @@ class GenerationPlanner:
         self._batch_shares = WorkerSpeeds()
         self._reorder_limits = ReorderLimits(run.limits.reshare_s)
         self._exchange_checked_s = -math.inf  # when another exchange was last considered
+        self._is_search_due = False  # the latest plan was made in a hurry
         self._shares_checked_s = -math.inf
 
     # -- measurements ------------------------------------------------------------------------------
@@ -105,6 +106,10 @@ class GenerationPlanner:
     ) -> tuple[tuple[m.PeerId, ...], tuple[int, ...]]:
         """Plan the next generation; return its members in rank order, and their shares.
 
+        After the loss of a member, for whom the others have waited, only few rank orders are tried, and the
+        exchange and the shares of entries stay.  They are considered again in the next plan, or after
+        `reshare_s` (`request_if_faster`).
+
         Args:
             peers: the members, the longest-serving first.
             holders: the members that hold the state; the first of them has rank 0.
@@ -113,15 +118,23 @@ class GenerationPlanner:
         avoided = self.link_failures.begin_avoiding(now_s)
         self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
         self._reorder_limits.clear_changes()
-        self._choose_exchange(peers, now_s)
+        is_urgent = self._is_search_due = not self._run.members <= set(peers)
+        self._choose_exchange(peers, now_s, is_urgent=is_urgent)
         network = self._rated(peers)
         self.exchange_choice.choose_dense_topology(
-            len(peers), network, lambda: not avoided and self._addresses.all_direct(peers)
+            len(peers),
+            network,
+            lambda: not avoided and self._addresses.all_direct(peers),
+            is_urgent=is_urgent,
         )
         if placement is None:
-            holders_by_seniority = [peer for peer in peers if peer in holders]
-            self.entry_shares = self._choose_entry_shares(peers, holders_by_seniority)
-            ranks: rank_order.RankOrder | RankPlacement = self._choose_order(peers, holders_by_seniority)
+            firsts = [peer for peer in peers if peer in holders]
+            self.entry_shares = (
+                self.entry_shares.of_members(peers) if is_urgent else self._choose_entry_shares(peers, firsts)
+            )
+            ranks: rank_order.RankOrder | RankPlacement = self._choose_order(
+                peers, firsts, is_urgent=is_urgent
+            )
         else:
             self.entry_shares = EntryShares()
             ranks = placement
@@ -134,12 +147,14 @@ class GenerationPlanner:
         self.plan_reason = "; ".join(reason for reason in reasons if reason)
         return ranks.order, shares.counts
 
-    def _choose_order(self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]) -> rank_order.RankOrder:
+    def _choose_order(
+        self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId], *, is_urgent: bool
+    ) -> rank_order.RankOrder:
         if not self._by_links:
             return rank_order.join_order(peers, holders)
         return rank_order.plan_rank_order(
             self.exchange_choice.workload, self.measured_links, peers, holders, self._run.member_order,
-            self.entry_shares.shares,
+            self.entry_shares.shares, is_urgent=is_urgent,
         )  # fmt: skip
 
     def _choose_entry_shares(self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]) -> EntryShares:
@@ -169,12 +184,12 @@ class GenerationPlanner:
         reference = self._run.definition
         return reference.global_batch_size if reference is not None else None
 
-    def _choose_exchange(self, peers: Sequence[m.PeerId], now_s: float) -> None:
+    def _choose_exchange(self, peers: Sequence[m.PeerId], now_s: float, *, is_urgent: bool) -> None:
         """Choose the exchange again, which costs nothing extra because a generation is made anyway."""
         if self.exchange_choice.is_open:
             if len(peers) == 1:  # a single worker needs no measurements
                 self.exchange_choice.choose_first(peers, {}, None, now_s)
-        elif self._run.members != set(peers):
+        elif self._run.members != set(peers) and not is_urgent:
             self.exchange_choice.reconsider(*self._current_measurements(peers))
 
     # -- a faster plan -----------------------------------------------------------------------------
@@ -233,8 +248,9 @@ class GenerationPlanner:
         """Request a generation if changed links make another rank order or topology noticeably faster."""
         if not self._by_links or not self._may_replan(now_s):
             return
-        if reporters := self._reorder_limits.due_reporters(now_s):
-            run = self._run
+        reporters = self._reorder_limits.due_reporters(now_s)
+        if reporters or self._is_search_due:
+            run, self._is_search_due = self._run, False
             self.measured_links.rtt_s = round_trip_times(
                 list(run.workers.values()), self.link_failures.avoided_pairs(now_s)
             )

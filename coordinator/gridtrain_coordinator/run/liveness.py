@@ -23,6 +23,9 @@ INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
 """A worker's timeout as a multiple of the longest interval of its heartbeats; the share of that interval that
 remains after each heartbeat, so that it counts for more than an hour; and the longest interval."""
 
+JOIN_WAIT_S = 0.25
+"""Shortest wait for the Join that a worker sends first over a restored connection; its agent sends none."""
+
 
 class HeartbeatIntervals:
     """The intervals at which a worker's heartbeats arrive, from which its timeout follows.
@@ -57,7 +60,8 @@ class Liveness:
     """When a worker was heard, and whether its connection is open: the time at which it counts as lost.
 
     Attributes:
-        is_connected: whether a connection with its key is open, from the worker or another program.
+        connected_s: the time at which the open connection with its key, from the worker or another program,
+            was opened; None if none is open.
         disconnected_s: the time at which its connection broke; None if it has joined since then.
         link_broken_s: the time at which a member last reported a broken connection to this worker.
         is_loading_state: whether it is receiving the state for a generation that is forming.  Many workers
@@ -65,9 +69,9 @@ class Liveness:
     """
 
     __slots__ = (
+        "connected_s",
         "disconnected_s",
         "heartbeats",
-        "is_connected",
         "is_loading_state",
         "last_heard_s",
         "link_broken_s",
@@ -75,19 +79,20 @@ class Liveness:
 
     def __init__(self, last_heard_s: float, heartbeats: HeartbeatIntervals | None = None) -> None:
         self.last_heard_s, self.heartbeats = last_heard_s, heartbeats or HeartbeatIntervals()
-        self.is_connected, self.is_loading_state = True, False
+        self.is_loading_state = False
+        self.connected_s: float | None = -math.inf
         self.disconnected_s: float | None = None
         self.link_broken_s = -math.inf
 
-    def record_connected(self) -> None:
+    def record_connected(self, now_s: float) -> None:
         """Record a connection with the worker's key.
 
         Only a `Join` proves that the worker itself is back, because its agent connects with the same key.
         """
-        self.is_connected = True
+        self.connected_s = now_s
 
     def record_disconnected(self, now_s: float) -> None:
-        self.is_connected = False
+        self.connected_s = None
         if self.disconnected_s is None:
             self.disconnected_s = now_s
 
@@ -110,6 +115,8 @@ class Liveness:
         self.heartbeats.excuse_stall(stalled_s)
         if self.disconnected_s is not None:
             self.disconnected_s = extend_start(self.disconnected_s, limits.regreet_s, until_s)
+        if self.connected_s is not None:
+            self.connected_s = extend_start(self.connected_s, JOIN_WAIT_S, until_s)
 
     def failure_reason(self, limits: Deadlines, now_s: float, *, trains: bool) -> str:
         """Return the reason why the worker is considered lost; empty if it is not lost.
@@ -138,15 +145,18 @@ class Liveness:
         """Return the time until which a broken connection may be restored.
 
         A cut cable or a frozen machine does not reset connections.  If two connections of one worker break at
-        the same time, its process has ended, so the wait is short.  While a connection is open, a `Join` may
-        still arrive, so there is no deadline.
+        the same time, its process has ended, so the wait is short.  A connection that is open may be its
+        return or another program's, for example its agent's: a `Join` is awaited a little longer, not until
+        that program ends.
         """
-        if self.disconnected_s is None or self.is_connected:
+        if self.disconnected_s is None:
             return math.inf
         has_ended = self._is_link_broken(limits)
-        return self.disconnected_s + (
-            min(limits.regreet_s, limits.ended_s) if has_ended else limits.regreet_s
-        )
+        wait_s = min(limits.regreet_s, limits.ended_s) if has_ended else limits.regreet_s
+        deadline_s = self.disconnected_s + wait_s
+        if self.connected_s is None:
+            return deadline_s
+        return max(deadline_s, self.connected_s + max(wait_s, JOIN_WAIT_S))
 
     def _is_link_broken(self, limits: Deadlines) -> bool:
         at_s = self.disconnected_s

@@ -164,10 +164,10 @@ class TwoPhaseCommit:
         """The time at which the next timeout ends; infinite once the verdict is known."""
         if self.verdict is not None:
             return math.inf
+        if self.rank != ROOT:
+            return self._last_progress_s[ROOT] + self.timeout_s
         last_s = [self._last_progress_s[rank] for rank in self._awaited_ranks()]
-        if self.rank == ROOT:
-            last_s.append(self._last_movement_s)
-        return min(last_s) + self.timeout_s
+        return min(self._last_movement_s, *last_s) + self.timeout_s
 
     def handle(self, event: CommitEvent, now_s: float) -> list[CommitEffect]:
         match event:
@@ -214,10 +214,8 @@ class TwoPhaseCommit:
         self._last_movement_s = extend_start(self._last_movement_s, self.timeout_s, until_s)
 
     def _awaited_ranks(self) -> list[int]:
-        """Return the awaited ranks: for the root, all that have not voted; for other members, the root."""
-        if self.rank == ROOT:
-            return [rank for rank in range(self.world_size) if rank not in self._votes]
-        return [ROOT]
+        """Return the ranks that the root awaits: all that have not voted."""
+        return [rank for rank in range(self.world_size) if rank not in self._votes]
 
     def _cast_vote(self, vote: VoteReceived, now_s: float) -> list[CommitEffect]:
         if self.vote is not None:

@@ -89,6 +89,7 @@ class Generation:
         self._is_ready_sent = False
         self._is_stall_reported = False
         self._attempt_ended_s = now_s
+        self._assigned: tuple[m.LedgerState, dict[m.PeerId, tuple[m.Span, ...]]] | None = None
 
     @property
     def _is_running(self) -> bool:
@@ -155,9 +156,15 @@ class Generation:
         return [data_ledger.count_samples(spans_of[member.peer]) for member in self.rank_assignment.members]
 
     def data_assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
-        """Return each member's data positions in the open step, computed only from replicated state."""
+        """Return each member's data positions in the open step, computed only from replicated state.
+
+        They are computed once for each state of the ledger.
+        """
         ledger = self._context.replica_state.ledger
-        return data_ledger.assign(self._ledger_spec, ledger, self.rank_assignment.shares)
+        if self._assigned is None or self._assigned[0] is not ledger:
+            spans_of = data_ledger.assign(self._ledger_spec, ledger, self.rank_assignment.shares)
+            self._assigned = ledger, spans_of
+        return self._assigned[1]
 
     @property
     def _ledger_spec(self) -> m.LedgerSpec:

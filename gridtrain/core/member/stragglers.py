@@ -16,7 +16,10 @@ the group only once.
 
 Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The
 decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier
-attempt.
+attempt.  So a trainer that stalls after it has sent some buckets is waited for: an attempt after which it is
+absent would need rings that begin anew on all members, which `Decision` cannot announce.  Nor can it be
+absent from the other buckets alone, because a late batch may be handed out again, and the sent part would
+count twice.
 """
 
 from __future__ import annotations
@@ -61,14 +64,17 @@ class UsualDelay:
     def __init__(self) -> None:
         self._delays_s: deque[float] = deque(maxlen=WINDOW)
         self._middle_s = self._deviation_s = math.inf
+        self._is_outdated = False
 
     def record(self, delay_s: float, scale: float = 1.0) -> None:
         self._delays_s.append(delay_s / scale)
-        if len(self._delays_s) >= FEWEST_DELAYS:
-            self._middle_s = median(self._delays_s)
-            self._deviation_s = median(abs(each_s - self._middle_s) for each_s in self._delays_s)
+        self._is_outdated = len(self._delays_s) >= FEWEST_DELAYS
 
     def limit_s(self, scale: float = 1.0) -> float:
+        if self._is_outdated:  # most delays are recorded in steps in which nobody asks for the limit
+            self._is_outdated = False
+            self._middle_s = median(self._delays_s)
+            self._deviation_s = median(abs(each_s - self._middle_s) for each_s in self._delays_s)
         middle_s = scale * self._middle_s
         margin_s = max(DEVIATIONS * scale * self._deviation_s, LEAST_MARGIN_SHARE * middle_s, LEAST_MARGIN_S)
         return middle_s + margin_s

@@ -106,14 +106,16 @@ class WorkerSpeeds:
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         counts = tuple(divide_samples(total, self._assumed_speeds(peers, measured), most))
+        exceeded = _exceeded_limits(names, counts, most)
         if not measured:
-            return BatchShares(counts, f"{total} samples in even shares: no speed has been measured yet")
+            reason = f"{total} samples in even shares: no speed has been measured yet{exceeded}"
+            return BatchShares(counts, reason)
         shown = ", ".join(
             f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
             for peer, name, count in list(zip(peers, names, counts, strict=True))[:MAX_NAMED_WORKERS]
         )
         more = f" and {len(peers) - MAX_NAMED_WORKERS} more" if len(peers) > MAX_NAMED_WORKERS else ""
-        return BatchShares(counts, f"{total} samples shared by measured speed: {shown}{more}")
+        return BatchShares(counts, f"{total} samples shared by measured speed: {shown}{more}{exceeded}")
 
     def rebalance_reason(self, peers: Sequence[PeerId], current: Sequence[int], most: Sequence[int]) -> str:
         """Return the reason for a new generation with different shares.
@@ -168,6 +170,20 @@ def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> 
         if counts[i] < limits[i]:
             heapq.heappush(queue, ((counts[i] + 1) / speeds[i], i))
     return counts
+
+
+def _exceeded_limits(names: Sequence[str], counts: Sequence[int], most: Sequence[int]) -> str:
+    """Describe shares above their limits: the group is too small for the samples of a step."""
+    above = [
+        f"{name} {count} instead of at most {limit}"
+        for name, count, limit in zip(names, counts, most, strict=True)
+        if 0 < limit < count
+    ]
+    if not above:
+        return ""
+    more = f" and {len(above) - MAX_NAMED_WORKERS} more" if len(above) > MAX_NAMED_WORKERS else ""
+    shown = ", ".join(above[:MAX_NAMED_WORKERS])
+    return f"; too few workers for max_batch_size: {shown}{more}"
 
 
 def _share_limits(total: int, most: Sequence[int]) -> list[int]:

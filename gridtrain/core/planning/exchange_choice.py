@@ -207,20 +207,28 @@ class ExchangeChoice:
     # -- topology of a dense exchange --------------------------------------------------------------
 
     def choose_dense_topology(
-        self, size: int, network: NetworkModel | None, edges: Callable[[], bool]
+        self,
+        size: int,
+        network: NetworkModel | None,
+        edges: Callable[[], bool],
+        *,
+        is_urgent: bool = False,
     ) -> None:
         """Choose the topology of a dense exchange for a generation of `size` members.
 
         Args:
             network: see `exchange_comparison.choose_dense_topology`.
             edges: returns `edges` of that function; called only if the exchange can be direct.
+            is_urgent: see `best_order`.
         """
         self.dense_topology = RING_TOPOLOGY
         is_whole_model = self._setup is not None and self._setup.stages == 1
         exchange = self.chosen or self._named
         if is_whole_model and isinstance(exchange, Dense) and exchange.topology == "auto":
             has_edges = size <= MAX_DIRECT_MEMBERS and edges()
-            self.dense_topology = choose_dense_topology(self.workload, size, network, has_edges)
+            self.dense_topology = choose_dense_topology(
+                self.workload, size, network, has_edges, is_urgent=is_urgent
+            )
 
     def ring_reason(self, size: int, network: NetworkModel) -> str:
         """Return the reason to change from a direct exchange to a ring; "" if there is none."""

@@ -275,7 +275,7 @@ RING_TOPOLOGY = DenseTopology(False)
 
 
 def choose_dense_topology(
-    load: Workload | None, size: int, network: NetworkModel | None, edges: bool
+    load: Workload | None, size: int, network: NetworkModel | None, edges: bool, *, is_urgent: bool = False
 ) -> DenseTopology:
     """Choose how `size` members exchange a dense `load`.
 
@@ -287,6 +287,7 @@ def choose_dense_topology(
         network: the members' network, in any order; None before it has been measured.  Without a network the
             choice depends only on the size of `load`, the number of members and `edges`.
         edges: whether each pair of members can connect without a relay, as far as is known.
+        is_urgent: see `best_order`.
     """
     if (
         load is None
@@ -307,7 +308,7 @@ def choose_dense_topology(
         reason = f"around a ring, because a link has only {share:.0%} of the rate of its ends"
         return DenseTopology(False, reason, inf)
     ring, direct = (replace(load, kind=kind) for kind in (ExchangeKind.DENSE, ExchangeKind.DIRECT))
-    ring_s = best_order(ring, network, CpuCosts(), range(size)).exchange_s
+    ring_s = best_order(ring, network, CpuCosts(), range(size), is_urgent=is_urgent).exchange_s
     direct_s = exchange_cost(direct, network, CpuCosts(), max_messages=SIMULATED_MESSAGES).exchange_s
     if direct_s < ring_s:
         return DenseTopology(True, f"direct: {direct_s * 1e3:.3g} ms, around a ring {ring_s * 1e3:.3g} ms")

@@ -223,6 +223,8 @@ def plan_rank_order(
     firsts: Sequence[PeerId],
     current: Sequence[PeerId] = (),
     entry_shares: Mapping[PeerId, int] | None = None,
+    *,
+    is_urgent: bool = False,
 ) -> RankOrder:
     """Plan the order of ranks for the exchange of a run.
 
@@ -234,6 +236,7 @@ def plan_rank_order(
             difference.
         current: the current order; the search also starts from this order, with new members at its end.
         entry_shares: `Member.entries_share` of the members that have a smaller share than `WHOLE_SHARE`.
+        is_urgent: see `best_order`.
     """
     count, start = len(peers), peers.index(firsts[0])
     joined = (*peers[start:], *peers[:start])
@@ -246,7 +249,7 @@ def plan_rank_order(
         return RankOrder(joined, f"{count} workers in join order: no round trip has been measured")
     network = with_entry_shares(network, peers, entry_shares or {})
     searched = _LATENCY_ONLY if load is None or by_latency else load
-    found = _search_best_order(searched, network, peers, firsts, current)
+    found = _search_best_order(searched, network, peers, firsts, current, is_urgent=is_urgent)
     order = tuple(peers[member] for member in found.order)
     reason = _latency_reason(found) if by_latency else _reason(searched, network, found, has_rates)
     return RankOrder(order, reason)
@@ -333,6 +336,8 @@ def _search_best_order(
     peers: Sequence[PeerId],
     firsts: Sequence[PeerId],
     current: Sequence[PeerId],
+    *,
+    is_urgent: bool = False,
 ) -> RankOrderEstimate:
     """Search for the best order of ranks.
 
@@ -342,7 +347,8 @@ def _search_best_order(
     at = {peer: index for index, peer in enumerate(peers)}
     now = [at[peer] for peer in current if peer in at]
     now += sorted(set(range(len(peers))) - set(now)) if now else []
-    return best_order(load, network, CpuCosts(), [at[peer] for peer in firsts], now)
+    roots = [at[peer] for peer in firsts]
+    return best_order(load, network, CpuCosts(), roots, now, is_urgent=is_urgent)
 
 
 # -- text ------------------------------------------------------------------------------------------

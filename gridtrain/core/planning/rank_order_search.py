@@ -6,8 +6,9 @@
     star, tree  rank 0, through which all data pass, is the member with the fastest link that may be rank 0
     direct      all members exchange with each other; rank 0, the root of the vote, is chosen as for a star
 
-For up to 7 members every order is tried.  For more members, good starting orders are improved in a limited
-number of trials, by swapping two members or reversing a range of ranks; above 128 members only the root of a
+For up to 7 members every order is tried, unless members wait for the plan (`is_urgent`).  Otherwise, good
+starting orders are improved in a limited number of trials, by swapping two members or reversing a range of
+ranks; above 128 members only the root of a
 star is chosen.  Orders are compared by `order_estimator`, which adds up hops without queues; the best orders
 are then simulated message by message.
 """
@@ -43,6 +44,9 @@ MIN_SIMULATED_ORDERS, SIMULATION_BUDGET = 24, 20_000
 """The number of orders that are always simulated, and the total number of messages up to which more orders
 are simulated."""
 
+URGENT_SIMULATION_BUDGET = 1_000
+"""The same number if members wait for the plan."""
+
 SIMULATED_MESSAGES = 400  # of one exchange: a ring is compared with few slices
 
 MemberOrder = tuple[int, ...]  # order[rank] is a member's index
@@ -67,7 +71,13 @@ all-gather all ranks do the same work."""
 
 
 def best_order(
-    load: Workload, network: NetworkModel, cpu: CpuCosts, firsts: Sequence[int], now: Sequence[int] = ()
+    load: Workload,
+    network: NetworkModel,
+    cpu: CpuCosts,
+    firsts: Sequence[int],
+    now: Sequence[int] = (),
+    *,
+    is_urgent: bool = False,
 ) -> RankOrderEstimate:
     """Find the order of `network`'s members that makes the exchange of `load` fastest.
 
@@ -76,23 +86,25 @@ def best_order(
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference (`RING_KINDS`).
         now: the current order, or empty; the search also starts from this order.
+        is_urgent: whether members wait for the result, so that only few orders are tried.
     """
     members = range(network.size)
-    simulated = SIMULATION_BUDGET // max(1, count_messages(load, network.size, SIMULATED_MESSAGES))
+    budget = URGENT_SIMULATION_BUDGET if is_urgent else SIMULATION_BUDGET
+    simulated = budget // max(1, count_messages(load, network.size, SIMULATED_MESSAGES))
+    is_exact = network.size <= EXACT_MAX_PEERS and not is_urgent
     if load.kind in ROOT_ONLY_KINDS:
         roots = _fastest_peers(network, firsts, max(1, simulated))
     elif load.kind in RING_KINDS or network.size > MAX_SEARCHED_PEERS:
         roots = list(firsts[:1])
     else:
-        exact = network.size <= EXACT_MAX_PEERS
-        roots = _fastest_peers(network, firsts, network.size if exact else MAX_ROOTS)
+        roots = _fastest_peers(network, firsts, network.size if is_exact else MAX_ROOTS)
     starts = [(first, *(member for member in members if member != first)) for first in roots]
     estimate: OrderEstimator | None = None
     finalists = starts
     if 2 < network.size <= MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
         estimate = order_estimator(load, network, cpu)
         current = [tuple(now)] if sorted(now) == list(members) and now[0] in roots else []
-        search = _all_orders if network.size <= EXACT_MAX_PEERS else _improved_orders
+        search = _all_orders if is_exact else _improved_orders
         found = search([*starts, *current], estimate, network, load, max(MIN_SIMULATED_ORDERS, simulated))
         finalists = [starts[0], *current, *found]
     timed = {order: simulated_exchange_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}

@@ -32,6 +32,7 @@ from gridtrain.core.messages.declaration import (
 class EnumField(FieldType):
     def __init__(self, enum: type[IntEnum]) -> None:
         self.enum = enum
+        self._members = {member.value: member for member in enum}
         self.name = enum.__name__
         self.bounds = "one of " + ", ".join(f"{member.value} {member.name}" for member in enum)
 
@@ -41,10 +42,10 @@ class EnumField(FieldType):
         return value.value
 
     def unpack(self, plain: Any) -> IntEnum:
-        try:
-            return self.enum(plain if type(plain) is int else -1)
-        except ValueError:
-            raise FieldError(f"{describe(plain)}; it must be {self.bounds}") from None
+        member = self._members.get(plain) if type(plain) is int else None
+        if member is None:
+            raise FieldError(f"{describe(plain)}; it must be {self.bounds}")
+        return member
 
 
 class OptionalField(FieldType):

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire import elias_fano, value_encoding
-from gridtrain.network.wire.value_encoding import ValueKind
+from gridtrain.network.wire.value_encoding import EncodedValues, ValueKind
 
 __all__ = [
     "MAX_N",
@@ -53,12 +54,28 @@ class SparseVector:
     values: npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EncodedSparse:
-    """A payload, and the entries that `decode` returns for it."""
+    """A payload, and the entries that `decode` returns for it.
 
-    payload: bytes
+    The indices are encoded when the payload is first read: a result that is not sent on needs none.
+
+    Attributes:
+        sparse: the decoded entries.
+        values: the encoded values.
+        n, kind: the length of the vector and the kind of values.
+    """
+
     sparse: SparseVector
+    values: EncodedValues
+    n: int
+    kind: ValueKind
+
+    @cached_property
+    def payload(self) -> bytes:
+        low, high = elias_fano.encode_indices(self.sparse.indices, self.n)
+        header = _HEADER.pack(self.sparse.indices.size, self.values.exponent, self.kind)
+        return b"".join((header, low, high, self.values.section))
 
 
 def encoded_bytes(k: int, n: int, kind: ValueKind) -> int:
@@ -87,9 +104,7 @@ def encode_with_decoded(
     """
     _check_local(indices, values_K, n)
     made = value_encoding.encode_values(indices.astype(np.int64, copy=False), values_K, n, kind)
-    low, high = elias_fano.encode_indices(made.indices_K, n)
-    payload = b"".join((_HEADER.pack(made.indices_K.size, made.exponent, kind), low, high, made.section))
-    return EncodedSparse(payload, SparseVector(made.indices_K, made.decoded_K))
+    return EncodedSparse(SparseVector(made.indices_K, made.decoded_K), made, n, kind)
 
 
 def encode(

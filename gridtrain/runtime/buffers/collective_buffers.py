@@ -45,7 +45,14 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
 from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS, ByteArray
-from gridtrain.sparsify.merge import FloatArray, TruncatedEntries, largest_summable, merge, sum_in_rank_order
+from gridtrain.sparsify.merge import (
+    FloatArray,
+    MergeResult,
+    TruncatedEntries,
+    largest_summable,
+    merge,
+    sum_in_rank_order,
+)
 
 _FLOAT = np.dtype("<f4")  # as on the wire, and on every supported machine
 
@@ -366,7 +373,7 @@ class ButterflyBuffer(SparseBuffer):
         self, payload: bytes, *, n: int, k: int, kind: ValueKind, decoded: SparseVector | None = None
     ) -> None:
         super().__init__(n=n, k=k, kind=kind)
-        self._payload: bytes | memoryview = payload
+        self._payload: bytes | memoryview | MergeResult = payload  # a result is encoded if it is sent on
         self.update = self._decode(payload) if decoded is None else decoded
         self.truncated: list[TruncatedEntries] = []
 
@@ -383,7 +390,7 @@ class ButterflyBuffer(SparseBuffer):
             case MergePayload(payload, owner_modulus, owner_residue, source):
                 theirs = self._decode_from_peer(payload, source)
                 merged = merge(self.update, theirs, n=self.n, k=self._k, kind=self._kind)
-                self._payload, self.update = merged.payload, merged.sparse
+                self._payload, self.update = merged, merged.sparse
                 self.truncated.append(merged.truncated_of_owner(owner_modulus, owner_residue))
             case ReplacePayload(payload, source):
                 self.update = self._decode_from_peer(payload, source)
@@ -392,7 +399,8 @@ class ButterflyBuffer(SparseBuffer):
                 raise _unexpected_effect("ButterflyExchange", effect)
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
-        return self._payload
+        held = self._payload
+        return held.payload if isinstance(held, MergeResult) else held
 
     def compute_digest(self) -> bytes:
         return sparse_digest(self.update)

@@ -113,7 +113,9 @@ def time_codec(n: int, density: float, repeats: int) -> dict[str, Timing]:
             fastest_s(lambda: encode(mine.indices, mine.values, n=n, kind=VALUE_KIND), repeats), k
         ),
         "decode": Timing(fastest_s(lambda: decode(payload, n=n, max_entries=k, kind=VALUE_KIND), repeats), k),
-        "merge": Timing(fastest_s(lambda: merge(mine, theirs, n=n, k=k, kind=VALUE_KIND), repeats), k),
+        "merge": Timing(
+            fastest_s(lambda: merge(mine, theirs, n=n, k=k, kind=VALUE_KIND).payload, repeats), k
+        ),
     }
 
 

@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
 from gridtrain.training.checkpoint.frozen_base import (
     FROZEN_KEY,
@@ -61,6 +61,17 @@ class Stateful(Protocol):
 
 
 Trackers = Mapping[str, Stateful]
+
+
+def check_stateful(trackers: Trackers) -> None:
+    """Raise `ConfigError` for an object whose state cannot be sent."""
+    for name, each in trackers.items():
+        if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"grid.track was given {name}={each!r:.80}, which has no state_dict and load_state_dict",
+                remedy="track an object that has both, such as a scheduler",
+            )
+
 
 INTERNAL_PREFIX = ":"
 """The prefix of trackers that were not named by a script.  A worker may lack them, and keeps its own if a

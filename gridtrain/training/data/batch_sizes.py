@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from gridtrain.errors import ConfigError
 
+MAX_STEP_SAMPLES = 2**31 - 1
+"""The largest number of samples of a worker, and of all workers, in a step: a count of the protocol."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
@@ -60,3 +63,9 @@ class BatchSizes:
                 raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1")
+        samples = max(self.batch_size, self.global_batch_size or 0)
+        if samples > MAX_STEP_SAMPLES:
+            raise ConfigError(
+                f"a step would have {samples} samples; at most {MAX_STEP_SAMPLES} are possible",
+                remedy="use smaller batches, or fewer of them in a step",
+            )

@@ -15,11 +15,13 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gridtrain.core.messages import Span
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.readers import Reader
 
 Spans = tuple[Span, ...]
@@ -37,13 +39,16 @@ class Prefetcher:
     Args:
         num_workers: the number of processes, at least 1.
         prefetch_factor: the number of steps that each process reads ahead.
+        meter: the meter of the data set's files, in which each process counts for itself.
 
     Attributes:
         depth: the number of steps that are read ahead.
         dropped_batches: the number of steps that were read but not used.
     """
 
-    def __init__(self, reader: Reader, num_workers: int, prefetch_factor: int) -> None:
+    def __init__(
+        self, reader: Reader, num_workers: int, prefetch_factor: int, meter: FetchMeter | None = None
+    ) -> None:
         self.depth = num_workers * prefetch_factor
         self.dropped_batches = 0
         self._requests: deque[Spans] = deque()
@@ -56,7 +61,7 @@ class Prefetcher:
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             collate_fn=_identity,
-            worker_init_fn=_exit_with_parent,
+            worker_init_fn=partial(_begin_reader, meter),
         )
 
     def read(self, spans: Spans, ahead: Sequence[Spans]) -> list[Any]:
@@ -121,7 +126,13 @@ def _identity(batches: Any) -> Any:
     return batches
 
 
-def _exit_with_parent(worker: int) -> None:
+def _begin_reader(meter: FetchMeter | None, worker: int) -> None:
+    _exit_with_parent()
+    if meter is not None:
+        meter.is_reader(worker)
+
+
+def _exit_with_parent() -> None:
     """Make the kernel kill this reader when its parent ends.  A reader has copies of the sockets, so if it
     outlived its parent, no peer would notice that the parent has ended."""
     if sys.platform == "linux":

@@ -24,6 +24,7 @@ from gridtrain._version import __version__
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.extras import require
 from gridtrain.quantities import format_bytes
+from gridtrain.training.data.fetch_meter import FetchMeter
 
 CHUNK_BYTES = 4 << 20
 READ_TIMEOUT_S = 60.0
@@ -36,7 +37,7 @@ PROGRESS = "GRIDTRAIN_PROGRESS"
 
 CLEAR = "\r\x1b[K"
 _PERMANENT = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
-Copy = Callable[[str, Path, int, Callable[[int], None]], None]
+Copy = Callable[[str, Path, int, FetchMeter], None]
 """A function that appends to a part of a file what it lacks, as `copy_rest` does."""
 
 
@@ -44,17 +45,18 @@ def copy_rest(
     place: str,
     part: Path,
     limit_bytes: int,
-    count: Callable[[int], None],
+    meter: FetchMeter,
     say: Callable[[str], None] | None = None,
 ) -> None:
     """Append to `part` what it lacks of a remote file.
 
     Args:
         limit_bytes: the size of the file, or the largest size that is accepted.
-        count: called with the number of bytes of each piece that has arrived.
+        meter: bounds and counts what is read.
         say: called with lines that show the progress; by default it is shown on standard error.
 
     Raises:
+        BudgetSpent: `meter` allows no more; `part` has what arrived.
         DataError: the file is larger than it must be.
         FileNotFoundError, PermissionError: another attempt would fail, too.
         Exception: the connection broke, or was too slow.  `part` has what arrived.
@@ -71,9 +73,14 @@ def copy_rest(
             read = remote.read1 if is_http else remote.read  # read1 returns what has arrived
             end = size + remote.length if is_http and remote.length is not None else limit_bytes + 1
             since_s, before = time.monotonic(), size
-            while chunk := read(min(CHUNK_BYTES, limit_bytes + 1 - size, end - size)):
+            while wanted := min(CHUNK_BYTES, limit_bytes + 1 - size, end - size):
+                asked_s = time.monotonic()
+                allowed = meter.request(wanted)
+                since_s += time.monotonic() - asked_s  # the server is not to blame
+                if not (chunk := read(allowed)):
+                    break
                 size += local.write(chunk)
-                count(len(chunk))
+                meter.count(len(chunk))
                 show(size, min(end, limit_bytes))
                 if size > limit_bytes:
                     raise DataError(

@@ -28,9 +28,10 @@ from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gridtrain.errors import ConfigError, DataError
+from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.extras import require
 from gridtrain.quantities import format_bytes, parse_bytes
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import CHUNK_BYTES, Copy, copy_rest, file_system, open_remote
 
 log = logging.getLogger("gridtrain")
@@ -196,7 +197,7 @@ class ShardCache:
         retry_after_s: see `RETRY_AFTER_S`.
 
     Attributes:
-        fetched_bytes: the number of bytes that were fetched.
+        meter: counts and bounds what is fetched.
         failed_reads: the number of attempts at fetching or opening a file that have failed.
     """
 
@@ -209,7 +210,13 @@ class ShardCache:
         home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         self.folder = folder or Path(home) / "gridtrain" / "shards"
         self._limit_bytes, self._retry_after_s = limit_bytes, tuple(retry_after_s)
-        self.fetched_bytes = self.failed_reads = 0
+        self.meter = FetchMeter()
+        self.failed_reads = 0
+
+    @property
+    def fetched_bytes(self) -> int:
+        """The number of bytes that were fetched."""
+        return self.meter.fetched_bytes
 
     def open(
         self,
@@ -346,8 +353,10 @@ class ShardCache:
         waits_s, furthest = iter(self._retry_after_s), 0
         while True:  # at most so many attempts without another `CHUNK_BYTES`
             try:
-                copy(place, part, expected.bytes or self._limit_bytes, self._count_fetched)
+                copy(place, part, expected.bytes or self._limit_bytes, self.meter)
                 return part
+            except BudgetSpent:
+                raise  # what has arrived is continued later
             except Exception as error:  # file systems of fsspec raise errors of the libraries they use
                 self.failed_reads += 1
                 if isinstance(error, DataError | ConfigError):
@@ -369,9 +378,6 @@ class ShardCache:
                     ) from None
                 log.warning("%s: reading failed after %d bytes (%s); trying again", place, done, cause)
                 time.sleep(wait_s)
-
-    def _count_fetched(self, nbytes: int) -> None:
-        self.fetched_bytes += nbytes
 
     def _expand(
         self,

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from gridtrain.core.messages import MAX_SHARDS
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import token_packing
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_fetch import Copy, copy_rest
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, LIMIT, ShardCache, ShardFile, parse_limit
 from gridtrain.training.data.shard_formats import Ranges, format_named
@@ -63,6 +64,9 @@ class ShardedDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return sum(self.shard_sizes)
+
+    def obey(self, meter: FetchMeter) -> None:
+        """Keep what is fetched from now on within the limits of `meter`, and count it there."""
 
     def shard_order(self, shard: int, seed: int, pass_number: int) -> Order:
         """Return the indices of a shard's samples in the order in which a pass reads them: (samples,)."""
@@ -147,8 +151,16 @@ class Shards(ShardedDataset):
         return self._cache.failed_reads + self._failed_samples
 
     @property
+    def yields_tokens(self) -> bool:
+        """Whether a sample is a tensor of token ids."""
+        return bool(self._pack) and self._decode is None
+
+    def obey(self, meter: FetchMeter) -> None:
+        self._cache.meter = meter
+
+    @property
     def fetched_bytes(self) -> int:
-        """The number of bytes that this process has copied from other machines."""
+        """The number of bytes that this worker has copied from other machines."""
         return self._cache.fetched_bytes
 
     def shard_order(self, shard: int, seed: int, pass_number: int) -> Order:

@@ -1,4 +1,4 @@
-"""Cells as text, and the bounds by numbers that can be checked by hand."""
+"""The text of cells, and bounds with numbers that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gridtrain.config import Dense, GTopK
 from gridtrain.errors import ConfigError
 
 
-def test_a_cell_is_read() -> None:
+def test_a_cell_is_parsed() -> None:
     cell = parse("gtopk:values=fp32 P=4 n=25.6M rate=100Mbit delay=20ms loss=0.01 density=0.002 curve")
 
     assert cell.link == Link(4, "100Mbit", 0.02, 0.01)
@@ -23,25 +23,25 @@ def test_a_cell_is_read() -> None:
     assert str(cell.link) == "P = 4, 100Mbit, 20 ms, 1 % lost"
 
 
-def test_a_density_in_the_exchange_wins() -> None:
+def test_a_density_in_the_exchange_has_precedence() -> None:
     cell = parse("gtopk:density=0.5 P=2 n=10")
     assert cell.exchange == GTopK(density=0.5)
     assert cell.exchange_text == "gtopk:density=0.5"
 
 
-def test_dense_knows_no_density() -> None:
+def test_a_dense_exchange_has_no_density() -> None:
     assert parse("dense P=2 n=1k density=0.5").exchange == Dense()
     assert parse("dense P=2 n=1k density=0.5").exchange_text == "dense"
 
 
-def test_a_rival_is_read() -> None:
+def test_a_rival_is_parsed() -> None:
     cell = parse("gloo/all_gather P=8 n=2.56M rate=1Gbit")
     assert (cell.rival, cell.op, cell.dense) == ("gloo", "all_gather", False)
     assert parse("mpi/all_reduce_default P=8 n=1M").dense
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
         ("dense n=1M", "P= and n= are needed"),
         ("dense P=1 n=1M", "at least 2"),
@@ -54,12 +54,12 @@ def test_a_rival_is_read() -> None:
         ("gloo/all_reduce P=4 n=1M curve", "plain mode"),
     ],
 )
-def test_what_is_no_cell_says_why(text: str, says: str) -> None:
-    with pytest.raises(CellError, match=says):
+def test_an_invalid_cell_is_refused_with_a_reason(text: str, error: str) -> None:
+    with pytest.raises(CellError, match=error):
         parse(text)
 
 
-def test_an_exchange_that_is_not_there_is_refused_by_name() -> None:
+def test_an_unknown_exchange_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no exchange 'morse'"):
         parse("morse P=4 n=1M")
     with pytest.raises(ConfigError, match="gtopk has no option 'colour=red'"):
@@ -67,19 +67,19 @@ def test_an_exchange_that_is_not_there_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("suite", sorted(SUITES))
-def test_every_cell_of_every_suite_is_read_back(suite: str) -> None:
+def test_the_text_of_each_cell_of_a_suite_is_parsed(suite: str) -> None:
     cells = SUITES[suite]()
     assert cells
     assert [parse(cell.text) for cell in cells] == cells
 
 
-def test_cells_of_a_link_take_turns_and_none_twice() -> None:
+def test_cells_are_grouped_by_link_without_repetition() -> None:
     a, b = parse("dense P=2 n=1M rate=1Gbit"), parse("gloo/all_reduce P=2 n=1M rate=1Gbit")
     other = parse("dense P=4 n=1M rate=1Gbit")
     assert by_link([a, other, b, a]) == [(a.link, [a, b]), (other.link, [other])]
 
 
-def test_every_goal_of_the_dense_ring_has_gloo_beside_it() -> None:
+def test_each_goal_of_the_dense_ring_is_measured_beside_gloo() -> None:
     dense = [goal for goal in goals() if goal.cell is not None and goal.of == "x bound"]
     assert len(dense) == 5
     for goal in dense:
@@ -88,7 +88,7 @@ def test_every_goal_of_the_dense_ring_has_gloo_beside_it() -> None:
         assert {(rival.link, rival.n) for rival in goal.beside} == {(goal.cell.link, goal.cell.n)}
 
 
-# -- bounds, by hand -------------------------------------------------------------------------------
+# -- bounds, computed by hand ----------------------------------------------------------------------
 
 
 def bound(text: str) -> float:
@@ -130,10 +130,10 @@ def test_rounds_of_the_butterfly() -> None:
     }  # fmt: skip
 
 
-def test_without_a_limit_there_is_no_bound() -> None:
+def test_without_a_rate_there_is_no_bound() -> None:
     assert bound_s(parse("dense P=4 n=1M")) is None
     assert bound_s(parse("gloo/powersgd P=4 n=1M rate=1Gbit")) is None
 
 
-def test_slots_do_not_hide_the_defaults() -> None:
+def test_a_cell_has_a_default_density() -> None:
     assert Cell("dense", Link(2), 10).density == 0.001

@@ -1,4 +1,4 @@
-"""A cell on loopback: two real workers, a real coordinator, and figures that only an exchange can give."""
+"""Cells on loopback: two real workers and a real coordinator."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.integration
-def test_cells_on_loopback() -> None:
+def test_cells_of_gridtrain_are_measured_and_others_are_skipped() -> None:
     dense, gtopk = parse("dense P=2 n=100k"), parse("gtopk P=2 n=100k density=0.01")
     rival = parse("gloo/all_reduce P=2 n=100k")
     late = parse("dense P=2 n=100k delay=10ms")
     effort = Effort(blocks=2, repeats=2, warmup=1, loopback=True)
-    said: list[str] = []
+    messages: list[str] = []
     results = {
         result.cell: result
-        for result in measure_cells([dense, gtopk, rival, late], effort, {"gloo": ""}, said.append)
+        for result in measure_cells([dense, gtopk, rival, late], effort, {"gloo": ""}, messages.append)
     }
 
     for cell in (dense, gtopk):
@@ -31,12 +31,12 @@ def test_cells_on_loopback() -> None:
             assert sample.workspace_s is not None and sample.workspace_s > 0
             assert sample.sent_bytes is not None and sample.payload_bytes is not None
             assert sample.sent_bytes > sample.payload_bytes
-    # a ring of two sends each half twice: 400,000 bytes a member, in as many payloads as there are slices
+    # A ring of two sends each half twice: 400,000 bytes by each member, in a payload for each slice.
     assert 400_000 <= (results[dense].median_of("sent_bytes") or 0) < 410_000
     assert results[gtopk].median_of("payload_bytes") == encoded_bytes(1000, 100_000, ValueKind.FP16)
     assert "rivals are measured in namespaces" in results[rival].skipped
-    assert "a loopback neither delays nor loses" in results[late].skipped
-    assert said[:2] == [
+    assert "loopback has neither delay nor loss" in results[late].skipped
+    assert messages[:2] == [
         f"{dense.link}: dense, n = 100,000, block 1 of 2",
         f"{dense.link}: gtopk, n = 100,000, block 1 of 2",
     ]

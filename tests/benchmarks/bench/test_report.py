@@ -1,4 +1,4 @@
-"""Figures become JSON, goals and tables; and a quick bench says what got slower."""
+"""Results as JSON, goals and tables; and the comparison of a quick bench with recorded figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.bounds import bound_s
 from bench.cells import parse
 from bench.goals import Goal, judge, judged
 from bench.quick import EXCHANGES, LOCAL, RECORD, compare, exchange_ratios, local_ratios
-from bench.report import markdown, picture
+from bench.report import chart, markdown
 from bench.results import CellResult, Results, ResultsError, Sample, machine, percentile
 from bench.rival_block import RivalBlock
 from rivals.contract import Result
@@ -39,7 +39,7 @@ def recorded(*cells: CellResult) -> Results:
     )
 
 
-def test_a_file_holds_everything() -> None:
+def test_results_are_equal_after_writing_and_reading() -> None:
     results = recorded(result(DENSE, 13.0, 13.2, 14.0), result(GLOO, skipped="no torch"))
     again = Results.from_json(results.to_json())
     assert again == results
@@ -47,7 +47,7 @@ def test_a_file_holds_everything() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}'])
-def test_what_is_no_file_of_ours_is_refused(text: str) -> None:
+def test_a_file_without_results_is_refused(text: str) -> None:
     with pytest.raises(ResultsError):
         Results.from_json(text)
 
@@ -57,7 +57,7 @@ def test_another_schema_is_refused() -> None:
         Results.from_json('{"schema": 2}')
 
 
-def test_numbers_that_stand_for_a_cell() -> None:
+def test_the_statistics_of_a_cell() -> None:
     one = result(DENSE, 13.0, 12.5, 14.0, 13.5, 15.0)
     assert (one.median_s, one.least_s) == (13.5, 12.5)
     assert one.p90_s == pytest.approx(14.6)
@@ -66,7 +66,7 @@ def test_numbers_that_stand_for_a_cell() -> None:
     assert percentile([1.0, 2.0], 0.5) == 1.5
 
 
-def test_repeats_with_aborted_attempts_stand_for_nothing() -> None:
+def test_repeats_with_aborted_attempts_do_not_count() -> None:
     one = result(DENSE, 13.0, 99.0, 13.4)
     one.samples[1] = replace(one.samples[1], aborts=2, cpu_s=9.0)
     assert (one.median_s, one.cpu_s, one.p90_s) == (13.2, 0.5, pytest.approx(13.36))
@@ -76,7 +76,7 @@ def test_repeats_with_aborted_attempts_stand_for_nothing() -> None:
     assert "(1 repeats with aborted attempts, which is all of them)" in markdown(recorded(one))
 
 
-def test_goals_are_met_or_not_by_the_median() -> None:
+def test_goals_are_judged_by_the_median() -> None:
     goal = Goal("ring", parse(DENSE), "x bound", 1.07)
     assert judge(goal, recorded(result(DENSE, 13.0))).word == "met"
     assert judge(goal, recorded(result(DENSE, 14.0, 14.0, 1.0))).word == "not met, 6% above"
@@ -88,7 +88,7 @@ def test_goals_are_met_or_not_by_the_median() -> None:
     assert judge(entry, recorded(result(GTOPK, 0.04))).measured == 3.5
 
 
-def test_the_report_from_recorded_figures() -> None:
+def test_the_report_shows_goals_and_cells() -> None:
     results = recorded(
         result(DENSE, 13.0, 13.2, 14.0), result(GTOPK, 0.039, 0.038, 0.05), result(GLOO, 13.4), result(
             "mpi/gtopk P=4 n=25.6M rate=100Mbit density=0.001", skipped="there is no command 'mpirun'"
@@ -112,13 +112,13 @@ def test_the_report_from_recorded_figures() -> None:
     assert rows
 
 
-def test_the_report_says_how_each_was_measured() -> None:
+def test_the_report_notes_how_each_cell_was_measured() -> None:
     rival = result(GLOO, 13.4, 13.5)
     rival.samples = [replace(sample, note="torch 2.13.0; its own choice") for sample in rival.samples]
     rows = [line for line in markdown(recorded(rival, result(DENSE, 13.0))).splitlines() if "0.5000" in line]
-    ours, theirs = sorted(rows)
-    assert ours.startswith("| dense |") and ours.endswith("| with the vote and its decision |")
-    assert theirs.startswith("| gloo/all_reduce |") and theirs.endswith("| torch 2.13.0; its own choice |")
+    own, others = sorted(rows)
+    assert own.startswith("| dense |") and own.endswith("| with the vote and its decision |")
+    assert others.startswith("| gloo/all_reduce |") and others.endswith("| torch 2.13.0; its own choice |")
 
 
 def test_a_rival_notes_its_version_and_its_algorithm(tmp_path: Path) -> None:
@@ -134,19 +134,19 @@ def test_a_rival_notes_its_version_and_its_algorithm(tmp_path: Path) -> None:
     ]
 
 
-def test_every_goal_has_a_verdict() -> None:
+def test_each_goal_has_a_verdict() -> None:
     words = [verdict.word for verdict in judged(recorded())]
     assert words.count("met") == 1  # selection
     assert set(words) == {"met", "not measured: not in this run"}
 
 
-def test_the_picture_shows_what_varies() -> None:
+def test_the_chart_shows_the_varied_parameter() -> None:
     cells = [
         result(f"{what} P={P} n=1M rate=100Mbit", 0.1 * P) for P in (2, 4, 8) for what in ("dense", "gtopk")
     ]
-    drawn = picture(recorded(*cells))
+    drawn = chart(recorded(*cells))
     assert drawn.startswith("<svg") and "members" in drawn and ">dense<" in drawn
-    assert picture(recorded(result(DENSE, 13.0))) == ""
+    assert chart(recorded(result(DENSE, 13.0))) == ""
 
 
 def test_a_machine_is_described_without_a_name() -> None:
@@ -160,14 +160,14 @@ def test_a_machine_is_described_without_a_name() -> None:
 # -- quick -----------------------------------------------------------------------------------------
 
 
-def test_quick_says_what_got_slower() -> None:
-    kept = {
+def test_quick_reports_slower_figures() -> None:
+    recorded_figures = {
         "select_ns": {"ratio": 10.0, "tolerance": 0.3},
         "merge_ns": {"ratio": 100.0, "tolerance": 0.3},
         "dense seconds": {"ratio": 1.0, "tolerance": 0.2},
     }
     now = {"select_ns": 13.1, "merge_ns": 129.0, "decode_ns": 4.0}
-    found = compare(now, kept, {"dense seconds": "rivals not installed: gloo"})
+    found = compare(now, recorded_figures, {"dense seconds": "rivals not installed: gloo"})
 
     assert list(map(str, found)) == [
         "SLOWER        selection with the residual 13.1 copies (recorded 10, +31%, at most +30%)",
@@ -179,23 +179,23 @@ def test_quick_says_what_got_slower() -> None:
     assert not [finding for finding in found if finding.better]
 
 
-def test_quick_warns_of_recorded_figures_that_detect_little(
+def test_quick_warns_if_figures_are_much_better_than_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = tmp_path / "quick.json"
+    path = tmp_path / "quick.json"
     figures = {name: {"ratio": 10.0, "tolerance": 0.25} for name in ("select_ns", "encode_ns", "merge_ns")}
-    kept.write_text(json.dumps({"figures": figures}))
-    monkeypatch.setattr(quick, "RECORD", kept)
+    path.write_text(json.dumps({"figures": figures}))
+    monkeypatch.setattr(quick, "RECORD", path)
     now = {"select_ns": 7.9, "encode_ns": 8.1, "merge_ns": 10.0}
     monkeypatch.setattr(quick, "measured", lambda say: (now, {}))
     assert quick.main(keep=False, command="python -m bench quick", date="") == 0
-    said = capsys.readouterr().out
-    assert "BETTER        selection with the residual 7.9 copies (recorded 10, -21%, at most +25%)" in said
-    assert "fine          encode 8.1 copies" in said
-    assert "1 of 3 figures are far better than the recorded ones, which detect less there: record" in said
+    output = capsys.readouterr().out
+    assert "BETTER        selection with the residual 7.9 copies (recorded 10, -21%, at most +25%)" in output
+    assert "fine          encode 8.1 copies" in output
+    assert "1 of 3 figures are far better than the recorded ones, which detect less there: record" in output
 
 
-def test_ratios_to_a_copy() -> None:
+def test_local_figures_are_ratios_to_a_copy() -> None:
     figures = {"copy_ns": 0.5, "select_ns": 5.0, "encode_ns": 10.0, "decode_ns": 20.0, "merge_ns": 100.0}
     assert local_ratios(figures) == {
         "select_ns": 10.0,
@@ -205,21 +205,21 @@ def test_ratios_to_a_copy() -> None:
     }
 
 
-def test_ratios_to_gloo() -> None:
+def test_exchange_figures_are_ratios_to_gloo() -> None:
     where, small = "P=2 n=2M rate=1Gbit", "P=4 n=120k rate=1Gbit"
     dense, gtopk = result(f"dense {where}", 0.9, 0.6, cpu_s=0.4), result(f"gtopk {where}", 0.1)
     short = result(f"dense:topology=ring {small}", 0.03, 0.01, cpu_s=0.006)
-    theirs = result(f"gloo/all_reduce {where}", 0.5, 0.7, cpu_s=0.2)
-    small_theirs = result(f"gloo/all_reduce {small}", 0.02, cpu_s=0.002)
-    ratios, why = exchange_ratios([dense, gtopk, theirs, short, small_theirs])
+    gloo = result(f"gloo/all_reduce {where}", 0.5, 0.7, cpu_s=0.2)
+    small_gloo = result(f"gloo/all_reduce {small}", 0.02, cpu_s=0.002)
+    ratios, reasons = exchange_ratios([dense, gtopk, gloo, short, small_gloo])
     assert ratios == pytest.approx(
         {"dense seconds": 1.2, "dense CPU": 2.0, "gtopk seconds": 0.2, "gtopk CPU": 2.5, "small dense CPU": 3}
     )
-    assert why == {}
+    assert reasons == {}
 
     missing = [result(f"gloo/all_reduce {place}", skipped="no torch") for place in (where, small)]
-    ratios, why = exchange_ratios([dense, gtopk, short, *missing])
-    assert ratios == {} and set(why.values()) == {"no torch"} and len(why) == 5
+    ratios, reasons = exchange_ratios([dense, gtopk, short, *missing])
+    assert ratios == {} and set(reasons.values()) == {"no torch"} and len(reasons) == 5
 
 
 def test_the_recorded_figures_are_those_of_a_quick_bench() -> None:

@@ -1,4 +1,4 @@
-"""Each violation of a guarantee is found when it is put into the record of a correct run."""
+"""The record of a run: each violation of a guarantee is found, and stalls are measured."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from chaos.report import by_kind
 from chaos.schedule import BAG, LASTS_S, draw
 
 WORKERS = ("anna", "bert")
-SIZE, STEPS = 8, 4  # two passes in steps of 2 + 2 samples
+SIZE, STEPS = 8, 4  # two passes over the data, in steps of 2 + 2 samples
 
 
 def whole_run() -> list[tuple[str, dict[str, Any]]]:
-    """(worker, line) of two workers that train 4 steps; anna takes the lower positions of each."""
+    """Return (worker, line) of two workers that train 4 steps; anna takes the lower positions of each."""
     lines: list[tuple[str, dict[str, Any]]] = []
     for step in range(STEPS):
         name, at_s = [1, step, 0], 10.0 + step
@@ -55,14 +55,14 @@ def test_a_correct_run_has_no_findings() -> None:
 def line_of(lines: list[tuple[str, dict[str, Any]]], worker: str, mark: str, step: int) -> dict[str, Any]:
     return next(
         line
-        for who, line in lines
-        if who == worker
+        for name, line in lines
+        if name == worker
         and line["mark"] == mark
         and step in (line.get("step"), line.get("round", [0, -1])[1])
     )
 
 
-def fork(lines: list[tuple[str, dict[str, Any]]]) -> None:
+def two_rounds(lines: list[tuple[str, dict[str, Any]]]) -> None:
     line_of(lines, "bert", "outcome", 2)["round"] = [2, 2, 1]
 
 
@@ -70,11 +70,11 @@ def another_model(lines: list[tuple[str, dict[str, Any]]]) -> None:
     line_of(lines, "bert", "state", 2)["digest"] = "another"
 
 
-def twice(lines: list[tuple[str, dict[str, Any]]]) -> None:
+def counted_twice(lines: list[tuple[str, dict[str, Any]]]) -> None:
     line_of(lines, "bert", "round", 2)["spans"] = [[8, 10]]
 
 
-def never(lines: list[tuple[str, dict[str, Any]]]) -> None:
+def not_counted(lines: list[tuple[str, dict[str, Any]]]) -> None:
     line_of(lines, "bert", "round", 2).update(spans=[[10, 11]], samples=[6])
 
 
@@ -82,7 +82,7 @@ def same_sample(lines: list[tuple[str, dict[str, Any]]]) -> None:
     line_of(lines, "bert", "round", 2)["samples"] = [0, 3]
 
 
-def one_is_missing(lines: list[tuple[str, dict[str, Any]]]) -> None:
+def missing_end(lines: list[tuple[str, dict[str, Any]]]) -> None:
     lines.pop()
 
 
@@ -90,40 +90,40 @@ def another_end(lines: list[tuple[str, dict[str, Any]]]) -> None:
     lines[-1][1]["digest"] = "another"
 
 
-def a_step_nobody_committed(lines: list[tuple[str, dict[str, Any]]]) -> None:
+def uncommitted_step(lines: list[tuple[str, dict[str, Any]]]) -> None:
     for worker in WORKERS:
         line_of(lines, worker, "outcome", 2)["committed"] = False
 
 
 @pytest.mark.parametrize(
-    ("break_it", "finding"),
+    ("violate", "finding"),
     [
-        (fork, "step 2 was committed in several rounds"),
+        (two_rounds, "step 2 was committed in several rounds"),
         (another_model, "after step 2 the models differ"),
-        (twice, "position 8 was counted 2 times"),
-        (never, "position 11 was counted 0 times"),
+        (counted_twice, "position 8 was counted 2 times"),
+        (not_counted, "position 11 was counted 0 times"),
         (same_sample, "different samples of 8"),
-        (one_is_missing, "bert did not reach the end"),
+        (missing_end, "bert did not reach the end"),
         (another_end, "the workers end differently"),
-        (a_step_nobody_committed, "no worker learned of the commit of steps"),
+        (uncommitted_step, "no worker learned of the commit of steps"),
     ],
 )
-def test_each_violation_is_found(break_it: Any, finding: str) -> None:
+def test_each_violation_is_found(violate: Any, finding: str) -> None:
     lines = whole_run()
-    break_it(lines)
+    violate(lines)
     assert any(finding in found for found in findings(lines)), findings(lines)
 
 
-def test_what_was_requeued_at_the_end_is_not_missing() -> None:
+def test_samples_that_are_requeued_at_the_end_are_not_missing() -> None:
     lines = whole_run()
-    never(lines)
+    not_counted(lines)
     for _, line in lines[-2:]:
         line.update(consumed=15, requeued=[[11, 12]])
     assert findings(lines) == []
 
 
 def left_out(lines: list[tuple[str, dict[str, Any]]]) -> None:
-    """The group goes on without bert in step 1; bert's batch joins step 3, where there was none for it."""
+    """Let the group continue without bert in step 1; bert's batch joins step 3, in which it had none."""
     line_of(lines, "bert", "outcome", 1).update(committed=False, submitted=False)
     late, last = line_of(lines, "bert", "round", 1), line_of(lines, "bert", "round", 3)
     last.update(spans=late["spans"], samples=late["samples"])
@@ -164,7 +164,7 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 
 def test_stalls_and_lost_time_are_read_from_the_commits() -> None:
-    """A step each 0.1 s; killed at 1.05, the next commit at 1.5; its return costs 0.3 s at 3.0."""
+    """Steps take 0.1 s; after a kill at 1.05 the next commit is at 1.5; the return costs 0.3 s at 3.0."""
     record = Record()
     at_s = [round(0.1 * i, 1) for i in range(11)] + [round(1.5 + 0.1 * i, 1) for i in range(16)] + [3.3, 3.4]
     for step, committed_s in enumerate(at_s):

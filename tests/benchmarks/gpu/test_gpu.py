@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: every part runs on the CPU, and what goes wrong in one is recorded."""
+"""`make gpu` without a GPU: each part runs on the CPU, and the failure of a part is recorded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-def kept(function: Function) -> dict[str, Any]:
+def figures_of(function: Function) -> dict[str, Any]:
     found: dict[str, Any] = {}
     function(SMALL, found.__setitem__)
     return found
@@ -46,7 +46,7 @@ def kept(function: Function) -> dict[str, Any]:
 # -- the parts -----------------------------------------------------------------------------------------
 
 
-def test_every_part_is_a_function_and_all_fit_into_the_time() -> None:
+def test_each_part_is_a_function_and_all_fit_into_the_time() -> None:
     for part in PARTS.values():
         module, name = part.function.split(":")
         assert callable(getattr({"gpu.exact": exact, "gpu.speed": speed, "gpu.runs": runs}[module], name))
@@ -59,8 +59,8 @@ def test_all_files_with_tests_for_a_gpu_are_found() -> None:
     assert {"test_cuda_selection.py", "test_selection.py", "test_local_sgd.py", "test_gradients.py"} <= marked
 
 
-def test_bits_are_compared_and_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = kept(exact.bits)["bits"]
+def test_a_difference_of_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = figures_of(exact.bits)["bits"]
     assert (figures["differing"], figures["problem"]) == ([], "")
     assert figures["compared"] == 60 * len(figures["ways"])
 
@@ -90,17 +90,17 @@ def test_interpreted_kernels_give_the_same_bits(tmp_path: Path) -> None:
     assert (done.returncode, figures["differing"]) == (0, []) and "triton" in figures["ways"]
 
 
-def test_kernels_that_cannot_be_used_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_kernels_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(exact, "are_kernels_correct", lambda device: True)
     assert exact.selections(torch.device("cpu"))[0]["triton"] is CudaSelection
     monkeypatch.setattr(exact, "are_kernels_correct", lambda device: False)
     with pytest.raises(RuntimeError, match="Triton is not installed"):
-        kept(exact.bits)
+        figures_of(exact.bits)
 
 
-def test_selection_is_timed_beside_other_ways() -> None:
-    figures = kept(speed.selection)
+def test_selection_is_timed_beside_other_methods() -> None:
+    figures = figures_of(speed.selection)
     cases = figures["blocks"][-1]["cases"]
     assert [block["n"] for block in figures["blocks"]] == speed.sizes(SMALL)
     assert {"memory copy", "torch.topk(abs)", "sampled threshold (DGC), momentum"} <= set(cases)
@@ -111,7 +111,7 @@ def test_selection_is_timed_beside_other_ways() -> None:
     assert ours["x_bytes"] == pytest.approx(ours["wall_ns_median"] / copy["wall_ns_min"] / 2.5, rel=0.05)
 
 
-def test_a_length_for_which_the_memory_does_not_suffice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_without_enough_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = selection.measure
 
     def limited(n: int, *arguments: Any, **options: Any) -> Any:
@@ -127,7 +127,7 @@ def test_a_length_for_which_the_memory_does_not_suffice_is_named(monkeypatch: py
     assert "n = 20000: CUDA out of memory." in list(report.of_figure("blocks", found["blocks"], "cpu"))
 
 
-def test_sampled_selection_sends_about_k_and_keeps_the_rest() -> None:
+def test_sampled_selection_sends_about_k_entries_and_stores_the_others() -> None:
     vectors = selection.Vectors(20_000, torch.device("cpu"))
     sampled = selection.Sampled(vectors, 200)
     sampled.step()
@@ -139,7 +139,7 @@ def test_sampled_selection_sends_about_k_and_keeps_the_rest() -> None:
 def test_a_sparse_exchange_that_copies_whole_vectors_to_the_host_is_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    figures = kept(speed.transfers)
+    figures = figures_of(speed.transfers)
     assert set(figures["steps"]) == {"gtopk", "gtopk, momentum", "dense"}
     for step in figures["steps"].values():
         assert min(step["ms"].values()) > 0 and set(step["ms"]) == {
@@ -150,10 +150,10 @@ def test_a_sparse_exchange_that_copies_whole_vectors_to_the_host_is_a_failure(
         }
     entries = {"DtoH (Device -> Pinned)": {"count": 1, "bytes": 4 * (1 + 2 * 4), "us": 2.0}}
     monkeypatch.setattr(speed, "copies_of", lambda run, setting: entries)
-    assert kept(speed.transfers)["steps"]["gtopk"]["copies"] == entries
+    assert figures_of(speed.transfers)["steps"]["gtopk"]["copies"] == entries
     entries["DtoH (Device -> Pinned)"]["bytes"] = 4 * 4096
     with pytest.raises(RuntimeError, match="gtopk: 16384 bytes were copied to the host for k = 4 entries"):
-        kept(speed.transfers)
+        figures_of(speed.transfers)
 
 
 def test_copies_are_read_from_a_trace() -> None:
@@ -178,8 +178,8 @@ def test_copies_are_read_from_a_trace() -> None:
     }
 
 
-def test_overlap_is_timed_and_all_ways_select_the_same() -> None:
-    figures = kept(speed.streams)["overlap"]
+def test_all_ways_of_overlap_select_the_same_entries() -> None:
+    figures = figures_of(speed.streams)["overlap"]
     assert set(figures["ms"]) == {"backward alone", "after", "in hooks", "own stream"}
     assert set(figures["hidden"]) == {"in hooks", "own stream"}
     torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_overlap_is_timed_and_all_ways_select_the_same() -> None:
     assert residuals[0].any() and all(torch.equal(residuals[0], other) for other in residuals[1:])
 
 
-def test_a_way_of_training_that_fails_is_recorded_and_the_others_go_on(
+def test_a_failed_way_of_training_is_recorded_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(model: Any, setting: Setting) -> Any:
@@ -221,9 +221,9 @@ def test_workers_that_differ_and_losses_that_rise_are_failures() -> None:
 
 
 @pytest.mark.integration
-def test_processes_train_and_say_how_long_each_phase_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_train_and_report_the_duration_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", program.environment()["PYTHONPATH"])
-    run = kept(runs.processes)["runs"]["gTop-k, 20 Mbit/s"]
+    run = figures_of(runs.processes)["runs"]["gTop-k, 20 Mbit/s"]
     assert {"computing", "selecting", "communicating", "waiting", "applying", "copies"} == set(run["share"])
     assert run["sent_bytes"] > 0 and run["step_ms"] > 0 and "error" not in run
 
@@ -231,7 +231,7 @@ def test_processes_train_and_say_how_long_each_phase_takes(monkeypatch: pytest.M
 # -- the program ---------------------------------------------------------------------------------------
 
 
-def test_without_cuda_it_says_so_and_ends_well(
+def test_without_cuda_the_program_is_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -240,43 +240,45 @@ def test_without_cuda_it_says_so_and_ends_well(
     assert not (tmp_path / "results").exists()
 
 
-def test_a_cpu_is_too_slow_for_the_usual_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_needs_small_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program.main(["--device", "cpu"])
     assert "--device cpu needs --small" in capsys.readouterr().err
 
 
-def test_missing_packages_are_named_as_pip_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported_by_their_names_in_the_package_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
         parts.importlib.util, "find_spec", lambda name: None if name in ("zmq", "nacl") else 1
     )
     assert parts.missing_packages(("numpy", "zmq", "nacl")) == ["pyzmq", "pynacl"]
     skipped = program.run_part(PARTS["training"], SMALL, 60.0)
-    assert skipped == {"skipped": "needs pynacl, pyzmq, not installed here"}
+    assert skipped == {"skipped": "needs pynacl, pyzmq: not installed"}
 
 
 FAKE = """
 import os, threading
 
-def good(setting, keep):
-    keep("answer", {"device": setting.device, "small": setting.small})
+def good(setting, store):
+    store("answer", {"device": setting.device, "small": setting.small})
 
-def bad(setting, keep):
-    keep("answer", {"before": 1})
+def bad(setting, store):
+    store("answer", {"before": 1})
     raise ValueError("first\\nthe last line | of it")
 
-def crashing(setting, keep):
-    keep("answer", {"before": 2})
+def crashing(setting, store):
+    store("answer", {"before": 2})
     os._exit(3)
 
-def hanging(setting, keep):
-    keep("answer", {"before": 3})
+def hanging(setting, store):
+    store("answer", {"before": 3})
     threading.Event().wait()
 """
 
 
 @pytest.mark.integration
-def test_what_goes_wrong_in_a_part_is_recorded_and_the_others_go_on(
+def test_the_failure_of_a_part_is_recorded_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "fakeparts.py").write_text(FAKE)
@@ -289,13 +291,15 @@ def test_what_goes_wrong_in_a_part_is_recorded_and_the_others_go_on(
     out = tmp_path / "out"
     assert program.main(["--device", "cpu", "--small", "--out", str(out)]) == 1
     record = json.loads((out / "gpu.json").read_text())
-    told = {name: part.get("error", part.get("skipped", "done")) for name, part in record["parts"].items()}
-    assert told == {
+    outcomes = {
+        name: part.get("error", part.get("skipped", "done")) for name, part in record["parts"].items()
+    }
+    assert outcomes == {
         "bad": "the last line | of it",
         "crashing": "its process ended with exit code 3",
         "good": "done",
         "hanging": "took more than 5 s",
-        "elsewhere": "needs no_such_package, not installed here",
+        "elsewhere": "needs no_such_package: not installed",
     }
     figures = [record["parts"][name]["figures"]["answer"] for name in ("bad", "crashing", "good", "hanging")]
     assert figures == [{"before": 1}, {"before": 2}, {"device": "cpu", "small": True}, {"before": 3}]
@@ -310,25 +314,25 @@ def test_what_goes_wrong_in_a_part_is_recorded_and_the_others_go_on(
     assert "error" not in again["bad"] and again["hanging"] == record["parts"]["hanging"]
 
 
-def test_a_part_for_which_no_time_is_left_is_not_started() -> None:
+def test_a_part_is_not_started_without_enough_time() -> None:
     assert program.run_part(PARTS["bits"], SMALL, 3.0) == {
         "error": "not started: only 3 s of --budget-s were left"
     }
 
 
-def test_the_picture_has_all_ways_and_the_goal() -> None:
+def test_the_chart_shows_all_methods_and_the_goal() -> None:
     record = {"device": "cpu", "small": True, "machine": {}, "parts": {}}
-    assert report.picture(record) == ""
-    record["parts"] = {"selection": {"figures": kept(speed.selection)}}
+    assert report.chart(record) == ""
+    record["parts"] = {"selection": {"figures": figures_of(speed.selection)}}
     words = {
         (text.text or "")
-        for text in ElementTree.fromstring(report.picture(record)).iter("{http://www.w3.org/2000/svg}text")
+        for text in ElementTree.fromstring(report.chart(record)).iter("{http://www.w3.org/2000/svg}text")
     }
     assert {"gridtrain", "sampled threshold", "torch.topk", "copy", "goal: 2", "cpu, density 0.001"} <= words
     assert "| ours: momentum, cold |" in report.markdown(record)
 
 
-def test_make_gpu_with_a_python_of_its_own_sets_nothing_up() -> None:
+def test_make_gpu_with_a_given_python_makes_no_environment() -> None:
     command = ["make", "-n", "gpu", "PYTHON=/opt/python3", "GPU=--part bits"]
     done = subprocess.run(command, cwd=program.ROOT, capture_output=True, text=True, check=True)
     assert "scripts/setup" not in done.stdout and "/opt/python3 -m gpu --part bits" in done.stdout

@@ -1,4 +1,4 @@
-"""A network of namespaces for each test; where there can be none, the test skips with the reason."""
+"""A network of namespaces for each test; where none can be made, tests skip with the reason."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lab.net import Net, why_not
 
 @pytest.fixture(scope="session")
 def lab() -> None:
-    """For tests that make their own `Net`."""
+    """Required by tests that make their own `Net`."""
     if reason := why_not():
-        pytest.skip(f"no network lab here: {reason}")
+        pytest.skip(f"the network lab is not available: {reason}")
 
 
 @pytest.fixture
@@ -24,5 +24,5 @@ def net(lab: None) -> Iterator[Net]:
 
 @pytest.fixture(scope="session")
 def whole_group() -> None:
-    """For tests of whole groups, which train."""
+    """Required by tests whose groups train."""
     pytest.importorskip("torch")

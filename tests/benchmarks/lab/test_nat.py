@@ -1,4 +1,4 @@
-"""Home routers: outwards everything, inwards nothing, and the eavesdropper between them.
+"""Home routers let connections out and none in.
 
 internet 10.77.0.0/24
    |-- hub    10.77.0.2
@@ -23,8 +23,8 @@ from lab.nat import FIREWALLS
 from lab.net import Host, Net, Router
 
 PORT = 7700
-SILENCE_S = 0.3
-"""So long nothing may come through; what does come through takes a millisecond."""
+TIMEOUT_S = 0.3
+"""After this time a connection counts as dropped; one that succeeds takes a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def town(lab: None, request: pytest.FixtureRequest) -> Iterator[Town]:
 
 
 def talk(sender: Host, receiver: Host, address: str) -> str:
-    """Dial, send a word both ways; returns the address that the receiver saw."""
+    """Dial and send a word in each direction; return the sender's address as the receiver sees it."""
     with receiver.listen(PORT) as listener:
         outgoing = sender.dial(address, PORT)
         incoming, (seen, _) = listener.accept()
@@ -59,15 +59,14 @@ def talk(sender: Host, receiver: Host, address: str) -> str:
     return str(seen)
 
 
-def test_who_reaches_whom(town: Town) -> None:
-    """The address that the dialled side sees, or why nothing came through."""
+def test_a_router_hides_its_hosts_and_drops_connections_from_outside(town: Town) -> None:
 
     def attempt(sender: Host, receiver: Host, address: str) -> str:
         with receiver.listen(PORT):
             try:
-                sender.dial(address, PORT, SILENCE_S).close()
+                sender.dial(address, PORT, TIMEOUT_S).close()
             except TimeoutError:
-                return "silence"
+                return "dropped"
             except OSError as error:
                 return str(error).partition("] ")[2]
             return "reached"
@@ -77,23 +76,23 @@ def test_who_reaches_whom(town: Town) -> None:
     assert talk(t.cleo, t.hub, t.hub.address) == t.other.address
     assert talk(t.anna, t.bert, t.bert.address) == t.anna.address, "one LAN, no translation"
     assert talk(t.bert, t.anna, t.anna.address) == t.bert.address
-    assert attempt(t.hub, t.anna, t.home.address) == "silence"
+    assert attempt(t.hub, t.anna, t.home.address) == "dropped"
     assert attempt(t.hub, t.anna, t.anna.address) == "Network is unreachable"
-    assert attempt(t.cleo, t.anna, t.home.address) == "silence"
+    assert attempt(t.cleo, t.anna, t.home.address) == "dropped"
     assert attempt(t.cleo, t.anna, t.anna.address) != "reached"
     assert attempt(t.bert, t.anna, t.home.address) == "Connection refused", "the router itself answers"
 
 
-def test_a_stranger_who_routes_to_the_lan_by_hand_is_not_let_in(town: Town) -> None:
-    """It knows anna's private address and sends straight to her router: only the rules stop it."""
+def test_a_stranger_with_a_route_to_the_lan_is_dropped(town: Town) -> None:
+    """It sends to anna's private address through the router, whose rules alone stop it."""
     route = f"route add 192.168.1.0/24 via {town.home.address}"
     ns.ip_batch(town.hub.namespace, [route])
     with town.anna.listen(PORT), pytest.raises(TimeoutError):
-        town.hub.dial(town.anna.address, PORT, SILENCE_S)
+        town.hub.dial(town.anna.address, PORT, TIMEOUT_S)
 
 
-def test_a_router_without_translation_lets_everybody_in(lab: None) -> None:
-    """That the tests above fail where there is no NAT."""
+def test_a_router_without_translation_lets_connections_in(lab: None) -> None:
+    """This shows that the tests above fail without NAT."""
     with Net() as net:
         hub, office = net.host("hub"), net.router("office", translate=False)
         anna = office.host("anna")
@@ -103,7 +102,7 @@ def test_a_router_without_translation_lets_everybody_in(lab: None) -> None:
 
 
 def test_two_homes_may_have_the_same_private_addresses(lab: None) -> None:
-    """As nearly all homes do: whoever dials the private address of another home meets a neighbour."""
+    """As many real homes do: a connection to such an address stays in the sender's home."""
     with Net() as net:
         hub = net.host("hub")
         one, two = (net.router(name, subnet="192.168.178") for name in ("one", "two"))
@@ -111,4 +110,4 @@ def test_two_homes_may_have_the_same_private_addresses(lab: None) -> None:
         assert anna.address == bert.address == "192.168.178.2"
         assert talk(anna, hub, hub.address) == one.address
         assert talk(bert, hub, hub.address) == two.address
-        assert talk(bert, bert, anna.address) == anna.address, "bert meets himself"
+        assert talk(bert, bert, anna.address) == anna.address, "bert reaches itself"

@@ -1,7 +1,7 @@
-"""Four workers train together with nobody, half and everybody behind NAT; all end with the same parameters.
+"""Four workers train together with none, half and all of them behind NAT, and end with the same parameters.
 
-All homes have the same private addresses, as real ones do (see lab.group).  Behind NAT nobody can be dialled:
-test_nat.py holds that.
+All homes have the same private addresses (see lab.group).  test_nat.py shows that hosts behind NAT cannot be
+dialled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT_S = 150.0
 
 
 def ends_of(output: str) -> list[dict[str, Any]]:
-    """What the script says at the end of its run."""
+    """Return what the script reports at the end of its run."""
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return [line for line in lines if line.get("mark") == "end"]
 
@@ -48,4 +48,4 @@ def test_all_finish_with_the_same_parameters(
     assert {end["skipped_steps"] for end in ends} == {0}
     assert len(plan.behind_nat) == {"none": 0, "half": 2, "all": 4}[nat]
     for name in plan.behind_nat:
-        assert group.lines[name] is not group.hosts[name], "there is a router between it and the others"
+        assert group.uplinks[name] is not group.hosts[name], "a router connects it to the others"

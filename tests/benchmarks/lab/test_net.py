@@ -1,4 +1,4 @@
-"""The lab itself: hosts, rates, and that nothing of it is left behind."""
+"""The lab: hosts, rates, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 30.0
 
 
 def send(sender: lab_net.Host, receiver: lab_net.Host, nbytes: int, address: str = "") -> float:
-    """Send zeros; seconds from the first byte that arrives to the last."""
+    """Send zeros; return the seconds from the arrival of the first byte to that of the last."""
     with receiver.listen() as listener:
         port = listener.getsockname()[1]
         outgoing = sender.dial(address or receiver.address, port)
@@ -49,14 +49,14 @@ def send(sender: lab_net.Host, receiver: lab_net.Host, nbytes: int, address: str
 def wait_for_line(pipe: IO[str] | None) -> str:
     assert pipe is not None
     ready, _, _ = select.select([pipe], [], [], DEADLINE_S)
-    assert ready, "no line came"
+    assert ready, "no line was received"
     return pipe.readline()
 
 
 # -- hosts ---------------------------------------------------------------------------------------
 
 
-def test_hosts_reach_one_another(net: Net) -> None:
+def test_hosts_reach_each_other(net: Net) -> None:
     hosts = [net.host(name) for name in ("anna", "bert", "cleo")]
     assert [host.address for host in hosts] == ["10.77.0.2", "10.77.0.3", "10.77.0.4"]
     for sender in hosts:
@@ -64,7 +64,7 @@ def test_hosts_reach_one_another(net: Net) -> None:
             send(sender, receiver, 10_000)  # to itself over lo
 
 
-def test_hosts_see_their_own_interfaces_only(net: Net) -> None:
+def test_hosts_have_only_their_own_interfaces(net: Net) -> None:
     anna = net.host("anna")
     assert anna.inside(lambda: [name for _, name in socket.if_nameindex()]) == ["lo", "eth0"]
 
@@ -84,7 +84,7 @@ def test_eight_hosts_take_less_than_two_seconds(net: Net) -> None:
     assert took_s < 2
 
 
-def test_a_process_runs_on_its_host_under_its_name(net: Net, tmp_path: Path) -> None:
+def test_a_process_sees_the_name_of_its_host(net: Net, tmp_path: Path) -> None:
     code = "import os, socket, sys; print(socket.gethostname(), os.environ); sys.exit(3)"
     environment = {"PATH": os.environ["PATH"], "COLOUR": "green"}
     process = net.host("anna").run([sys.executable, "-c", code], tmp_path, env=environment)
@@ -95,20 +95,20 @@ def test_a_process_runs_on_its_host_under_its_name(net: Net, tmp_path: Path) -> 
     assert socket.gethostname() != "anna"
 
 
-def test_two_labs_have_the_same_addresses_and_never_meet(lab: None) -> None:
+def test_two_labs_with_the_same_addresses_are_separate(lab: None) -> None:
     with Net() as one, Net() as two:
         anna, bert = one.host("anna"), two.host("bert")
         assert anna.address == bert.address == "10.77.0.2"
         cleo = one.host("cleo")
         with bert.listen(7700), pytest.raises(ConnectionRefusedError):
-            cleo.dial("10.77.0.2", 7700)  # that is anna, who does not listen
+            cleo.dial("10.77.0.2", 7700)  # that is anna, which does not listen
         with anna.listen(7700):
             cleo.dial("10.77.0.2", 7700).close()
 
 
-def test_a_name_is_given_once(net: Net) -> None:
+def test_a_second_host_of_the_same_name_is_refused(net: Net) -> None:
     net.host("anna")
-    with pytest.raises(LabError, match="there is a host 'anna' already"):
+    with pytest.raises(LabError, match="there already is a host 'anna'"):
         net.host("anna")
 
 
@@ -118,13 +118,13 @@ def test_a_name_is_given_once(net: Net) -> None:
 @pytest.mark.parametrize(("rate", "seconds"), [("20Mbit", 1.0), ("100Mbit", 0.6)])
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_rate_holds_within_15_percent(net: Net, rate: str, seconds: float, direction: str) -> None:
-    """Payload against the rate of frames: 95 % of it at the best."""
+    """Of the rate of frames, at most 95 % are payload."""
     slow, fast = net.host("slow"), net.host("fast")
     slow.shape(**{direction: rate})
     sender, receiver = (slow, fast) if direction == "up" else (fast, slow)
     nbytes = int(shape.rate_Bps(rate) * seconds)
     share = nbytes / send(sender, receiver, nbytes) / shape.rate_Bps(rate)
-    print(f"{rate} {direction}: {share:.1%} of it")
+    print(f"{rate} {direction}: {share:.1%} are payload")
     assert 0.85 < share < 1.15
 
 
@@ -135,7 +135,7 @@ def test_the_other_direction_is_not_slowed_down(net: Net) -> None:
     assert send(fast, slow, nbytes) < 0.5 * nbytes / shape.rate_Bps("5Mbit")
 
 
-def test_a_router_s_rate_is_shared_by_those_behind_it(net: Net) -> None:
+def test_a_router_s_rate_limits_the_hosts_behind_it(net: Net) -> None:
     hub, home = net.host("hub"), net.router("home")
     anna = home.host("anna")
     home.shape(up="20Mbit")
@@ -144,7 +144,7 @@ def test_a_router_s_rate_is_shared_by_those_behind_it(net: Net) -> None:
 
 
 @pytest.mark.parametrize("text", ["20", "Mbit", "0Mbit", "20Mb", "-1kbit"])
-def test_a_rate_that_is_none_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a rate such as 20Mbit"):
         shape.rate_Bps(text)
 
@@ -152,7 +152,7 @@ def test_a_rate_that_is_none_is_refused(text: str) -> None:
 # -- nothing is left behind ------------------------------------------------------------------------
 
 
-def test_everything_is_gone_after_an_exception(lab: None, tmp_path: Path) -> None:
+def test_nothing_is_left_after_an_exception(lab: None, tmp_path: Path) -> None:
     before = ns.existing()
     with pytest.raises(ZeroDivisionError), Net() as net:
         process = net.router("home").host("anna").run(["sleep", "1000"], tmp_path)
@@ -162,7 +162,7 @@ def test_everything_is_gone_after_an_exception(lab: None, tmp_path: Path) -> Non
     assert process.returncode == -signal.SIGTERM
 
 
-def test_a_process_that_hides_from_its_group_ends_too(lab: None, tmp_path: Path) -> None:
+def test_a_process_that_leaves_its_group_is_ended(lab: None, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pid")
     hiding = "setsid sh -c 'trap \"\" TERM; echo $$ > pid; while :; do sleep 1000; done' & wait"
     handle = os.open(tmp_path / "pid", os.O_RDWR)
@@ -186,8 +186,8 @@ with Net() as net:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
-def test_everything_is_gone_after_a_signal(lab: None, tmp_path: Path, number: signal.Signals) -> None:
-    """After SIGKILL with the next lab; that of a living owner is left alone."""
+def test_nothing_is_left_after_a_signal(lab: None, tmp_path: Path, number: signal.Signals) -> None:
+    """After SIGKILL the next lab removes the namespaces; those of a live owner are not removed before."""
     code = OWNER.format(benchmarks=str(BENCHMARKS), folder=str(tmp_path))
     argv = [sys.executable, "-c", code]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
@@ -206,10 +206,10 @@ def test_everything_is_gone_after_a_signal(lab: None, tmp_path: Path, number: si
     assert not ns.alive(int(pid))
 
 
-# -- where there can be no lab ---------------------------------------------------------------------
+# -- requirements ----------------------------------------------------------------------------------
 
 
-def test_the_reason_why_there_is_no_lab(lab: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_reported(lab: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lab_net.why_not() == ""
 
     def reason() -> str:
@@ -226,4 +226,6 @@ def test_the_reason_why_there_is_no_lab(lab: None, monkeypatch: pytest.MonkeyPat
         assert reason().startswith("neither nft nor iptables is installed")
     with monkeypatch.context() as patch:
         patch.setattr("lab.net.BRIDGE", "a-name-that-is-too-long")
-        assert "a-name-that-is-too-long" in reason(), "what the kernel or a command says is passed on"
+        assert "a-name-that-is-too-long" in reason(), (
+            "the error of the kernel or a command is part of the reason"
+        )

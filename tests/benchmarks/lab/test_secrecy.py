@@ -1,4 +1,4 @@
-"""What an eavesdropper on the internet's bridge, and a relay, see of three workers that train.
+"""An eavesdropper on the internet's bridge and a relay see no gradients, state or names of three workers.
 
                  hub 10.77.0.2: coordinator, and the relay between anna and bert
                       |
@@ -6,9 +6,9 @@
           | NAT       | NAT       |
         anna        bert        cleo         anna and bert cannot dial each other
 
-Each process writes down samples of the gradients and the state that it sends, and all that it is sent
-(spy/sitecustomize.py).  Without encryption the eavesdropper finds the samples and the names: so it is not
-for want of looking that it finds nothing with encryption.
+Each process records samples of the gradients and the state that it sends, and all that it receives
+(spy/sitecustomize.py).  Without encryption the eavesdropper finds the samples and the names, which shows that
+it would find them with encryption, too.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ TIMEOUT_S = 150.0
 
 
 @dataclass(frozen=True)
-class Heard:
+class Recording:
     """A finished run.
 
     Attributes:
-        samples: bytes of payloads, by what they belong to ("Data": gradients; "StateBlock": parameters).
-        received: all that a member was sent, decrypted, by its name; "hub" is the coordinator.
+        samples: bytes of payloads by message ("Data": gradients; "StateBlock": parameters).
+        received: all frames that a member received, decrypted, by its name; "hub" is the coordinator.
     """
 
     net: Net
@@ -56,7 +56,7 @@ class Heard:
     received: dict[str, bytes]
 
 
-def listen_to(plan: Plan, folder: Path) -> Iterator[Heard]:
+def record(plan: Plan, folder: Path) -> Iterator[Recording]:
     spied = folder / "spied"
     spied.mkdir()
     run = json.dumps({"exchange": "dense", "batch_size": 8, "steps": STEPS})
@@ -73,7 +73,7 @@ def listen_to(plan: Plan, folder: Path) -> Iterator[Heard]:
             name: b"\n".join(path.read_bytes() for path in spied.glob(f"{name}-*.received"))
             for name in (*NAMES, "hub")
         }
-        yield Heard(net, group, sniffer, samples, received)
+        yield Recording(net, group, sniffer, samples, received)
 
 
 def spying_plan(folder: Path, **options: Any) -> Plan:
@@ -83,40 +83,40 @@ def spying_plan(folder: Path, **options: Any) -> Plan:
 
 
 def chosen(samples: Sequence[bytes]) -> list[bytes]:
-    """Some of them, of the whole run."""
+    """Choose some samples of the whole run."""
     different = sorted(set(samples))
     return random.Random(0).sample(different, min(MOST_SAMPLES, len(different)))
 
 
 @pytest.fixture(scope="module")
-def clear(lab: None, whole_group: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
+def clear(lab: None, whole_group: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
     folder = tmp_path_factory.mktemp("clear")
-    yield from listen_to(spying_plan(folder, encrypted=False), folder)
+    yield from record(spying_plan(folder, encrypted=False), folder)
 
 
 @pytest.fixture(scope="module")
-def encrypted(lab: None, whole_group: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
+def encrypted(lab: None, whole_group: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
     folder = tmp_path_factory.mktemp("encrypted")
-    # Nobody but the hub relays: all else that it sees is then no gradient at all.
-    yield from listen_to(spying_plan(folder, nat="half", relay="hub"), folder)
+    # Only the hub relays, so that all relayed gradients pass through it.
+    yield from record(spying_plan(folder, nat="half", relay="hub"), folder)
 
 
-# -- what nobody may see ---------------------------------------------------------------------------
+# -- secrets ---------------------------------------------------------------------------------------
 
 
 def forms(secret: bytes) -> list[bytes]:
-    """The ways in which 32 bytes might be written down."""
+    """Return the encodings in which 32 bytes might be sent."""
     text = (secret.hex().encode(), secret.hex().upper().encode(), z85.encode(secret))
     in_64 = (base64.b64encode(secret), base64.urlsafe_b64encode(secret))
     return [
         secret,
         *text,
         *(word.rstrip(b"=")[:-1] for word in in_64),
-    ]  # the last letter hangs on what follows
+    ]  # the last letter depends on the bytes that follow
 
 
 def secrets_of(group: Group) -> dict[str, list[bytes]]:
-    """By what they are: keys of everybody, the invitation's token and the invitation itself."""
+    """Return the encodings of all secret keys, of the invitation's token, and the invitation, by name."""
     from gridtrain.core.group.invitation import PREFIX, parse
     from gridtrain.network.transport.identity import Identity
 
@@ -131,7 +131,7 @@ def personal() -> list[bytes]:
     return [word.encode() for name in NAMES for word in (name, hostname(name))]
 
 
-def say(sender: Host, receiver: Host, text: bytes) -> None:
+def send(sender: Host, receiver: Host, text: bytes) -> None:
     with receiver.listen() as listener:
         outgoing = sender.dial(receiver.address, listener.getsockname()[1])
         incoming, _ = listener.accept()
@@ -149,7 +149,9 @@ def seen(find: Callable[[bytes], object], patterns: Sequence[bytes]) -> list[byt
 # -- the eavesdropper ------------------------------------------------------------------------------
 
 
-def test_without_encryption_it_finds_every_gradient_the_state_and_the_names(clear: Heard) -> None:
+def test_without_encryption_an_eavesdropper_finds_every_gradient_the_state_and_the_names(
+    clear: Recording,
+) -> None:
     assert clear.sniffer.complete
     assert len(clear.samples["Data"]) > 50 and clear.samples["StateBlock"]
     for kind, samples in clear.samples.items():
@@ -159,15 +161,15 @@ def test_without_encryption_it_finds_every_gradient_the_state_and_the_names(clea
     assert seen(clear.sniffer.found, [name.encode() for name in NAMES]) == [name.encode() for name in NAMES]
 
 
-def test_with_encryption_it_finds_neither_gradients_nor_state(encrypted: Heard) -> None:
+def test_with_encryption_an_eavesdropper_finds_neither_gradients_nor_state(encrypted: Recording) -> None:
     assert encrypted.sniffer.complete
     assert len(encrypted.samples["Data"]) > 50 and encrypted.samples["StateBlock"]
-    print(f"{encrypted.sniffer.frames} frames, {encrypted.sniffer.nbytes} bytes heard")
+    print(f"{encrypted.sniffer.frames} frames, {encrypted.sniffer.nbytes} bytes captured")
     for samples in encrypted.samples.values():
         assert seen(encrypted.sniffer.found, samples) == []
 
 
-def test_with_encryption_it_finds_no_key_token_name_or_hostname(encrypted: Heard) -> None:
+def test_with_encryption_an_eavesdropper_finds_no_key_token_name_or_hostname(encrypted: Recording) -> None:
     secrets = secrets_of(encrypted.group)
     assert len(secrets) >= 3 + 1 + 2, "keys of three workers and the coordinator, token, invitation"
     for what, patterns in secrets.items():
@@ -175,27 +177,28 @@ def test_with_encryption_it_finds_no_key_token_name_or_hostname(encrypted: Heard
     assert seen(encrypted.sniffer.found, personal()) == []
 
 
-def test_it_would_have_found_each_of_them(encrypted: Heard, tmp_path: Path) -> None:
-    """Said once over a plain socket in the same network."""
+def test_the_eavesdropper_finds_each_of_them_if_sent_in_plain_text(
+    encrypted: Recording, tmp_path: Path
+) -> None:
     patterns = [pattern for forms in secrets_of(encrypted.group).values() for pattern in forms]
     patterns += [*personal(), *encrypted.samples["Data"]]
     anna, hub = encrypted.group.hosts[NAMES[0]], encrypted.group.hub
-    with Sniffer(encrypted.net, tmp_path / "said.pcap") as sniffer:
-        say(anna, hub, b" ".join(patterns))
+    with Sniffer(encrypted.net, tmp_path / "plain.pcap") as sniffer:
+        send(anna, hub, b" ".join(patterns))
     assert seen(sniffer.found, patterns) == patterns
 
 
 # -- the relay -------------------------------------------------------------------------------------
 
 
-def test_the_relay_passes_gradients_on_and_sees_none(encrypted: Heard) -> None:
-    """A ring of three has all three edges, so one third of the gradients goes through the hub."""
+def test_the_relay_forwards_gradients_that_it_cannot_read(encrypted: Recording) -> None:
+    """A ring of three has all three edges, so one third of the gradients passes through the hub."""
     hub, workers = encrypted.received["hub"], [encrypted.received[name] for name in NAMES]
     data = encrypted.samples["Data"]
-    by_workers = seen(lambda pattern: any(pattern in heard for heard in workers), data)
-    assert by_workers == data, "the members themselves do see them, so the spy works"
-    smallest = min(len(heard) for heard in workers)
-    assert len(hub) > smallest / 2, f"the hub was sent {len(hub)} bytes: hardly what anna and bert exchange"
+    by_workers = seen(lambda pattern: any(pattern in received for received in workers), data)
+    assert by_workers == data, "the members decrypt them, so the spy works"
+    smallest = min(len(received) for received in workers)
+    assert len(hub) > smallest / 2, f"the hub received {len(hub)} bytes, less than anna and bert exchange"
     for samples in encrypted.samples.values():
         assert seen(hub.__contains__, samples) == []
     for what, patterns in secrets_of(encrypted.group).items():

@@ -1,4 +1,4 @@
-"""The eavesdropper: what crosses the bridge is found, however it was cut up; and it says what it missed."""
+"""The sniffer finds data that crosses the bridge, however it was divided, and reports what it missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD = b"correct horse battery staple"
 
 
 def say(sender: Host, receiver: Host, *writes: bytes) -> None:
-    """Each write leaves as a segment of its own, and has arrived when this returns."""
+    """Send each write as its own segment, and wait until all have arrived."""
     with receiver.listen() as listener:
         outgoing = sender.dial(receiver.address, listener.getsockname()[1])
         incoming, _ = listener.accept()
@@ -33,7 +33,7 @@ def say(sender: Host, receiver: Host, *writes: bytes) -> None:
             assert arrived == data
 
 
-def test_finds_a_word_once_and_says_where(net: Net, tmp_path: Path) -> None:
+def test_a_word_is_found_once_with_its_position(net: Net, tmp_path: Path) -> None:
     anna, bert = net.host("anna"), net.host("bert")
     with Sniffer(net, tmp_path / "all.pcap") as sniffer:
         say(anna, bert, b"x" * 100 + WORD)
@@ -44,15 +44,15 @@ def test_finds_a_word_once_and_says_where(net: Net, tmp_path: Path) -> None:
     assert sniffer.found(b"incorrect horse") == []
 
 
-def test_finds_a_word_that_is_split_over_segments(net: Net, tmp_path: Path) -> None:
+def test_a_word_that_is_divided_into_segments_is_found(net: Net, tmp_path: Path) -> None:
     anna, bert = net.host("anna"), net.host("bert")
     with Sniffer(net, tmp_path / "all.pcap") as sniffer:
         say(anna, bert, *(WORD[i : i + 1] for i in range(len(WORD))))
     assert [where.offset for where in sniffer.found(WORD)] == [0]
-    assert WORD not in (tmp_path / "all.pcap").read_bytes(), "it was in no single frame"
+    assert WORD not in (tmp_path / "all.pcap").read_bytes(), "no single frame contains it"
 
 
-def test_finds_what_is_in_megabytes(net: Net, tmp_path: Path) -> None:
+def test_a_word_within_megabytes_is_found(net: Net, tmp_path: Path) -> None:
     """Frames of up to 64 KiB, with and without offloads."""
     anna, bert, cleo = (net.host(name) for name in ("anna", "bert", "cleo"))
     cleo.shape(up="200Mbit")
@@ -66,7 +66,7 @@ def test_finds_what_is_in_megabytes(net: Net, tmp_path: Path) -> None:
     assert sniffer.complete and sniffer.frames > 2000
 
 
-def test_finds_datagrams(net: Net, tmp_path: Path) -> None:
+def test_a_word_in_a_datagram_is_found(net: Net, tmp_path: Path) -> None:
     anna, bert = net.host("anna"), net.host("bert")
 
     def open_udp() -> socket.socket:
@@ -81,7 +81,7 @@ def test_finds_datagrams(net: Net, tmp_path: Path) -> None:
     assert where.what.startswith("frame ")
 
 
-def test_hears_those_behind_nat_but_not_what_stays_at_home(net: Net, tmp_path: Path) -> None:
+def test_traffic_of_hosts_behind_nat_is_seen_unless_it_stays_at_home(net: Net, tmp_path: Path) -> None:
     hub, home = net.host("hub"), net.router("home")
     anna, bert = home.host("anna"), home.host("bert")
     with Sniffer(net, tmp_path / "all.pcap") as sniffer:
@@ -92,7 +92,7 @@ def test_hears_those_behind_nat_but_not_what_stays_at_home(net: Net, tmp_path: P
     assert sniffer.found(WORD[::-1]) == []
 
 
-def test_says_that_it_missed_something(net: Net, tmp_path: Path) -> None:
+def test_missed_frames_are_reported(net: Net, tmp_path: Path) -> None:
     anna, bert = net.host("anna"), net.host("bert")
     with Sniffer(net, tmp_path / "all.pcap", limit_bytes=5000) as sniffer:
         say(anna, bert, bytes(20_000), WORD)
@@ -101,17 +101,17 @@ def test_says_that_it_missed_something(net: Net, tmp_path: Path) -> None:
     assert sniffer.found(WORD) == []
 
 
-def test_refuses_a_pattern_that_chance_would_find(net: Net, tmp_path: Path) -> None:
+def test_a_pattern_that_chance_would_find_is_refused(net: Net, tmp_path: Path) -> None:
     with Sniffer(net, tmp_path / "all.pcap") as sniffer:
         pass
     with pytest.raises(ValueError, match="3 bytes; under 4 chance would find it"):
         sniffer.found(b"abc")
 
 
-# -- putting streams in order: no network needed -----------------------------------------------------
+# -- reassembling streams, without a network ---------------------------------------------------------
 
 
-def test_a_stream_in_any_order_with_repeats_and_around_the_end_of_32_bits() -> None:
+def test_a_stream_is_reassembled_from_any_order_with_repeats_across_the_end_of_32_bits() -> None:
     seed = 3
     rng, text = random.Random(seed), random.Random(seed).randbytes(5000)
     first = 2**32 - 2000
@@ -128,7 +128,7 @@ def test_a_stream_in_any_order_with_repeats_and_around_the_end_of_32_bits() -> N
         assert list(stream.pieces()) == [(0, text)], f"seed {seed}, trial {trial}"
 
 
-def test_a_gap_parts_a_stream() -> None:
+def test_a_gap_divides_a_stream() -> None:
     stream = Stream("test", 7)
     stream.add(7, b"abc")
     stream.add(20, b"xyz")
@@ -136,7 +136,7 @@ def test_a_gap_parts_a_stream() -> None:
 
 
 def frame(sequence: int, flags: int, payload: bytes) -> bytes:
-    """Ethernet, IPv4 and TCP headers, then the payload and the padding of short frames."""
+    """Return Ethernet, IPv4 and TCP headers, the payload and the padding of short frames."""
     tcp = b"\x30\x39\x1e\x14" + sequence.to_bytes(4, "big") + bytes(4) + bytes([0x50, flags]) + bytes(6)
     total = (20 + len(tcp) + len(payload)).to_bytes(2, "big")
     ip = (
@@ -150,7 +150,7 @@ def frame(sequence: int, flags: int, payload: bytes) -> bytes:
     return bytes(12) + b"\x08\0" + ip + tcp + payload + b"PADDING"
 
 
-def test_a_frame_is_taken_apart() -> None:
+def test_the_segment_of_a_frame_is_decoded() -> None:
     segment = segment_of(frame(5, 0x18, b"hello"))
     assert segment is not None
     assert segment.flow == "10.0.0.1:12345 > 10.0.0.2:7700"
@@ -161,11 +161,15 @@ def test_a_frame_is_taken_apart() -> None:
 
 def test_a_second_connection_with_the_same_ports_is_a_second_stream() -> None:
     syn, ack = 0x02, 0x10
-    frames = [frame(9, syn, b""), frame(10, ack, b"correct "), frame(9, syn, b"")]  # the last: sent again
+    frames = [
+        frame(9, syn, b""),
+        frame(10, ack, b"correct "),
+        frame(9, syn, b""),
+    ]  # the last: a retransmission
     frames += [frame(10, ack, b"correct "), frame(70, syn, b""), frame(71, ack, b"horse battery")]
-    heard = Conversations.of(frames)
-    assert [list(stream.pieces()) for stream in heard.streams] == [
+    captured = Conversations.of(frames)
+    assert [list(stream.pieces()) for stream in captured.streams] == [
         [(0, b"correct ")],
         [(0, b"horse battery")],
     ]
-    assert heard.find(b"correct horse") == []
+    assert captured.find(b"correct horse") == []

@@ -1,4 +1,4 @@
-"""`make lab`: its table, and a small run of it."""
+"""`make lab`: its table, and a small run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lab.net import Net
 from lab.volunteers import Result, Setting
 
 
-def test_who_is_behind_nat() -> None:
+def test_a_plan_names_the_workers_behind_nat() -> None:
     assert Plan(3, "none").behind_nat == set()
-    assert Plan(3, "half").behind_nat == {"worker-1", "worker-2"}, "so that two cannot dial each other"
+    assert Plan(3, "half").behind_nat == {"worker-1", "worker-2"}, "two that cannot dial each other"
     assert Plan(4, "half").behind_nat == {"worker-1", "worker-2"}
     assert Plan(2, "all", names=("anna", "bert")).behind_nat == {"anna", "bert"}
     with pytest.raises(ValueError, match="nat is 'some'; it must be one of none, half, all"):
         Plan(3, "some")
 
 
-def test_the_table() -> None:
+def test_the_table_shows_all_settings_and_their_ratios() -> None:
     def result(step_s: float, worker_bytes: float, hub_bytes: float) -> Result:
         times = ([0.02], [0.005], [step_s - 0.03], [0.005])
         return Result([step_s] * 20, [step_s], *times, [worker_bytes] * 3 + [2 * worker_bytes], [hub_bytes])
@@ -45,7 +45,7 @@ dense NAT none encryption on     300   300-300   300 |      20      5  270    5 
 gtopk NAT all  encryption on   +50.0% against gtopk NAT none encryption on"""
 
 
-def test_bytes_are_counted_at_the_cable(net: Net) -> None:
+def test_bytes_are_counted_on_the_link(net: Net) -> None:
     anna, bert = net.host("anna"), net.host("bert")
     before = {host: volunteers.sent_bytes(host) for host in (anna, bert)}
     with bert.listen() as listener:
@@ -65,7 +65,7 @@ def test_bytes_are_counted_at_the_cable(net: Net) -> None:
 def test_a_small_run_through_the_relay(
     lab: None, whole_group: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two workers behind NAT: nobody but the coordinator can relay, so all data goes through it."""
+    """With two workers behind NAT only the coordinator can relay, so all data passes through it."""
     run = "--workers 2 --exchange dense --steps 30 --model tiny --cap 10Mbit --timeout 100"
     figures = tmp_path / "figures.json"
     assert volunteers.main([*f"--nat none all {run} --json".split(), str(figures)]) == 0
@@ -78,5 +78,5 @@ def test_a_small_run_through_the_relay(
     direct, relayed = json.loads(figures.read_text())["results"]
     assert len(direct["step_s"]) == len(relayed["step_s"]) == 30 - 1 - volunteers.WARM_UP_STEPS
     assert min(direct["step_s"]) > 0 and len(direct["worker_bytes"]) == 2
-    assert relayed["hub_bytes"][0] > 0.9 * sum(direct["worker_bytes"]), "it sends all that it was sent"
-    assert direct["hub_bytes"][0] < 0.02 * sum(direct["worker_bytes"]), "it is not on the gradients' way"
+    assert relayed["hub_bytes"][0] > 0.9 * sum(direct["worker_bytes"]), "it sends all that it receives"
+    assert direct["hub_bytes"][0] < 0.02 * sum(direct["worker_bytes"]), "it does not relay gradients"

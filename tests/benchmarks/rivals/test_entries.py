@@ -1,4 +1,4 @@
-"""The published gTop-k's merge, which is a rival's and not ours."""
+"""The merge of published gTop-k, which is a rival of gridtrain's own."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def unpacked(both: np.ndarray) -> dict[int, float]:
     return dict(zip(both[:k].tolist(), both[k:].view(np.float32).tolist(), strict=True))
 
 
-def test_a_merge_keeps_the_largest_sums() -> None:
-    mine = {1: 3.0, 5: -4.0, 9: 1.0}
-    theirs = {1: -2.5, 5: -0.5, 7: 2.0}
+def test_a_merge_selects_the_largest_sums() -> None:
+    own = {1: 3.0, 5: -4.0, 9: 1.0}
+    other = {1: -2.5, 5: -0.5, 7: 2.0}
     #   sums: 1: 0.5, 5: -4.5, 7: 2.0, 9: 1.0; the three largest:
-    assert unpacked(merge(entries(mine), entries(theirs), 3)) == {5: -4.5, 7: 2.0, 9: 1.0}
+    assert unpacked(merge(entries(own), entries(other), 3)) == {5: -4.5, 7: 2.0, 9: 1.0}
 
 
 def test_a_merge_of_the_same_indices_is_their_sum() -> None:
-    mine = {0: 1.0, 2: 2.0}
-    assert unpacked(merge(entries(mine), entries(mine), 2)) == {0: 2.0, 2: 4.0}
+    own = {0: 1.0, 2: 2.0}
+    assert unpacked(merge(entries(own), entries(own), 2)) == {0: 2.0, 2: 4.0}
 
 
 def test_a_merge_agrees_with_a_dense_sum() -> None:
@@ -47,20 +47,20 @@ def test_a_merge_agrees_with_a_dense_sum() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
-def test_a_wrong_update_is_noticed(world: int) -> None:
+def test_a_wrong_update_is_detected(world: int) -> None:
     request = Request(0, world, "h:1", "gtopk", 300, Path("o"), density=0.1)
     for expected in (gathered(request), merged_by_tree(request)):
-        update_N, right = np.zeros(300, np.float32), unpacked(expected)
+        update_N, correct = np.zeros(300, np.float32), unpacked(expected)
         with pytest.raises(ArithmeticError, match="the update of 0 entries"):
-            check(update_N, expected)  # none has been made
+            check(update_N, expected)  # nothing was added
         scatter_add(update_N, expected)
         check(update_N, expected)
-        update_N[next(iter(right))] *= 2
-        with pytest.raises(ArithmeticError, match=f"is not the one of {len(right)} expected"):
+        update_N[next(iter(correct))] *= 2
+        with pytest.raises(ArithmeticError, match=f"is not the one of {len(correct)} expected"):
             check(update_N, expected)
 
 
-def test_the_tree_keeps_k_entries() -> None:
+def test_the_tree_selects_k_entries() -> None:
     request = Request(0, 5, "h:1", "gtopk", 300, Path("o"), density=0.1)
     assert len(unpacked(merged_by_tree(request))) == request.k == 30
     assert len(unpacked(gathered(request))) > 100

@@ -1,4 +1,4 @@
-"""Which rivals can run here, why some cannot, and how one is started."""
+"""The availability, installation and start of rivals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "rivals"
 
 
-def test_a_rival_that_is_missing_says_why(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_a_missing_rival_is_reported(
+    nothing_installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     reasons = rivals.available()
     assert list(reasons) == list(rivals.NAMES)
@@ -34,7 +36,7 @@ def test_a_rival_that_is_missing_says_why(nothing_installed: Path, monkeypatch: 
     assert rivals.available()["mpi"].startswith("there is no command 'mpirun' (on Debian or Ubuntu: apt")
 
 
-def test_gloo_is_there_where_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_is_available_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     assert rivals.available()["gloo"] == ""
     gone = Environment(packages=(), modules=("no_such_module.part",))
@@ -42,21 +44,21 @@ def test_gloo_is_there_where_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rivals.available()["gloo"] == f"{sys.executable} has no no_such_module.part"
 
 
-def test_an_environment_of_other_packages_is_made_anew(nothing_installed: Path) -> None:
+def test_an_environment_with_other_packages_is_not_available(nothing_installed: Path) -> None:
     (nothing_installed / "hivemind").mkdir(parents=True)
     (nothing_installed / "hivemind" / environments.READY).write_text("hivemind==0.1")
     assert "was made for 'hivemind==0.1'" in rivals.available()["hivemind"]
 
 
-def test_setup_says_what_could_not_be_installed(
+def test_setup_reports_a_failed_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real environment, and a package that no index is asked for."""
+    """The environment is real; the package is a missing folder, so that no package index is used."""
     monkeypatch.setitem(ENVIRONMENTS, "hivemind", Environment(("./no-such-folder",), ("hivemind",)))
     assert main(["setup", "hivemind"]) == 1
-    said = capsys.readouterr().out
-    assert "hivemind: installing into" in said
-    assert "pip install" in said and "no-such-folder" in said
+    output = capsys.readouterr().out
+    assert "hivemind: installing into" in output
+    assert "pip install" in output and "no-such-folder" in output
     assert not (environments.folder() / "hivemind" / environments.READY).exists()
 
 
@@ -66,7 +68,7 @@ def test_an_unknown_rival_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "there is no rival nccl; there are gloo, mpi, hivemind" in capsys.readouterr().err
 
 
-def test_a_command_is_one_that_the_rival_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rival_can_parse_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRIDTRAIN_SECRET", "ours")
     prefix = ("ip", "netns", "exec", "space")
     argv, env = rivals.command(
@@ -81,23 +83,23 @@ def test_a_command_is_one_that_the_rival_understands(monkeypatch: pytest.MonkeyP
     assert env["PATH"] == os.environ["PATH"] and "GRIDTRAIN_SECRET" not in env
 
 
-def test_a_command_for_what_a_rival_cannot_do_is_refused() -> None:
+def test_a_command_with_an_unknown_operation_is_refused() -> None:
     with pytest.raises(ContractError, match=r"gloo has no operation 'gtopk'; there are: gloo all_reduce, "):
         rivals.command("gloo", 0, 1, "h:1", "gtopk", 10)
     with pytest.raises(ContractError, match="rank is 2"):
         rivals.command("gloo", 2, 2, "h:1", "all_reduce", 10)
 
 
-def test_running_a_missing_rival_names_it(
+def test_running_a_missing_rival_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "hivemind", "--op", "all_reduce"]) == 1
     assert "hivemind cannot run here: not installed in" in capsys.readouterr().err
 
 
-def test_list_names_all_and_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_all_rivals_and_operations(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name, ops in rivals.OPS.items():
-        assert f"{name}: " in said
-        assert all(op in said for op in ops)
+        assert f"{name}: " in output
+        assert all(op in output for op in ops)

@@ -1,4 +1,4 @@
-"""What a rival's figure covers: the operation alone, in the same way for all rivals."""
+"""A rival's time covers only the operation, in the same way for all rivals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rivals.measure import Prepared, measured
 RIVALS = Path(measure.__file__).parent
 
 
-def test_only_the_operation_is_within_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_operation_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, calls = [0.0], []
 
     def part(name: str, takes_s: float) -> Callable[[], None]:
@@ -35,7 +35,7 @@ def test_only_the_operation_is_within_the_clock(monkeypatch: pytest.MonkeyPatch)
     assert result.payload_bytes == 800
 
 
-def test_a_wrong_result_is_no_figure() -> None:
+def test_a_wrong_result_raises() -> None:
     def finish() -> None:
         raise ArithmeticError("the update of 3 entries is not the one of 4 expected")
 
@@ -45,8 +45,8 @@ def test_a_wrong_result_is_no_figure() -> None:
 
 
 @pytest.mark.parametrize("rival", ["gloo", "mpi_job"])
-def test_no_sparse_operation_touches_the_dense_vector(rival: str) -> None:
-    """Read, not run: MPI is not everywhere."""
+def test_no_sparse_operation_uses_the_dense_vector(rival: str) -> None:
+    """The source is inspected, because MPI is not installed everywhere."""
     functions = {
         outer.name: inner
         for outer in ast.parse((RIVALS / f"{rival}.py").read_text()).body

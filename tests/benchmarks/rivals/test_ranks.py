@@ -1,4 +1,4 @@
-"""Groups of ranks: over loopback, and on the lab's hosts where there can be one.  Real processes."""
+"""Groups of ranks as real processes: over loopback, and on the lab's hosts if the lab is available."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lab.ns import LabError
 from rivals import environments
 from rivals.contract import OPS, TRAINERS, ContractError, Request
 from rivals.environments import available
-from rivals.hosts import Job, Lines, free_port, hosts_of, measure, measure_here, train
+from rivals.hosts import Job, LinkSettings, free_port, hosts_of, measure, measure_on_loopback, train
 from rivals.rendezvous import Rendezvous
 
 TIMEOUT_S = 200.0
@@ -25,7 +25,7 @@ def need(rival: str) -> None:
         pytest.skip(f"{rival} cannot run here: {reason}")
 
 
-# -- how they meet -------------------------------------------------------------------------------
+# -- rendezvous ----------------------------------------------------------------------------------
 
 
 def ranks(world: int) -> list[Request]:
@@ -33,12 +33,12 @@ def ranks(world: int) -> list[Request]:
     return [Request(rank, world, master, "all_reduce", 1, Path("o")) for rank in range(world)]
 
 
-def test_everybody_hears_everybody_in_the_order_of_ranks() -> None:
-    heard: dict[int, list[list[str]]] = {}
+def test_each_rank_receives_all_values_in_the_order_of_ranks() -> None:
+    received: dict[int, list[list[str]]] = {}
 
     def rank(request: Request) -> None:
         with Rendezvous(request) as group:
-            heard[request.rank] = [group.exchange(f"{word}{request.rank}") for word in ("a", "b")]
+            received[request.rank] = [group.exchange(f"{word}{request.rank}") for word in ("a", "b")]
 
     threads = [threading.Thread(target=rank, args=(request,)) for request in reversed(ranks(4))]
     for thread in threads:
@@ -46,10 +46,10 @@ def test_everybody_hears_everybody_in_the_order_of_ranks() -> None:
     for thread in threads:
         thread.join()
     expected = [["a0", "a1", "a2", "a3"], ["b0", "b1", "b2", "b3"]]
-    assert [heard[rank] for rank in range(4)] == [expected] * 4
+    assert [received[rank] for rank in range(4)] == [expected] * 4
 
 
-def test_who_leaves_is_noticed() -> None:
+def test_a_rank_that_leaves_is_reported() -> None:
     first, second = ranks(2)
 
     def leave() -> None:
@@ -63,58 +63,58 @@ def test_who_leaves_is_noticed() -> None:
     thread.join()
 
 
-def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_connect_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rivals.rendezvous.UP_S", 0.2)
     first, second, _ = ranks(3)
     thread = threading.Thread(target=lambda: Rendezvous(second).__enter__())
     thread.start()
     with (
-        pytest.raises(ContractError, match=r"ranks \[0(, 1)?\] of 3 have come"),
+        pytest.raises(ContractError, match=r"only ranks \[0(, 1)?\] of 3 have connected"),
         Rendezvous(first),
     ):
         pass
     thread.join()
 
 
-# -- what they measure ---------------------------------------------------------------------------
+# -- measurements --------------------------------------------------------------------------------
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("rival", "op"), ALL, ids=[f"{name}-{op}" for name, op in ALL])
 def test_two_ranks_over_loopback(rival: str, op: str, tmp_path: Path) -> None:
-    """They check their sums themselves: a wrong one ends a rank with an error."""
+    """Each rank checks its result, and ends with an error if it is wrong."""
     need(rival)
-    figures = measure_here(Job(rival, op, 2, 20_000, 0.01, 2, 1), tmp_path / "ranks", TIMEOUT_S)
+    figures = measure_on_loopback(Job(rival, op, 2, 20_000, 0.01, 2, 1), tmp_path / "ranks", TIMEOUT_S)
     assert (figures.rival, figures.op, figures.n, figures.world) == (rival, op, 20_000, 2)
     assert len(figures.seconds) == len(figures.cpu_s) == 2 and min(figures.seconds) > 0
-    assert figures.bytes_sent == []  # both send by the same interface
+    assert figures.bytes_sent == []  # both use the same interface
     assert figures.version
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("rival", list(OPS))
-def test_ranks_on_the_lab_s_hosts_send_what_the_algorithm_says(rival: str, tmp_path: Path) -> None:
-    """A ring of two: each sends its half twice, and headers; 10 to 20 % with the rest of what they say."""
+def test_ranks_on_the_lab_s_hosts_send_the_bytes_of_the_algorithm(rival: str, tmp_path: Path) -> None:
+    """In a ring of two each sends its half twice; headers and other messages add 10 to 20 %."""
     need(rival)
     if reason := why_not():
-        pytest.skip(f"no network lab here: {reason}")
+        pytest.skip(f"the network lab is not available: {reason}")
     n = 1_000_000
     with Net() as net:
-        hosts = hosts_of(net, 2, Lines(rate="200Mbit"))
+        hosts = hosts_of(net, 2, LinkSettings(rate="200Mbit"))
         figures = measure(hosts, Job(rival, "all_reduce", 2, n, repeats=2), tmp_path / "ranks", TIMEOUT_S)
     assert 4 * n < min(figures.bytes_sent) and max(figures.bytes_sent) < 4 * n * 1.3
-    assert min(figures.seconds) > 4 * n / 25e6 * 0.95  # nobody is faster than the line
+    assert min(figures.seconds) > 4 * n / 25e6 * 0.95  # none is faster than the link
 
 
 @pytest.mark.integration
-def test_a_rank_that_fails_is_named_with_its_last_words(
+def test_a_rank_that_fails_is_reported_with_the_end_of_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need("gloo")
-    right = environments.environment_of
-    monkeypatch.setattr(environments, "environment_of", lambda *a: right(*a) | {"PYTHONPATH": "/nowhere"})
+    correct = environments.environment_of
+    monkeypatch.setattr(environments, "environment_of", lambda *a: correct(*a) | {"PYTHONPATH": "/nowhere"})
     with pytest.raises(LabError, match=r"rank \d ended with exit code 1") as failed:
-        measure_here(Job("gloo", "all_reduce", 2, 100), tmp_path / "ranks", TIMEOUT_S)
+        measure_on_loopback(Job("gloo", "all_reduce", 2, 100), tmp_path / "ranks", TIMEOUT_S)
     assert "No module named" in str(failed.value)
 
 
@@ -123,10 +123,10 @@ def test_a_rank_that_fails_is_named_with_its_last_words(
 def test_a_training_run_learns_and_ends_at_its_loss(trainer: str, tmp_path: Path) -> None:
     need(TRAINERS[trainer])
     if reason := why_not():
-        pytest.skip(f"no network lab here: {reason}")
+        pytest.skip(f"the network lab is not available: {reason}")
     extra = ["--steps", "40", "--measure-every", "5", "--until-loss", "4.5"]
     with Net() as net:
-        train(hosts_of(net, 2, Lines()), trainer, tmp_path / "run", TIMEOUT_S, extra)
+        train(hosts_of(net, 2, LinkSettings()), trainer, tmp_path / "run", TIMEOUT_S, extra)
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     held_out = [record["held_out"] for record in records if record["held_out"] is not None]

@@ -35,11 +35,11 @@ DAY_S = 86_400.0
 USED_UP = "this invitation is used up"
 
 
-class House:
+class Access:
     """Access control, its journal, and the time."""
 
     def __init__(self, *members: m.PeerId, **more: Any) -> None:
-        self.door = Authorization(run="r", operator=OPERATOR, coordinator=US, **more)
+        self.rules = Authorization(run="r", operator=OPERATOR, coordinator=US, **more)
         self.more = more
         self.journal: list[JournalEntry] = []
         self.now_s = 1_000_000.0
@@ -51,7 +51,7 @@ class House:
     def write(self, answer: AccessReply | ViolationOutcome) -> None:
         self.journal += answer.entries
 
-    def said(self, answer: AccessReply) -> str:
+    def reply_text(self, answer: AccessReply) -> str:
         self.write(answer)
         reply = answer.reply
         return (
@@ -59,36 +59,38 @@ class House:
         )
 
     def invite(self, key: m.PeerId = KEY, uses: int = 1, expires_s: float = DAY_S) -> str:
-        return self.said(self.door.invite(key, uses, expires_s, self.now_s))
+        return self.reply_text(self.rules.invite(key, uses, expires_s, self.now_s))
 
     def enrol(self, key: m.PeerId = KEY, peer: m.PeerId = ANNA, host: str = "192.0.2.7") -> str:
-        return self.said(self.door.enrol(key, peer, address_range(host), self.now_s))
+        return self.reply_text(self.rules.enrol(key, peer, address_range(host), self.now_s))
 
     def expel(self, peer: m.PeerId, ban: bool = False) -> str:
-        return self.said(self.door.expel(peer, ban, ""))
+        return self.reply_text(self.rules.expel(peer, ban, ""))
 
     def pardon(self, peer: m.PeerId) -> str:
-        return self.said(self.door.pardon(peer))
+        return self.reply_text(self.rules.pardon(peer))
 
-    def standing(self, key: m.PeerId) -> str:
-        return str(self.door.access_role(key, self.now_s))
+    def role(self, key: m.PeerId) -> str:
+        return str(self.rules.access_role(key, self.now_s))
 
-    def accuse(self, line: str) -> str:
-        """ "bert: anna" is bert's accusation; ": anna" the coordinator saw itself."""
-        by, _, of = line.partition(": ")
+    def accuse(self, accusation: str) -> str:
+        """Records "bert: anna", bert's accusation, or ": anna", what the coordinator observed itself."""
+        by, _, of = accusation.partition(": ")
         keys = {name: key for key, name in NAMES.items()}
-        return self.outcome(self.door.record_violation(keys[of], "sent rubbish", keys.get(by), self.now_s))
+        return self.outcome_text(
+            self.rules.record_violation(keys[of], "sent rubbish", keys.get(by), self.now_s)
+        )
 
-    def later(self, seconds: float) -> str:
+    def pass_time(self, seconds: float) -> str:
         self.now_s += seconds
-        return self.outcome(self.door.tick(self.now_s))
+        return self.outcome_text(self.rules.tick(self.now_s))
 
-    def outcome(self, judgement: ViolationOutcome) -> str:
-        self.write(judgement)
-        words = [f"{NAMES[peer]} out" for peer, _ in judgement.removed]
-        words += [f"{NAMES[peer]} back" for peer in judgement.restored]
-        if judgement.violation_count:
-            words.insert(0, str(judgement.violation_count))
+    def outcome_text(self, outcome: ViolationOutcome) -> str:
+        self.write(outcome)
+        words = [f"{NAMES[peer]} out" for peer, _ in outcome.removed]
+        words += [f"{NAMES[peer]} back" for peer in outcome.restored]
+        if outcome.violation_count:
+            words.insert(0, str(outcome.violation_count))
         return ", ".join(words)
 
     def restarted(self) -> Authorization:
@@ -99,74 +101,74 @@ class House:
 # -- invitations -----------------------------------------------------------------------------------
 
 
-def test_one_volunteer_comes_in() -> None:
-    house = House()
-    assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["stranger", "stranger", "peer"]
-    assert house.invite(KEY) == "OperatorReply"
-    assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["guest", "stranger", "peer"]
-    assert house.enrol(KEY, ANNA) == "Enrolled"
-    assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["guest", "peer", "peer"]
-    assert [entry.kind for entry in house.journal] == ["invitation", "enrolled"]
+def test_an_invitation_enrols_one_volunteer() -> None:
+    access = Access()
+    assert [access.role(key) for key in (KEY, ANNA, OPERATOR)] == ["stranger", "stranger", "peer"]
+    assert access.invite(KEY) == "OperatorReply"
+    assert [access.role(key) for key in (KEY, ANNA, OPERATOR)] == ["guest", "stranger", "peer"]
+    assert access.enrol(KEY, ANNA) == "Enrolled"
+    assert [access.role(key) for key in (KEY, ANNA, OPERATOR)] == ["guest", "peer", "peer"]
+    assert [entry.kind for entry in access.journal] == ["invitation", "enrolled"]
 
 
 def test_uses_are_counted_once_for_each_key() -> None:
-    house = House()
-    house.invite(uses=2)
-    assert [house.enrol(peer=peer) for peer in (ANNA, ANNA, ANNA)] == ["Enrolled"] * 3
-    assert [entry.kind for entry in house.journal] == ["invitation", "enrolled"], "one use"
-    assert house.enrol(peer=BERT) == "Enrolled"
-    assert house.enrol(peer=CARL) == f"Refused invitation: {USED_UP}"
+    access = Access()
+    access.invite(uses=2)
+    assert [access.enrol(peer=peer) for peer in (ANNA, ANNA, ANNA)] == ["Enrolled"] * 3
+    assert [entry.kind for entry in access.journal] == ["invitation", "enrolled"], "one use"
+    assert access.enrol(peer=BERT) == "Enrolled"
+    assert access.enrol(peer=CARL) == f"Refused invitation: {USED_UP}"
 
 
-def test_the_holder_of_an_invitation_that_has_ended_is_told_how_it_ended() -> None:
-    house = House()
+def test_a_refusal_says_how_an_invitation_ended() -> None:
+    access = Access()
     expired, withdrawn, unknown = b"x" * 32, b"w" * 32, b"u" * 32
     for key in (KEY, expired, withdrawn):
-        house.invite(key)
-    house.enrol(KEY, ANNA)
-    house.invite(withdrawn, expires_s=0.0)
-    house.now_s += DAY_S + 1.0
-    for door in (house.door, house.restarted()):
-        told = {
-            key: (str(door.access_role(key, house.now_s)), door.enrol(key, BERT, "", house.now_s))
+        access.invite(key)
+    access.enrol(KEY, ANNA)
+    access.invite(withdrawn, expires_s=0.0)
+    access.now_s += DAY_S + 1.0
+    for rules_now in (access.rules, access.restarted()):
+        answers = {
+            key: (str(rules_now.access_role(key, access.now_s)), rules_now.enrol(key, BERT, "", access.now_s))
             for key in (KEY, expired, withdrawn, unknown)
         }
-        assert {key: (role, answer.reply.reason) for key, (role, answer) in told.items()} == {
+        assert {key: (role, answer.reply.reason) for key, (role, answer) in answers.items()} == {
             KEY: ("guest", USED_UP),
             expired: ("guest", "this invitation has expired"),
             withdrawn: ("guest", "this invitation was withdrawn by the run's owner"),
             unknown: ("stranger", "this coordinator has no such invitation"),
         }
-        assert {(answer.reply.code, answer.entries) for _, answer in told.values()} == {("invitation", ())}
+        assert {(answer.reply.code, answer.entries) for _, answer in answers.values()} == {("invitation", ())}
 
 
-def test_an_ended_invitation_is_known_for_thirty_days_and_its_digest_lets_nobody_in() -> None:
-    house = House()
-    house.invite(expires_s=DAY_S)
-    house.now_s += 31 * DAY_S - 1.0
-    assert house.standing(KEY) == "guest"
-    assert house.standing(bytes.fromhex(invitation_digest(KEY))) == "stranger"
-    house.now_s += 1.0
-    assert house.standing(KEY) == "stranger"
+def test_an_ended_invitation_is_remembered_for_thirty_days_and_its_digest_grants_no_access() -> None:
+    access = Access()
+    access.invite(expires_s=DAY_S)
+    access.now_s += 31 * DAY_S - 1.0
+    assert access.role(KEY) == "guest"
+    assert access.role(bytes.fromhex(invitation_digest(KEY))) == "stranger"
+    access.now_s += 1.0
+    assert access.role(KEY) == "stranger"
 
 
-def test_nobody_enrols_a_key_that_is_something_else() -> None:
-    house = House()
-    house.invite(uses=9)
-    house.invite(OTHER_KEY)
+def test_a_key_that_is_in_use_cannot_be_enrolled() -> None:
+    access = Access()
+    access.invite(uses=9)
+    access.invite(OTHER_KEY)
     for key in (KEY, OTHER_KEY, OPERATOR, US):
-        assert house.enrol(peer=key) == "Refused key: this key is already in use"
-    assert house.standing(US) == "stranger"
+        assert access.enrol(peer=key) == "Refused key: this key is already in use"
+    assert access.role(US) == "stranger"
 
 
 def test_an_invitation_is_withdrawn() -> None:
-    house = House()
-    house.invite(uses=9)
-    house.enrol(peer=ANNA)
-    assert house.invite(expires_s=0.0) == "OperatorReply"
-    assert [house.standing(key) for key in (KEY, ANNA)] == ["guest", "peer"]
-    assert house.enrol(peer=BERT) == "Refused invitation: this invitation was withdrawn by the run's owner"
-    assert house.invite(expires_s=0.0) == "Refused unknown: this run has no valid invitation with this key"
+    access = Access()
+    access.invite(uses=9)
+    access.enrol(peer=ANNA)
+    assert access.invite(expires_s=0.0) == "OperatorReply"
+    assert [access.role(key) for key in (KEY, ANNA)] == ["guest", "peer"]
+    assert access.enrol(peer=BERT) == "Refused invitation: this invitation was withdrawn by the run's owner"
+    assert access.invite(expires_s=0.0) == "Refused unknown: this run has no valid invitation with this key"
 
 
 @pytest.mark.parametrize(
@@ -175,131 +177,135 @@ def test_an_invitation_is_withdrawn() -> None:
 )
 def test_bounds_of_an_invitation(uses: int, expires_s: float, code: str) -> None:
     assert (
-        House()
+        Access()
         .invite(uses=uses, expires_s=expires_s)
         .startswith(f"Refused {code}" if code else "OperatorReply")
     )
 
 
-def test_a_thousand_invitations_and_no_more_until_some_have_ended() -> None:
-    house = House()
+def test_at_most_a_thousand_invitations_are_open() -> None:
+    access = Access()
     for number in range(1000):
-        assert house.invite(number.to_bytes(32, "big")) == "OperatorReply"
-    assert house.invite() == "Refused too-many: 1000 invitations are open"
-    house.now_s += 2 * DAY_S
-    assert house.invite() == "OperatorReply"
-    assert len(house.door._invitations) == 1001, "of those that have ended the latest thousand are known"
-    house.now_s += 2 * DAY_S
-    assert house.invite(OTHER_KEY) == "OperatorReply"
-    assert len(house.door._invitations) == 1001 and house.standing(bytes(32)) == "stranger"
-    house.now_s += 40 * DAY_S
-    assert house.invite(b"n" * 32) == "OperatorReply"
-    assert len(house.door._invitations) == 1, "none is known for longer than 30 days"
+        assert access.invite(number.to_bytes(32, "big")) == "OperatorReply"
+    assert access.invite() == "Refused too-many: 1000 invitations are open"
+    access.now_s += 2 * DAY_S
+    assert access.invite() == "OperatorReply"
+    assert len(access.rules._invitations) == 1001, "the latest thousand of the ended ones are remembered"
+    access.now_s += 2 * DAY_S
+    assert access.invite(OTHER_KEY) == "OperatorReply"
+    assert len(access.rules._invitations) == 1001 and access.role(bytes(32)) == "stranger"
+    access.now_s += 40 * DAY_S
+    assert access.invite(b"n" * 32) == "OperatorReply"
+    assert len(access.rules._invitations) == 1, "none is remembered for longer than 30 days"
 
 
 def test_a_key_cannot_be_invited_twice() -> None:
-    house = House(ANNA)
-    house.invite()
+    access = Access(ANNA)
+    access.invite()
     for key in (KEY, ANNA, OPERATOR):
-        assert house.invite(key) == "Refused known: this key is in use"
+        assert access.invite(key) == "Refused known: this key is in use"
 
 
 # -- kick, ban, unban ------------------------------------------------------------------------------
 
 
 def test_kick_ban_and_unban() -> None:
-    house = House(ANNA)
-    house.invite(OTHER_KEY, uses=9)
-    assert house.standing(ANNA) == "peer"
-    assert house.expel(ANNA) == "OperatorReply"
-    assert house.standing(ANNA) == "stranger"
-    assert house.enrol(OTHER_KEY, ANNA) == (
+    access = Access(ANNA)
+    access.invite(OTHER_KEY, uses=9)
+    assert access.role(ANNA) == "peer"
+    assert access.expel(ANNA) == "OperatorReply"
+    assert access.role(ANNA) == "stranger"
+    assert access.enrol(OTHER_KEY, ANNA) == (
         "Refused kicked: this worker was removed from the run: the run's owner gave no reason"
-    ), "it was made before the kick"
-    house.invite(KEY, uses=9)
-    assert house.enrol(KEY, ANNA) == "Enrolled"
-    assert house.expel(ANNA, ban=True) == "OperatorReply"
-    house.invite(b"n" * 32, uses=9)
-    assert house.enrol(b"n" * 32, ANNA).startswith("Refused banned")
-    assert house.pardon(ANNA) == "OperatorReply"
-    assert house.enrol(b"n" * 32, ANNA).startswith("Refused kicked"), "it was made before the unban"
-    house.invite(b"p" * 32)
-    assert house.enrol(b"p" * 32, ANNA) == "Enrolled"
+    ), "the invitation was made before the kick"
+    access.invite(KEY, uses=9)
+    assert access.enrol(KEY, ANNA) == "Enrolled"
+    assert access.expel(ANNA, ban=True) == "OperatorReply"
+    access.invite(b"n" * 32, uses=9)
+    assert access.enrol(b"n" * 32, ANNA).startswith("Refused banned")
+    assert access.pardon(ANNA) == "OperatorReply"
+    assert access.enrol(b"n" * 32, ANNA).startswith("Refused kicked"), (
+        "the invitation was made before the unban"
+    )
+    access.invite(b"p" * 32)
+    assert access.enrol(b"p" * 32, ANNA) == "Enrolled"
 
 
-def test_the_name_of_a_banned_one_outlives_a_restart_until_the_ban_is_lifted() -> None:
-    house = House(ANNA, BERT)
-    house.said(house.door.expel(ANNA, True, "spam", "anna\x1b"))
-    house.said(house.door.expel(BERT, False, "", "bert"))
-    for door in (house.door, house.restarted()):
-        assert door.status(0.0)["banned"] == [{"peer": ANNA.hex(), "name": "anna", "reason": "spam"}]
-    house.pardon(ANNA), house.expel(ANNA, ban=True)
-    assert "name" not in house.restarted().status(0.0)["banned"][0], "nobody knew it by a name any more"
+def test_the_name_of_a_banned_worker_survives_a_restart_until_the_ban_is_lifted() -> None:
+    access = Access(ANNA, BERT)
+    access.reply_text(access.rules.expel(ANNA, True, "spam", "anna\x1b"))
+    access.reply_text(access.rules.expel(BERT, False, "", "bert"))
+    for rules_now in (access.rules, access.restarted()):
+        assert rules_now.status(0.0)["banned"] == [{"peer": ANNA.hex(), "name": "anna", "reason": "spam"}]
+    access.pardon(ANNA), access.expel(ANNA, ban=True)
+    assert "name" not in access.restarted().status(0.0)["banned"][0], "the second ban named no worker"
 
 
-def test_orders_about_nobody() -> None:
-    house = House(ANNA)
-    assert house.expel(BERT) == f"Refused unknown: {BERT.hex()[:12]} is not a member"
-    assert house.pardon(ANNA) == f"Refused unknown: {ANNA.hex()[:12]} is not banned"
-    assert house.expel(OPERATOR).startswith("Refused ours") and house.expel(US, ban=True).startswith(
+def test_commands_about_unknown_keys_are_refused() -> None:
+    access = Access(ANNA)
+    assert access.expel(BERT) == f"Refused unknown: {BERT.hex()[:12]} is not a member"
+    assert access.pardon(ANNA) == f"Refused unknown: {ANNA.hex()[:12]} is not banned"
+    assert access.expel(OPERATOR).startswith("Refused ours") and access.expel(US, ban=True).startswith(
         "Refused ours"
     )
-    assert house.expel(BERT, ban=True) == "OperatorReply", "a key can be banned before it comes"
-    before = len(house.journal)
-    assert house.expel(BERT, ban=True) == "OperatorReply" and len(house.journal) == before, "once is enough"
+    assert access.expel(BERT, ban=True) == "OperatorReply", "a key can be banned before it joins"
+    before = len(access.journal)
+    assert access.expel(BERT, ban=True) == "OperatorReply" and len(access.journal) == before, (
+        "a second ban adds no entry"
+    )
 
 
-def test_every_order_is_carried_out_for_the_operator_alone() -> None:
-    house = House(ANNA)
+def test_commands_are_accepted_from_the_operator_only() -> None:
+    access = Access(ANNA)
     orders = (m.Invite(KEY, 1, DAY_S), m.RemoveWorker(ANNA, True, ""), m.Unban(ANNA))
     for order in orders:
-        assert house.said(house.door.handle_order(BERT, order, house.now_s)).startswith("Refused")
-    assert [house.said(house.door.handle_order(OPERATOR, order, house.now_s)) for order in orders] == [
-        "OperatorReply"
-    ] * 3
-    assert [entry.kind for entry in house.journal[-3:]] == ["invitation", "expelled", "pardoned"]
+        assert access.reply_text(access.rules.handle_order(BERT, order, access.now_s)).startswith("Refused")
+    assert [
+        access.reply_text(access.rules.handle_order(OPERATOR, order, access.now_s)) for order in orders
+    ] == ["OperatorReply"] * 3
+    assert [entry.kind for entry in access.journal[-3:]] == ["invitation", "expelled", "pardoned"]
 
 
-def test_bans_are_bounded_and_one_that_is_lifted_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bans_are_bounded_and_a_lifted_ban_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "MAX_BANNED", 2)
-    house = House(ANNA)
-    assert [house.expel(peer, ban=True) for peer in (BERT, CARL)] == ["OperatorReply"] * 2
-    assert house.expel(ANNA, ban=True) == "Refused too-many: 2 keys are banned"
-    assert house.expel(ANNA) == "OperatorReply", "a kick is no ban"
-    house.pardon(BERT)
-    assert house.expel(ANNA, ban=True) == "OperatorReply"
+    access = Access(ANNA)
+    assert [access.expel(peer, ban=True) for peer in (BERT, CARL)] == ["OperatorReply"] * 2
+    assert access.expel(ANNA, ban=True) == "Refused too-many: 2 keys are banned"
+    assert access.expel(ANNA) == "OperatorReply", "a kick is no ban"
+    access.pardon(BERT)
+    assert access.expel(ANNA, ban=True) == "OperatorReply"
 
 
 def test_the_oldest_kicks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "MAX_REMOVED", 2)
-    house = House(ANNA, BERT, CARL)
-    house.invite(KEY, uses=9)
+    access = Access(ANNA, BERT, CARL)
+    access.invite(KEY, uses=9)
     for peer in (ANNA, BERT, CARL):
-        house.expel(peer)
-    answers = [house.enrol(KEY, peer).split(":")[0] for peer in (ANNA, BERT, CARL)]
+        access.expel(peer)
+    answers = [access.enrol(KEY, peer).split(":")[0] for peer in (ANNA, BERT, CARL)]
     assert answers == ["Enrolled", "Refused kicked", "Refused kicked"]
 
 
-def test_the_daemon_hears_whom_to_send_away() -> None:
-    house = House(ANNA)
-    assert house.door.expel(ANNA, False, "too slow\x1b[2J").removed == ((ANNA, "too slow [2J"),)
+def test_a_kick_returns_the_worker_to_disconnect() -> None:
+    access = Access(ANNA)
+    assert access.rules.expel(ANNA, False, "too slow\x1b[2J").removed == ((ANNA, "too slow [2J"),)
 
 
-def test_where_everybody_may_come_in_a_kick_still_shuts_out() -> None:
-    house = House(open_to_all=True)
-    assert house.standing(ANNA) == "peer" and house.standing(US) == "stranger"
-    assert house.expel(ANNA) == "OperatorReply" and house.standing(ANNA) == "stranger"
-    assert house.pardon(ANNA) == "OperatorReply" and house.standing(ANNA) == "peer"
+def test_a_kick_excludes_a_worker_also_where_access_is_open_to_all() -> None:
+    access = Access(open_to_all=True)
+    assert access.role(ANNA) == "peer" and access.role(US) == "stranger"
+    assert access.expel(ANNA) == "OperatorReply" and access.role(ANNA) == "stranger"
+    assert access.pardon(ANNA) == "OperatorReply" and access.role(ANNA) == "peer"
 
 
-# -- strikes ---------------------------------------------------------------------------------------
+# -- violations ------------------------------------------------------------------------------------
 
-# accuser: accused   what follows ("2": violations that count against the accused)
+# accuser: accused   expected outcome ("2": violations that count against the accused)
 STORIES = {
-    "three strikes are a kick": [
+    "three violations are a kick": [
         (": anna", "1"), (": anna", "2"), (": anna", "3, anna out"), (": anna", "3"),
     ],
-    "whoever they come from": [
+    "from different accusers": [
         ("bert: anna", "1"), (": anna", "2"), ("carl: anna", "3, anna out"),
     ],
     "one accuser is enough": [
@@ -308,15 +314,15 @@ STORIES = {
     "a liar": [
         ("bert: anna", "1"), ("bert: carl", ""), ("bert: dora", ""), (5.0, "bert out"), ("dora: anna", "1"),
     ],
-    "a liar who was believed": [
+    "a liar that was believed": [
         ("bert: anna", "1"), ("bert: anna", "2"), ("bert: anna", "3, anna out"), ("bert: carl", ""),
         (5.0, "bert out, anna back"),
     ],
-    "a liar in haste does not get a second one": [
+    "a suspect's further accusations do not count": [
         ("bert: anna", "1"), ("bert: carl", ""), ("bert: anna", ""), ("bert: anna", ""), ("bert: carl", ""),
         (5.0, "bert out"),
     ],
-    "two that attack everybody at once": [
+    "two accusers of the same members confirm each other": [
         ("anna: dora", "1"), ("anna: emil", ""), ("bert: dora", "2"), ("bert: emil", "2"),
         ("carl: dora", "3, dora out"), ("carl: emil", "3, emil out"), (60.0, ""),
     ],
@@ -331,177 +337,177 @@ STORIES = {
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_whom_to_believe(story: str) -> None:
-    house = House(*NAMES)
-    told = []
+def test_accusations_are_judged(story: str) -> None:
+    access = Access(*NAMES)
+    outcomes = []
     for cause, _ in STORIES[story]:
-        told.append((cause, house.accuse(cause) if isinstance(cause, str) else house.later(cause)))
-    assert told == STORIES[story]
-    assert house.restarted().status(house.now_s) == house.door.status(house.now_s)
+        outcomes.append((cause, access.accuse(cause) if isinstance(cause, str) else access.pass_time(cause)))
+    assert outcomes == STORIES[story]
+    assert access.restarted().status(access.now_s) == access.rules.status(access.now_s)
 
 
-def test_strikes_are_gone_with_a_new_invitation() -> None:
-    house = House(*NAMES)
-    assert [house.accuse(": anna") for _ in range(3)][-1] == "3, anna out"
-    house.invite()
-    house.enrol(peer=ANNA)
-    assert house.door.violation_count(ANNA) == 0 and house.accuse(": anna") == "1"
+def test_a_new_invitation_clears_violations() -> None:
+    access = Access(*NAMES)
+    assert [access.accuse(": anna") for _ in range(3)][-1] == "3, anna out"
+    access.invite()
+    access.enrol(peer=ANNA)
+    assert access.rules.violation_count(ANNA) == 0 and access.accuse(": anna") == "1"
 
 
-def test_who_is_no_member_gets_no_strike() -> None:
-    house = House(ANNA)
-    assert house.door.record_violation(BERT, "x", ANNA, 0.0) == ViolationOutcome()
+def test_no_violation_is_recorded_for_a_key_that_is_no_member() -> None:
+    access = Access(ANNA)
+    assert access.rules.record_violation(BERT, "x", ANNA, 0.0) == ViolationOutcome()
 
 
-def test_a_kicked_suspect_takes_what_it_said_with_it() -> None:
-    house = House(*NAMES)
-    for line in (*("bert: anna",) * 3, "bert: carl"):
-        house.accuse(line)
-    house.expel(BERT)
-    assert house.standing(ANNA) == "peer" and house.door.violation_count(CARL) == 0
+def test_a_kick_of_a_suspect_withdraws_its_accusations() -> None:
+    access = Access(*NAMES)
+    for accusation in (*("bert: anna",) * 3, "bert: carl"):
+        access.accuse(accusation)
+    access.expel(BERT)
+    assert access.role(ANNA) == "peer" and access.rules.violation_count(CARL) == 0
 
 
 def test_an_accuser_cannot_make_the_journal_grow() -> None:
-    house = House(*NAMES)
-    before = len(house.journal)
+    access = Access(*NAMES)
+    before = len(access.journal)
     for _ in range(1000):
         for victim in ("anna", "carl", "dora", "emil"):
-            house.accuse(f"bert: {victim}")
-    assert len(house.journal) - before <= 5, "bert is suspected after the second victim"
+            access.accuse(f"bert: {victim}")
+    assert len(access.journal) - before <= 5, "bert is suspected after the second victim"
 
 
 def test_long_reasons_fit_a_message() -> None:
-    house = House(ANNA)
+    access = Access(ANNA)
     for _ in range(3):
-        judgement = house.door.record_violation(ANNA, "\U0001f600" * 512, None, 0.0)
-    ((_, reason),) = judgement.removed
+        outcome = access.rules.record_violation(ANNA, "\U0001f600" * 512, None, 0.0)
+    ((_, reason),) = outcome.removed
     assert len(reason.encode()) <= 300
 
 
 # -- limits ----------------------------------------------------------------------------------------
 
 
-def enrol_many(house: House, count: int, host: Callable[[int], str]) -> list[str]:
+def enrol_many(access: Access, count: int, host: Callable[[int], str]) -> list[str]:
     words = [
-        house.enrol(peer=(number + 10**9).to_bytes(32, "big"), host=host(number)) for number in range(count)
+        access.enrol(peer=(number + 10**9).to_bytes(32, "big"), host=host(number)) for number in range(count)
     ]
     return [word.split(":")[0] for word in words]
 
 
-def test_one_household_cannot_use_up_an_invitation_for_many() -> None:
-    house = House()
-    house.invite(uses=1000)
-    assert enrol_many(house, 70, lambda n: f"192.0.2.{n}") == ["Enrolled"] * 64 + ["Refused too-many"] * 6
-    assert house.enrol(peer=ANNA, host="198.51.100.1") == "Enrolled", "others are not kept out"
-    house.now_s += 600.0
-    assert house.enrol(peer=BERT, host="192.0.2.1") == "Enrolled"
+def test_one_address_range_cannot_use_up_an_invitation_for_many() -> None:
+    access = Access()
+    access.invite(uses=1000)
+    assert enrol_many(access, 70, lambda n: f"192.0.2.{n}") == ["Enrolled"] * 64 + ["Refused too-many"] * 6
+    assert access.enrol(peer=ANNA, host="198.51.100.1") == "Enrolled", "other address ranges are not affected"
+    access.now_s += 600.0
+    assert access.enrol(peer=BERT, host="192.0.2.1") == "Enrolled"
 
 
-def test_a_clock_that_is_set_back_shuts_nobody_out() -> None:
-    house = House()
-    house.invite(uses=1000)
-    enrol_many(house, 64, lambda n: "192.0.2.1")
-    house.now_s -= 3600.0
-    assert house.enrol(peer=ANNA, host="192.0.2.1") == "Enrolled"
+def test_a_clock_that_is_set_back_refuses_nobody() -> None:
+    access = Access()
+    access.invite(uses=1000)
+    enrol_many(access, 64, lambda n: "192.0.2.1")
+    access.now_s -= 3600.0
+    assert access.enrol(peer=ANNA, host="192.0.2.1") == "Enrolled"
 
 
 def test_a_key_may_join_twenty_times_a_minute() -> None:
-    door = House(ANNA, BERT).door
-    assert [door.allow_join(ANNA, 100.0 + n) for n in range(22)] == [True] * 20 + [False] * 2
-    assert door.allow_join(BERT, 122.0)
-    assert [door.allow_join(ANNA, now_s) for now_s in (159.9, 160.0)] == [False, True]
+    access = Access(ANNA, BERT).rules
+    assert [access.allow_join(ANNA, 100.0 + n) for n in range(22)] == [True] * 20 + [False] * 2
+    assert access.allow_join(BERT, 122.0)
+    assert [access.allow_join(ANNA, now_s) for now_s in (159.9, 160.0)] == [False, True]
 
 
-def test_what_is_kept_of_joins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_joins_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "MAX_JOINERS", 100)
-    door = Authorization(open_to_all=True)
+    access = Authorization(open_to_all=True)
     for number in range(1000):
-        door.allow_join(number.to_bytes(32, "big"), float(number))
-    assert len(door._joins) == 100
+        access.allow_join(number.to_bytes(32, "big"), float(number))
+    assert len(access._joins) == 100
 
 
-# -- each defence, and the attack that succeeds without it -------------------------------------------
+# -- each defence, and the attack that succeeds without it -----------------------------------------
 
 
 def attack_with_an_expired_invitation() -> bool:
-    house = House()
-    house.invite(expires_s=60.0)
-    house.now_s += 61.0
-    return house.enrol(peer=ANNA) == "Enrolled"
+    access = Access()
+    access.invite(expires_s=60.0)
+    access.now_s += 61.0
+    return access.enrol(peer=ANNA) == "Enrolled"
 
 
 def attack_with_a_used_invitation() -> bool:
-    house = House()
-    house.invite(uses=1)
-    house.enrol(peer=ANNA)
-    return house.enrol(peer=BERT) == "Enrolled"
+    access = Access()
+    access.invite(uses=1)
+    access.enrol(peer=ANNA)
+    return access.enrol(peer=BERT) == "Enrolled"
 
 
-def attack_with_what_the_journal_holds() -> bool:
-    house = House()
-    house.invite(KEY)
-    return KEY.hex() in json.dumps([entry.body for entry in house.journal])
+def attack_with_the_journal() -> bool:
+    access = Access()
+    access.invite(KEY)
+    return KEY.hex() in json.dumps([entry.body for entry in access.journal])
 
 
 def attack_of_a_banned_key() -> bool:
-    house = House(ANNA)
-    house.expel(ANNA, ban=True)
-    house.invite(KEY)
-    return house.enrol(KEY, ANNA) == "Enrolled"
+    access = Access(ANNA)
+    access.expel(ANNA, ban=True)
+    access.invite(KEY)
+    return access.enrol(KEY, ANNA) == "Enrolled"
 
 
 def attack_of_a_kicked_key() -> bool:
-    house = House(ANNA)
-    house.invite(KEY)  # kept in reserve
-    house.expel(ANNA)
-    return house.enrol(KEY, ANNA) == "Enrolled"
+    access = Access(ANNA)
+    access.invite(KEY)  # for later
+    access.expel(ANNA)
+    return access.enrol(KEY, ANNA) == "Enrolled"
 
 
-def attack_of_a_member_that_gives_orders() -> bool:
-    house = House(ANNA, BERT)
-    answer = house.door.handle_order(ANNA, m.RemoveWorker(BERT, True, ""), house.now_s)
-    return house.standing(BERT) == "stranger" or not isinstance(answer.reply, m.Refused)
+def attack_by_a_member_that_sends_commands() -> bool:
+    access = Access(ANNA, BERT)
+    answer = access.rules.handle_order(ANNA, m.RemoveWorker(BERT, True, ""), access.now_s)
+    return access.role(BERT) == "stranger" or not isinstance(answer.reply, m.Refused)
 
 
-def attack_without_end() -> bool:
-    house = House(*NAMES)
+def attack_by_repeated_violations() -> bool:
+    access = Access(*NAMES)
     for _ in range(3):
-        house.accuse(": anna")
-    return house.standing(ANNA) == "peer"
+        access.accuse(": anna")
+    return access.role(ANNA) == "peer"
 
 
 def attack_by_lies() -> bool:
     """bert gets all other members removed."""
-    house = House(*NAMES)
+    access = Access(*NAMES)
     for victim in ("anna", "carl", "dora", "emil"):
         for _ in range(3):
-            house.accuse(f"bert: {victim}")
-    house.later(10.0)
-    return house.standing(BERT) == "peer" and house.standing(EMIL) == "stranger"
+            access.accuse(f"bert: {victim}")
+    access.pass_time(10.0)
+    return access.role(BERT) == "peer" and access.role(EMIL) == "stranger"
 
 
-def attack_of_one_household() -> bool:
-    house = House()
-    house.invite(uses=100)
-    return enrol_many(house, 100, lambda n: "192.0.2.1") == ["Enrolled"] * 100
+def attack_from_one_address_range() -> bool:
+    access = Access()
+    access.invite(uses=100)
+    return enrol_many(access, 100, lambda n: "192.0.2.1") == ["Enrolled"] * 100
 
 
-def attack_of_a_joiner() -> bool:
-    door = House(ANNA).door
-    return all(door.allow_join(ANNA, 100.0) for _ in range(1000))
+def attack_by_repeated_joins() -> bool:
+    access = Access(ANNA).rules
+    return all(access.allow_join(ANNA, 100.0) for _ in range(1000))
 
 
 DEFENCES: dict[str, Callable[[], bool]] = {
     "invite-expiry": attack_with_an_expired_invitation,
     "invite-uses": attack_with_a_used_invitation,
-    "invite-hashed": attack_with_what_the_journal_holds,
+    "invite-hashed": attack_with_the_journal,
     "ban": attack_of_a_banned_key,
     "kick": attack_of_a_kicked_key,
-    "operator-only": attack_of_a_member_that_gives_orders,
-    "three-strikes": attack_without_end,
+    "operator-only": attack_by_a_member_that_sends_commands,
+    "three-strikes": attack_by_repeated_violations,
     "liar": attack_by_lies,
-    "enrol-rate": attack_of_one_household,
-    "join-rate": attack_of_a_joiner,
+    "enrol-rate": attack_from_one_address_range,
+    "join-rate": attack_by_repeated_joins,
 }
 
 
@@ -516,7 +522,7 @@ def test_an_attack_fails_and_succeeds_without_its_defence(name: str) -> None:
 # -- the journal -----------------------------------------------------------------------------------
 
 
-def live(house: House, seed: int) -> Iterator[None]:
+def random_history(access: Access, seed: int) -> Iterator[None]:
     """Random orders, enrolments and violations."""
     rng = random.Random(seed)
     keys = [bytes([number]) * 32 for number in range(1, 7)]
@@ -524,49 +530,48 @@ def live(house: House, seed: int) -> Iterator[None]:
     for _ in range(60):
         match rng.randrange(8):
             case 0 | 1:
-                house.invite(rng.choice(keys), rng.choice([1, 1, 2, 5]), rng.choice([0.0, 50.0, DAY_S]))
+                access.invite(rng.choice(keys), rng.choice([1, 1, 2, 5]), rng.choice([0.0, 50.0, DAY_S]))
             case 2 | 3:
-                house.enrol(rng.choice(keys), rng.choice(peers), f"10.0.{rng.randrange(3)}.1")
+                access.enrol(rng.choice(keys), rng.choice(peers), f"10.0.{rng.randrange(3)}.1")
             case 4:
-                house.expel(rng.choice(peers), rng.random() < 0.3)
+                access.expel(rng.choice(peers), rng.random() < 0.3)
             case 5:
-                house.pardon(rng.choice(peers))
+                access.pardon(rng.choice(peers))
             case 6:
                 accuser = rng.choice([None, *peers])
-                house.write(house.door.record_violation(rng.choice(peers), "x", accuser, house.now_s))
+                access.write(access.rules.record_violation(rng.choice(peers), "x", accuser, access.now_s))
             case 7:
-                house.later(rng.choice([0.1, 3.0, 40.0]))
+                access.pass_time(rng.choice([0.1, 3.0, 40.0]))
         yield
 
 
-def test_a_restarted_coordinator_knows_the_same(seeds: Callable[[int], Iterator[int]]) -> None:
-    everybody = [bytes([number]) * 32 for number in range(1, 7)] + [*NAMES, OPERATOR, US]
+def test_a_restart_restores_the_same_access_rules(seeds: Callable[[int], Iterator[int]]) -> None:
+    all_keys = [bytes([number]) * 32 for number in range(1, 7)] + [*NAMES, OPERATOR, US]
     for seed in seeds(150):
-        house = House(open_to_all=seed % 4 == 0)
-        for _ in live(house, seed):
+        access = Access(open_to_all=seed % 4 == 0)
+        for _ in random_history(access, seed):
             pass
-        again = house.restarted()
-        house.later(0.0)
-        again.tick(house.now_s)
-        assert again.status(house.now_s) == house.door.status(house.now_s), f"seed {seed}"
+        again = access.restarted()
+        access.pass_time(0.0)
+        again.tick(access.now_s)
+        assert again.status(access.now_s) == access.rules.status(access.now_s), f"seed {seed}"
         for wait_s in (0.0, 45.0, 2 * DAY_S):
-            for key in everybody:
-                wall_s = house.now_s + wait_s
-                assert again.access_role(key, wall_s) == house.door.access_role(key, wall_s), f"seed {seed}"
+            for key in all_keys:
+                wall_s = access.now_s + wait_s
+                assert again.access_role(key, wall_s) == access.rules.access_role(key, wall_s), f"seed {seed}"
 
 
-def test_restarts_in_between_change_nothing(seeds: Callable[[int], Iterator[int]]) -> None:
-    """A coordinator that restarts after every event gives the same answers."""
+def test_a_restart_after_every_event_changes_nothing(seeds: Callable[[int], Iterator[int]]) -> None:
     for seed in seeds(30):
-        steady, restarting = House(), House()
-        for _ in zip(live(steady, seed), live(restarting, seed), strict=True):
+        steady, restarting = Access(), Access()
+        for _ in zip(random_history(steady, seed), random_history(restarting, seed), strict=True):
             suspects = (
-                restarting.door._violations._suspects
+                restarting.rules._violations._suspects
             )  # their time for confirmation is not in the journal, so it starts again
-            restarting.door = restarting.restarted()
-            restarting.door._violations._suspects = suspects
+            restarting.rules = restarting.restarted()
+            restarting.rules._violations._suspects = suspects
             wall_s = steady.now_s
-            assert restarting.door.status(wall_s) == steady.door.status(wall_s), f"seed {seed}"
+            assert restarting.rules.status(wall_s) == steady.rules.status(wall_s), f"seed {seed}"
         assert restarting.journal == steady.journal
 
 
@@ -583,14 +588,14 @@ KINDS = st.sampled_from(["invitation", "enrolled", "expelled", "pardoned", "stri
 
 
 @given(st.lists(st.tuples(KINDS, BODIES), max_size=6))
-def test_nonsense_in_the_journal_is_refused_or_read(entries: list[tuple[str, dict[str, Any]]]) -> None:
+def test_random_entries_of_the_journal_are_read_or_refused(entries: list[tuple[str, dict[str, Any]]]) -> None:
     try:
-        door = recover_authorization(entries)
+        access = recover_authorization(entries)
     except (KeyError, TypeError, ValueError):
         return
-    json.dumps(door.status(0.0))
-    door.tick(0.0)
-    assert door.access_role(ANNA, 0.0) in AccessRole
+    json.dumps(access.status(0.0))
+    access.tick(0.0)
+    assert access.access_role(ANNA, 0.0) in AccessRole
 
 
 @pytest.mark.parametrize(
@@ -608,26 +613,26 @@ def test_nonsense_in_the_journal_is_refused_or_read(entries: list[tuple[str, dic
         ("strike", {"peer": "ab" * 32, "accuser": 7, "reason": ""}),
     ],
 )
-def test_entries_that_no_door_wrote(entry: tuple[str, dict[str, Any]]) -> None:
+def test_invalid_entries_are_refused(entry: tuple[str, dict[str, Any]]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         recover_authorization([entry])
 
 
-def test_how_long_invitations_hold_is_shown_in_tenths_of_a_second() -> None:
-    house = House()
-    house.invite(expires_s=60.04)
-    assert house.door.status(house.now_s)["invitations"][0]["left_s"] == 60.0
-    assert house.door.status(house.now_s + 0.5)["invitations"][0]["left_s"] == 59.5
+def test_the_status_shows_the_time_left_in_tenths_of_a_second() -> None:
+    access = Access()
+    access.invite(expires_s=60.04)
+    assert access.rules.status(access.now_s)["invitations"][0]["left_s"] == 60.0
+    assert access.rules.status(access.now_s + 0.5)["invitations"][0]["left_s"] == 59.5
 
 
-def test_the_picture_shows_nothing_to_come_in_with() -> None:
-    house = House(ANNA, BERT)
-    house.invite(KEY, uses=3)
-    house.enrol(KEY, CARL)
-    house.accuse("bert: anna")
-    house.accuse(": anna")
-    house.expel(BERT, ban=True)
-    shown = json.loads(json.dumps(house.door.status(house.now_s)))
+def test_the_status_reveals_no_invitation() -> None:
+    access = Access(ANNA, BERT)
+    access.invite(KEY, uses=3)
+    access.enrol(KEY, CARL)
+    access.accuse("bert: anna")
+    access.accuse(": anna")
+    access.expel(BERT, ban=True)
+    shown = json.loads(json.dumps(access.rules.status(access.now_s)))
     name = invitation_digest(KEY)
     assert name not in json.dumps(shown) and KEY.hex() not in json.dumps(shown)
     assert shown == {
@@ -652,7 +657,7 @@ def test_the_picture_shows_nothing_to_come_in_with() -> None:
     }
 
 
-def test_the_words_are_those_of_the_transport() -> None:
+def test_the_roles_are_those_of_the_transport() -> None:
     from gridtrain.network.transport import interface
 
     assert [interface.ConnectionRole(word) for word in module.AccessRole] == list(interface.ConnectionRole)

@@ -1,4 +1,4 @@
-"""What is kept of accusations."""
+"""Accusations that the coordinator records, and what they lead to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def by(accuser: bytes | None) -> ViolationRecord:
     return ViolationRecord(accuser, "sent rubbish")
 
 
-def test_the_oldest_accused_is_forgotten_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_accused_member_replaces_the_oldest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ACCUSED", 2)
     log = ViolationLog()
     assert all(log.add(accused, by(D)) for accused in (A, B, A))
@@ -22,7 +22,7 @@ def test_the_oldest_accused_is_forgotten_for_a_new_one(monkeypatch: pytest.Monke
     assert log.add(C, by(None)) and log.accused_members() == [B, C]
 
 
-def test_an_accuser_that_is_removed_takes_back_its_accusations_alone() -> None:
+def test_removing_an_accuser_withdraws_its_accusations_only() -> None:
     log = ViolationLog()
     for accuser in (D, C, D):
         log.add(A, by(accuser))
@@ -32,7 +32,7 @@ def test_an_accuser_that_is_removed_takes_back_its_accusations_alone() -> None:
     assert log.accused_by(D) == []
 
 
-def test_of_one_accuser_so_many_accusations_count_whoever_else_accuses() -> None:
+def test_the_accusations_of_one_accuser_are_limited_independently_of_others() -> None:
     log = ViolationLog()
     for _ in range(module.VIOLATIONS_BEFORE_REMOVAL):
         assert log.add(A, by(C)) and log.add(A, by(D))
@@ -41,12 +41,12 @@ def test_of_one_accuser_so_many_accusations_count_whoever_else_accuses() -> None
     assert log.members_over_limit() == [A]
 
 
-def test_who_accuses_two_alone_is_suspected_until_another_confirms() -> None:
+def test_an_accuser_of_two_members_is_suspected_until_another_member_confirms() -> None:
     log = ViolationLog()
     for accused in (A, B):
         assert log.add(accused, by(D))
     assert log.review_suspects(5.0) == [] and log.is_suspected(D) and not log.is_suspected(C)
-    assert not log.add(C, by(D)), "nothing more of a suspect counts"
+    assert not log.add(C, by(D)), "further accusations of a suspect do not count"
     assert log.review_suspects(4.9 + module.CONFIRMATION_TIMEOUT_S) == []
     assert log.review_suspects(5.0 + module.CONFIRMATION_TIMEOUT_S) == [D]
     log.add(A, by(C))

@@ -21,20 +21,20 @@ TOKEN = "t" * 43
 
 
 def filled(workers: int, seconds: int, shape: str = "butterfly", stages: int = 1) -> Board:
+    from dashboard_demo.simulated_run import Run
     from gridtrain_coordinator.dashboard.board import Board
-    from showing.simulated import Run
 
     board = Board()
-    for at_s, picture, events in Run(workers, shape, stages=stages).pictures(seconds):
+    for at_s, status, events in Run(workers, shape, stages=stages).statuses(seconds):
         for event in events:
             board.add_event(*event)
-        board.update(picture, at_s)
+        board.update(status, at_s)
     return board
 
 
 @dataclass
 class Desk:
-    """The application, the orders given there, and the daemon's answers."""
+    """The application, the commands sent through it, and the daemon's answers."""
 
     board: Board
     client: TestClient
@@ -53,7 +53,7 @@ Desks = Callable[..., Desk]
 
 @pytest.fixture
 def desk() -> Iterator[Desks]:
-    """`desk(workers, seconds)`; None as the daemon's reply: it never answers."""
+    """`desk(workers, seconds)`; with `reply = None` the daemon does not answer."""
     for name in ("starlette", "prometheus_client", "httpx"):
         pytest.importorskip(name, reason="the extra `coordinator` or httpx is not installed")
     from starlette.testclient import TestClient
@@ -68,7 +68,7 @@ def desk() -> Iterator[Desks]:
         board = filled(workers, seconds, **run)  # type: ignore[arg-type]
         made: Desk
 
-        def obey(order: RemoveWorker | Unban) -> Future[OperatorReply | Refused]:
+        def handle(order: RemoveWorker | Unban) -> Future[OperatorReply | Refused]:
             made.orders.append(order)
             answer: Future[OperatorReply | Refused] = Future()
             if made.reply is not None:
@@ -78,7 +78,7 @@ def desk() -> Iterator[Desks]:
         async def stream() -> EventStream:  # an asyncio.Event belongs to a loop only when it is waited for
             return EventStream(lambda: encoded(board.full_state()))
 
-        api = Api(board, asyncio.run(stream()), TOKEN, obey, lambda: made.now_s)
+        api = Api(board, asyncio.run(stream()), TOKEN, handle, lambda: made.now_s)
         client = TestClient(create_app(api, allowed_hosts=named), base_url="http://127.0.0.1:7780")
         made = Desk(board, client, now_s=board.updated_s or 0.0)
         opened.append(client)

@@ -6,14 +6,14 @@ import json
 from itertools import pairwise
 from typing import Any
 
+from dashboard_demo.simulated_run import Run
 from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COLUMNS, Board
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
 from gridtrain_coordinator.dashboard.straggler import find_straggler
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
-from showing.simulated import Run
 
 
-def picture(step: int = 0, members: tuple[dict[str, Any], ...] = (), **more: Any) -> dict[str, Any]:
+def status(step: int = 0, members: tuple[dict[str, Any], ...] = (), **more: Any) -> dict[str, Any]:
     return {
         "run": "r", "phase": "training", "reason": "", "term": 1, "generation": 1, "step": step,
         "world_size": sum(member["rank"] is not None for member in members), "members": list(members), **more,
@@ -35,49 +35,53 @@ def test_bytes_saved_against_a_dense_ring() -> None:
     board = Board()
     for step, sent in ((100, 5000.0), (110, 7000.0)):  # what precedes the first status does not count
         members = [member(name, rank, exchanged_bytes=sent) for rank, name in enumerate(("a", "b", "c"))]
-        board.update(picture(step, tuple(members), facts=FACTS), float(step))
+        board.update(status(step, tuple(members), facts=FACTS), float(step))
     assert (board.exchanged_bytes, board.dense_bytes) == (3 * 2000.0, 10 * 2 * 2 * 4000.0)
-    board.update(picture(105, tuple(members), facts=FACTS), 111.0)  # a rollback is no negative saving
+    board.update(status(105, tuple(members), facts=FACTS), 111.0)  # a rollback is no negative saving
     assert board.dense_bytes == 160_000.0
 
 
 def test_a_restarted_worker_counts_from_zero() -> None:
     board = Board()
     for at_s, sent in enumerate((1000.0, 4000.0, 500.0)):
-        board.update(picture(0, (member("a", exchanged_bytes=sent),)), float(at_s))
+        board.update(status(0, (member("a", exchanged_bytes=sent),)), float(at_s))
     assert board.exchanged_bytes == 3000.0 + 500.0
 
 
-def test_loss_is_the_mean_by_shares_of_those_that_report() -> None:
-    big, small, silent = member("a", 0, loss=2.0) | {"share": 30}, member("b", 1, loss=4.0), member("c", 2)
+def test_loss_is_the_mean_of_reported_losses_weighted_by_share() -> None:
+    big, small, without_loss = (
+        member("a", 0, loss=2.0) | {"share": 30},
+        member("b", 1, loss=4.0),
+        member("c", 2),
+    )
     board = Board()
-    board.update(picture(1, (big, small | {"share": 10}, silent)), 0.0)
+    board.update(status(1, (big, small | {"share": 10}, without_loss)), 0.0)
     assert board.run["loss"] == 2.5
 
 
 def test_states_have_the_names_of_the_glossary_and_a_reason() -> None:
     board = Board()
     standby = member("bert", None) | {"state": "spare", "spare": "every stage has a worker"}
-    board.update(picture(1, (member("anna", None) | {"state": "following"}, standby)), 0.0)
+    board.update(status(1, (member("anna", None) | {"state": "following"}, standby)), 0.0)
     assert [(row["state"], row["reason"]) for row in board.workers()] == [
         ("catching up", "receives the state while the others train"),
         ("standby", "every stage has a worker"),
     ]
 
 
-def test_what_cannot_be_a_number_is_not_one() -> None:
+def test_figures_that_are_not_finite_are_dropped() -> None:
     board = Board()
-    board.update(picture(1, (member("a", loss=float("nan"), computing_s=float("inf")),)), 0.0)
+    board.update(status(1, (member("a", loss=float("nan"), computing_s=float("inf")),)), 0.0)
     row = board.workers()[0]
     assert (row["loss"], row["computing_s"], board.run["loss"]) == (None, None, None)
     json.dumps(board.full_state(), allow_nan=False)
 
 
-def test_who_is_gone_stays_for_a_while_with_the_reason() -> None:
+def test_a_departed_worker_stays_for_a_while_with_the_reason() -> None:
     board = Board()
-    board.update(picture(1, (member("anna"), member("bert", 1))), 0.0)
+    board.update(status(1, (member("anna"), member("bert", 1))), 0.0)
     board.add_event(1.0, "warning", "lost", {"name": "bert", "reason": "silent for 10.0 s"})
-    board.update(picture(2, (member("anna"),)), 2.0)
+    board.update(status(2, (member("anna"),)), 2.0)
     gone = board.workers()[1]
     assert (gone["name"], gone["state"], gone["rank"], gone["reason"]) == (
         "bert",
@@ -86,16 +90,16 @@ def test_who_is_gone_stays_for_a_while_with_the_reason() -> None:
         "silent for 10.0 s",
     )
     assert board.run["workers"] == {"active": 1}
-    board.update(picture(3, (member("anna"), member("bert", 1))), 3.0)
+    board.update(status(3, (member("anna"), member("bert", 1))), 3.0)
     assert [row["state"] for row in board.workers()] == ["active", "active"]
-    board.update(picture(4, (member("anna"),)), 4.0)
-    board.update(picture(5, (member("anna"),)), 5.0 + DEPARTED_RETENTION_S)
+    board.update(status(4, (member("anna"),)), 4.0)
+    board.update(status(5, (member("anna"),)), 5.0 + DEPARTED_RETENTION_S)
     assert [row["name"] for row in board.workers()] == ["anna"]
 
 
-def test_a_worker_that_its_owner_has_paused_stays_as_long_as_it_rests() -> None:
+def test_a_worker_paused_by_its_owner_stays_while_it_is_paused() -> None:
     board = Board()
-    board.update(picture(1, (member("anna"), member("bert", 1) | {"about": {"device": "GPU"}})), 0.0)
+    board.update(status(1, (member("anna"), member("bert", 1) | {"about": {"device": "GPU"}})), 0.0)
     resting = {
         "name": "bert",
         "peer": member("bert")["peer"],
@@ -104,31 +108,31 @@ def test_a_worker_that_its_owner_has_paused_stays_as_long_as_it_rests() -> None:
         "since_s": 3.0,
     }
     for at_s in (1.0, 1.0 + 2 * DEPARTED_RETENTION_S):
-        board.update(picture(2, (member("anna"),), resting=[resting]), at_s)
+        board.update(status(2, (member("anna"),), resting=[resting]), at_s)
         paused = board.workers()[1]
         assert [paused[name] for name in ("name", "state", "rank", "device", "reason", "heard_s")] == [
             "bert", "paused", None, "GPU", "paused by its owner: night", 3,
         ]  # fmt: skip
         assert board.run["workers"] == {"active": 1, "paused": 1}
-    board.update(picture(3, (member("anna"), member("bert", 1))), 9999.0)
+    board.update(status(3, (member("anna"), member("bert", 1))), 9999.0)
     assert [row["state"] for row in board.workers()] == ["active", "active"]
 
 
-def test_a_stage_is_told_only_where_the_model_is_cut() -> None:
+def test_a_stage_is_shown_only_for_a_partitioned_model() -> None:
     for stages, expected in ((1, None), (3, 2)):
         board = Board()
-        board.update(picture(1, (member("a") | {"stage": 2},), stages=stages), 0.0)
+        board.update(status(1, (member("a") | {"stage": 2},), stages=stages), 0.0)
         assert board.workers()[0]["stage"] == expected
 
 
-def test_nobody_is_waited_for_while_nobody_trains() -> None:
+def test_no_straggler_is_named_unless_the_run_trains() -> None:
     members = tuple(
         member(name, rank, computing_s=seconds)
         for rank, (name, seconds) in enumerate((("a", 0.1), ("b", 0.1), ("c", 0.9)))
     )
     board = Board()
     for phase, named in (("training", True), ("paused", False)):
-        board.update(picture(1, members) | {"phase": phase}, 0.0)
+        board.update(status(1, members) | {"phase": phase}, 0.0)
         assert (board.run["waited_for"] is not None, board.topology["waited_for"] is not None) == (
             named,
             named,
@@ -147,16 +151,16 @@ def applied(whole: dict[str, Any], tick: dict[str, Any]) -> dict[str, Any]:
     return {"run": run, "who": who, "rows": rows, "events": events, "shape": shape}
 
 
-def test_a_page_that_hears_every_tick_knows_what_one_knows_that_opens_now() -> None:
+def test_a_page_that_applies_every_tick_equals_a_page_that_opens_now() -> None:
     board = Board()
     run = Run(12)
     page: dict[str, Any] | None = None
-    for second, (at_s, told, events) in enumerate(run.pictures(260)):
+    for second, (at_s, report, events) in enumerate(run.statuses(260)):
         for event in events:
             board.add_event(*event)
         if second == 200:
-            told["members"] = told["members"][:5]
-        board.update(told, at_s)
+            report["members"] = report["members"][:5]
+        board.update(report, at_s)
         tick = board.take_changes()
         if second == 5:
             page = board.full_state()
@@ -172,18 +176,18 @@ def test_a_page_that_hears_every_tick_knows_what_one_knows_that_opens_now() -> N
     assert [event["id"] for event in page["events"]] == [event["id"] for event in fresh["events"]]
 
 
-def test_a_tick_tells_only_what_changed() -> None:
+def test_a_tick_contains_only_changes() -> None:
     board = Board()
     for at_s in (0.0, 1.0, 2.0):
-        board.update(picture(7, (member("a"),), now_s=at_s), at_s)
+        board.update(status(7, (member("a"),), now_s=at_s), at_s)
         tick = board.take_changes()
     assert set(tick) == {"run", "points"} and set(tick["run"]) == {"now_s"}
 
 
 def test_300_workers_fit_in_a_small_tick() -> None:
     board = Board()
-    for at_s, told, _ in Run(300).pictures(4):
-        board.update(told, at_s)
+    for at_s, report, _ in Run(300).statuses(4):
+        board.update(report, at_s)
         tick = board.take_changes()
     assert len(tick["rows"]) == 300  # all of them have moved on
     assert len(json.dumps(tick, separators=(",", ":"))) < 60_000
@@ -197,7 +201,7 @@ def test_events_are_bounded_and_numbered() -> None:
     assert board.events[-1]["id"] == 5000 and len(json.dumps(board.events[-1])) < 1000
 
 
-def test_a_run_of_any_length_fits_and_keeps_its_shape() -> None:
+def test_the_history_of_a_long_run_is_thinned_evenly() -> None:
     history = History()
     for at in range(20_000):
         history.add(Point(float(at), float(at), at * 2.0, at * 9.0, 20_000.0 - at, 1.0, None, None))
@@ -213,8 +217,8 @@ def test_edges_are_those_of_the_exchange() -> None:
     def pairs(shape: str, size: int, stages: int = 1) -> list[tuple[int, int]]:
         from gridtrain_coordinator.dashboard.topology_graph import parse_load
 
-        _, told, _ = next(Run(size, shape, stages=stages, hostile=False).pictures(1))
-        return [edge[:2] for edge in build_graph(told, parse_load(told["facts"])).edges]
+        _, report, _ = next(Run(size, shape, stages=stages, hostile=False).statuses(1))
+        return [edge[:2] for edge in build_graph(report, parse_load(report["facts"])).edges]
 
     assert pairs("ring", 4) == [(0, 1), (0, 3), (1, 2), (2, 3)]
     assert pairs("butterfly", 4) == [(0, 1), (0, 2), (1, 3), (2, 3)]
@@ -224,7 +228,7 @@ def test_edges_are_those_of_the_exchange() -> None:
     assert pairs("ring", 41) == []
 
 
-def test_who_is_waited_for() -> None:
+def test_the_straggler_is_far_slower_than_the_median() -> None:
     assert find_straggler({"a": 0.1, "b": 0.11, "c": 0.3}) == (
         "c",
         "computes 300 ms per step; the median is 110 ms",
@@ -234,9 +238,9 @@ def test_who_is_waited_for() -> None:
     assert find_straggler({"a": 9.0}) is None and find_straggler({"a": None, "b": 1.0}) is None
 
 
-def test_columns_of_rows() -> None:
+def test_rows_have_the_live_columns() -> None:
     board = Board()
-    board.update(picture(1, (member("a", computing_s=0.25, sent_bytes=10.0, missed_steps=7.0),)), 0.0)
+    board.update(status(1, (member("a", computing_s=0.25, sent_bytes=10.0, missed_steps=7.0),)), 0.0)
     row = dict(zip(LIVE_COLUMNS, board.full_state()["rows"][0][1:], strict=True))
     assert (row["state"], row["rank"], row["computing_s"], row["sent_bytes"]) == ("active", 0, 0.25, 10.0)
     assert row["missed_steps"] == 7.0 and "missed_steps" not in board.workers()[0]["figures"]

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: it works, also with the keyboard, and nothing is cut off or overlaps."""
+"""The page in a real Chromium: it works, also with the keyboard, and no text is truncated or overlaps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dashboard_demo import chromium
+from dashboard_demo.chromium import LAYOUT_CHECK, LOADED
+from dashboard_demo.simulated_run import HOSTILE, Run
 from gridtrain.core.messages import RemoveWorker
-from showing import chromium
-from showing.chromium import LOADED, LOOKS
-from showing.simulated import HOSTILE, Run
 
 pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
 pytestmark = [
@@ -47,12 +47,12 @@ def browser() -> Iterator[chromium.Browser]:
 
 @pytest.fixture
 def stage():  # type: ignore[no-untyped-def]
-    from showing.stage import Stage
+    from dashboard_demo.server import DemoServer
 
-    opened: list[Stage] = []
+    opened: list[DemoServer] = []
 
-    def make(run: Run, **more: object) -> Stage:
-        made = Stage(run, **more)  # type: ignore[arg-type]
+    def make(run: Run, **more: object) -> DemoServer:
+        made = DemoServer(run, **more)  # type: ignore[arg-type]
         opened.append(made.__enter__())
         return made
 
@@ -82,7 +82,7 @@ def opened(browser: chromium.Browser, stage):  # type: ignore[no-untyped-def]
         page = browser.page(width=width, height=height, dark=dark, mobile=mobile)
         page.open(shown.url)
         page.until(LOADED)
-        shown.play(2)
+        shown.advance(2)
         drawn(page)
         return page, shown
 
@@ -102,7 +102,7 @@ def opened(browser: chromium.Browser, stage):  # type: ignore[no-untyped-def]
         (300, "phone", False),
     ],
 )
-def test_nothing_is_cut_or_overlaps_and_axe_finds_no_serious_fault(
+def test_no_text_is_truncated_or_overlaps_and_axe_finds_no_serious_fault(
     opened, workers: int, size: str, dark: bool
 ) -> None:  # type: ignore[no-untyped-def]
     shape = {4: "ring", 40: "tree", 300: "butterfly"}[workers]
@@ -110,17 +110,17 @@ def test_nothing_is_cut_or_overlaps_and_axe_finds_no_serious_fault(
     assert page.run("matchMedia('(prefers-color-scheme: dark)').matches") is dark
     page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     drawn(page)
-    assert page.run(LOOKS) == []
-    assert page.complaints == []
+    assert page.run(LAYOUT_CHECK) == []
+    assert page.errors == []
     axe = next((path for path in AXE_AT if path and Path(path).exists()), None)
     if axe is None:
         pytest.skip(HOW)
     page.run(Path(axe).read_text(encoding="utf-8") + "; true")
-    told = page.run(
+    violations = page.run(
         "axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations.map((each) => "
         "[each.impact, each.id, each.nodes.slice(0, 3).map((node) => node.target.join(' '))]))"
     )
-    assert [each for each in told if each[0] in ("serious", "critical")] == []
+    assert [each for each in violations if each[0] in ("serious", "critical")] == []
 
 
 @pytest.mark.parametrize(
@@ -133,29 +133,29 @@ def test_other_topologies_are_drawn_without_overlaps(
 ) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(workers, size, shape=shape, stages=stages)
     assert page.run("document.querySelectorAll('#topology .node').length") == workers
-    assert page.run(LOOKS) == []
+    assert page.run(LAYOUT_CHECK) == []
 
 
 @pytest.mark.parametrize(
-    ("state", "size", "phase", "said", "drawn"),
+    ("state", "size", "phase", "reason", "nodes"),
     [
         ("resting", "desktop", "training", "5 workers since step ", 5),
         ("away", "phone", "paused", "all 6 members are disconnected; waiting for them to come back", 6),
-        ("standstill", "small", "paused", "the coordinator makes no decisions, because the journal ", 6),
+        ("disk-full", "small", "paused", "the coordinator makes no decisions, because the journal ", 6),
         ("waiting", "desktop", "waiting", "waiting for 64 workers", 0),
         ("finished", "phone", "finished", "6 workers reached the end of the run", 0),
     ],
 )
-def test_a_run_that_does_not_train_looks_like_it(
-    opened, state: str, size: str, phase: str, said: str, drawn: int
+def test_the_page_says_why_a_run_does_not_train(
+    opened, state: str, size: str, phase: str, reason: str, nodes: int
 ) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(6, size, shape="ring", stages=1 if state == "resting" else 3, state=state)
     assert page.run("document.getElementById('phase').textContent") == phase
-    assert page.run("document.getElementById('reason').textContent").startswith(said)
-    assert page.run("document.querySelectorAll('#topology .node').length") == drawn
+    assert page.run("document.getElementById('reason').textContent").startswith(reason)
+    assert page.run("document.querySelectorAll('#topology .node').length") == nodes
     waited = page.run("document.getElementById('waited').textContent")
-    assert bool(waited) is (phase == "training"), waited  # nobody is waited for where nobody trains
-    assert page.run(LOOKS) == [] and page.complaints == []
+    assert bool(waited) is (phase == "training"), waited  # a straggler is named only in training
+    assert page.run(LAYOUT_CHECK) == [] and page.errors == []
 
 
 def test_stages_and_paused_workers_are_in_the_table(opened) -> None:  # type: ignore[no-untyped-def]
@@ -171,45 +171,47 @@ def test_stages_and_paused_workers_are_in_the_table(opened) -> None:  # type: ig
     ]
 
 
-def test_the_check_of_looks_finds_what_is_wrong(opened) -> None:  # type: ignore[no-untyped-def]
+def test_the_layout_check_finds_faults(opened) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(4)
-    assert page.run(LOOKS) == []
+    assert page.run(LAYOUT_CHECK) == []
     page.run("document.querySelector('#tiles dd').style.marginTop = '-20px'")
-    assert any("overlap" in each for each in page.run(LOOKS))
+    assert any("overlap" in each for each in page.run(LAYOUT_CHECK))
     page.run("document.querySelector('#tiles dd').style.marginTop = ''")
     page.run("document.querySelector('#tiles dd').textContent = '123,456,789,012,345'")
-    assert any("leaves its box" in each for each in page.run(LOOKS))
+    assert any("leaves its box" in each for each in page.run(LAYOUT_CHECK))
     page.run("document.getElementById('reason').style.width = '3000px'")
-    assert any("the window" in each for each in page.run(LOOKS))
+    assert any("the window" in each for each in page.run(LAYOUT_CHECK))
 
 
-def test_it_lives(opened) -> None:  # type: ignore[no-untyped-def]
+def test_the_page_updates_itself(opened) -> None:  # type: ignore[no-untyped-def]
     page, shown = opened(4)
     step = page.run("document.querySelector('#tiles dd').textContent")
     points = "document.querySelectorAll('#plots canvas').length"
     assert page.run(points) == 3
-    shown.play(5)
+    shown.advance(5)
     page.until(f"document.querySelector('#tiles dd').textContent !== {step!r}", 10.0)
     shown.service.note("warning", "lost", {"name": "anna", "reason": "silent for 10.0 s"})
-    shown.play()
+    shown.advance()
     page.until("document.querySelector('#events li').textContent.includes('lost: anna')", 10.0)
-    assert page.complaints == []
+    assert page.errors == []
 
 
-def test_every_way_to_look_at_the_curves(opened) -> None:  # type: ignore[no-untyped-def]
+def test_curves_are_drawn_for_every_window_and_axis(opened) -> None:  # type: ignore[no-untyped-def]
     page, shown = opened(4)
     for window in ("recent", "whole"):
         for against in ("bytes", "step", "time"):
             page.run(f"document.querySelector('input[value={window}]').click()")
             page.run(f"document.querySelector('input[value={against}]').click()")
-            shown.play()
+            shown.advance()
             drawn(page)
-            said = page.run("[...document.querySelectorAll('#plots .canvas')].map((each) => each.ariaLabel)")
-            assert all(f"against {against}: " in words and "\u2013" not in words for words in said), said
-    assert page.run(LOOKS) == [] and page.complaints == []
+            labels = page.run(
+                "[...document.querySelectorAll('#plots .canvas')].map((each) => each.ariaLabel)"
+            )
+            assert all(f"against {against}: " in label and "\u2013" not in label for label in labels), labels
+    assert page.run(LAYOUT_CHECK) == [] and page.errors == []
 
 
-def test_with_the_keyboard(opened) -> None:  # type: ignore[no-untyped-def]
+def test_the_keyboard_reaches_everything(opened) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(60)
     page.press(*TAB)
     assert page.run(FOCUS) == "Skip to the workers"
@@ -226,10 +228,10 @@ def test_with_the_keyboard(opened) -> None:  # type: ignore[no-untyped-def]
     assert page.run("document.getElementById('details').contains(document.activeElement)")
     page.press(*ESCAPE)
     assert page.until("!document.getElementById('details').open")
-    assert page.run(FOCUS) == "anna"  # back where one was
+    assert page.run(FOCUS) == "anna"  # the focus returns
 
 
-def test_sorting_finding_and_pages(opened) -> None:  # type: ignore[no-untyped-def]
+def test_the_table_sorts_filters_and_pages(opened) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(60)
     names = "[...document.querySelectorAll('#body .name')].map((each) => each.textContent)"
     assert len(page.run(names)) == 50
@@ -250,12 +252,12 @@ def test_sorting_finding_and_pages(opened) -> None:  # type: ignore[no-untyped-d
     assert page.run("document.getElementById('page').textContent") == "no worker"
 
 
-def test_a_hostile_name_is_only_text(opened) -> None:  # type: ignore[no-untyped-def]
+def test_a_hostile_name_is_shown_as_text(opened) -> None:  # type: ignore[no-untyped-def]
     page, shown = opened(4)
     shown.service.note(
         "warning", "violation", {"peer": HOSTILE, "reason": "</script><script>window.hurt = 1</script>"}
     )
-    shown.play(2)
+    shown.advance(2)
     page.until("document.querySelector('#events').textContent.includes('window.hurt')", 10.0)
     assert page.run("[document.querySelectorAll('main img, main script').length, typeof window.hurt]") == [
         0,
@@ -264,10 +266,10 @@ def test_a_hostile_name_is_only_text(opened) -> None:  # type: ignore[no-untyped
     assert page.run("[...document.querySelectorAll('#body .name')][2].textContent").startswith("<img src=x")
     with pytest.raises(RuntimeError, match="TrustedHTML"):  # the page could not make markup if it wanted to
         page.run("document.body.innerHTML = '<b>x</b>'")
-    page.complaints.clear()
+    page.errors.clear()
 
 
-def test_the_token_leaves_the_address_and_gives_orders(opened) -> None:  # type: ignore[no-untyped-def]
+def test_the_token_is_removed_from_the_address_and_permits_commands(opened) -> None:  # type: ignore[no-untyped-def]
     page, shown = opened(4)
     assert "#token=" in shown.url and page.run("location.href") == shown.address
     page.run(
@@ -279,19 +281,19 @@ def test_the_token_leaves_the_address_and_gives_orders(opened) -> None:  # type:
     assert page.run(f"{kick}.textContent") == "Really kick?" and shown.orders == []
     page.run(f"{kick}.click()")
 
-    def told() -> bool:
-        shown.play()
+    def answer_shown() -> bool:
+        shown.advance()
         return bool(
             page.run("document.querySelector('#details [role=status]').textContent.includes('simulated')")
         )
 
-    chromium.until(told, "the answer", 10.0)
+    chromium.until(answer_shown, "the answer", 10.0)
     (order,) = shown.orders
     assert isinstance(order, RemoveWorker) and (order.ban, order.reason) == (False, "too slow")
-    assert page.run(LOOKS) == []
+    assert page.run(LAYOUT_CHECK) == []
 
 
-def test_without_the_token_nothing_can_be_ordered(browser: chromium.Browser, stage) -> None:  # type: ignore[no-untyped-def]
+def test_no_command_is_offered_without_the_token(browser: chromium.Browser, stage) -> None:  # type: ignore[no-untyped-def]
     shown = stage(Run(4), past=30)
     page = browser.page()
     page.open(shown.address)
@@ -301,7 +303,7 @@ def test_without_the_token_nothing_can_be_ordered(browser: chromium.Browser, sta
     assert "shown with the token" in page.run("document.getElementById('details').textContent")
 
 
-def test_light_and_dark_by_the_switch(opened) -> None:  # type: ignore[no-untyped-def]
+def test_the_switch_changes_the_theme(opened) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(4)
     colour = "getComputedStyle(document.body).backgroundColor"
     light = page.run(colour)
@@ -326,7 +328,9 @@ def test_a_reload_keeps_the_curves_and_a_restart_is_noticed(browser: chromium.Br
     page.until("document.getElementById('live').textContent === 'live'", 30.0)
 
 
-def test_it_asks_nobody_else_and_weighs_less_than_300_kB(browser: chromium.Browser, stage) -> None:  # type: ignore[no-untyped-def]
+def test_the_page_loads_from_its_own_address_only_and_is_below_300_kB(
+    browser: chromium.Browser, stage
+) -> None:  # type: ignore[no-untyped-def]
     shown = stage(Run(4), past=30)
     page = browser.page()
     page.open(shown.address)

@@ -1,4 +1,4 @@
-"""The daemon with a dashboard: the status that it publishes, and orders from it."""
+"""The daemon with a dashboard: the status that it publishes, and commands from it."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 COORDINATOR, OPERATOR, INVITATION, ANNA = (letter * 32 for letter in (b"c", b"o", b"i", b"a"))
 
 
-class Window:
-    """Gives these orders when it is first asked."""
+class RecordingDashboard:
+    """Records what is published, and returns these commands when it is first asked."""
 
     def __init__(self, *orders: RemoveWorker | Unban) -> None:
-        self.pictures: list[Mapping[str, Any]] = []
-        self.given = [(order, Future[OperatorReply | Refused]()) for order in orders]
-        self._left = list(self.given)
+        self.published: list[Mapping[str, Any]] = []
+        self.orders = [(order, Future[OperatorReply | Refused]()) for order in orders]
+        self._left = list(self.orders)
 
-    def publish(self, picture: Mapping[str, Any]) -> None:
-        self.pictures.append(picture)
+    def publish(self, status: Mapping[str, Any]) -> None:
+        self.published.append(status)
 
     def take_orders(self) -> Iterator[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]:
         while self._left:
             yield self._left.pop(0)
 
     def replies(self) -> list[OperatorReply | Refused]:
-        return [answer.result(0) for _, answer in self.given]
+        return [answer.result(0) for _, answer in self.orders]
 
 
 class Turns:
@@ -54,34 +54,34 @@ class Turns:
         return self.left < 0
 
 
-def coordinator(window: Window, store: JournalStore) -> Coordinator:
-    door = Authorization(operator=OPERATOR, coordinator=COORDINATOR)
-    door.invite(INVITATION, 2, 600.0, time.time())
-    door.enrol(INVITATION, ANNA, "", time.time())
-    transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=connection_gate(door, time.time))
+def coordinator(dashboard: RecordingDashboard, store: JournalStore) -> Coordinator:
+    access = Authorization(operator=OPERATOR, coordinator=COORDINATOR)
+    access.invite(INVITATION, 2, 600.0, time.time())
+    access.enrol(INVITATION, ANNA, "", time.time())
+    transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=connection_gate(access, time.time))
     transport.listen("memory://c")
-    return Coordinator.for_run(transport, store, door, operator=OPERATOR, dashboard=window)
+    return Coordinator.for_run(transport, store, access, operator=OPERATOR, dashboard=dashboard)
 
 
-def test_the_window_is_shown_what_the_operator_would_be_told() -> None:
-    window = Window()
-    coordinator(window, JournalStore.open(":memory:")).run(Turns(2))
-    (picture,) = window.pictures
-    assert (picture["phase"], picture["step"], picture["members"]) == ("waiting", 0, [])
-    assert picture["door"]["enrolled_total"] == 1
-    assert {"stages", "relayed", "links", "steps_per_s", "uptime_s"} <= set(picture)
+def test_the_dashboard_receives_the_operators_status() -> None:
+    dashboard = RecordingDashboard()
+    coordinator(dashboard, JournalStore.open(":memory:")).run(Turns(2))
+    (status,) = dashboard.published
+    assert (status["phase"], status["step"], status["members"]) == ("waiting", 0, [])
+    assert status["door"]["enrolled_total"] == 1
+    assert {"stages", "relayed", "links", "steps_per_s", "uptime_s"} <= set(status)
 
 
-def test_orders_are_those_of_the_operator_and_in_the_journal(tmp_path: Path) -> None:
-    window = Window(
+def test_commands_from_the_dashboard_are_the_operators_and_are_journalled(tmp_path: Path) -> None:
+    dashboard = RecordingDashboard(
         RemoveWorker(ANNA, True, "why"),
         RemoveWorker(ANNA, False, ""),
         RemoveWorker(OPERATOR, True, ""),
         Unban(ANNA),
     )
     path = tmp_path / "journal.sqlite"
-    coordinator(window, JournalStore.open(path)).run(Turns(2))
-    banned, again, ours, pardoned = window.replies()
+    coordinator(dashboard, JournalStore.open(path)).run(Turns(2))
+    banned, again, ours, pardoned = dashboard.replies()
     assert isinstance(banned, OperatorReply) and "is banned" in banned.text
     assert isinstance(again, OperatorReply) and "already banned" in again.text
     assert isinstance(ours, Refused) and ours.code == "ours"
@@ -92,10 +92,10 @@ def test_orders_are_those_of_the_operator_and_in_the_journal(tmp_path: Path) -> 
     assert kinds[-2:] == ["expelled", "pardoned"]
 
 
-def test_without_room_an_order_is_refused_not_lost() -> None:
+def test_a_command_that_finds_the_disk_full_is_refused() -> None:
     store = JournalStore.open(":memory:")
-    window = Window(RemoveWorker(ANNA, True, "why"))
-    daemon = coordinator(window, store)
+    dashboard = RecordingDashboard(RemoveWorker(ANNA, True, "why"))
+    daemon = coordinator(dashboard, store)
     real = store.append_all
 
     def full(entries: Any) -> None:
@@ -105,22 +105,22 @@ def test_without_room_an_order_is_refused_not_lost() -> None:
 
     store.append_all = full  # type: ignore[method-assign]
     daemon.run(Turns(2))
-    (reply,) = window.replies()
+    (reply,) = dashboard.replies()
     assert isinstance(reply, Refused) and reply.code == "no-room"
 
 
-def test_who_has_gone_is_not_answered_and_nothing_is_done() -> None:
-    window = Window(RemoveWorker(ANNA, True, "why"))
-    window.given[0][1].cancel()
+def test_a_cancelled_command_is_not_carried_out() -> None:
+    dashboard = RecordingDashboard(RemoveWorker(ANNA, True, "why"))
+    dashboard.orders[0][1].cancel()
     store = JournalStore.open(":memory:")
-    coordinator(window, store).run(Turns(2))
-    assert window.given[0][1].cancelled()
+    coordinator(dashboard, store).run(Turns(2))
+    assert dashboard.orders[0][1].cancelled()
 
 
-# -- whether there is one ------------------------------------------------------------------------------
+# -- whether a dashboard is served ---------------------------------------------------------------
 
 
-def test_without_the_extra_the_run_goes_on_unless_it_was_asked_for(
+def test_a_missing_extra_is_an_error_only_if_a_dashboard_was_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(startup, "missing_packages", lambda: ["starlette", "uvicorn"])
@@ -133,7 +133,7 @@ def test_without_the_extra_the_run_goes_on_unless_it_was_asked_for(
     assert startup.open_dashboard(None, tmp_path, lambda *line: None).startup_lines(is_terminal=True) == []
 
 
-def test_the_token_is_printed_for_a_terminal_only(tmp_path: Path) -> None:
+def test_the_token_is_printed_to_a_terminal_only(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
     found = startup.open_dashboard(parse_address("127.0.0.1:0"), tmp_path, lambda *line: None)
     token = (tmp_path / "dashboard.token").read_text().strip()
@@ -147,7 +147,7 @@ def test_the_token_is_printed_for_a_terminal_only(tmp_path: Path) -> None:
     wide.close()
 
 
-def test_the_daemon_loads_no_web_server_until_it_serves_one() -> None:
+def test_the_daemon_imports_no_web_server_without_a_dashboard() -> None:
     code = (
         "import sys, gridtrain_coordinator.serving\n"
         "names = ('starlette', 'uvicorn', 'prometheus_client', 'torch')\n"

@@ -1,4 +1,4 @@
-"""The dashboard against other pages, names and bytes: hosts, tokens, headers, sizes, hostile workers."""
+"""Defences of the dashboard: hosts, tokens, headers, sizes of requests, hostile workers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from dashboard_demo.simulated_run import HOSTILE
 from gridtrain.errors import ConfigError
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.listen_address import TOKEN_FILE, bind, load_token, parse_address, url
-from showing.simulated import HOSTILE
 
 guard = pytest.importorskip(
     "gridtrain_coordinator.dashboard.guard",
@@ -45,7 +45,7 @@ PATHS = (
         ("", False),
     ],
 )
-def test_dns_rebinding(desk: Desks, host: str, allowed: bool) -> None:
+def test_dns_rebinding_is_refused(desk: Desks, host: str, allowed: bool) -> None:
     assert guard.is_host_allowed(host, {"watch.example.org"}) is allowed
     here = desk(named=("Watch.example.org",))
     for path in ("/", "/api/v1/run", "/metrics", "/healthz"):
@@ -69,7 +69,7 @@ def test_every_answer_carries_the_headers(desk: Desks, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "headers",
     [
         {},
         {"authorization": "Bearer"},
@@ -80,13 +80,13 @@ def test_every_answer_carries_the_headers(desk: Desks, path: str) -> None:
         {"cookie": "token=" + "t" * 43},
     ],
 )
-def test_without_the_token_nothing_changes(desk: Desks, given: Any) -> None:
+def test_a_command_without_the_token_is_refused(desk: Desks, headers: Any) -> None:
     here = desk()
     where = f"/api/v1/workers/{here.board.workers()[0]['peer']}"
     for verb in ("kick", "ban", "unban"):
-        answer = here.client.post(f"{where}/{verb}", headers=given)
+        answer = here.client.post(f"{where}/{verb}", headers=headers)
         assert (answer.status_code, answer.json()["code"]) == (401, "token")
-    assert here.client.get("/api/v1/door", headers=given).status_code == 401
+    assert here.client.get("/api/v1/door", headers=headers).status_code == 401
     assert here.client.get(f"{where}/kick", headers=here.owner).status_code == 405  # a link changes nothing
     assert here.orders == []
 
@@ -109,11 +109,11 @@ def test_a_body_of_unknown_length_is_refused(desk: Desks) -> None:
 @pytest.mark.parametrize(
     "path", ["/static/../app.py", "/static/%2e%2e/app.py", "/static/uplot.LICENSE", "/app.py"]
 )
-def test_only_the_page_is_served(desk: Desks, path: str) -> None:
+def test_only_files_of_the_page_are_served(desk: Desks, path: str) -> None:
     assert desk().client.get(path).status_code == 404
 
 
-def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(desk: Desks) -> None:
+def test_the_page_has_no_inline_code_and_loads_nothing_from_other_hosts(desk: Desks) -> None:
     here = desk()
     page = here.client.get("/").text
     assert "<style" not in page and "style=" not in page and "onclick" not in page and "http" not in page
@@ -131,7 +131,7 @@ def test_the_page_has_nothing_inline_and_nothing_from_elsewhere(desk: Desks) -> 
             assert dangerous not in text, f"{name}.js: {dangerous}"
 
 
-def test_the_page_weighs_less_than_300_kB(desk: Desks) -> None:
+def test_the_page_is_below_300_kB(desk: Desks) -> None:
     here = desk()
     page = here.client.get("/")
     parts = [part for part in page.text.replace("'", '"').split('"') if part.startswith("static/")]
@@ -146,11 +146,11 @@ def test_the_page_weighs_less_than_300_kB(desk: Desks) -> None:
 # -- hostile workers -----------------------------------------------------------------------------
 
 
-def test_names_are_cleaned_of_what_moves_text(desk: Desks) -> None:
+def test_bidirectional_controls_are_removed_from_names(desk: Desks) -> None:
     here = desk(4, 3)
     assert HOSTILE.startswith("<img") and "\u202e" in HOSTILE
-    told = json.dumps(here.board.full_state(), ensure_ascii=False) + here.client.get("/metrics").text
-    assert "\u202e" not in told
+    served = json.dumps(here.board.full_state(), ensure_ascii=False) + here.client.get("/metrics").text
+    assert "\u202e" not in served
     assert "<img src=x onerror=alert(1)>\ufffdgnp.exe" in [row["name"] for row in here.board.workers()]
 
 
@@ -163,13 +163,13 @@ def test_texts_are_bounded_and_printable(hostile: str) -> None:
     shown.encode("utf-8")
 
 
-def test_numbers_that_are_none_are_none() -> None:
+def test_values_that_are_not_finite_numbers_become_none() -> None:
     assert [sanitize.number(x) for x in (1, 0.5, True, "1", float("nan"), float("inf"), None, [1])] == [
         1, 0.5, None, None, None, None, None, None,
     ]  # fmt: skip
 
 
-def test_deep_and_wide_things_are_cut() -> None:
+def test_deep_and_wide_values_are_truncated() -> None:
     deep: Any = "end"
     for _ in range(500):
         deep = {"in": deep}
@@ -177,10 +177,10 @@ def test_deep_and_wide_things_are_cut() -> None:
     assert len(sanitize.tree({str(n): n for n in range(10_000)})) == sanitize.MAX_ITEMS
 
 
-# -- where it listens, and the token ---------------------------------------------------------------
+# -- listen address and token --------------------------------------------------------------------
 
 
-def test_no_token_is_left_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int, *args: Any, **options: Any) -> Any:
         os.close(handle)
         return open("/dev/full", "w")
@@ -195,7 +195,7 @@ def test_no_token_is_left_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mon
     assert load_token(tmp_path)
 
 
-def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
+def test_the_token_is_private_and_persistent(tmp_path: Path) -> None:
     token = load_token(tmp_path)
     assert len(token) >= 40 and load_token(tmp_path) == token
     assert stat.S_IMODE((tmp_path / TOKEN_FILE).stat().st_mode) == 0o600
@@ -211,7 +211,7 @@ def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["0.0.0.0:7780", "0.0.0.0", "192.168.1.4:80", "[::]:7780", "watch.example.org:80"]
 )
-def test_other_machines_need_a_second_word(text: str) -> None:
+def test_an_address_open_to_the_network_needs_a_second_option(text: str) -> None:
     with pytest.raises(ConfigError, match="other machines could open") as refused:
         parse_address(text)
     assert "--dashboard-open" in str(refused.value)
@@ -228,18 +228,18 @@ def test_other_machines_need_a_second_word(text: str) -> None:
         ("[::1]:99", "::1", 99),
     ],
 )
-def test_addresses(text: str, host: str, port: int) -> None:
-    place = parse_address(text)
-    assert (place.host, place.port, place.is_required) == (host, port, bool(text))
+def test_listen_addresses_are_parsed(text: str, host: str, port: int) -> None:
+    address = parse_address(text)
+    assert (address.host, address.port, address.is_required) == (host, port, bool(text))
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:70000", "a b", "http://127.0.0.1:80/", "127.0.0.1:"])
-def test_what_is_no_address(text: str) -> None:
+def test_an_invalid_listen_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         parse_address(text)
 
 
-def test_the_next_free_port_is_taken_unless_one_was_asked_for() -> None:
+def test_the_next_free_port_is_used_unless_a_port_was_requested() -> None:
     with bind(parse_address("127.0.0.1:0")) as taken:
         taken.listen()
         port = taken.getsockname()[1]

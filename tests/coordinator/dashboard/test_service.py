@@ -1,4 +1,4 @@
-"""The dashboard's thread over real sockets: it never blocks the daemon, and its clients are bounded."""
+"""The dashboard's thread over real sockets: it does not block the daemon, and its clients are bounded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from dashboard_demo.chromium import until
+from dashboard_demo.simulated_run import Run
 from gridtrain.core.messages import OperatorReply, RemoveWorker
 from gridtrain_coordinator.dashboard import connection_timeouts
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, bind
-from showing.chromium import until
-from showing.simulated import Run
 
 service = pytest.importorskip(
     "gridtrain_coordinator.dashboard.dashboard_service",
@@ -37,7 +37,7 @@ class Running:
         self.logged: list[tuple[str, str, Mapping[str, Any]]] = []
         bound = bind(DashboardAddress(port=0))
         self.port = bound.getsockname()[1]
-        self.service = service.DashboardService(bound, TOKEN, lambda *line: self.logged.append(line))
+        self.service = service.DashboardService(bound, TOKEN, lambda *record: self.logged.append(record))
         self.service.start()
 
     def get(
@@ -51,12 +51,12 @@ class Running:
         finally:
             connection.close()
 
-    def shown(self, pictures: int = 3, workers: int = 4) -> list[dict[str, Any]]:
-        told = [picture for _, picture, _ in islice(Run(workers).pictures(pictures), pictures)]
-        for picture in told:
-            self.service.publish(picture)
-        until(lambda: self.get("/api/v1/run")[0] == 200, "the first picture", WITHIN_S)
-        return told
+    def publish(self, count: int = 3, workers: int = 4) -> list[dict[str, Any]]:
+        published = [status for _, status, _ in islice(Run(workers).statuses(count), count)]
+        for status in published:
+            self.service.publish(status)
+        until(lambda: self.get("/api/v1/run")[0] == 200, "the first status", WITHIN_S)
+        return published
 
 
 @pytest.fixture
@@ -89,25 +89,25 @@ class Stream:
         self.socket.close()
 
 
-def test_a_page_hears_everything_once_and_then_what_changes(running: Running) -> None:
-    pictures = list(islice(Run(4).pictures(9), 9))
-    running.service.publish(pictures[0][1])
+def test_a_page_receives_the_whole_state_once_and_then_changes(running: Running) -> None:
+    statuses = list(islice(Run(4).statuses(9), 9))
+    running.service.publish(statuses[0][1])
     page = Stream(running.port)
     events = iter(page)
     name, whole = next(events)
     assert (name, len(whole["rows"])) == ("whole", 4)
     running.service.note("warning", "lost", {"name": "anna", "reason": "silent"})
-    running.service.publish(pictures[5][1])
+    running.service.publish(statuses[5][1])
     for name, tick in events:
         assert name == "tick"
-        if tick.get("run", {}).get("step") == pictures[5][1]["step"]:
+        if tick.get("run", {}).get("step") == statuses[5][1]["step"]:
             break
     assert tick["events"][-1]["event"] == "lost" and len(tick["points"]) == 1
     page.close()
 
 
-def test_so_many_pages_and_no_more(running: Running) -> None:
-    running.shown()
+def test_open_pages_are_bounded(running: Running) -> None:
+    running.publish()
     from gridtrain_coordinator.dashboard.event_stream import MAX_PAGES
 
     pages = [Stream(running.port) for _ in range(MAX_PAGES)]
@@ -124,17 +124,17 @@ def test_so_many_pages_and_no_more(running: Running) -> None:
         page.close()
         return page.status == 200
 
-    until(one_more, "a page that was closed makes room", WITHIN_S)
+    until(one_more, "a closed page makes room", WITHIN_S)
     assert running.get("/healthz")[0] == 200
     for page in pages[5:]:
         page.close()
 
 
-def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_does_not_read_delays_nobody(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gridtrain_coordinator.dashboard.event_stream.SEND_TIMEOUT_S", 0.5)
-    _, picture, _ = next(Run(300).pictures(1))
-    running.service.publish(picture)
-    until(lambda: running.get("/api/v1/run")[0] == 200, "the first picture", WITHIN_S)
+    _, status, _ = next(Run(300).statuses(1))
+    running.service.publish(status)
+    until(lambda: running.get("/api/v1/run")[0] == 200, "the first status", WITHIN_S)
     stuck = Stream(running.port, read=False)
     stuck.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     reader = Stream(running.port)
@@ -142,36 +142,38 @@ def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch
     next(events)
     stream = running.service._stream
     until(lambda: stream.page_count == 2, "both pages", WITHIN_S)
-    pictures = Run(300).pictures(10_000)
+    statuses = Run(300).statuses(10_000)
 
-    def given_up() -> bool:
-        running.service.publish(next(pictures)[1])
+    def disconnected() -> bool:
+        running.service.publish(next(statuses)[1])
         next(events)  # the other page still receives events
         return bool(stream.page_count == 1)
 
-    until(given_up, "the stuck page is cut off", 60.0)
+    until(disconnected, "the stuck page is disconnected", 60.0)
     reader.close()
     stuck.close()
 
 
-def test_the_daemon_never_waits(running: Running) -> None:
-    """Publishing takes no longer with a loop that is blocked."""
-    running.shown()
-    _, picture, _ = next(Run(300).pictures(1))
-    stands, go_on = threading.Event(), threading.Event()
-    running.service._loop.call_soon_threadsafe(lambda: (stands.set(), go_on.wait(WITHIN_S)))
-    assert stands.wait(WITHIN_S)
+def test_publishing_does_not_wait_for_the_dashboard(running: Running) -> None:
+    """The dashboard's loop is blocked meanwhile."""
+    running.publish()
+    _, status, _ = next(Run(300).statuses(1))
+    blocked, go_on = threading.Event(), threading.Event()
+    running.service._loop.call_soon_threadsafe(lambda: (blocked.set(), go_on.wait(WITHIN_S)))
+    assert blocked.wait(WITHIN_S)
     for _ in range(5000):
-        running.service.publish(picture)
+        running.service.publish(status)
         running.service.note("info", "joined", {"name": "x"})
         assert list(running.service.take_orders()) == []
     assert not go_on.is_set() and len(running.service._events) == service.MAX_EVENTS
     go_on.set()
-    until(lambda: json.loads(running.get("/api/v1/run")[1])["world_size"] == 300, "the latest one", WITHIN_S)
+    until(
+        lambda: json.loads(running.get("/api/v1/run")[1])["world_size"] == 300, "the latest status", WITHIN_S
+    )
 
 
-def test_orders_are_fetched_by_the_daemon_and_bounded(running: Running) -> None:
-    running.shown()
+def test_commands_are_fetched_by_the_daemon_and_bounded(running: Running) -> None:
+    running.publish()
     peer = "ab" * 32
     answers: list[tuple[int, bytes]] = []
     owner = {"authorization": f"Bearer {TOKEN}"}
@@ -183,7 +185,7 @@ def test_orders_are_fetched_by_the_daemon_and_bounded(running: Running) -> None:
     ]
     for thread in threads:
         thread.start()
-    until(lambda: len(answers) == 4, "those that are too many", WITHIN_S)
+    until(lambda: len(answers) == 4, "the commands over the limit", WITHIN_S)
     assert {status for status, _ in answers} == {409} and b"commands are waiting to be handled" in answers[0][
         1
     ]
@@ -198,23 +200,23 @@ def test_orders_are_fetched_by_the_daemon_and_bounded(running: Running) -> None:
     assert [status for status, _ in answers].count(200) == service.MAX_ORDERS
 
 
-def test_its_own_fault_is_a_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_dashboard_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no")
 
     monkeypatch.setattr(service, "create_app", broken)
     made = Running()
     try:
-        until(lambda: made.logged, "a line", WITHIN_S)
+        until(lambda: made.logged, "a log record", WITHIN_S)
         level, event, fields = made.logged[0]
         assert (level, event, fields["reason"]) == ("error", "dashboard_failed", "ValueError: no")
-        made.service.publish({})  # and the daemon goes on
+        made.service.publish({})  # the daemon continues
     finally:
         made.service.close()
 
 
 def test_it_closes_in_bounded_time_with_pages_open(running: Running) -> None:
-    running.shown()
+    running.publish()
     page = Stream(running.port)
     next(iter(page))
     began_s = time.monotonic()
@@ -225,7 +227,7 @@ def test_it_closes_in_bounded_time_with_pages_open(running: Running) -> None:
 
 
 def test_slow_senders_of_headers_are_bounded(running: Running) -> None:
-    running.shown()
+    running.publish()
     with socket.create_connection(("127.0.0.1", running.port), timeout=WITHIN_S) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
         with pytest.raises(OSError):
@@ -237,7 +239,7 @@ def test_slow_senders_of_headers_are_bounded(running: Running) -> None:
     assert running.get("/healthz")[0] == 200
 
 
-def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_clients_are_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """More silent clients than connections, in three ways; an open page beside them is left alone."""
     monkeypatch.setattr(
         connection_timeouts, "REQUEST_S", 2.0
@@ -245,7 +247,7 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(connection_timeouts, "LOOK_S", 0.1)
     running = Running()
     try:
-        running.shown()
+        running.publish()
         page = Stream(running.port)
         events = iter(page)
         next(events)
@@ -256,20 +258,20 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
                 one.sendall((b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nG")[i % 3])
             silent.append(one)
         for one in silent:
-            with contextlib.suppress(ConnectionError):  # as good an end as any
+            with contextlib.suppress(ConnectionError):  # a reset is an end too
                 while one.recv(65536):
                     pass
             one.close()
         assert running.get("/api/v1/run")[0] == 200, "there is room again"
-        running.shown()
+        running.publish()
         assert next(events)[0] in ("tick", "whole"), "the page is still served"
         page.socket.close()
     finally:
         running.service.close()
 
 
-def test_an_answer_that_nobody_takes_is_given_up() -> None:
-    taken = connection_timeouts.ConnectionTimeouts(("/lasting",))
+def test_an_answer_that_is_not_read_times_out() -> None:
+    timeouts = connection_timeouts.ConnectionTimeouts(("/stream",))
 
     def one(path: str) -> Any:
         return Connection(cycle=asked(path), transport=SimpleNamespace(get_write_buffer_size=lambda: 0))
@@ -277,39 +279,39 @@ def test_an_answer_that_nobody_takes_is_given_up() -> None:
     def asked(path: str) -> SimpleNamespace:
         return SimpleNamespace(response_complete=False, scope={"path": path})
 
-    stuck, lasting = one("/api/v1/history"), one("/lasting")
+    stuck, stream = one("/api/v1/history"), one("/stream")
     after_s = connection_timeouts.ANSWER_S + 1
     assert (
-        taken.expired([stuck, lasting], 0.0)
-        == taken.expired([stuck, lasting], connection_timeouts.ANSWER_S)
+        timeouts.expired([stuck, stream], 0.0)
+        == timeouts.expired([stuck, stream], connection_timeouts.ANSWER_S)
         == []
     )
-    assert taken.expired([stuck, lasting], after_s) == [stuck]
+    assert timeouts.expired([stuck, stream], after_s) == [stuck]
     stuck.cycle = asked("/")
-    assert taken.expired([stuck], 2 * after_s) == [], "it is another request"
+    assert timeouts.expired([stuck], 2 * after_s) == [], "a new request has its own time"
 
 
-def test_a_slow_line_is_no_silent_client() -> None:
-    """The answer is written; a phone takes it in small parts, and then nothing for too long."""
-    taken, unsent = connection_timeouts.ConnectionTimeouts(()), [50_000]
+def test_a_slow_link_is_no_silent_client() -> None:
+    """A phone reads a written answer in small parts, and then nothing for too long."""
+    timeouts, unsent = connection_timeouts.ConnectionTimeouts(()), [50_000]
     transport = SimpleNamespace(get_write_buffer_size=lambda: unsent[0])
     slow = Connection(cycle=SimpleNamespace(response_complete=True, scope={"path": "/"}), transport=transport)
     for now_s in range(0, 100, 20):
-        assert taken.expired([slow], now_s) == []
+        assert timeouts.expired([slow], now_s) == []
         unsent[0] -= 5_000
-    assert taken.expired([slow], 100) == taken.expired([slow], 100 + connection_timeouts.ANSWER_S) == []
-    assert taken.expired([slow], 101 + connection_timeouts.ANSWER_S) == [slow]
+    assert timeouts.expired([slow], 100) == timeouts.expired([slow], 100 + connection_timeouts.ANSWER_S) == []
+    assert timeouts.expired([slow], 101 + connection_timeouts.ANSWER_S) == [slow]
 
 
 class Connection(SimpleNamespace):
-    """One connection is not another that looks the same."""
+    """Compared by identity."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
-def test_the_head_of_the_stream_ends(running: Running) -> None:
-    running.shown()
+def test_a_head_request_for_the_stream_ends(running: Running) -> None:
+    running.publish()
     with socket.create_connection(("127.0.0.1", running.port), timeout=WITHIN_S) as asks:
         asks.sendall(b"HEAD /api/v1/stream HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         answer = b"".join(iter(lambda: asks.recv(65536), b""))

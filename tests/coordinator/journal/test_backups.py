@@ -30,7 +30,7 @@ def running(state: Path) -> JournalStore:
     return store
 
 
-def test_a_standby_begins_with_all_that_was_written_down(tmp_path: Path) -> None:
+def test_a_standby_starts_with_every_journalled_entry(tmp_path: Path) -> None:
     store = running(tmp_path / "state")
     store.append_all([("enrolled", {"peer": "ab" * 32}), ("state", {"state": "training"})])
     path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
@@ -47,7 +47,7 @@ def test_a_standby_begins_with_all_that_was_written_down(tmp_path: Path) -> None
     assert standby.next_term() == 2
 
 
-def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_path: Path) -> None:
+def test_a_stale_wal_does_not_alter_a_restored_backup(tmp_path: Path) -> None:
     """A damaged journal.sqlite was removed but not its -wal, which SQLite would apply to the backup."""
     store = running(tmp_path / "state")
     path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
@@ -59,7 +59,7 @@ def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_p
     assert JournalStore.open(tmp_path / "again" / JOURNAL).entries() == before
 
 
-def test_the_latest_is_that_of_the_latest_term(tmp_path: Path) -> None:
+def test_the_latest_backup_is_that_of_the_latest_term(tmp_path: Path) -> None:
     """A standby that started from an older backup has fewer entries, but a later term."""
     store = running(tmp_path / "state")
     first = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
@@ -86,14 +86,14 @@ def test_a_journal_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "other" / JOURNAL).read_bytes() == before
 
 
-def test_there_is_no_backup(tmp_path: Path) -> None:
+def test_a_missing_backup_is_an_error(tmp_path: Path) -> None:
     (tmp_path / ".backup.partial").mkdir()
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ConfigError, match="there is no backup in"):
             restore(folder, tmp_path / "standby")
 
 
-def test_a_damaged_backup_makes_no_standby(tmp_path: Path) -> None:
+def test_a_damaged_backup_is_not_restored(tmp_path: Path) -> None:
     store = running(tmp_path / "state")
     path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
     content = (path / JOURNAL).read_bytes()
@@ -103,10 +103,10 @@ def test_a_damaged_backup_makes_no_standby(tmp_path: Path) -> None:
     assert "older backup" in caught.value.remedy
     assert not [name for name in os.listdir(tmp_path / "standby") if JOURNAL in name]
     (path / JOURNAL).write_bytes(content)
-    restore(path, tmp_path / "standby")  # a start that failed can be repeated
+    restore(path, tmp_path / "standby")  # a failed start can be repeated
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_runs_cannot_share_a_backup_folder(tmp_path: Path) -> None:
     one, other = running(tmp_path / "one"), running(tmp_path / "other")
     Backups(tmp_path / "backups", tmp_path / "one").make(one, 0.0)
     with pytest.raises(JournalError, match="belongs to another coordinator"):
@@ -116,7 +116,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         Backups(tmp_path / "one", tmp_path / "one")
 
 
-def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_earlier_backups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = running(tmp_path / "state")
     backups = Backups(tmp_path / "backups", tmp_path / "state")
     backups.make(store, 0.0)
@@ -153,15 +153,15 @@ backups.Backups(folder, state, keep=1).make(store, 0.0)
 """
 
 
-def test_killed_at_any_line_there_is_always_a_whole_backup(tmp_path: Path) -> None:
+def test_a_complete_backup_exists_wherever_the_process_is_killed(tmp_path: Path) -> None:
     store = running(tmp_path / "state")
     Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
     store.close()
     killed = 0
-    for line in range(0, 70, 3):
-        argv = (sys.executable, "-c", DIES, str(tmp_path / "state"), str(tmp_path / "backups"), str(line))
+    for events in range(0, 70, 3):
+        argv = (sys.executable, "-c", DIES, str(tmp_path / "state"), str(tmp_path / "backups"), str(events))
         killed += subprocess.run(argv, timeout=60).returncode == -signal.SIGKILL
-        standby = tmp_path / f"standby-{line}"
+        standby = tmp_path / f"standby-{events}"
         restore(tmp_path / "backups", standby)
         restored = JournalStore.open(standby / JOURNAL)
         assert restored.identity() == Identity.read(tmp_path / "state" / COORDINATOR_KEY)

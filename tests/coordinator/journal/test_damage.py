@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / JOURNAL
 
 
-def written(path: Path) -> list[StoredEntry]:
+def write_journal(path: Path) -> list[StoredEntry]:
     """A journal of a few pages, closed, with its key."""
     store = JournalStore.open(path)
     store.identity()
@@ -39,7 +39,7 @@ def written(path: Path) -> list[StoredEntry]:
     return entries
 
 
-def opened(path: Path) -> list[StoredEntry]:
+def read_entries(path: Path) -> list[StoredEntry]:
     store = JournalStore.open(path)
     try:
         store.identity()
@@ -53,50 +53,50 @@ def digest(path: Path) -> bytes:
 
 
 def test_no_flipped_bit_becomes_an_entry(path: Path, seeds: Seeds) -> None:
-    """Wherever it is: either nothing has changed (the bit meant nothing), or the error says what to do."""
-    entries = written(path)
+    """Either the entries are unchanged (the bit was unused), or the error says what to do."""
+    entries = write_journal(path)
     whole = path.read_bytes()
-    told = 0
+    detected = 0
     for seed in seeds(400):
         rng = random.Random(seed)
-        place = rng.choice((rng.randrange(100), rng.randrange(len(whole))))  # the header has 100 bytes
-        spoilt = bytearray(whole)
-        spoilt[place] ^= 1 << rng.randrange(8)
-        path.write_bytes(spoilt)
+        position = rng.choice((rng.randrange(100), rng.randrange(len(whole))))  # the header has 100 bytes
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
         try:
-            assert opened(path) == entries, f"byte {place}"
+            assert read_entries(path) == entries, f"byte {position}"
         except (JournalError, ConfigError) as error:
-            told += 1
+            detected += 1
             assert error.remedy
-            assert path.read_bytes() == spoilt, f"byte {place}: a file that is refused stays as it was"
+            assert path.read_bytes() == damaged, f"byte {position}: a refused file is not changed"
         for left in path.parent.glob(f"{JOURNAL}-*"):
             left.unlink()
-    assert told > 0
+    assert detected > 0
 
 
-def test_a_file_that_was_cut_short(path: Path, seeds: Seeds) -> None:
-    written(path)
+def test_a_truncated_file_is_refused(path: Path, seeds: Seeds) -> None:
+    write_journal(path)
     whole = path.read_bytes()
     for seed in seeds(60):
         length = random.Random(seed).randrange(len(whole))
         path.write_bytes(whole[:length])
         with pytest.raises(JournalError) as caught:
-            opened(path)
+            read_entries(path)
         assert caught.value.remedy
-        assert path.read_bytes() == whole[:length], f"cut at {length}"
+        assert path.read_bytes() == whole[:length], f"truncated at {length}"
 
 
-def test_an_empty_file_is_no_new_run_where_there_was_one(path: Path) -> None:
-    written(path)
+def test_an_empty_file_beside_a_key_starts_no_new_run(path: Path) -> None:
+    write_journal(path)
     path.write_bytes(b"")
     with pytest.raises(JournalError, match="it is empty, although"):
         JournalStore.open(path)
     assert path.read_bytes() == b""
 
 
-def test_a_number_in_an_entry_was_changed(path: Path) -> None:
-    """Valid as SQLite and as JSON: only the digests reveal it."""
-    written(path)
+def test_a_changed_number_in_an_entry_is_detected(path: Path) -> None:
+    """The file is valid as SQLite and as JSON; only the digests differ."""
+    write_journal(path)
     content = path.read_bytes()
     assert content.count(b'"generation":17,') == 1
     path.write_bytes(content.replace(b'"generation":17,', b'"generation":71,'))
@@ -105,9 +105,9 @@ def test_a_number_in_an_entry_was_changed(path: Path) -> None:
     assert "--from-backup" in caught.value.remedy
 
 
-@pytest.mark.parametrize("place", ["a page", "the WAL"])
-def test_after_sigkill_a_torn_wal_costs_its_end_and_no_more(path: Path, place: str) -> None:
-    """What SQLite cannot read of a WAL was never written: entries end earlier, and none differs."""
+@pytest.mark.parametrize("damage", ["flipped bit", "truncated"])
+def test_a_torn_wal_after_sigkill_loses_only_its_end(path: Path, damage: str) -> None:
+    """SQLite drops the unreadable end of a WAL: there are fewer entries, and none differs."""
     script = (
         "import os, signal, sys; from gridtrain_coordinator.journal.store import JournalStore\n"
         "s = JournalStore.open(sys.argv[1])\n"
@@ -120,12 +120,12 @@ def test_after_sigkill_a_torn_wal_costs_its_end_and_no_more(path: Path, place: s
     wal = path.with_name(f"{JOURNAL}-wal")
     content = bytearray(wal.read_bytes())
     assert len(content) > 30_000
-    if place == "the WAL":
+    if damage == "truncated":
         del content[len(content) * 2 // 3 :]
     else:
         content[len(content) * 2 // 3] ^= 0x10
     wal.write_bytes(content)
-    entries = opened(path)
+    entries = read_entries(path)
     assert 5 < len(entries) < 31
     assert [entry.body["n"] for entry in entries[1:]] == list(range(len(entries) - 1))
 
@@ -141,7 +141,7 @@ def test_another_programs_database_is_not_touched(path: Path) -> None:
 
 
 def test_a_newer_journal_is_not_touched(path: Path) -> None:
-    written(path)
+    write_journal(path)
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 9")
     connection.close()
@@ -159,8 +159,8 @@ def test_a_failed_first_start_leaves_no_file(path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder(path: Path) -> None:
-    entries = written(path)
+def test_a_read_only_folder_is_an_error(path: Path) -> None:
+    entries = write_journal(path)
     path.chmod(0o400)
     path.parent.chmod(0o500)
     try:
@@ -170,10 +170,10 @@ def test_a_read_only_folder(path: Path) -> None:
     finally:
         path.parent.chmod(0o700)
         path.chmod(0o600)
-    assert opened(path) == entries
+    assert read_entries(path) == entries
 
 
-def test_what_does_not_fit_is_as_if_it_had_not_been_tried(path: Path) -> None:
+def test_an_append_that_does_not_fit_changes_nothing(path: Path) -> None:
     store = JournalStore.open(path)
     store.append("state", {"n": 1})
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
@@ -184,4 +184,6 @@ def test_what_does_not_fit_is_as_if_it_had_not_been_tried(path: Path) -> None:
     store.append("state", {"n": 3})
     assert [entry.body["n"] for entry in store.entries()] == [1, 3]
     store.close()
-    assert [entry.body["n"] for entry in JournalStore.open(path).entries()] == [1, 3], "its digests go on too"
+    assert [entry.body["n"] for entry in JournalStore.open(path).entries()] == [1, 3], (
+        "the chain of digests continues"
+    )

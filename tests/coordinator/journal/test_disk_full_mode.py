@@ -1,4 +1,4 @@
-"""With a full disk the coordinator makes no decisions, says so, and continues when there is room."""
+"""With a full disk the coordinator makes no decisions, reports it, and continues when there is room."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from gridtrain_coordinator.run.events import (
     Send,
 )
 
-COORDINATOR, OPERATOR, ANNA, BERT, INVITATION, GUEST = (
+COORDINATOR, OPERATOR, ANNA, BERT, INVITATION, PENDING = (
     letter * 32 for letter in (b"c", b"o", b"a", b"b", b"i", b"g")
 )
-NAMES = {OPERATOR: "operator", ANNA: "anna", BERT: "bert", GUEST: "guest"}
+NAMES = {OPERATOR: "operator", ANNA: "anna", BERT: "bert", PENDING: "pending"}
 BIG = "x" * 60_000
 
 
-class Scene:
-    """A real journal that can be filled; a core and a transport that record events and messages."""
+class FullDiskCoordinator:
+    """A coordinator with a real journal that can be filled; core and transport record what they receive."""
 
     def __init__(self, folder: Path, *, backups: Backups | None = None) -> None:
         self.now_s = 100.0
         self.lines: list[str] = []
-        self.heard: list[tuple[float, Event]] = []
+        self.received: list[tuple[float, Event]] = []
         self.deadline_s = 1e9
         self.answers: dict[type[Event], list[Effect]] = {}
         self.turns: list[list[TransportEvent]] = []
@@ -49,13 +49,13 @@ class Scene:
         self.store = JournalStore.open(folder / JOURNAL)
         self.store.identity()
         (self.pages,) = self.store._connection.execute("PRAGMA page_count").fetchone()
-        door = Authorization(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
-        door.invite(INVITATION, 9, 600.0, 0.0)
+        access = Authorization(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
+        access.invite(INVITATION, 9, 600.0, 0.0)
         for member in (ANNA, BERT):
-            door.enrol(INVITATION, member, "", 0.0)
-        reception = AccessHandler(door, self, OPERATOR, lambda: 100.0)
+            access.enrol(INVITATION, member, "", 0.0)
+        access_handler = AccessHandler(access, self, OPERATOR, lambda: 100.0)
         self.loop = Coordinator(
-            self, self.store, self, reception, log=self.log, clock=lambda: self.now_s, backups=backups
+            self, self.store, self, access_handler, log=self.log, clock=lambda: self.now_s, backups=backups
         )  # type: ignore[arg-type]
 
     def fill(self) -> None:
@@ -65,7 +65,7 @@ class Scene:
         self.store._connection.execute("PRAGMA max_page_count = 100000")
 
     def turn(self, *events: TransportEvent, after_s: float = 0.0) -> list[str]:
-        """What the loop did in one turn."""
+        """Runs the loop once and returns what it did."""
         self.now_s += after_s
         self.turns.append(list(events))
         began = len(self.lines)
@@ -100,7 +100,7 @@ class Scene:
         return ""
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        self.heard.append((now_s, event))
+        self.received.append((now_s, event))
         return self.answers.get(type(event), [])
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -112,132 +112,131 @@ class Scene:
 
 
 JOIN = m.Join("default", "anna", "memory://anna")
-DECIDES = [
+DECISION = [
     JournalEntry("generation", {"term": 1, "generation": 1, "note": BIG}),
     Send(BERT, m.StartGeneration(1, 1)),
 ]
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    scene = Scene(tmp_path)
-    scene.answers = {MessageReceived: DECIDES}
-    scene.turn(PeerUp(ANNA), PeerUp(BERT), PeerUp(OPERATOR))
-    scene.fill()
-    return scene
+def disk(tmp_path: Path) -> FullDiskCoordinator:
+    disk = FullDiskCoordinator(tmp_path)
+    disk.answers = {MessageReceived: DECISION}
+    disk.turn(PeerUp(ANNA), PeerUp(BERT), PeerUp(OPERATOR))
+    disk.fill()
+    return disk
 
 
-def test_the_command_that_finds_the_disk_full_is_refused_at_once(scene: Scene) -> None:
-    """Its program used to wait in vain, and to report that no coordinator can be reached."""
-    scene.store._connection.execute(f"PRAGMA max_page_count = {scene.pages}")
+def test_a_command_that_finds_the_disk_full_is_refused_at_once(disk: FullDiskCoordinator) -> None:
+    """Otherwise the command would time out and report that no coordinator can be reached."""
+    disk.store._connection.execute(f"PRAGMA max_page_count = {disk.pages}")
     for number in range(200):  # short entries, until one does not fit
         invite = m.Invite(bytes([number]) * 32, 1, 600.0)
-        lines = scene.turn(Received(OPERATOR, invite, 80))
+        lines = disk.turn(Received(OPERATOR, invite, 80))
         if lines[0] == "log error no_room":
             break
     assert "Refused no-room to operator" in lines
 
 
-def test_a_decision_waits_for_room_and_is_then_carried_out_once(scene: Scene) -> None:
-    assert scene.turn(Received(ANNA, JOIN, 80)) == [
+def test_a_decision_is_carried_out_once_when_there_is_room(disk: FullDiskCoordinator) -> None:
+    assert disk.turn(Received(ANNA, JOIN, 80)) == [
         "log error no_room",
         "RunStateUpdate paused to anna",
         "RunStateUpdate paused to bert",
     ]
-    assert scene.turn(after_s=5.0) == [], "tried in vain"
-    scene.make_room()
-    assert scene.turn(after_s=0.5) == [], "once a second"
-    assert scene.turn(after_s=0.6) == [
+    assert disk.turn(after_s=5.0) == [], "still no room"
+    disk.make_room()
+    assert disk.turn(after_s=0.5) == [], "tried once a second"
+    assert disk.turn(after_s=0.6) == [
         "log info room_again",
         "StartGeneration to bert",
         "RunStateUpdate training to anna",
         "RunStateUpdate training to bert",
     ]
-    assert [e.kind for e in scene.store.entries()] == ["generation"]
+    assert [e.kind for e in disk.store.entries()] == ["generation"]
 
 
-def test_what_comes_meanwhile_comes_later_in_its_order_and_nobody_is_late(scene: Scene) -> None:
-    scene.turn(Received(ANNA, JOIN, 80))
-    stopped_s = scene.heard[-1][0]
-    scene.deadline_s = stopped_s + 3.0
+def test_events_are_deferred_in_order_and_deadlines_wait(disk: FullDiskCoordinator) -> None:
+    disk.turn(Received(ANNA, JOIN, 80))
+    stopped_s = disk.received[-1][0]
+    disk.deadline_s = stopped_s + 3.0
     ready = m.Ready(1, 1, bytes(32))
     assert (
-        scene.turn(Received(BERT, ready, 80), Received(ANNA, m.Heartbeat(1, 0, 0, ()), 80), after_s=60.0)
-        == []
+        disk.turn(Received(BERT, ready, 80), Received(ANNA, m.Heartbeat(1, 0, 0, ()), 80), after_s=60.0) == []
     )
-    assert scene.turn(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == [
+    assert disk.turn(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == [
         "RunStateUpdate paused to anna"
     ]
-    told = len(scene.heard)
-    scene.answers = {}
-    scene.make_room()
-    scene.turn(after_s=60.0)
-    assert [event for _, event in scene.heard[told:]] == [
+    before = len(disk.received)
+    disk.answers = {}
+    disk.make_room()
+    disk.turn(after_s=60.0)
+    assert [event for _, event in disk.received[before:]] == [
         MessageReceived(BERT, ready),
         PeerDisconnected(ANNA, "closed"),
         PeerConnected(ANNA),
     ]
-    assert {at_s for at_s, _ in scene.heard[told:]} == {stopped_s}, "the core's clock stood still"
-    assert scene.turn(after_s=1.0) == [] and "tick" in scene.turn(after_s=2.5)
+    assert {at_s for at_s, _ in disk.received[before:]} == {stopped_s}, "the core's clock stood still"
+    assert disk.turn(after_s=1.0) == [] and "tick" in disk.turn(after_s=2.5)
 
 
-def test_status_says_it_and_guests_and_orders_are_refused(scene: Scene) -> None:
-    scene.turn(Received(ANNA, JOIN, 80))
-    assert scene.turn(
+def test_the_status_says_so_and_enrolments_and_commands_are_refused(disk: FullDiskCoordinator) -> None:
+    disk.turn(Received(ANNA, JOIN, 80))
+    assert disk.turn(
         Received(OPERATOR, m.StatusRequest(), 8),
         Received(OPERATOR, m.RemoveWorker(ANNA, False, "slow"), 80),
-        PeerUp(GUEST, "", "10.0.0.9", INVITATION),
-        Received(GUEST, m.Enrol(GUEST), 80),
-    ) == ["StatusReply paused to operator", "Refused no-room to operator", "Refused no-room to guest"]
-    assert len(scene.heard) == 4, "three came, one joined: the core heard nothing of it"
+        PeerUp(PENDING, "", "10.0.0.9", INVITATION),
+        Received(PENDING, m.Enrol(PENDING), 80),
+    ) == ["StatusReply paused to operator", "Refused no-room to operator", "Refused no-room to pending"]
+    assert len(disk.received) == 4, "three connections and one join: the core received nothing else"
 
 
-def test_what_is_kept_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_events_are_bounded(disk: FullDiskCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_full_mode, "MAX_EVENTS", 2)
-    scene.turn(Received(ANNA, JOIN, 80))
-    lines = scene.turn(*[Received(BERT, m.Leave("tired"), 80)] * 3)
+    disk.turn(Received(ANNA, JOIN, 80))
+    lines = disk.turn(*[Received(BERT, m.Leave("tired"), 80)] * 3)
     assert lines == ["hang up on bert"]
 
 
-def test_a_second_time_without_room_while_going_on(scene: Scene) -> None:
-    scene.turn(Received(ANNA, JOIN, 80))
-    scene.answers = {
+def test_the_disk_fills_again_while_deferred_events_are_handled(disk: FullDiskCoordinator) -> None:
+    disk.turn(Received(ANNA, JOIN, 80))
+    disk.answers = {
         MessageReceived: [JournalEntry("state", {"note": BIG * 20}), Send(ANNA, m.StartGeneration(1, 1))]
     }
-    scene.turn(Received(BERT, m.Leave("tired"), 80))
-    scene.store._connection.execute(f"PRAGMA max_page_count = {scene.pages + 40}")
-    lines = scene.turn(after_s=2.0)
+    disk.turn(Received(BERT, m.Leave("tired"), 80))
+    disk.store._connection.execute(f"PRAGMA max_page_count = {disk.pages + 40}")
+    lines = disk.turn(after_s=2.0)
     assert lines[:3] == ["log info room_again", "StartGeneration to bert", "log error no_room"]
-    scene.make_room()
-    assert "StartGeneration to anna" in scene.turn(after_s=2.0)
-    assert [e.kind for e in scene.store.entries()] == ["generation", "state"]
+    disk.make_room()
+    assert "StartGeneration to anna" in disk.turn(after_s=2.0)
+    assert [e.kind for e in disk.store.entries()] == ["generation", "state"]
 
 
 # -- backups in the loop -----------------------------------------------------------------------------
 
 
-def test_a_backup_follows_the_journal_but_not_each_entry(tmp_path: Path) -> None:
+def test_backups_are_made_at_intervals_while_the_journal_grows(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     backups = Backups(tmp_path / "backups", tmp_path / "state", every_s=5.0, keep=2)
-    scene = Scene(tmp_path / "state", backups=backups)
+    disk = FullDiskCoordinator(tmp_path / "state", backups=backups)
     for number in range(12):
-        scene.answers = {MessageReceived: [JournalEntry("generation", {"term": 1, "generation": number})]}
-        scene.turn(Received(ANNA, JOIN, 80), after_s=1.0)
+        disk.answers = {MessageReceived: [JournalEntry("generation", {"term": 1, "generation": number})]}
+        disk.turn(Received(ANNA, JOIN, 80), after_s=1.0)
     assert sorted(path.name for path in (tmp_path / "backups").iterdir()) == [
         "backup-0-00000006",
         "backup-0-00000011",
     ]
-    scene.turn(after_s=60.0)
-    assert latest_backup(tmp_path / "backups").name == "backup-0-00000012", "the last one too"
-    assert backups.due_s == math.inf, "until there is something new"
+    disk.turn(after_s=60.0)
+    assert latest_backup(tmp_path / "backups").name == "backup-0-00000012", "the last entry is backed up too"
+    assert backups.due_s == math.inf, "none is due until there is a new entry"
 
 
-def test_a_backup_that_fails_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_failed_backup_is_logged_once_and_the_run_continues(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "backups").write_text("a file in the folder's place")
-    scene = Scene(tmp_path / "state", backups=Backups(tmp_path / "backups", tmp_path / "state"))
-    scene.answers = {MessageReceived: [JournalEntry("state", {}), Send(BERT, m.StartGeneration(1, 1))]}
-    assert scene.turn(Received(ANNA, JOIN, 80)) == ["StartGeneration to bert", "log error backup_failed"]
-    assert scene.turn(Received(ANNA, JOIN, 80), after_s=60.0) == ["StartGeneration to bert"]
+    disk = FullDiskCoordinator(tmp_path / "state", backups=Backups(tmp_path / "backups", tmp_path / "state"))
+    disk.answers = {MessageReceived: [JournalEntry("state", {}), Send(BERT, m.StartGeneration(1, 1))]}
+    assert disk.turn(Received(ANNA, JOIN, 80)) == ["StartGeneration to bert", "log error backup_failed"]
+    assert disk.turn(Received(ANNA, JOIN, 80), after_s=60.0) == ["StartGeneration to bert"]
     (tmp_path / "backups").unlink()
-    assert scene.turn(after_s=60.0) == ["log info backup"]
+    assert disk.turn(after_s=60.0) == ["log info backup"]

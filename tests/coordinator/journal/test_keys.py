@@ -20,7 +20,7 @@ def journal(tmp_path: Path) -> Path:
     return tmp_path / "journal.sqlite"
 
 
-def started(journal: Path) -> Identity:
+def start(journal: Path) -> Identity:
     store = JournalStore.open(journal)
     try:
         return store.identity()
@@ -28,55 +28,55 @@ def started(journal: Path) -> Identity:
         store.close()
 
 
-def complaint(journal: Path) -> JournalError:
+def refusal(journal: Path) -> JournalError:
     with pytest.raises(JournalError) as caught:
-        started(journal)
+        start(journal)
     assert "coordinator.key" in caught.value.remedy and "backup" in caught.value.remedy
     assert "new run" in caught.value.remedy
     return caught.value
 
 
-def test_the_secret_lies_in_a_file_of_its_own(journal: Path) -> None:
-    identity = started(journal)
+def test_the_secret_is_in_a_file_of_its_own(journal: Path) -> None:
+    identity = start(journal)
     path = journal.with_name(COORDINATOR_KEY)
-    assert started(journal) == identity == Identity.read(path)
+    assert start(journal) == identity == Identity.read(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    held = b"".join(file.read_bytes() for file in journal.parent.glob("journal.sqlite*"))
-    assert identity.public in held
-    assert identity.secret not in held and identity.secret.hex().encode() not in held
+    content = b"".join(file.read_bytes() for file in journal.parent.glob("journal.sqlite*"))
+    assert identity.public in content
+    assert identity.secret not in content and identity.secret.hex().encode() not in content
 
 
-def test_another_key_beside_the_journal(journal: Path) -> None:
-    first = started(journal)
+def test_another_key_beside_the_journal_is_refused(journal: Path) -> None:
+    first = start(journal)
     journal.with_name(COORDINATOR_KEY).unlink()
     other = Identity.generate()
     other.write(journal.with_name(COORDINATOR_KEY))
-    reason = complaint(journal).reason
+    reason = refusal(journal).reason
     assert first.public.hex()[:12] in reason and other.public.hex()[:12] in reason
 
 
-def test_the_key_is_gone(journal: Path) -> None:
-    started(journal)
+def test_a_missing_key_is_refused(journal: Path) -> None:
+    start(journal)
     journal.with_name(COORDINATOR_KEY).unlink()
-    assert "does not exist" in complaint(journal).reason
-    assert not journal.with_name(COORDINATOR_KEY).exists(), "and no new one is made in silence"
+    assert "does not exist" in refusal(journal).reason
+    assert not journal.with_name(COORDINATOR_KEY).exists(), "no new key is made"
 
 
-def test_a_coordinator_killed_before_it_wrote_its_key_down(journal: Path) -> None:
+def test_a_coordinator_killed_before_the_key_was_journalled_keeps_it(journal: Path) -> None:
     identity = Identity.generate()
     identity.write(journal.with_name(COORDINATOR_KEY))
-    assert started(journal) == identity
+    assert start(journal) == identity
 
 
-def test_others_may_read_the_key(journal: Path) -> None:
-    started(journal)
+def test_a_key_that_others_may_read_is_refused(journal: Path) -> None:
+    start(journal)
     journal.with_name(COORDINATOR_KEY).chmod(0o644)
     with pytest.raises(ConfigError, match="others may read it"):
-        started(journal)
+        start(journal)
 
 
 def test_the_journal_does_not_change_its_key(journal: Path) -> None:
-    started(journal)
+    start(journal)
     store = JournalStore.open(journal)
     for change in ("UPDATE coordinator SET key = zeroblob(32)", "DELETE FROM coordinator"):
         with pytest.raises(sqlite3.IntegrityError, match="know the coordinator by its key"):
@@ -85,33 +85,33 @@ def test_the_journal_does_not_change_its_key(journal: Path) -> None:
         store._adopt(bytes(32))
 
 
-def test_the_operators_key_is_another_one(journal: Path) -> None:
+def test_the_operators_key_is_not_the_coordinators(journal: Path) -> None:
     operator = operator_identity(journal)
     assert operator == operator_identity(journal) == Identity.read(journal.with_name(OPERATOR_KEY))
-    assert operator != started(journal)
+    assert operator != start(journal)
 
 
 # -- coordinator.json ------------------------------------------------------------------------------
 
-CONTACT = EndpointFile("tcp://lab-pc:7700", "tcp://127.0.0.1:7700", b"k" * 32, "default", True)
+ENDPOINT = EndpointFile("tcp://lab-pc:7700", "tcp://127.0.0.1:7700", b"k" * 32, "default", True)
 
 
-def test_the_contact_file(tmp_path: Path) -> None:
-    CONTACT.write(tmp_path)
-    assert EndpointFile.read(tmp_path) == CONTACT
+def test_the_endpoint_file_is_private_and_removed(tmp_path: Path) -> None:
+    ENDPOINT.write(tmp_path)
+    assert EndpointFile.read(tmp_path) == ENDPOINT
     assert stat.S_IMODE((tmp_path / CONTACT_FILE).stat().st_mode) == 0o600
-    CONTACT.remove(tmp_path)
+    ENDPOINT.remove(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    CONTACT.remove(tmp_path)  # it may be gone already
+    ENDPOINT.remove(tmp_path)  # it may be gone already
     with pytest.raises(FileNotFoundError):
         EndpointFile.read(tmp_path)
 
 
-def test_another_coordinators_contact_file_stays(tmp_path: Path) -> None:
+def test_another_coordinators_endpoint_file_stays(tmp_path: Path) -> None:
     other = EndpointFile("tcp://lab-pc:7701", "tcp://127.0.0.1:7701", b"l" * 32, "mine", False)
-    CONTACT.write(tmp_path)
+    ENDPOINT.write(tmp_path)
     other.write(tmp_path)
-    CONTACT.remove(tmp_path)
+    ENDPOINT.remove(tmp_path)
     assert EndpointFile.read(tmp_path) == other
 
 
@@ -129,12 +129,12 @@ def test_another_coordinators_contact_file_stays(tmp_path: Path) -> None:
         '{"version": 1, "address": "", "here": "", "key": "zz", "run": "r", "encrypted": 1}',
     ],
 )
-def test_a_contact_file_that_is_none(tmp_path: Path, text: str) -> None:
+def test_an_invalid_endpoint_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / CONTACT_FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"is not a valid endpoint file.*restart the coordinator"):
         EndpointFile.read(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        CONTACT.write(tmp_path / "missing")
+        ENDPOINT.write(tmp_path / "missing")

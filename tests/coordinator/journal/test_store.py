@@ -1,4 +1,4 @@
-"""The journal survives a killed coordinator, and explains what is wrong with a file."""
+"""The journal survives a killed coordinator, and an error says what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.sqlite"
 
 
-def test_a_journal_reads_as_it_was_written(path: Path) -> None:
+def test_entries_are_read_as_they_were_written(path: Path) -> None:
     store = JournalStore.open(path)
     assert store.next_term() == 1
     store.append("run", {"facts": {"model": "120576 parameters"}})
@@ -48,14 +48,14 @@ def test_a_journal_reads_as_it_was_written(path: Path) -> None:
     assert all(entry.at.endswith("+00:00") for entry in entries)
 
 
-def test_others_cannot_read_it(path: Path) -> None:
+def test_the_journal_is_private(path: Path) -> None:
     store = JournalStore.open(path)
     store.next_term()
     modes = {file.name: oct(file.stat().st_mode & 0o777) for file in path.parent.glob("journal.sqlite*")}
     assert modes == {"journal.sqlite": "0o600", "journal.sqlite-wal": "0o600"}
 
 
-def test_every_start_is_a_new_term_and_the_key_stays(path: Path) -> None:
+def test_every_start_has_a_new_term_and_the_same_key(path: Path) -> None:
     seen = []
     for _ in range(3):
         store = JournalStore.open(path)
@@ -65,7 +65,7 @@ def test_every_start_is_a_new_term_and_the_key_stays(path: Path) -> None:
     assert seen == [(1, key), (2, key), (3, key)] and len(key.public) == 32
 
 
-def test_the_cores_own_term_entry_does_not_count_twice(path: Path) -> None:
+def test_a_term_entry_of_the_core_does_not_count_twice(path: Path) -> None:
     store = JournalStore.open(path)
     term = store.next_term()
     store.append("term", {"term": term, "run": "default"})
@@ -82,7 +82,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_was_appended_survives_sigkill(path: Path) -> None:
+def test_appended_entries_survive_sigkill(path: Path) -> None:
     died = subprocess.run([sys.executable, "-c", DIES_AFTER_APPEND, str(path)], timeout=60)
     assert died.returncode == -signal.SIGKILL
     store = JournalStore.open(path)  # the lock died with its process
@@ -90,7 +90,7 @@ def test_what_was_appended_survives_sigkill(path: Path) -> None:
     assert store.next_term() == 2
 
 
-def test_a_commit_waits_for_the_disk(path: Path) -> None:
+def test_commits_are_synchronous(path: Path) -> None:
     store = JournalStore.open(path)
     (synchronous,) = store._connection.execute("PRAGMA synchronous").fetchone()
     assert synchronous == 2, "2 is FULL"
@@ -101,7 +101,7 @@ def test_entries_of_one_call_become_durable_together_or_not_at_all(path: Path) -
     with pytest.raises(JournalError, match="rejected"):
         store.append_all([("state", {"state": "training"}), ("gossip", {})])
     assert store.entries() == []
-    store.append("state", {"state": "paused"})  # and it goes on
+    store.append("state", {"state": "paused"})  # the store is still usable
     assert len(store.entries()) == 1
 
 
@@ -127,7 +127,7 @@ def test_generations_can_be_read_as_a_table(path: Path) -> None:
 
 # -- migrations ------------------------------------------------------------------------------------
 
-FIRST, DOOR, CHAIN = module._migrations()
+FIRST, ACCESS, CHAIN = module._migrations()
 MORE = "CREATE TABLE links (a, b);"
 
 
@@ -138,14 +138,14 @@ def old_journal(path: Path) -> None:
         connection.execute(f"PRAGMA application_id = {module.APPLICATION_ID}")
         connection.execute("PRAGMA user_version = 1")
         connection.execute("INSERT INTO identity VALUES (1, ?)", (b"i" * 32,))
-        lines = [("term", {"term": 1}), ("generation", GENERATION), ("state", {"state": "training"})]
-        for number, (kind, body) in enumerate(lines):
+        entries = [("term", {"term": 1}), ("generation", GENERATION), ("state", {"state": "training"})]
+        for number, (kind, body) in enumerate(entries):
             row = (10 * number + 7, f"2024-05-0{number + 1}", kind, json.dumps(body))
             connection.execute("INSERT INTO journal (id, at, kind, body) VALUES (?, ?, ?, ?)", row)
     connection.close()
 
 
-def test_a_journal_of_the_first_version_is_taken_over(path: Path) -> None:
+def test_a_journal_of_the_first_version_is_migrated(path: Path) -> None:
     old_journal(path)
     store = JournalStore.open(path)
     assert [(entry.id, entry.at, entry.kind, entry.body) for entry in store.entries()] == [
@@ -153,7 +153,7 @@ def test_a_journal_of_the_first_version_is_taken_over(path: Path) -> None:
         (17, "2024-05-02", "generation", GENERATION),
         (27, "2024-05-03", "state", {"state": "training"}),
     ]
-    assert store.key() is None, "nobody could prove to be the old identity"
+    assert store.key() is None, "the old identity had no secret"
     assert store.identity().public == store.key() != b"i" * 32
     assert store.next_term() == 2
     with pytest.raises(JournalError):
@@ -180,7 +180,7 @@ def test_an_old_and_a_new_journal_have_one_schema(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["invitation", "enrolled", "expelled", "pardoned", "strike"])
-def test_what_the_door_decides_is_kept(path: Path, kind: str) -> None:
+def test_entries_of_access_control_are_stored(path: Path, kind: str) -> None:
     store = JournalStore.open(path)
     store.append(kind, {"peer": "ab" * 32})
     store.close()
@@ -193,8 +193,8 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
     store = JournalStore.open(path)
     store.next_term()
     store.close()
-    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE])
-    for _ in range(2):  # the second time there is nothing to do
+    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, ACCESS, CHAIN, MORE])
+    for _ in range(2):  # the second time nothing is left to do
         store = JournalStore.open(path)
         assert store._connection.execute("PRAGMA user_version").fetchone() == (4,)
         assert store._connection.execute("SELECT count(*) FROM links").fetchone() == (0,)
@@ -205,7 +205,7 @@ def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytes
 def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     JournalStore.open(path).close()
     monkeypatch.setattr(
-        module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE + "CREATE TABLE links (again);"]
+        module, "_migrations", lambda: [FIRST, ACCESS, CHAIN, MORE + "CREATE TABLE links (again);"]
     )
     with pytest.raises(JournalError):
         JournalStore.open(path)
@@ -215,37 +215,37 @@ def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.
     assert store._connection.execute("SELECT name FROM sqlite_master WHERE name = 'links'").fetchall() == []
 
 
-# -- what can be wrong with a file -----------------------------------------------------------------
+# -- unusable files --------------------------------------------------------------------------------
 
 
-def complaint(path: Path) -> str:
+def refusal(path: Path) -> str:
     with pytest.raises(JournalError) as caught:
         JournalStore.open(path)
     assert caught.value.remedy, "says what to do next"
     return caught.value.reason
 
 
-def test_no_directory(tmp_path: Path) -> None:
-    assert "does not exist" in complaint(tmp_path / "missing" / "journal.sqlite")
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refusal(tmp_path / "missing" / "journal.sqlite")
 
 
-def test_a_directory_in_its_place(tmp_path: Path) -> None:
-    assert "cannot be opened" in complaint(tmp_path)
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    assert "cannot be opened" in refusal(tmp_path)
 
 
-def test_not_a_database(path: Path) -> None:
+def test_a_text_file_is_refused(path: Path) -> None:
     path.write_text("these are my notes, " * 100)
-    assert "is not a journal" in complaint(path)
+    assert "is not a journal" in refusal(path)
 
 
-def test_another_programs_database(path: Path) -> None:
+def test_another_programs_database_is_refused(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE recipes (name)")
     connection.close()
-    assert "another program's database" in complaint(path)
+    assert "another program's database" in refusal(path)
 
 
-def test_a_damaged_journal(path: Path) -> None:
+def test_a_damaged_journal_is_refused(path: Path) -> None:
     store = JournalStore.open(path)
     store.append_all([("state", {"state": "training", "note": "x" * 500})] * 100)
     store.close()
@@ -256,21 +256,21 @@ def test_a_damaged_journal(path: Path) -> None:
         JournalStore.open(path).entries()
 
 
-def test_a_newer_version(path: Path) -> None:
+def test_a_newer_version_is_refused(path: Path) -> None:
     store = JournalStore.open(path)
     store._connection.execute("PRAGMA user_version = 9")
     store.close()
-    assert "version 9; this gridtrain supports versions up to 3" in complaint(path)
+    assert "version 9; this gridtrain supports versions up to 3" in refusal(path)
 
 
-def test_two_coordinators_on_one_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_coordinator_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUSY_S", 0.01)
     first = JournalStore.open(path)
-    assert "is in use" in complaint(path)
+    assert "is in use" in refusal(path)
     first.next_term()  # the first is not disturbed
 
 
-def test_a_full_disk(path: Path) -> None:
+def test_an_append_to_a_full_disk_is_refused(path: Path) -> None:
     store = JournalStore.open(path)
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
@@ -279,7 +279,7 @@ def test_a_full_disk(path: Path) -> None:
     assert store.entries() == []
 
 
-def test_a_group_in_one_process_journals_to_memory() -> None:
+def test_a_journal_can_be_in_memory() -> None:
     store = JournalStore.open(":memory:")
     assert store.next_term() == 1
     store.append("generation", GENERATION)

@@ -1,4 +1,4 @@
-"""A generation that forms while a state is being received, and one whose members built the same state."""
+"""How long a generation may take to form while members receive the state, and which members receive it."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class Group(ScriptedCoordinator):
         self.hear(DialBackResult(peer, "memory://x" if reachable else ""))
         self.say(peer, setup, m.LinkLatencies(()))
 
-    def way(self, viewer: m.PeerId, other: m.PeerId) -> str:
+    def route(self, viewer: m.PeerId, other: m.PeerId) -> str:
         """The address of `other` in the latest member list of `viewer`."""
         latest = sent(self.seen, m.MemberListPage, viewer)[-1]
         return next(member.address for member in latest.members if member.peer == other)
 
-    def beats(self, seconds: float, **came_Bps: float) -> None:
-        """All workers send heartbeats; the named ones receive that much of their state each second."""
+    def heartbeats(self, seconds: float, **arriving_Bps: float) -> None:
+        """All workers send heartbeats; the named ones receive so many bytes of the state each second."""
         for _ in range(round(seconds)):
             for peer in self.left:
-                self.left[peer] = max(0.0, self.left[peer] - came_Bps.get(peer[:1].decode(), 0.0))
+                self.left[peer] = max(0.0, self.left[peer] - arriving_Bps.get(peer[:1].decode(), 0.0))
                 figures = ((m.STATE_LEFT, self.left[peer]),) if self.left[peer] else ()
                 self.say(peer, m.Heartbeat(1, 0, round(1000 * self.now_s), figures))
             self.now_s = round(self.now_s + 1.0 - 0.4, 3)
 
     @property
-    def roster(self) -> str:
+    def members(self) -> str:
         """ "a b C": c receives the state."""
         letters = {x.peer: x.peer[:1].decode() for x in self.core.run.member_list}
         return " ".join(sorted(letters[x.peer].upper() if x.joining else letters[x.peer]
@@ -73,7 +73,7 @@ class Group(ScriptedCoordinator):
         return len(sent(self.seen, m.Freeze, A))
 
 
-def test_who_has_built_the_same_is_sent_nothing() -> None:
+def test_a_worker_that_built_the_same_state_receives_none() -> None:
     """16 newcomers with 100 MB each over the source's link of 100 Mbit/s would take two minutes."""
     group = Group(4)
     same = replace(SETUP, initial_state_digest=b"3f" * 16)
@@ -84,18 +84,18 @@ def test_who_has_built_the_same_is_sent_nothing() -> None:
         (D, SETUP),
     ):
         group.join(peer, setup)
-    assert group.roster == "C D a b"
+    assert group.members == "C D a b"
 
 
-def test_who_only_says_that_it_holds_the_state_gives_it_to_nobody() -> None:
-    """Else a newcomer that reports the same digest could send its own state to most of the others."""
+def test_a_worker_that_only_reports_the_same_digest_is_no_source() -> None:
+    """Otherwise a newcomer that reports the same digest could send its own state to most of the others."""
     group = Group(4)
     same = replace(SETUP, initial_state_digest=b"3f" * 16)
     for peer, setup in ((A, same), (B, same), (C, SETUP), (D, SETUP)):
         group.join(peer, setup)
     order = [member.peer for member in group.core.run.member_list]
-    donors = {member.peer: member.donor for member in group.core.run.member_list}
-    assert donors == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
+    sources = {member.peer: member.donor for member in group.core.run.member_list}
+    assert sources == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
     group.say(B, m.Leave(""))
     view = group.core.run.view
     assert view is not None
@@ -105,40 +105,40 @@ def test_who_only_says_that_it_holds_the_state_gives_it_to_nobody() -> None:
     assert {x.donor for x in group.core.run.member_list if x.joining} == {order.index(A)}
 
 
-def test_an_eldest_that_says_nothing_is_like_nobody() -> None:
+def test_no_digest_of_the_eldest_matches_none() -> None:
     group = Group(2)
     group.join(A, SETUP), group.join(B, SETUP)
-    assert group.roster == "B a"
+    assert group.members == "B a"
 
 
-def test_until_the_first_step_is_committed_a_newcomer_may_have_built_the_same() -> None:
+def test_an_initial_state_counts_until_the_first_step_is_committed() -> None:
     group = Group(1)
     same = replace(SETUP, initial_state_digest=b"3f" * 16)
     group.join(A, same)
     group.ready(A)
     group.join(B, same)
-    group.beats(2)
+    group.heartbeats(2)
     view = group.core.run.view
     assert view is not None and group.frozen == 1
     group.say(A, m.FreezeReport(1, 1, True, -1, view.history, m.LedgerState(), None, b"", 0))
-    assert group.roster == "a b"
+    assert group.members == "a b"
     group.ready(A, B)
     group.join(C, same)
-    group.beats(2)
+    group.heartbeats(2)
     after = m.LedgerState(step=1, cursor=8, consumed=8)
     for peer in (A, B):
         group.say(peer, m.FreezeReport(1, 2, True, 0, b"1" * 32, after, None, b"", 0))
-    assert group.roster == "C a b", "a step has been taken, and what c has built is nobody's state any more"
+    assert group.members == "C a b", "after a step c's initial state is out of date"
 
 
-def test_a_checkpoint_is_not_what_the_script_has_built() -> None:
+def test_a_checkpoint_outranks_an_initial_state() -> None:
     group = Group(2)
     group.join(A, replace(SETUP, initial_state_digest=b"3f" * 16))
     group.join(B, replace(SETUP, initial_state_digest=b"3f" * 16, checkpoint=HELD))
-    assert group.roster == "A b", "the run goes on from b's checkpoint"
+    assert group.members == "A b", "the run continues from b's checkpoint"
 
 
-def test_of_a_run_that_was_given_up_nobody_has_what_it_began_with() -> None:
+def test_an_abandoned_run_clears_the_digests_of_initial_states() -> None:
     group = Group(2)
     same = replace(SETUP, initial_state_digest=b"3f" * 16)
     group.join(A, same), group.join(B, same)
@@ -148,83 +148,83 @@ def test_of_a_run_that_was_given_up_nobody_has_what_it_began_with() -> None:
     assert [w.setup.initial_state_digest for w in group.core.run.workers.values() if w.setup] == [b""]
 
 
-def one_pair_without_a_way() -> Group:
+def one_pair_without_a_route() -> Group:
     """b cannot reach c, and d has 40 of the 100 MB that a sends to each of the others."""
     group = Group(4)
     for peer in (A, B, C, D):
         group.join(peer, SETUP)
-    assert group.roster == "B C D a"
+    assert group.members == "B C D a"
     group.left[D] = 60e6
-    group.beats(1)
+    group.heartbeats(1)
     group.say(B, m.PeersUnreachable(1, 1, (C,)))
     return group
 
 
-def test_no_generation_is_remade_while_a_state_is_on_its_way() -> None:
+def test_no_generation_is_remade_while_a_state_arrives() -> None:
     """In the next generation all 100 MB would be sent again."""
-    group = one_pair_without_a_way()
-    group.beats(29, d=2e6)
+    group = one_pair_without_a_route()
+    group.heartbeats(29, d=2e6)
     assert group.frozen == 0 and group.core.generation == 1
-    group.beats(3, d=2e6)
-    assert group.frozen == 1, "d has it all: now the way between b and c can be another one"
+    group.heartbeats(3, d=2e6)
+    assert group.frozen == 1, "d has received everything, so b and c can get another route"
 
 
-def test_a_state_of_which_nothing_more_comes_holds_nobody_up() -> None:
-    group = one_pair_without_a_way()
-    group.beats(15)
+def test_a_stalled_state_transfer_delays_nobody() -> None:
+    group = one_pair_without_a_route()
+    group.heartbeats(15)
     assert group.frozen == 0
-    group.beats(8)
+    group.heartbeats(8)
     assert group.frozen == 1
 
 
-def test_a_pair_that_finds_its_way_after_all_needs_no_other_generation() -> None:
-    group = one_pair_without_a_way()
-    group.beats(5, d=2e6)
+def test_a_pair_that_connects_late_needs_no_other_generation() -> None:
+    group = one_pair_without_a_route()
+    group.heartbeats(5, d=2e6)
     group.ready(A, B, C, D)
-    group.beats(5)
+    group.heartbeats(5)
     assert group.frozen == 0 and group.core.phase == "training"
 
 
-def test_only_a_way_that_was_told_is_given_up() -> None:
-    """Both ends report a relay that does not work, one of them twice: the other relay was not tried."""
+def test_a_route_is_abandoned_only_when_it_was_reported() -> None:
+    """Both ends report a relay that does not work, one of them twice; the other relay was not tried."""
     group = Group(4)
     for peer in (A, B, C, D):
         group.join(peer, SETUP, reachable=peer in (A, B))
     relays = {f"relay:{peer.hex()}" for peer in (A, B)}
-    first = group.way(C, D)
-    assert first == group.way(D, C) and first in relays
+    first = group.route(C, D)
+    assert first == group.route(D, C) and first in relays
     group.left[B] = 20e6
-    group.beats(1)
+    group.heartbeats(1)
     for peer, other in ((C, D), (D, C), (C, D)):
         group.say(peer, m.PeersUnreachable(1, 1, (other,)))
-    group.beats(9, b=2e6)
+    group.heartbeats(9, b=2e6)
     assert not group.frozen
-    group.beats(1, b=2e6)
+    group.heartbeats(1, b=2e6)
     assert group.frozen
     view = group.core.run.view
     assert view is not None
     for peer in (A, B, C, D):
         group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", 0))
-    assert group.core.generation == 2 and {group.way(C, D)} == relays - {first}
+    assert group.core.generation == 2 and {group.route(C, D)} == relays - {first}
 
 
-def test_the_time_for_forming_grows_with_the_bytes_that_are_due() -> None:
+def test_the_forming_deadline_grows_with_the_bytes_to_send() -> None:
     assert readiness.max_forming_s(0, 25_600_000, None) == readiness.MAX_FORMING_S
     few, many = (readiness.max_forming_s(count, 25_600_000, 12.5e6) for count in (1, 15))
     assert many - readiness.MAX_FORMING_S > 15 * 102.4e6 / 12.5e6
     assert round(many - readiness.MAX_FORMING_S) == round(15 * (few - readiness.MAX_FORMING_S))
     assert readiness.max_forming_s(1, 1000, 1.0) == readiness.max_forming_s(
         1, 1000, readiness.MIN_RATE_Bps
-    ), "a liar's line"
+    ), "the reported rate has a lower bound"
 
 
-# -- a state that does not arrive, or hardly ------------------------------------------------------
+# -- a state that arrives slowly or not at all ----------------------------------------------------
 
 
 class Trained(Group):
-    """`holders` have taken five steps; `newcomers` then join one generation, and lack the state.
+    """`holders` have trained five steps; `newcomers` then join and lack the state.
 
-    All send heartbeats once a second; a newcomer's progress counter stands still, as nothing arrives.
+    All send heartbeats once a second; a newcomer's progress counter does not advance.
     """
 
     def __init__(self, holders: str, newcomers: str) -> None:
@@ -246,13 +246,13 @@ class Trained(Group):
         return [self.by_letter[letter] for letter in letters]
 
     def form(self, holders: str) -> None:
-        """All that are there answer the `Freeze`; the holders are ready at once."""
+        """All present members answer the `Freeze`; the holders are ready at once."""
         here = [peer for peer in self.core.run.member_order if peer in self.core.run.workers]
         at = self.core.generation
         for peer in here:
-            held = peer in self.peers(holders)
+            holds_state = peer in self.peers(holders)
             ledger = m.LedgerState(step=self.applied + 1, cursor=20, consumed=20)
-            report = m.FreezeReport(1, at, held, self.applied, b"h" * 32, ledger, None, b"", 0)
+            report = m.FreezeReport(1, at, holds_state, self.applied, b"h" * 32, ledger, None, b"", 0)
             self.say(peer, report)
         assert self.core.generation == at + 1
         self.ready(*self.peers(holders))
@@ -283,25 +283,24 @@ class Trained(Group):
         return members[rank].peer[:1].decode()
 
     @property
-    def here(self) -> str:
+    def present(self) -> str:
         return "".join(sorted(peer[:1].decode() for peer in self.core.run.workers))
 
 
-def test_a_silent_source_is_replaced_and_its_newcomer_stays() -> None:
-    """It was the newcomer that was dismissed."""
+def test_a_source_that_sends_nothing_is_replaced_and_the_newcomer_stays() -> None:
     run = Trained("ab", "c")
-    assert (run.roster, run.source) == ("C a b", "a")
+    assert (run.members, run.source) == ("C a b", "a")
     assert run.seconds(60) <= 21
     run.form("ab")
-    assert (run.here, run.source) == ("abc", "b")
+    assert (run.present, run.source) == ("abc", "b")
     notes = [x.fields for x in run.notes("source_replaced")]
     assert notes == [{"source": "a", "names": "c"}]
     assert run.core.run.view is not None and "did not arrive from a" in run.core.run.view.reason
     run.ready(*run.peers("c"))
-    assert run.core.phase == "training" and run.roster == "C a b"
+    assert run.core.phase == "training" and run.members == "C a b"
 
 
-def test_the_next_newcomer_is_not_sent_to_a_source_that_has_failed() -> None:
+def test_the_next_newcomer_gets_a_source_that_has_not_failed() -> None:
     run = Trained("ab", "c")
     run.seconds(60), run.form("ab"), run.ready(*run.peers("c"))
     run.by_letter["d"] = D
@@ -309,55 +308,55 @@ def test_the_next_newcomer_is_not_sent_to_a_source_that_has_failed() -> None:
     run.join(D, SETUP)
     run.seconds(3)
     run.form("abc")
-    assert (run.roster, run.source) == ("D a b c", "b")
+    assert (run.members, run.source) == ("D a b c", "b")
 
 
 def test_a_source_that_sends_too_slowly_is_replaced() -> None:
-    """A block now and then kept the generation waiting for 900 s: here 15 minutes of 1 MiB in 15 s."""
+    """A newcomer that receives 1 MiB in 15 s does not delay the generation for 15 minutes."""
     run = Trained("ab", "c")
     run.left[C] = 500e6
     assert run.seconds(900, c=70e3) <= 42
     run.form("ab")
-    assert (run.here, run.source) == ("abc", "b")
+    assert (run.present, run.source) == ("abc", "b")
 
 
 def test_a_slow_link_is_waited_for() -> None:
-    """A sixteenth of what an unmeasured link is taken to carry."""
+    """The rate is a little above the least one, a sixteenth of the rate assumed for an unmeasured link."""
     run = Trained("ab", "c")
     run.left[C] = 100e6
     assert run.seconds(600, c=readiness.MIN_RATE_SHARE * readiness.DEFAULT_RATE_Bps * 1.2) >= 500
     assert run.core.generation == 2
 
 
-def test_a_newcomer_with_which_every_source_fails_is_dismissed_after_three() -> None:
+def test_a_newcomer_is_dismissed_after_three_sources_have_failed() -> None:
     run = Trained("abde", "c")
     tried = []
     for _ in range(3):
         tried.append(run.source)
         run.seconds(60)
-        if "c" in run.here:
+        if "c" in run.present:
             run.form("abde")
-    assert len(set(tried)) == 3 and run.here == "abde"
+    assert len(set(tried)) == 3 and run.present == "abde"
     assert run.now_s < 100
 
 
-def test_a_newcomer_is_at_fault_where_the_sources_serve_others() -> None:
-    """The second newcomer receives the state of both sources that fail with the first one."""
+def test_a_newcomer_is_at_fault_if_its_sources_serve_others() -> None:
+    """The second newcomer receives the state from both sources that fail with the first one."""
     run = Trained("ab", "cd")
     run.ready(*run.peers("d"))
     run.seconds(60)
     run.form("ab")
-    assert (run.here, run.source) == ("abcd", "b")
+    assert (run.present, run.source) == ("abcd", "b")
     run.ready(*run.peers("d"))
     run.seconds(60)
-    assert run.here == "abd"
+    assert run.present == "abd"
 
 
-def test_a_newcomer_that_is_busy_for_ever_blames_nobody() -> None:
-    """Without a byte missing it does not wait for the source: the others go on without it."""
+def test_a_newcomer_that_stays_busy_is_dismissed_without_blaming_a_source() -> None:
+    """It has received all bytes and does not wait for the source; the others continue without it."""
     run = Trained("ab", "c")
     assert 100 < run.seconds(900, busy="c") <= (readiness.LOADING_PERIODS + 2) * 20
-    assert run.here == "ab"
+    assert run.present == "ab"
     assert not run.notes("source_replaced")
 
 
@@ -368,15 +367,15 @@ def test_a_large_state_may_take_long_to_load() -> None:
     assert run.left[C] == 0 and run.seconds(100, busy="c") == 100 and run.core.generation == 2
 
 
-def test_the_only_source_is_kept() -> None:
-    """Nobody else holds the model, and nothing tells who is at fault."""
+def test_the_only_source_stays() -> None:
+    """No other member holds the state, and nothing shows which of the two is at fault."""
     run = Trained("a", "c")
     run.seconds(60)
-    assert run.here == "a"
+    assert run.present == "a"
 
 
-def test_a_source_in_a_long_step_is_waited_for_as_its_steps_last() -> None:
-    """Its counter stands still until the step is over.  One that never sends looks the same."""
+def test_a_source_in_a_long_step_is_waited_for_according_to_its_step_time() -> None:
+    """Its counter does not advance until the step is over; a source that sends nothing looks the same."""
     for step_s, least, most in ((20.0, 160, 200), (0.1, 19, 41)):
         run = Trained("ab", "c")
         for worker in run.core.run.workers.values():
@@ -397,20 +396,20 @@ def test_progress_of_a_state_transfer() -> None:
     transfer.begin(10.0, 100.0, 0.0)
     reported = [
         (0, False),  # nothing has arrived
-        (90, True),  # the table
+        (90, True),  # the table of chunks
         (85, False),
         (81, False),
         (80, True),  # ten bytes less
         (60, True),
-        (95, True),  # it begins anew
+        (95, True),  # the transfer restarts
         (90, False),
         (3, True),
         (0, True),  # complete
         (0, False),
-        (1e9, True),  # anew, once more; more than there can be
+        (1e9, True),  # restarts again; more bytes than the state has
         (95, False),
         (0, True),
-        (100, False),  # not again
+        (100, False),  # not a third time
         (0, False),
     ]
     for second, (left, counts) in enumerate(reported, 1):
@@ -438,33 +437,33 @@ def member() -> MemberCore:
     return core
 
 
-def told(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Message]:
+def messages_sent(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Message]:
     return [x.message for x in effects if isinstance(x, io.Send) and isinstance(x.message, kind)]
 
 
-def test_a_connection_that_breaks_late_has_its_time_to_come_back() -> None:
-    """It was connected, so there is a route.  Counted from the view it would have had no time."""
+def test_a_connection_that_breaks_late_has_the_full_time_to_return() -> None:
+    """The time counts from the disconnection, not from the view."""
     core = member()
     core.handle(io.PeerConnected(B), 1.0)
-    core.handle(io.PeerDisconnected(B, "the line is full"), 40.0)
-    assert not told(core.tick(47.9), m.PeersUnreachable)
-    assert told(core.tick(48.1), m.PeersUnreachable)
+    core.handle(io.PeerDisconnected(B, "the link is full"), 40.0)
+    assert not messages_sent(core.tick(47.9), m.PeersUnreachable)
+    assert messages_sent(core.tick(48.1), m.PeersUnreachable)
     core.handle(io.PeerConnected(B), 50.0)
     core.handle(io.PeerDisconnected(B, "again"), 60.0)
-    assert told(core.tick(68.1), m.PeersUnreachable), "said again, as it is news"
+    assert messages_sent(core.tick(68.1), m.PeersUnreachable), "a new disconnection is reported again"
 
 
-def test_who_was_sent_a_state_does_not_say_any_more_what_it_has_built() -> None:
+def test_a_member_that_received_a_state_stops_reporting_its_initial_one() -> None:
     core = member()
     again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 1.0)
-    assert [x.initial_state_digest for x in told(again, m.Setup)] == [b"3f" * 16]  # type: ignore[attr-defined]
+    assert [x.initial_state_digest for x in messages_sent(again, m.Setup)] == [b"3f" * 16]  # type: ignore[attr-defined]
     core.handle(io.PeerConnected(B), 1.0)
     core.handle(io.StateLoaded(1, 1), 2.0)
     again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 3.0)
-    assert [x.initial_state_digest for x in told(again, m.Setup)] == [b""]  # type: ignore[attr-defined]
+    assert [x.initial_state_digest for x in messages_sent(again, m.Setup)] == [b""]  # type: ignore[attr-defined]
 
 
-def test_of_strangers_that_have_gone_nothing_is_kept() -> None:
+def test_nothing_is_stored_of_strangers_that_left() -> None:
     group = Group(1)
     for number in range(100):
         stranger = number.to_bytes(32, "big")
@@ -473,8 +472,8 @@ def test_of_strangers_that_have_gone_nothing_is_kept() -> None:
     assert group.core._addresses._hosts == {}
 
 
-def test_a_newcomer_waits_for_a_source_in_a_long_first_step_and_no_longer() -> None:
-    """b lacks the state; a says nothing new, as in a first step, which may take `first_step_s`."""
+def test_a_newcomer_waits_no_longer_than_a_first_step_may_take() -> None:
+    """b lacks the state; a reports no progress, as in a first step, which may take `first_step_s`."""
     group = Group(2)
     group.join(A, SETUP), group.join(B, SETUP)
     limits, installed_s = group.core.run.limits, group.now_s
@@ -486,8 +485,8 @@ def test_a_newcomer_waits_for_a_source_in_a_long_first_step_and_no_longer() -> N
     assert limits.first_step_s <= group.now_s - installed_s <= limits.first_step_s + limits.ready_s + 2.0
 
 
-def test_a_source_that_is_not_ready_itself_is_in_no_long_step() -> None:
-    """Only where all holders are ready may the source still compute what the others wait for."""
+def test_a_source_that_is_not_ready_is_not_taken_to_compute() -> None:
+    """Only a source among holders that are all ready may be in a long step."""
     for ready, stays in (((), False), ((A,), True)):
         group = Group(2)
         group.join(A, SETUP), group.join(B, SETUP)

@@ -20,22 +20,22 @@ LIMITS = Deadlines(silence_s=1e9, settle_s=0.0, probe_s=0.0, report_s=100.0)
 
 
 class Coordinator(ScriptedCoordinator):
-    """Workers say of which generation of another coordinator they are members."""
+    """Receives joins of workers that report a generation of another coordinator."""
 
     def __init__(self, journal: Journal | None = None, term: int = 1, min_workers: int = 1) -> None:
         super().__init__(limits=LIMITS, event_s=0.01, min_workers=min_workers, journal=journal, term=term)
 
     def wait(self, for_s: float) -> None:
         until_s = self.now_s + for_s
-        while self.core.deadline_s <= until_s:  # a loop that is later than that holds itself for a sleeper
+        while self.core.deadline_s <= until_s:  # a later tick would count as a stalled loop
             self.now_s = max(self.now_s, self.core.deadline_s)
             self.tick()
         self.now_s = until_s
 
-    def enter(self, peer: m.PeerId, *told: m.Message) -> None:
-        seated = [message.generation for message in told if isinstance(message, m.CurrentGeneration)]
-        self.join(peer, generation=max(seated, default=self.core.generation), setup=None)
-        self.say(peer, *told, SETUP, m.LinkLatencies(()))
+    def enter(self, peer: m.PeerId, *reports: m.Message) -> None:
+        generations = [message.generation for message in reports if isinstance(message, m.CurrentGeneration)]
+        self.join(peer, generation=max(generations, default=self.core.generation), setup=None)
+        self.say(peer, *reports, SETUP, m.LinkLatencies(()))
 
     def report_at(self, applied: int, *peers: m.PeerId) -> None:
         at = (self.core.term, self.core.generation, True, applied, bytes([applied + 1]) * 32)
@@ -50,13 +50,13 @@ class Coordinator(ScriptedCoordinator):
 
     @property
     def last_freeze(self) -> m.Freeze:
-        """Of those that A has received."""
+        """The latest one that A received."""
         freeze: m.Freeze = sent(self.seen, m.Freeze, A)[-1]
         return freeze
 
 
-def backup() -> Journal:
-    """Generation 1 of anna and bert has trained in term 1."""
+def journal_of_term_1() -> Journal:
+    """The journal of generation 1, in which anna and bert train in term 1."""
     first = Coordinator(min_workers=2)
     first.enter(A)
     first.enter(B)
@@ -66,93 +66,93 @@ def backup() -> Journal:
 
 
 def trained() -> Coordinator:
-    """Anna and bert have come back to a coordinator from the backup, after five steps more, and train."""
+    """As `formed`, and anna and bert train."""
     standby = formed()
     standby.start(A, B)
     return standby
 
 
 def formed() -> Coordinator:
-    """They are not ready yet."""
-    standby = Coordinator(backup(), term=2)
+    """A coordinator from the backup, to which anna and bert returned after five more steps; not ready yet."""
+    standby = Coordinator(journal_of_term_1(), term=2)
     standby.enter(A)
     standby.enter(B)
     standby.report_at(5, A, B)
     return standby
 
 
-SEATED = m.CurrentGeneration(term=3, generation=5, members=((A, 4), (C, 4)))
+REPORTED = m.CurrentGeneration(term=3, generation=5, members=((A, 4), (C, 4)))
 
 
 def test_a_restarted_coordinator_knows_the_names_of_its_members_before_they_return() -> None:
-    assert Coordinator(backup(), term=2).core.worker_name(B) == "b"
+    assert Coordinator(journal_of_term_1(), term=2).core.worker_name(B) == "b"
 
 
-def test_a_later_generation_of_its_members_is_taken_over() -> None:
-    standby = Coordinator(backup(), term=2)
-    standby.enter(A, SEATED)
-    assert standby.core.term == 4, "above everything that anybody knows"
+def test_a_later_generation_that_members_report_is_adopted() -> None:
+    standby = Coordinator(journal_of_term_1(), term=2)
+    standby.enter(A, REPORTED)
+    assert standby.core.term == 4, "above every reported term"
     assert sent(standby.seen, m.Welcome, A)[-1].term == 4
     freeze = standby.last_freeze
     assert (freeze.term, freeze.generation) == (4, 5)
-    standby.enter(C, SEATED)
+    standby.enter(C, REPORTED)
     standby.enter(B)  # the journal knows it; it left before generation 5
     standby.report_at(5, A, C)
     view = standby.view
     assert (view.term, view.generation, view.applied) == (4, 6, 5)
     assert standby.terms == [1, 2, 4]
-    assert view.ledger.holders == ((A, (m.Span(48, 52),)), (C, (m.Span(52, 56),))), "by the shares they told"
+    assert view.ledger.holders == ((A, (m.Span(48, 52),)), (C, (m.Span(52, 56),))), "by the reported shares"
 
 
-def test_terms_alone_are_raised_too() -> None:
+def test_a_later_term_without_a_later_generation_is_adopted() -> None:
     """The old coordinator restarted after the backup, and has made no generation since."""
-    standby = Coordinator(backup(), term=2)
+    standby = Coordinator(journal_of_term_1(), term=2)
     standby.enter(A, m.CurrentGeneration(7, 1, ((A, 4), (B, 4))))
     standby.enter(B)
     standby.report_at(5, A, B)
     assert standby.view.term == 8
 
 
-def test_a_quick_liar_does_not_lead() -> None:
-    standby = Coordinator(backup(), term=2)
+def test_a_liar_that_reports_first_does_not_decide() -> None:
+    standby = Coordinator(journal_of_term_1(), term=2)
     standby.enter(LIAR, m.CurrentGeneration(3, 90, ((LIAR, 4),)))
     standby.report_at(70, LIAR)
     assert standby.core.phase is RunPhase.PAUSED and standby.core.run.view is None, (
         "the others are waited for"
     )
     for peer in (A, C):
-        standby.enter(peer, SEATED)
+        standby.enter(peer, REPORTED)
     standby.enter(B)
     standby.report_at(5, A, C)
     view = standby.view
-    assert view.applied == 5 and view.generation == 91, "nobody ignores it as old"
+    assert view.applied == 5 and view.generation == 91, "no member ignores it as old"
     holders = {member.peer for member in standby.core.run.member_list if not member.joining}
     assert holders == {A, C}
 
 
-def test_nobody_raises_terms_without_end() -> None:
-    standby = Coordinator(backup(), term=2)
+def test_raising_the_term_is_bounded() -> None:
+    standby = Coordinator(journal_of_term_1(), term=2)
     standby.enter(LIAR, *(m.CurrentGeneration(term, 1, ()) for term in range(3, 1000)))
     assert standby.core.term == 4
-    standby = Coordinator(backup(), term=2)
+    standby = Coordinator(journal_of_term_1(), term=2)
     standby.enter(LIAR, m.CurrentGeneration(2 + MAX_AHEAD + 1, 1, ()))
     assert standby.core.term == 2 and [e.peer for e in standby.seen if isinstance(e, RecordViolation)] == [
         LIAR
     ]
 
 
-def test_many_keys_of_one_invitation_raise_the_term_now_and_then_only() -> None:
+def test_many_keys_of_one_invitation_raise_the_term_once_an_interval() -> None:
     standby = trained()
     for number in range(40):
         standby.enter(bytes([number]) * 32, m.CurrentGeneration(standby.core.term + 1, 1, ()))
-    assert standby.terms == [1, 2, 4], "the first of them is believed"
+    assert standby.terms == [1, 2, 4], "the first report counts at once"
     standby.wait(TERM_RAISE_INTERVAL_S)
-    assert standby.terms == [1, 2, 4, 6], "and then the highest of all that came since"
+    assert standby.terms == [1, 2, 4, 6], "then the highest term reported since"
     standby.wait(3 * TERM_RAISE_INTERVAL_S)
     assert standby.core.term == 6
 
 
-def test_a_generation_that_forms_with_the_lower_term_is_given_up() -> None:
+def test_a_higher_term_ends_the_forming_generation() -> None:
     standby = formed()
     assert standby.core.run.view_change.is_forming and standby.core.generation == 2
     standby.enter(C, m.CurrentGeneration(7, 1, ((C, 4),)))
@@ -161,40 +161,40 @@ def test_a_generation_that_forms_with_the_lower_term_is_given_up() -> None:
     assert (freeze.term, freeze.generation) == (8, 2)
 
 
-def test_who_told_of_a_higher_term_too_early_gets_its_view_later() -> None:
-    standby = Coordinator(backup(), term=2)
+def test_a_higher_term_of_an_unknown_worker_is_adopted_later() -> None:
+    standby = Coordinator(journal_of_term_1(), term=2)
     standby.enter(LIAR, m.CurrentGeneration(3, 1, ((LIAR, 4),)))
     standby.enter(C, m.CurrentGeneration(7, 1, ((C, 4),)))
-    assert standby.core.term == 4, "C, whom the journal does not name, ignores this one for now"
+    assert standby.core.term == 4, "the journal does not name C"
     standby.enter(A, m.CurrentGeneration(5, 1, ((A, 4), (B, 4))))
-    assert standby.core.term == 8, "whom it names is heard at once"
+    assert standby.core.term == 8, "the journal names A"
     assert standby.last_freeze == m.Freeze(8, 1, "the coordinator was started from a backup", ())
 
 
-def test_what_a_coordinator_made_itself_binds() -> None:
-    """A member of a lost generation comes back when the others have continued without it."""
+def test_a_coordinators_own_generation_outranks_reports() -> None:
+    """A member of a lost generation returns after the others have continued without it."""
     standby = trained()
     standby.enter(C, m.CurrentGeneration(2, 9, ((C, 4),)))
     standby.wait(5.0)
     standby.report_at(6, A, B)
     view = standby.view
     assert view.applied == 6
-    assert view.generation == 10 and view.term == 3, "so that it follows the View"
+    assert view.generation == 10 and view.term == 3, "so that it accepts the view"
     assert [member.joining for member in standby.core.run.member_list if member.peer == C] == [True]
 
 
-@pytest.mark.parametrize("all_are_back", [True, False])
-def test_workers_of_a_later_coordinator_are_taken_back_if_all_of_them_stay(all_are_back: bool) -> None:
-    """Otherwise the later coordinator may go on with the others."""
+@pytest.mark.parametrize("all_returned", [True, False])
+def test_workers_of_a_later_coordinator_are_adopted_if_all_of_them_return(all_returned: bool) -> None:
+    """Otherwise the later coordinator may continue with the others."""
     standby = trained()
-    later = ((A, 4), (B, 4)) if all_are_back else ((A, 4), (B, 4), (C, 4))
+    later = ((A, 4), (B, 4)) if all_returned else ((A, 4), (B, 4), (C, 4))
     for peer in (A, B):
         standby.enter(peer, m.CurrentGeneration(7, 9, later))
     standby.wait(LIMITS.regather_s - 1.0)
     assert standby.core.term == 2
     standby.wait(3 * LIMITS.regather_s)
-    assert (standby.core.term > 7) == all_are_back
-    if all_are_back:
+    assert (standby.core.term > 7) == all_returned
+    if all_returned:
         for peer in (A, B):
             standby.say(peer, m.CurrentGeneration(standby.core.term, 9, later))
         freeze = standby.last_freeze
@@ -204,7 +204,7 @@ def test_workers_of_a_later_coordinator_are_taken_back_if_all_of_them_stay(all_a
         assert view is not None and (view.generation, view.applied) == (10, 8)
 
 
-def test_a_coordinator_that_all_workers_have_left_takes_over_from_nobody() -> None:
+def test_reports_of_workers_that_left_are_ignored() -> None:
     standby = Coordinator()
     standby.say(A, m.Join("r", "a", "memory://a", True))
     standby.say(A, SETUP)
@@ -214,39 +214,41 @@ def test_a_coordinator_that_all_workers_have_left_takes_over_from_nobody() -> No
     assert standby.core.term == 1
 
 
-def test_an_ordinary_restart_takes_nothing_from_it() -> None:
-    restarted = Coordinator(backup(), term=2)
+def test_an_ordinary_restart_adopts_nothing() -> None:
+    restarted = Coordinator(journal_of_term_1(), term=2)
     restarted.enter(A, m.CurrentGeneration(1, 1, ((A, 4), (B, 4))))
     restarted.enter(B, m.CurrentGeneration(1, 1, ((A, 4), (B, 4))))
     assert restarted.core.term == 2 and restarted.core.generation == 1
 
 
-def test_a_worker_tells_where_it_is_and_takes_no_earlier_freeze() -> None:
+def test_a_member_reports_its_generation_and_ignores_an_earlier_freeze() -> None:
     core = MemberCore(A, ME, m.Join("r", "a", ""), LIMITS)
     core.handle(member_events.TrainerJoined(SETUP, lambda rank, world: frozenset()), 0.0)
 
-    def told(message: m.Message) -> list[m.Message]:
+    def reply(message: m.Message) -> list[m.Message]:
         effects = core.handle(member_events.MessageReceived(ME, message, 0), 1.0)
         return [effect.message for effect in effects if isinstance(effect, member_events.Send)]
 
-    assert told(m.Welcome(1, "r", "")) == [SETUP], "it is nowhere yet"
-    told(m.MemberListPage(1, 5, 0, 1, (m.Member(A, "a", "", 4, False),)))
-    told(m.MembershipView(1, 5, 1, m.Verdict.ABORT, None, -1, bytes(32), m.LedgerState(), ""))
+    assert reply(m.Welcome(1, "r", "")) == [SETUP], "it has no generation yet"
+    reply(m.MemberListPage(1, 5, 0, 1, (m.Member(A, "a", "", 4, False),)))
+    reply(m.MembershipView(1, 5, 1, m.Verdict.ABORT, None, -1, bytes(32), m.LedgerState(), ""))
     mine = m.CurrentGeneration(1, 5, ((A, 4),))
-    assert told(m.Welcome(1, "r", "")) == [mine, SETUP, m.Ready(1, 5, bytes(32))]
-    assert told(m.Freeze(1, 4, "", ())) == []
-    assert told(m.Welcome(7, "r", ""))[0] == replace(mine, term=7)
-    assert told(m.Welcome(3, "r", "")) == [replace(mine, term=7)], "a lower term is told of the higher one"
-    assert told(m.Freeze(3, 5, "", ())) == [] and core.term == 7
-    (report,) = told(m.Freeze(8, 5, "", ()))
+    assert reply(m.Welcome(1, "r", "")) == [mine, SETUP, m.Ready(1, 5, bytes(32))]
+    assert reply(m.Freeze(1, 4, "", ())) == []
+    assert reply(m.Welcome(7, "r", ""))[0] == replace(mine, term=7)
+    assert reply(m.Welcome(3, "r", "")) == [replace(mine, term=7)], (
+        "a coordinator of a lower term learns of the higher one"
+    )
+    assert reply(m.Freeze(3, 5, "", ())) == [] and core.term == 7
+    (report,) = reply(m.Freeze(8, 5, "", ()))
     assert isinstance(report, m.FreezeReport) and report.generation == 5
 
 
-def test_deadlines_stay_finite_while_members_are_waited_for() -> None:
-    standby = Coordinator(backup(), term=2)
-    standby.enter(A, SEATED)
+def test_the_deadline_is_finite_while_members_are_awaited() -> None:
+    standby = Coordinator(journal_of_term_1(), term=2)
+    standby.enter(A, REPORTED)
     assert standby.core.deadline_s < math.inf
     standby.report_at(5, A)
     standby.wait(LIMITS.regather_s + 1.0)
     view = standby.view
-    assert view.applied == 5, "clara and bert did not come back"
+    assert view.applied == 5, "clara and bert did not return"

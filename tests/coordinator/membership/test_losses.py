@@ -16,20 +16,21 @@ from gridtrain_coordinator.run.events import (
     PeerConnected,
     PeerDisconnected,
 )
+from gridtrain_coordinator.run.liveness import JOIN_WAIT_S
 
 LIMITS = Deadlines()
 
 
-class Told(ScriptedCoordinator):
-    """Each event has a time."""
+class TimedCoordinator(ScriptedCoordinator):
+    """Each event has an explicit time."""
 
     def __init__(self, journal: Journal | None = None, term: int = 1) -> None:
         super().__init__(limits=LIMITS, event_s=0.0, min_workers=3, journal=journal, term=term)
 
-    def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True, anew: bool = False) -> None:
-        """`anew`: another process with the same key."""
+    def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True, new_process: bool = False) -> None:
+        """`new_process`: another process with the same key."""
         self.connect(peer, now_s)
-        generation, address = 0 if anew else self.core.generation, "memory://" + peer[:1].decode()
+        generation, address = 0 if new_process else self.core.generation, "memory://" + peer[:1].decode()
         self.say(peer, m.Join("r", peer[:1].decode(), address, True, generation > 0, generation), now_s)
         self.keep(self.core.handle(DialBackResult(peer, address), now_s))
         if setup:
@@ -39,7 +40,7 @@ class Told(ScriptedCoordinator):
         return self.keep(self.core.handle(MessageReceived(peer, message), now_s))
 
     def connect(self, peer: m.PeerId, now_s: float) -> None:
-        """Its key connects, and says nothing yet."""
+        """Connects without sending a message."""
         self.keep(self.core.handle(PeerConnected(peer, "host"), now_s))
 
     def lose(self, peer: m.PeerId, now_s: float) -> None:
@@ -57,7 +58,7 @@ class Told(ScriptedCoordinator):
             for peer in alive:
                 self.say(peer, m.Heartbeat(1, 0, round(at_s), ()), at_s)
             self.keep(self.core.tick(at_s))
-        raise AssertionError(f"the core wants to be called again and again at {at_s}")
+        raise AssertionError(f"the deadline does not advance beyond {at_s}")
 
     def train(self) -> None:
         """A, B and C are in generation 1 at second 3."""
@@ -75,8 +76,8 @@ class Told(ScriptedCoordinator):
 
     def report(self, peer: m.PeerId, now_s: float, *, synced: bool = True) -> None:
         view = self.view
-        told = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
-        self.say(peer, m.FreezeReport(*told, None, b"", 0), now_s)
+        fields = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
+        self.say(peer, m.FreezeReport(*fields, None, b"", 0), now_s)
 
     def frozen(self) -> list[m.PeerId]:
         return receivers(self.seen, m.Freeze)
@@ -85,162 +86,210 @@ class Told(ScriptedCoordinator):
         return [(e.fields["name"], e.fields["reason"]) for e in self.notes("lost")]
 
 
-def broken(reported_s: float | None) -> Told:
-    """At second 10 of training C's connection to the coordinator breaks; A reports that its own has, too."""
-    told = Told()
-    told.train()
-    told.pass_to(9.9, A, B, C)
-    told.lose(C, 10.0)
+def broken(reported_s: float | None) -> TimedCoordinator:
+    """At second 10 C's connection to the coordinator breaks; A reports that its connection to C broke too."""
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    run.lose(C, 10.0)
     if reported_s is not None:
-        told.say(A, m.ConnectionLost(1, 1, C), reported_s)
-    return told
+        run.say(A, m.ConnectionLost(1, 1, C), reported_s)
+    return run
 
 
-def assert_lost_after_regreet_s(told: Told, since_s: float) -> None:
-    """C, whose connection broke then, may come back until that time has passed."""
-    told.pass_to(since_s + LIMITS.regreet_s - 0.01, A, B)
-    assert not told.lost()
-    told.pass_to(since_s + LIMITS.regreet_s, A, B)
-    assert told.lost() == [("c", "lost its connection and did not reconnect")]
+def assert_lost_after_regreet_s(run: TimedCoordinator, since_s: float) -> None:
+    """C is lost once `regreet_s` has passed since its connection broke."""
+    run.pass_to(since_s + LIMITS.regreet_s - 0.01, A, B)
+    assert not run.lost()
+    run.pass_to(since_s + LIMITS.regreet_s, A, B)
+    assert run.lost() == [("c", "lost its connection and did not reconnect")]
 
 
-def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
+def test_a_member_that_loses_two_connections_at_once_has_ended() -> None:
     """10.00  C's connection to the coordinator is reset;  10.02  A's to C as well;  10.10  C is lost."""
-    told = broken(reported_s=10.02)
-    told.pass_to(10.0 + LIMITS.ended_s - 0.01, A, B)
-    assert not told.lost()
-    told.pass_to(10.0 + LIMITS.ended_s, A, B)
-    assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
-    assert told.frozen() == [A, B]
+    run = broken(reported_s=10.02)
+    run.pass_to(10.0 + LIMITS.ended_s - 0.01, A, B)
+    assert not run.lost()
+    run.pass_to(10.0 + LIMITS.ended_s, A, B)
+    assert run.lost() == [("c", "lost its connections to this coordinator and to a member")]
+    assert run.frozen() == [A, B]
 
 
-def test_another_program_with_the_workers_key_is_not_its_return() -> None:
+def test_another_program_with_the_workers_key_is_no_reconnection() -> None:
     """10.000  C is killed;  10.015  its agent asks for the run's status;  10.030  and disconnects."""
-    told = broken(reported_s=10.002)
-    told.connect(C, 10.015)
-    told.lose(C, 10.03)
-    told.pass_to(10.0 + LIMITS.ended_s, A, B)
-    assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
+    run = broken(reported_s=10.002)
+    run.connect(C, 10.015)
+    run.lose(C, 10.03)
+    run.pass_to(10.0 + LIMITS.ended_s, A, B)
+    assert run.lost() == [("c", "lost its connections to this coordinator and to a member")]
 
 
-def test_nobody_is_lost_while_a_connection_is_open_over_which_a_join_may_come() -> None:
-    """10.0  C's connections break;  10.09  it has connected again;  10.3  its Join has arrived."""
-    told = broken(reported_s=10.02)
-    told.connect(C, 10.09)
-    told.pass_to(10.3, A, B)
-    told.join(C, 10.3)
-    told.pass_to(13.0, A, B, C)
-    assert not told.lost() and not told.frozen()
+def test_a_member_with_an_open_connection_is_not_lost() -> None:
+    """10.0  C's connections break;  10.09  it connects again;  10.3  its Join arrives."""
+    run = broken(reported_s=10.02)
+    run.connect(C, 10.09)
+    run.pass_to(10.3, A, B)
+    run.join(C, 10.3)
+    run.pass_to(13.0, A, B, C)
+    assert not run.lost() and not run.frozen()
 
 
-def test_a_connection_that_broke_before_the_return_counts_no_more() -> None:
-    """10.0  C's connections break;  10.05  it has joined again;  10.5  one breaks: it may come back."""
-    told = broken(reported_s=10.02)
-    told.join(C, 10.05)
-    told.lose(C, 10.5)
-    assert_lost_after_regreet_s(told, since_s=10.5)
+def test_another_program_that_stays_connected_with_the_workers_key_does_not_keep_it_in_the_group() -> None:
+    """10.0  C is killed;  10.03  its agent connects and stays connected;  10.28  C is lost."""
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    run.lose(C, 10.0)
+    run.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    run.connect(C, 10.03)
+    run.pass_to(10.03 + JOIN_WAIT_S - 0.01, A, B)
+    assert not run.lost()
+    run.pass_to(10.03 + JOIN_WAIT_S, A, B)
+    assert run.lost() == [("c", "lost its connections to this coordinator and to a member")]
 
 
-def test_a_member_that_ends_while_a_generation_forms_is_detected_as_soon() -> None:
+def test_connections_that_broke_before_a_return_no_longer_count() -> None:
+    """10.0  C's connections break;  10.05  it joins again;  10.5  one breaks, and may be restored."""
+    run = broken(reported_s=10.02)
+    run.join(C, 10.05)
+    run.lose(C, 10.5)
+    assert_lost_after_regreet_s(run, since_s=10.5)
+
+
+def test_a_member_that_ends_while_a_generation_forms_is_detected_as_quickly() -> None:
     """10.0  B leaves;  10.01  the next generation forms;  10.05  C's connections break."""
-    told = Told()
-    told.train()
-    told.pass_to(9.9, A, B, C)
-    told.say(B, m.Leave("tired"), 10.0)
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    run.say(B, m.Leave("tired"), 10.0)
     for peer in (A, C):
-        told.report(peer, 10.01)
-    assert told.core.generation == 2
-    told.lose(C, 10.05)
-    told.say(A, m.ConnectionLost(1, 2, C), 10.06)
-    told.pass_to(10.05 + LIMITS.ended_s, A)
-    assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
+        run.report(peer, 10.01)
+    assert run.core.generation == 2
+    run.lose(C, 10.05)
+    run.say(A, m.ConnectionLost(1, 2, C), 10.06)
+    run.pass_to(10.05 + LIMITS.ended_s, A)
+    assert run.lost() == [("c", "lost its connections to this coordinator and to a member")]
 
 
-def test_one_broken_connection_may_come_back() -> None:
+def test_a_report_of_the_preceding_generation_counts() -> None:
+    """10.01  generation 2 forms;  10.02  A, still in 1, reports C;  10.05  C's connection breaks."""
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    run.say(B, m.Leave("tired"), 10.0)
+    for peer in (A, C):
+        run.report(peer, 10.01)
+    assert run.core.generation == 2
+    run.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    run.lose(C, 10.05)
+    run.pass_to(10.05 + LIMITS.ended_s, A)
+    assert run.lost() == [("c", "lost its connections to this coordinator and to a member")]
+
+
+def test_a_report_of_an_earlier_generation_does_not_count() -> None:
+    """Generation 3 forms, and A's report is of generation 1, so C's connection may be restored."""
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    for generation in (2, 3):
+        at_s = 10.0 * generation
+        run.pass_to(at_s, A, B, C)
+        run.say(A, m.RoundStalled(m.RoundId(1, generation - 1, 0, 0), (), 0.0, "test"), at_s)
+        for peer in (A, B, C):
+            run.report(peer, at_s)
+        assert run.core.generation == generation
+        run.ready(at_s, A, B, C)
+    run.say(A, m.ConnectionLost(1, 1, C), 30.1)
+    run.lose(C, 30.1)
+    run.pass_to(30.1 + LIMITS.regreet_s - 0.01, A, B)
+    assert not run.lost()
+
+
+def test_one_broken_connection_may_be_restored() -> None:
     """10.0  C's connection breaks;  10.9  it is restored;  20.0  it breaks again;  21.0  C is lost."""
-    told = broken(reported_s=None)
-    told.pass_to(10.9, A, B)
-    told.join(C, 10.9)
-    told.pass_to(19.9, A, B, C)
-    told.lose(C, 20.0)
-    assert_lost_after_regreet_s(told, since_s=20.0)
+    run = broken(reported_s=None)
+    run.pass_to(10.9, A, B)
+    run.join(C, 10.9)
+    run.pass_to(19.9, A, B, C)
+    run.lose(C, 20.0)
+    assert_lost_after_regreet_s(run, since_s=20.0)
 
 
-def test_what_a_member_said_long_ago_is_no_second_connection() -> None:
-    told = Told()
-    told.train()
-    told.say(A, m.ConnectionLost(1, 1, C), 3.5)
-    told.pass_to(9.9, A, B, C)
-    told.lose(C, 10.0)
-    told.pass_to(10.0 + LIMITS.regreet_s - 0.01, A, B)
-    assert not told.lost()
+def test_an_old_report_of_a_broken_connection_does_not_count() -> None:
+    run = TimedCoordinator()
+    run.train()
+    run.say(A, m.ConnectionLost(1, 1, C), 3.5)
+    run.pass_to(9.9, A, B, C)
+    run.lose(C, 10.0)
+    run.pass_to(10.0 + LIMITS.regreet_s - 0.01, A, B)
+    assert not run.lost()
 
 
-def restarted() -> Told:
-    before = Told()
+def restarted() -> TimedCoordinator:
+    before = TimedCoordinator()
     before.train()
-    return Told(before.journal, term=2)
+    return TimedCoordinator(before.journal, term=2)
 
 
-def test_members_train_on_until_all_are_back_at_a_restarted_coordinator() -> None:
+def test_members_train_until_all_have_returned_to_a_restarted_coordinator() -> None:
     """One `Freeze` for all at second 3, not at the return of the first."""
-    told = restarted()
-    told.join(A, 1.0)
-    told.join(B, 2.0)
-    assert told.frozen() == []
-    told.join(C, 3.0)
-    assert sorted(told.frozen()) == [A, B, C]
+    run = restarted()
+    run.join(A, 1.0)
+    run.join(B, 2.0)
+    assert run.frozen() == []
+    run.join(C, 3.0)
+    assert sorted(run.frozen()) == [A, B, C]
     for peer in (A, B, C):
-        told.report(peer, 3.1)
-    assert told.core.generation == 2
+        run.report(peer, 3.1)
+    assert run.core.generation == 2
 
 
-def test_who_died_with_the_coordinator_is_not_waited_for_until_regather_s() -> None:
-    """It used to take 60 s.  1.0  A and B are back;  4.0  Freeze, and the next generation."""
-    told = restarted()
-    told.join(A, 1.0)
-    told.join(B, 1.2)
-    told.pass_to(3.9, A, B)
-    assert told.frozen() == []
-    told.pass_to(4.0, A, B)
-    assert sorted(told.frozen()) == [A, B]
-    told.report(A, 4.1)
-    told.report(B, 4.1)
-    assert told.core.generation == 2 and {x.peer for x in told.core.run.member_list} == {A, B}
+def test_a_member_lost_with_the_coordinator_is_not_awaited_until_regather_s() -> None:
+    """1.0  A and B have returned;  4.0  Freeze, and the next generation."""
+    run = restarted()
+    run.join(A, 1.0)
+    run.join(B, 1.2)
+    run.pass_to(3.9, A, B)
+    assert run.frozen() == []
+    run.pass_to(4.0, A, B)
+    assert sorted(run.frozen()) == [A, B]
+    run.report(A, 4.1)
+    run.report(B, 4.1)
+    assert run.core.generation == 2 and {x.peer for x in run.core.run.member_list} == {A, B}
 
 
-def test_a_stall_that_is_told_of_ends_the_wait_sooner() -> None:
-    told = restarted()
-    told.join(A, 1.0)
-    told.join(B, 1.2)
-    told.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (C,), 0.0, "no connection to c"), 1.3)
-    told.pass_to(1.3 + LIMITS.report_s, A, B)
-    assert sorted(told.frozen()) == [A, B]
+def test_a_reported_stall_ends_the_wait_sooner() -> None:
+    run = restarted()
+    run.join(A, 1.0)
+    run.join(B, 1.2)
+    run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (C,), 0.0, "no connection to c"), 1.3)
+    run.pass_to(1.3 + LIMITS.report_s, A, B)
+    assert sorted(run.frozen()) == [A, B]
 
 
-def test_a_fresh_process_alone_does_not_begin_anew_while_the_holders_may_return() -> None:
-    """C's machine restarted it without a state.  A, which has it, comes after 30 s: nothing is lost."""
-    told = restarted()
-    told.join(C, 1.0, anew=True)
-    told.pass_to(4.0, C)
-    told.pass_to(29.9, C)
-    assert told.core.generation == 1, "nothing was begun"
-    told.join(A, 30.0)
-    told.pass_to(33.0, A, C)
-    assert told.frozen() == [A], "B, who may come with A, had its time"
-    told.report(A, 33.1)
-    told.pass_to(33.1 + LIMITS.silence_s, A, C)
-    assert told.core.generation == 2
-    assert {x.peer: x.joining for x in told.core.run.member_list} == {A: False, C: True}
+def test_a_new_process_alone_does_not_restart_the_run_while_members_with_the_state_may_return() -> None:
+    """C's machine restarted it without a state.  A, which holds the state, returns after 30 s."""
+    run = restarted()
+    run.join(C, 1.0, new_process=True)
+    run.pass_to(4.0, C)
+    run.pass_to(29.9, C)
+    assert run.core.generation == 1, "no generation was formed"
+    run.join(A, 30.0)
+    run.pass_to(33.0, A, C)
+    assert run.frozen() == [A], "B is not awaited any longer"
+    run.report(A, 33.1)
+    run.pass_to(33.1 + LIMITS.silence_s, A, C)
+    assert run.core.generation == 2
+    assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, C: True}
 
 
-def test_a_process_that_was_started_anew_is_not_waited_for_while_it_builds_its_model() -> None:
-    """It used to cost 1.0 s: C's new process has joined, and is still importing."""
-    told = restarted()
-    told.join(A, 1.0)
-    told.join(B, 1.0)
-    told.join(C, 1.0, setup=False, anew=True)
-    assert sorted(told.frozen()) == [A, B]
-    told.report(A, 1.1)
-    told.report(B, 1.1)
-    assert told.core.generation == 2 and {x.peer for x in told.core.run.member_list} == {A, B}
+def test_a_new_process_is_not_awaited_while_it_builds_its_model() -> None:
+    """C's new process has joined, and has not sent its setup yet."""
+    run = restarted()
+    run.join(A, 1.0)
+    run.join(B, 1.0)
+    run.join(C, 1.0, setup=False, new_process=True)
+    assert sorted(run.frozen()) == [A, B]
+    run.report(A, 1.1)
+    run.report(B, 1.1)
+    assert run.core.generation == 2 and {x.peer for x in run.core.run.member_list} == {A, B}

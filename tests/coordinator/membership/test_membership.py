@@ -1,4 +1,4 @@
-"""The coordinator's core alone: cases that the simulation of whole groups reaches only by chance."""
+"""The coordinator's core alone: cases that simulations of whole groups reach only by chance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gridtrain_coordinator.run.worker_names import unique_name
 
 
 class Run(ScriptedCoordinator):
-    """Cooperating workers, one virtual second after the other."""
+    """Cooperating workers; each event takes one virtual second."""
 
     def __init__(self, *peers: m.PeerId) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
@@ -49,12 +49,12 @@ class Run(ScriptedCoordinator):
             self.join(peer)
         self.start(*peers)
 
-    def beat(self, *peers: m.PeerId) -> None:
+    def heartbeat(self, *peers: m.PeerId) -> None:
         for number, peer in enumerate(peers):
             self.say(peer, m.Heartbeat(1, 0, int(self.now_s) + number, ()))
 
 
-def test_the_journal_comes_before_what_it_decides() -> None:
+def test_a_generation_is_journalled_before_it_is_sent() -> None:
     run = Run(A)
     run.join(B)
     run.report(A)
@@ -63,8 +63,8 @@ def test_the_journal_comes_before_what_it_decides() -> None:
     assert set(receivers(run.effects, m.MembershipView)) == {A, B}
 
 
-def test_newcomers_that_join_again_and_again_hold_up_nobody() -> None:
-    """A new address is dialled back before a generation is made, but not without end."""
+def test_newcomers_that_keep_joining_delay_a_generation_only_briefly() -> None:
+    """A new address is dialled back before a generation is made, but not indefinitely."""
     run = Run(A, B)
     run.join(C)
     run.join(D)
@@ -97,7 +97,7 @@ def test_the_ledger_of_a_full_run_fits_into_a_message(delay: int, shards: tuple[
     ledger = data_ledger.reassign(spec, ledger, data_ledger.assign(spec, ledger, shares), dict(shares).keys())
     report = m.FreezeReport(1, 1, True, ledger.step - 1, bytes(32), ledger, None, b"", 0)
     (header,) = encode(report)
-    assert len(header) > MAX_HEADER_BYTES // 2, "it is full"
+    assert len(header) > MAX_HEADER_BYTES // 2, "the ledger is nearly as large as it can be"
 
 
 def test_workers_that_join_before_the_run_is_defined_do_not_exceed_its_limit() -> None:
@@ -113,10 +113,12 @@ def test_workers_that_join_before_the_run_is_defined_do_not_exceed_its_limit() -
             refused[peer] = message.code, message.reason
     reason = f"the run has {most} workers; it can have at most {most}"
     assert refused == dict.fromkeys(peers[most:], ("full", reason))
-    assert not any(isinstance(effect, Disconnect) for effect in run.say(peers[0], setup)), "it is counted"
+    assert not any(isinstance(effect, Disconnect) for effect in run.say(peers[0], setup)), (
+        "an admitted worker may send its setup again"
+    )
 
 
-def test_two_workers_of_one_name_are_told_apart() -> None:
+def test_workers_with_the_same_name_get_different_names() -> None:
     run = Run(A)
     for peer in (B, C):
         run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))
@@ -149,18 +151,18 @@ REFUSED_FIRST = {
 
 
 @pytest.mark.parametrize("wrong", REFUSED_FIRST.values(), ids=REFUSED_FIRST)
-def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
-    """Honest workers used to get "different-run" for a run that no journal knew, until a restart."""
+def test_a_refused_worker_does_not_define_the_run(wrong: m.Setup) -> None:
+    """Otherwise workers with the right setup would be refused until a restart."""
     core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="")
 
-    def sets_up(peer: m.PeerId, setup: m.Setup) -> list[Effect]:
+    def set_up(peer: m.PeerId, setup: m.Setup) -> list[Effect]:
         core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
         return core.handle(MessageReceived(peer, setup), 1.0)
 
-    effects = sets_up(A, wrong)
+    effects = set_up(A, wrong)
     assert [message.code for message in sent(effects, m.Refused)]
     assert core.run.definition is None and not core.snapshot(1.0)["facts"]
-    effects = sets_up(B, SETUP)
+    effects = set_up(B, SETUP)
     assert [e.body["facts"] for e in effects if isinstance(e, JournalEntry) and e.kind == "run"] == [
         {"model": "tiny"}
     ]
@@ -171,7 +173,7 @@ BALANCED = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consu
 
 
 class OldRun:
-    """A run that a version has journalled which described neither bases nor adapters."""
+    """A run journalled by a version that described neither bases nor adapters."""
 
     def __init__(self) -> None:
         recovered = RecoveredRun(SETUP, 3, has_committed=True)
@@ -196,7 +198,7 @@ def journalled_facts(effects: list[Effect]) -> list[dict[str, str]]:
     return [e.body["facts"] for e in effects if isinstance(e, JournalEntry) and e.kind == "run"]
 
 
-def test_a_run_that_was_defined_before_bases_were_described_takes_that_of_the_first_that_returns() -> None:
+def test_a_run_without_a_described_base_gets_that_of_the_first_worker_that_returns() -> None:
     run = OldRun()
     assert refusals(run.set_up(A, "1 MB, digest 01", "large")) and refusals(run.set_up(B, "any"))
     assert run.core.run.definition == SETUP
@@ -214,7 +216,7 @@ def test_a_run_that_was_defined_before_bases_were_described_takes_that_of_the_fi
     assert run.core.run.accepted_workers == {C, E}
 
 
-def test_a_checkpoint_of_a_stage_defines_the_base_as_one_of_the_whole_model_does() -> None:
+def test_a_checkpoint_of_a_stage_defines_the_base_too() -> None:
     run = OldRun()
     run.core.run.define(replace(SETUP, facts=(*SETUP.facts, ("blocks", "4")), stages=2))
     facts = (("model", "tiny"), ("blocks", "4"), ("base", "1 MB, digest 01"))
@@ -226,7 +228,7 @@ def test_a_checkpoint_of_a_stage_defines_the_base_as_one_of_the_whole_model_does
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "reason_part"),
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"checkpoint": UNBALANCED}, "is inconsistent"),
@@ -234,17 +236,17 @@ def test_a_checkpoint_of_a_stage_defines_the_base_as_one_of_the_whole_model_does
     ],
     ids=["batch size", "inconsistent checkpoint", "no checkpoint"],
 )
-def test_who_is_refused_does_not_define_the_base(wrong: dict[str, Any], said: str) -> None:
+def test_a_refused_worker_does_not_define_the_base(wrong: dict[str, Any], reason_part: str) -> None:
     run = OldRun()
     effects = run.set_up(A, "1 MB, digest 02", **wrong)
     (reason,) = refusals(effects)
-    assert said in reason and run.core.run.definition == SETUP and not journalled_facts(effects)
+    assert reason_part in reason and run.core.run.definition == SETUP and not journalled_facts(effects)
     effects = run.set_up(B, "1 MB, digest 01")
     assert journalled_facts(effects) == [{"model": "tiny", "base": "1 MB, digest 01"}]
     assert not refusals(effects) and run.core.run.accepted_workers == {B}
 
 
-def test_facts_that_a_journal_lacks_are_those_of_the_first_worker_that_returns_with_a_checkpoint() -> None:
+def test_missing_facts_are_those_of_the_first_worker_that_returns_with_a_checkpoint() -> None:
     run, later = OldRun(), (("base", "1 MB, digest 01"), ("adapter", "default r=8"))
     effects = run.set_up(A, "", checkpoint=None, facts=(*SETUP.facts, *later))
     assert "adapter is default r=8 here and missing in the run" in refusals(effects)[0]
@@ -256,7 +258,7 @@ def test_facts_that_a_journal_lacks_are_those_of_the_first_worker_that_returns_w
     assert "adapter is missing here" in refusals(run.set_up(D, "", facts=(*SETUP.facts, later[0])))[0]
 
 
-def test_the_first_generation_names_the_workers_that_it_has() -> None:
+def test_the_reason_of_the_first_generation_names_its_workers() -> None:
     run = ScriptedCoordinator(limits=Deadlines(silence_s=1e9, settle_s=0.0), min_workers=2)
     run.join(A)
     run.say(A, m.Leave("it was the wrong script"))
@@ -269,10 +271,10 @@ OTHER = replace(SETUP, facts=(("model", "large"),))
 
 
 @pytest.mark.parametrize("has_left", ["before the first generation", "before the first step", "after it"])
-def test_until_a_step_is_committed_the_next_worker_replaces_a_definition_that_nobody_shares(
+def test_before_the_first_step_a_definition_without_workers_is_replaced(
     has_left: str,
 ) -> None:
-    """As it was, a wrong script that was started first kept all others out, also after it had gone."""
+    """Otherwise a wrong script that was started first would exclude all others, also after it has left."""
     few = 2 if has_left == "before the first generation" else 1
     run = ScriptedCoordinator(limits=Deadlines(silence_s=1e9, settle_s=0.0), min_workers=few)
     run.join(A)
@@ -294,7 +296,7 @@ def test_until_a_step_is_committed_the_next_worker_replaces_a_definition_that_no
         assert bool(refusals(effects)) is (has_left == "after it")
 
 
-def test_steps_that_a_restarted_coordinator_cannot_know_of_bind_the_run_to_its_definition() -> None:
+def test_a_restarted_coordinator_keeps_the_definition_as_steps_may_have_been_committed() -> None:
     limits = Deadlines(silence_s=1e9, settle_s=0.0)
     run = ScriptedCoordinator(limits=limits)
     run.join(A)
@@ -308,15 +310,15 @@ def test_steps_that_a_restarted_coordinator_cannot_know_of_bind_the_run_to_its_d
         assert "model is large here" in refusals(coordinator.say(B, OTHER))[0]
 
 
-def test_who_waits_is_told_how_many_there_are() -> None:
+def test_waiting_workers_learn_how_many_have_joined() -> None:
     core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="", min_workers=3)
-    said = [core.run.reason]
+    reasons = [core.run.reason]
     for peer in (A, B):
         effects = core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
-        said += [message.reason for message in sent(effects, m.RunStateUpdate)]
+        reasons += [message.reason for message in sent(effects, m.RunStateUpdate)]
     core.handle(MessageReceived(A, m.Leave("enough")), 1.0)
-    said.append(core.snapshot(1.0)["reason"])
-    assert said == [
+    reasons.append(core.snapshot(1.0)["reason"])
+    assert reasons == [
         "waiting for 3 workers",
         "waiting for 3 workers; 1 of 3 has joined",
         "waiting for 3 workers; 2 of 3 have joined",
@@ -324,8 +326,8 @@ def test_who_waits_is_told_how_many_there_are() -> None:
     ]
 
 
-def test_a_worker_that_left_is_still_known_by_its_name() -> None:
-    """So that it can be banned by name, and the ban lifted."""
+def test_the_name_of_a_worker_that_left_is_remembered() -> None:
+    """The worker can be banned, and the ban lifted, by name."""
     run = Run(A, B)
     assert run.core.worker_name(B) == "b" and run.core.worker_name(C) == ""
     run.say(B, m.TemporaryLeave("a game"))
@@ -334,21 +336,21 @@ def test_a_worker_that_left_is_still_known_by_its_name() -> None:
     assert A not in run.core.run.workers and run.core.worker_name(A) == "a"
 
 
-def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
+def test_a_suspect_without_progress_is_removed() -> None:
     run = Run(A, B, C)
-    run.beat(A, B)
+    run.heartbeat(A, B)
     run.now_s += 10.0
-    run.beat(A, C)
+    run.heartbeat(A, C)
     run.now_s += 3.0
     run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 1), (B,), 5.0, "rank 1 is silent"))
     assert Disconnect(B) in run.effects
     assert [member["name"] for member in run.core.snapshot(run.now_s)["members"]] == ["a", "c"]
 
 
-def test_who_holds_up_one_step_three_times_is_taken_out_although_it_moves() -> None:
+def test_a_member_that_delays_one_step_three_times_is_removed_although_it_progresses() -> None:
     run = Run(A, B)
     for attempt, dismissed in ((1, False), (2, False), (3, True)):
-        run.beat(A, B)
+        run.heartbeat(A, B)
         stalled = m.RoundStalled(m.RoundId(1, run.core.generation, 0, 1), (B,), 0.0, "updates differ")
         run.say(A, stalled)
         assert (Disconnect(B) in run.effects) is dismissed, attempt
@@ -360,26 +362,26 @@ def test_who_holds_up_one_step_three_times_is_taken_out_although_it_moves() -> N
     assert run.core.snapshot(run.now_s)["world_size"] == 1
 
 
-def test_what_a_tick_has_done_is_not_due_any_more() -> None:
+def test_a_tick_clears_what_was_due() -> None:
     limits = Deadlines(regreet_s=3.0)
     core = Membership(me=ME, run="r", term=1, deadlines=limits, software="")
     core.handle(MessageReceived(A, m.Join("r", "a", "memory://a")), 0.0)
-    core.handle(PeerDisconnected(A, "line"), 1.0)
+    core.handle(PeerDisconnected(A, "reset"), 1.0)
     assert core.deadline_s == 4.0
-    core.tick(4.0)  # the first call since then: it looks whether it has slept, and so at its deadline
+    core.tick(4.0)  # the first call since then checks whether the loop has stalled
     assert not core.run.workers and core.deadline_s == math.inf
 
 
 # -- how members reach each other --------------------------------------------------------------------
 
 
-def told(run: Run, viewer: m.PeerId) -> dict[m.PeerId, str]:
-    """The addresses at which `viewer` dials, by the member list that it received last."""
+def dial_addresses(run: Run, viewer: m.PeerId) -> dict[m.PeerId, str]:
+    """The addresses that `viewer` dials according to the latest member list that it received."""
     latest = sent(run.effects, m.MemberListPage, viewer)[-1]
     return {member.peer: member.address for member in with_own_addresses(viewer, latest.members)}
 
 
-def test_a_worker_is_admitted_when_it_is_known_how_others_reach_it() -> None:
+def test_a_worker_is_admitted_once_its_reachability_is_known() -> None:
     run = Run(A)
     callback, *_ = [e for e in run.say(B, m.Join("r", "b", "tcp://10.0.0.2:70")) if isinstance(e, DialBack)]
     assert callback == DialBack(B, ("tcp://10.0.0.2:70",))
@@ -390,13 +392,13 @@ def test_a_worker_is_admitted_when_it_is_known_how_others_reach_it() -> None:
     assert sends[m.Admitted] == Send(B, m.Admitted(((A, "memory://a"),)))
 
 
-def test_of_workers_that_come_together_each_pair_is_measured_and_no_two_begin_with_the_same() -> None:
+def test_workers_that_join_together_measure_each_pair_and_start_with_different_peers() -> None:
     run = Run(A)
     for peer in (D, B, C):
         run.say(peer, m.Join("r", peer[:1].decode(), f"tcp://10.0.0.{peer[0]}:70"))
         run.hear(DialBackResult(peer, f"tcp://10.0.0.{peer[0]}:70"))
     probed = {}
-    for peer in (B, C, D):  # none of them has answered with its Links yet
+    for peer in (B, C, D):  # none of them has sent its latencies yet
         effects = run.say(peer, SETUP)
         (admitted,) = sent(effects, m.Admitted)
         probed[peer] = [other for other, _ in admitted.probe_targets]
@@ -404,45 +406,45 @@ def test_of_workers_that_come_together_each_pair_is_measured_and_no_two_begin_wi
     assert probed == {B: [A], C: [B, A], D: [C, B, A]}
 
 
-def test_each_member_is_told_its_own_way_to_every_other() -> None:
+def test_each_member_receives_its_own_route_to_every_other() -> None:
     run = Run(A, B)
     run.join(C, reachable=False)
     run.report(A)
     run.report(B)
-    assert told(run, A) == {A: "", B: "", C: ""}
-    assert told(run, B) == {A: "memory://a", B: "", C: ""}
-    assert told(run, C) == {A: "memory://a", B: "memory://b", C: ""}
+    assert dial_addresses(run, A) == {A: "", B: "", C: ""}
+    assert dial_addresses(run, B) == {A: "memory://a", B: "", C: ""}
+    assert dial_addresses(run, C) == {A: "memory://a", B: "memory://b", C: ""}
 
 
-def test_a_way_that_does_not_work_is_not_taken_again() -> None:
+def test_a_route_that_failed_is_not_used_again() -> None:
     run = Run(A, B)
     run.now_s += 10.0
     run.say(B, m.PeersUnreachable(1, run.core.generation, (A,)))
     assert sent(run.effects, to=A) == [m.Freeze(1, 1, "b cannot reach a as planned")]
     run.report(A)
     run.report(B)
-    assert told(run, A) == {A: "", B: "memory://b"}
-    assert told(run, B) == {A: "", B: ""}
+    assert dial_addresses(run, A) == {A: "", B: "memory://b"}
+    assert dial_addresses(run, B) == {A: "", B: ""}
     run.now_s += 10.0
-    run.say(A, m.PeersUnreachable(1, run.core.generation, (B,)))  # before anybody was ready
+    run.say(A, m.PeersUnreachable(1, run.core.generation, (B,)))  # before any member was ready
     run.report(A)
     run.report(B)
-    assert told(run, A)[B] == told(run, B)[A] == "relay:" + ME.hex()
+    assert dial_addresses(run, A)[B] == dial_addresses(run, B)[A] == "relay:" + ME.hex()
 
 
-def test_a_report_about_an_earlier_generation_blocks_nothing() -> None:
+def test_a_report_about_an_earlier_generation_blocks_no_route() -> None:
     run = Run(A, B)
     run.now_s += 10.0
     run.say(B, m.PeersUnreachable(1, run.core.generation - 1, (A,)))
-    run.say(B, m.PeersUnreachable(1, run.core.generation, (B, C)))  # itself, and no member
+    run.say(B, m.PeersUnreachable(1, run.core.generation, (B, C)))  # itself, and a worker that is no member
     assert run.effects == []
 
 
-def test_a_member_that_came_back_is_planned_for_only_when_its_place_is_known() -> None:
-    """As after a restart of the coordinator, when all report before the first dial-back result."""
+def test_a_returning_member_is_planned_for_once_it_was_dialled_back() -> None:
+    """For example after a restart of the coordinator, if all report before the first dial-back result."""
     run = Run(A, B)
     run.now_s += 10.0
-    run.core.handle(PeerDisconnected(B, "line"), run.now_s)
+    run.core.handle(PeerDisconnected(B, "reset"), run.now_s)
     run.core.handle(PeerConnected(B, "198.51.100.7"), run.now_s)
     again = m.Join("r", "b", "memory://b", is_rejoin=True, generation=1)
     assert [e for e in run.say(B, again) if isinstance(e, DialBack)]
@@ -451,13 +453,13 @@ def test_a_member_that_came_back_is_planned_for_only_when_its_place_is_known() -
     run.report(B)
     assert not sent(run.effects, m.MembershipView)
     run.hear(DialBackResult(B, ""))
-    assert told(run, B) == {A: "memory://a", B: "", C: "memory://c"}
+    assert dial_addresses(run, B) == {A: "memory://a", B: "", C: "memory://c"}
 
 
-# -- offences ----------------------------------------------------------------------------------------
+# -- violations --------------------------------------------------------------------------------------
 
 
-def test_an_accusation_is_for_the_door_to_judge() -> None:
+def test_an_accusation_is_passed_to_access_control() -> None:
     run = Run(A, B)
     assert run.say(A, m.ViolationReport(B, "sent NaN")) == [RecordViolation(B, "sent NaN", accuser=A)]
     assert run.say(A, m.ViolationReport(C, "is no member")) == []
@@ -467,7 +469,7 @@ def test_an_accusation_is_for_the_door_to_judge() -> None:
     ]
 
 
-def test_who_is_put_out_hears_why_and_the_others_go_on() -> None:
+def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
     run = Run(A, B)
     run.now_s += 10.0
     effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
@@ -478,37 +480,37 @@ def test_who_is_put_out_hears_why_and_the_others_go_on() -> None:
     assert run.core.snapshot(run.now_s)["world_size"] == 1
 
 
-def test_who_is_not_there_any_more_is_at_least_cut_off() -> None:
+def test_a_removed_worker_that_has_left_is_disconnected() -> None:
     run = Run(A)
     assert run.hear(WorkerRemoved(C, "kicked", "", "")) == [Disconnect(C)]
 
 
-def test_the_others_are_told_at_once_whom_to_cut_off() -> None:
+def test_the_others_learn_at_once_which_worker_was_removed() -> None:
     run = Run(A, B)
     run.now_s += 10.0
     effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
     assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects
 
 
-def test_only_members_report_a_stall_and_their_word_for_the_step_is_not_needed() -> None:
+def test_only_members_can_report_a_stall_and_the_step_need_not_match() -> None:
     run = Run(A, B)
     run.now_s += 100.0
     run.say(C, m.Join("r", "c", "memory://c"))
     assert run.say(C, m.RoundStalled(m.RoundId(1, 1, 0, 0), (A, B), 1e-6, "all are silent")) == []
-    run.beat(A, B)
+    run.heartbeat(A, B)
     run.say(B, m.RoundStalled(m.RoundId(1, 1, 7, 0), (A,), 1e-6, "a is silent"))
-    assert Disconnect(A) not in run.effects, "it has just moved"
+    assert Disconnect(A) not in run.effects, "it has just made progress"
 
 
-def test_a_connection_to_a_member_that_has_left_is_not_remembered() -> None:
-    """Its neighbours see it end after the coordinator has forgotten it."""
+def test_broken_connections_to_a_member_that_left_are_not_recorded() -> None:
+    """Its neighbours report the end of the connection after it has left."""
     run = Run(A, B, C)
     run.say(C, m.Leave("tired"))
-    flap(run, [(A, C), (B, C)])
+    break_connections(run, [(A, C), (B, C)])
     assert not run.core._planner.link_failures._times_s
 
 
-def flap(run: Run, pairs: list[tuple[m.PeerId, m.PeerId]]) -> list[Effect]:
+def break_connections(run: Run, pairs: list[tuple[m.PeerId, m.PeerId]]) -> list[Effect]:
     """The first of each pair reports that its connection to the second broke; returns the effects."""
     effects: list[Effect] = []
     for reporter, peer in pairs:
@@ -516,16 +518,16 @@ def flap(run: Run, pairs: list[tuple[m.PeerId, m.PeerId]]) -> list[Effect]:
     return effects
 
 
-def test_the_member_that_all_broken_connections_have_in_common_goes() -> None:
+def test_the_member_common_to_all_broken_connections_is_dismissed() -> None:
     run = Run(A, B, C)
-    effects = flap(run, [(A, C), (B, C)] * 4)
+    effects = break_connections(run, [(A, C), (B, C)] * 4)
     assert [e for e in effects if isinstance(e, Disconnect)] == [Disconnect(C)]
-    assert not [e for e in effects if isinstance(e, RecordViolation)], "a bad line is no offence"
+    assert not [e for e in effects if isinstance(e, RecordViolation)], "a bad link is no violation"
 
 
-def test_a_liar_about_broken_connections_blames_itself_alone() -> None:
+def test_false_reports_of_broken_connections_blame_their_reporter() -> None:
     run = Run(A, B, C)
-    effects = flap(run, [(C, A), (C, B), (C, A), (C, B)] * 4)
+    effects = break_connections(run, [(C, A), (C, B), (C, A), (C, B)] * 4)
     assert [e for e in effects if isinstance(e, Disconnect)] == [Disconnect(C)]
 
 
@@ -543,7 +545,7 @@ def accused_by_two() -> Run:
     """D is the neighbour of A and of C, which report that its connections break."""
     run = Run(A, B, C, D)
     assert neighbours(run, D) == {A, C}
-    assert dismissed(flap(run, [(A, D), (C, D)] * 4)) == []
+    assert dismissed(break_connections(run, [(A, D), (C, D)] * 4)) == []
     for peer in (A, B, C, D):
         run.report(peer)
     run.start(A, B, C, D)
@@ -551,38 +553,40 @@ def accused_by_two() -> Run:
     return run
 
 
-def test_two_that_agree_cannot_put_a_third_one_out() -> None:
+def test_two_members_that_agree_cannot_get_a_third_dismissed() -> None:
     run = accused_by_two()
-    assert dismissed(flap(run, [(A, D), (C, D)] * 40)) == []
-    assert run.core.generation == 2 and not run.core.run.view_change.reason, "and they cost one generation"
+    assert dismissed(break_connections(run, [(A, D), (C, D)] * 40)) == []
+    assert run.core.generation == 2 and not run.core.run.view_change.reason, (
+        "their reports cost one generation"
+    )
 
 
-def test_a_bad_line_shows_beside_the_next_neighbour_too() -> None:
-    assert dismissed(flap(accused_by_two(), [(B, D)] * 4)) == [D]
+def test_a_member_with_a_bad_link_is_dismissed_at_its_next_neighbour() -> None:
+    assert dismissed(break_connections(accused_by_two(), [(B, D)] * 4)) == [D]
     run = accused_by_two()
-    assert dismissed(flap(run, [(D, B)] * 4)) == [D], "its own word is as good"
+    assert dismissed(break_connections(run, [(D, B)] * 4)) == [D], "its own reports count as much"
 
 
-def test_two_that_accuse_all_are_what_the_broken_pairs_have_in_common() -> None:
+def test_two_members_that_accuse_all_others_are_common_to_the_broken_pairs() -> None:
     run = Run(A, B, C, D)
-    assert dismissed(flap(run, [(A, C), (A, D), (B, C), (B, D)] * 4)) == []
+    assert dismissed(break_connections(run, [(A, C), (A, D), (B, C), (B, D)] * 4)) == []
     for peer in (A, B, C, D):
         run.report(peer)
     run.start(A, B, C, D)
-    assert set(dismissed(flap(run, [(A, B)] * 4))) <= {A, B}
+    assert set(dismissed(break_connections(run, [(A, B)] * 4))) <= {A, B}
 
 
-def test_one_pairs_bad_line_and_old_breaks_are_nobodys_fault() -> None:
+def test_one_pairs_bad_link_and_old_failures_dismiss_nobody() -> None:
     run = Run(A, B, C)
-    assert not [e for e in flap(run, [(A, C), (C, A)] * 8) if isinstance(e, Disconnect)]
+    assert not [e for e in break_connections(run, [(A, C), (C, A)] * 8) if isinstance(e, Disconnect)]
     run = Run(A, B, C)
     for _ in range(8):
-        assert not [e for e in flap(run, [(A, C), (B, C)]) if isinstance(e, Disconnect)]
+        assert not [e for e in break_connections(run, [(A, C), (B, C)]) if isinstance(e, Disconnect)]
         run.now_s += 10.0
 
 
 def stall(run: Run, members: tuple[m.PeerId, ...], *suspects: m.PeerId) -> list[m.PeerId]:
-    """The first member reports a stalled round, and the rest form a group; returns who was dismissed."""
+    """The first member reports a stalled round, and the rest form a group; returns the dismissed members."""
     generation = run.core.generation
     effects = run.say(members[0], m.RoundStalled(m.RoundId(1, generation, 0, 0), suspects, 0.0, "voted NO"))
     dismissed = [e.peer for e in effects if isinstance(e, Disconnect)]
@@ -593,13 +597,13 @@ def stall(run: Run, members: tuple[m.PeerId, ...], *suspects: m.PeerId) -> list[
     return dismissed
 
 
-def test_where_nobody_is_named_the_youngest_goes_and_the_run_goes_on() -> None:
+def test_without_a_suspect_the_youngest_member_is_dismissed() -> None:
     run = Run(A, B)
     assert [stall(run, (A, B)) for _ in range(6)] == [[]] * 5 + [[B]]
-    assert [stall(run, (A,)) for _ in range(9)] == [[]] * 9, "the last one has the model"
+    assert [stall(run, (A,)) for _ in range(9)] == [[]] * 9, "the last member holds the model"
 
 
-def test_who_votes_no_in_three_generations_goes_and_who_does_so_once_stays() -> None:
+def test_a_member_that_votes_no_in_three_generations_is_dismissed() -> None:
     run = Run(A, B, C)
     members = (A, B, C)
     assert [stall(run, members, B), stall(run, members, C), stall(run, members, C)] == [[]] * 3
@@ -610,11 +614,11 @@ def test_who_votes_no_in_three_generations_goes_and_who_does_so_once_stays() -> 
 
 
 class Sharers(Run):
-    """Workers of a run with a global batch size, which compute their shares at their own speeds."""
+    """Workers of a run with a global batch size; each computes its share at its own speed."""
 
     def __init__(self, speeds: dict[m.PeerId, float], whole: int, most: dict[m.PeerId, int]) -> None:
         self.speeds, self.whole, self.most = speeds, whole, most
-        self.told = {peer: (0.0, 0.0) for peer in speeds}
+        self.computed = {peer: (0.0, 0.0) for peer in speeds}
         super().__init__(*speeds)
 
     def join(self, peer: m.PeerId, *, reachable: bool = True) -> list[Effect]:
@@ -629,14 +633,17 @@ class Sharers(Run):
     def shares(self) -> dict[m.PeerId, int]:
         return {member.peer: member.share for member in self.core.run.member_list}
 
-    def compute(self, beats: int) -> list[Effect]:
+    def compute(self, heartbeats: int) -> list[Effect]:
         """The effects of that many heartbeats of each worker."""
         effects = []
-        for number in range(beats):
+        for number in range(heartbeats):
             for peer, share in self.shares.items():
-                samples, seconds_s = self.told[peer]
-                self.told[peer] = samples + share, seconds_s + share / self.speeds[peer]
-                figures = (("computed_samples", self.told[peer][0]), ("computed_s", self.told[peer][1]))
+                samples, seconds_s = self.computed[peer]
+                self.computed[peer] = samples + share, seconds_s + share / self.speeds[peer]
+                figures = (
+                    ("computed_samples", self.computed[peer][0]),
+                    ("computed_s", self.computed[peer][1]),
+                )
                 effects += self.say(peer, m.Heartbeat(number, 0, int(self.now_s), figures))
         return effects
 
@@ -645,13 +652,13 @@ def freezes(effects: list[Effect]) -> list[str]:
     return sorted({freeze.reason for freeze in sent(effects, m.Freeze)})
 
 
-def test_shares_follow_the_speed_that_beats_tell() -> None:
+def test_shares_follow_the_speed_that_heartbeats_report() -> None:
     run = Sharers({A: 40.0, B: 10.0, C: 10.0}, 60, {})
     assert run.shares == {A: 20, B: 20, C: 20}
     began_s = run.now_s
     effects = run.compute(30)
     assert freezes(effects) == ["shares by measured speed make the computation of a step 2.00 times as fast"]
-    assert run.now_s - began_s >= 30.0, "not before some tens of seconds have passed"
+    assert run.now_s - began_s >= 30.0, "not before 30 s have passed"
     for peer in (A, B, C):
         run.report(peer)
     assert run.core.generation == 2 and run.shares == {A: 40, B: 10, C: 10}
@@ -659,15 +666,15 @@ def test_shares_follow_the_speed_that_beats_tell() -> None:
         "60 samples shared by measured speed: a 40 (40/s), b 10 (10/s), c 10 (10/s)"
     )
     run.start(A, B, C)
-    assert freezes(run.compute(60)) == [], "there is nothing left to gain"
+    assert freezes(run.compute(60)) == [], "nothing is left to gain"
 
 
-def test_a_small_gain_is_worth_no_generation() -> None:
+def test_a_small_gain_makes_no_generation() -> None:
     run = Sharers({A: 11.0, B: 10.0, C: 10.0}, 600, {})
     assert freezes(run.compute(60)) == []
 
 
-def test_what_fits_a_worker_bounds_its_share() -> None:
+def test_the_largest_batch_of_a_worker_bounds_its_share() -> None:
     run = Sharers({A: 40.0, B: 10.0, C: 10.0}, 60, {A: 30})
     assert freezes(run.compute(30))
     for peer in (A, B, C):
@@ -675,7 +682,7 @@ def test_what_fits_a_worker_bounds_its_share() -> None:
     assert run.shares == {A: 30, B: 15, C: 15}
 
 
-def test_whoever_joins_is_dealt_the_median_of_the_others() -> None:
+def test_a_newcomer_gets_the_median_share_of_the_others() -> None:
     run = Sharers({A: 30.0, B: 10.0}, 60, {})
     run.speeds[C] = 20.0
     run.compute(10)
@@ -684,28 +691,30 @@ def test_whoever_joins_is_dealt_the_median_of_the_others() -> None:
     assert run.shares == {A: 30, B: 10, C: 20}
 
 
-FOLLOWS = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None, can_catch_up=True)
+CATCHING_UP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None, can_catch_up=True)
 
 
 def newcomer(run: Run, peer: m.PeerId) -> list[Effect]:
     """A worker that can catch up joins; returns all effects."""
     effects = run.say(peer, m.Join("r", peer[:1].decode(), "memory://new"))
     effects += run.hear(DialBackResult(peer, "memory://new"))
-    return effects + run.say(peer, FOLLOWS) + run.say(peer, m.LinkLatencies(()))
+    return effects + run.say(peer, CATCHING_UP) + run.say(peer, m.LinkLatencies(()))
 
 
-def donations(effects: list[Effect]) -> list[tuple[m.PeerId, m.ServeCatchUp]]:
+def serve_orders(effects: list[Effect]) -> list[tuple[m.PeerId, m.ServeCatchUp]]:
     return [*zip(receivers(effects, m.ServeCatchUp), sent(effects, m.ServeCatchUp), strict=True)]
 
 
-def test_a_follower_is_served_until_it_is_a_member() -> None:
+def test_a_worker_that_catches_up_is_served_until_it_is_a_member() -> None:
     run = Run(A, B)
-    told = donations(newcomer(run, C))
-    assert {peer for peer, _ in told} == {A, B} and all(donate.receivers == (C,) for _, donate in told)
-    assert run.core.run.view is not None and run.core.run.view.world_size == 2, "the members train on"
+    orders = serve_orders(newcomer(run, C))
+    assert {peer for peer, _ in orders} == {A, B} and all(order.receivers == (C,) for _, order in orders)
+    assert run.core.run.view is not None and run.core.run.view.world_size == 2, (
+        "the members continue to train"
+    )
     effects = run.say(C, m.CatchUpReport(7, b"h"))
-    assert not [donate for _, donate in donations(effects) if donate.receivers == ()], (
-        "there are updates to come"
+    assert not [order for _, order in serve_orders(effects) if order.receivers == ()], (
+        "it still needs updates"
     )
     assert sent(effects, m.Freeze)
     again = run.say(C, m.CatchUpReport(8, b"h"))  # each second until it is a member
@@ -713,40 +722,40 @@ def test_a_follower_is_served_until_it_is_a_member() -> None:
     assert logged.count("caught_up") == 1
 
 
-def ways_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:
-    """By message type, the addresses that `peer` is told."""
+def routes_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:
+    """By message type, the addresses that `peer` receives."""
     lists = {
         type(message).__name__: message.sources if isinstance(message, m.CatchUpFrom) else message.peers
         for message in sent(effects, m.CatchUpFrom | m.ExpectProbes, peer)
     }
-    return {kind: [(x[:1].decode(), way) for x, way in ways] for kind, ways in lists.items()}
+    return {kind: [(x[:1].decode(), route) for x, route in routes] for kind, routes in lists.items()}
 
 
-def test_a_follower_that_reaches_no_donor_goes_other_ways_and_at_last_over_a_relay() -> None:
-    """It used to go unnoticed for a minute, as such reports counted from members only."""
+def test_a_worker_that_reaches_no_source_tries_other_routes_and_then_a_relay() -> None:
+    """Reports of workers that catch up count as those of members do."""
     run = Run(A, B)
     run.now_s += 10.0
     effects = newcomer(run, C)
-    assert ways_of(effects, C)["CatchUpFrom"] == [("a", "memory://a"), ("b", "memory://b")]
+    assert routes_of(effects, C)["CatchUpFrom"] == [("a", "memory://a"), ("b", "memory://b")]
     run.now_s -= 2.0
-    assert not run.say(C, m.PeersUnreachable(1, 0, (A, B))), "it has not heard yet what it was told last"
+    assert not run.say(C, m.PeersUnreachable(1, 0, (A, B))), "the report precedes the latest routes"
     for _ in range(2):  # seconds pass with each message
         run.now_s += 10.0
         effects = run.say(C, m.PeersUnreachable(1, 0, (A, B)))
     relay = "relay:" + ME.hex()
-    assert ways_of(effects, C)["CatchUpFrom"] == [("a", relay), ("b", relay)]
-    assert ways_of(effects, A) == {"ExpectProbes": [("c", relay)]} and ways_of(effects, B) == ways_of(
+    assert routes_of(effects, C)["CatchUpFrom"] == [("a", relay), ("b", relay)]
+    assert routes_of(effects, A) == {"ExpectProbes": [("c", relay)]} and routes_of(effects, B) == routes_of(
         effects, A
     )
-    assert not freezes(effects) and not run.core.run.workers[C].has_caught_up, "the members train on"
+    assert not freezes(effects) and not run.core.run.workers[C].has_caught_up, "the members continue to train"
     run.now_s += 10.0
-    assert not ways_of(run.say(C, m.PeersUnreachable(1, 0, (D,))), C), "a stranger"
+    assert not routes_of(run.say(C, m.PeersUnreachable(1, 0, (D,))), C), "a stranger"
     run.say(C, m.CatchUpReport(7, b"h")), run.report(A), run.report(B)
-    assert told(run, C) == {A: relay, B: relay, C: ""}, "where it enters, that is known"
+    assert dial_addresses(run, C) == {A: relay, B: relay, C: ""}, "the routes stay when it becomes a member"
 
 
-def test_a_followers_relay_is_a_member_that_it_has_reached() -> None:
-    """Three of four members are sources; C reaches the fourth, which may not know it any more."""
+def test_the_relay_is_a_member_that_the_worker_has_reached() -> None:
+    """Three of four members are sources; C reaches the fourth, which may not expect it any more."""
     run = Run(A, B, E, D)
     run.now_s += 10.0
     newcomer(run, C)
@@ -754,44 +763,44 @@ def test_a_followers_relay_is_a_member_that_it_has_reached() -> None:
         run.now_s += 10.0
         effects = run.say(C, m.PeersUnreachable(1, 0, (A, B, E)))
     relay = "relay:" + D.hex()
-    assert ways_of(effects, C)["CatchUpFrom"] == [("a", relay), ("b", relay), ("e", relay)]
-    assert {x for x, _ in ways_of(effects, D)["ExpectProbes"]} == {"a", "b", "c", "e"}
-    assert ("d", "") in ways_of(effects, C)["ExpectProbes"], "it is dialled by D, with the larger key"
-    assert ("c", "memory://new") in ways_of(effects, D)["ExpectProbes"]
+    assert routes_of(effects, C)["CatchUpFrom"] == [("a", relay), ("b", relay), ("e", relay)]
+    assert {x for x, _ in routes_of(effects, D)["ExpectProbes"]} == {"a", "b", "c", "e"}
+    assert ("d", "") in routes_of(effects, C)["ExpectProbes"], "D, with the larger key, dials C"
+    assert ("c", "memory://new") in routes_of(effects, D)["ExpectProbes"]
 
 
-def test_a_step_that_a_member_makes_up_delays_no_image() -> None:
+def test_an_invented_step_delays_no_snapshot() -> None:
     run = Run(A, B, C)
     run.say(A, m.Heartbeat(1, 2**63 - 1, 1, ()))
     run.say(B, m.Heartbeat(1, 5, 1, ()))
     run.say(C, m.Heartbeat(1, 6, 1, ()))
-    told = donations(newcomer(run, b"d" * 32))
-    assert told and all(7 <= donate.step < 100 for _, donate in told)
+    orders = serve_orders(newcomer(run, b"d" * 32))
+    assert orders and all(7 <= order.step < 100 for _, order in orders)
 
 
-def test_a_group_that_becomes_slower_delays_no_image() -> None:
-    """A step was chosen at a quick beginning; the group becomes slower, so a nearer one is chosen."""
+def test_a_group_that_becomes_slower_delays_no_snapshot() -> None:
+    """A step was chosen while the group was fast; when the group becomes slower, a nearer one is chosen."""
     run = Run(A, B)
     for peer in (A, B):
         run.say(peer, m.Heartbeat(1, 1000, 1, ()))  # some ninety steps a second
-    (step,) = {donate.step for _, donate in donations(newcomer(run, C))}
+    (step,) = {order.step for _, order in serve_orders(newcomer(run, C))}
     assert step > 1050
-    told: list[tuple[m.PeerId, m.ServeCatchUp]] = []
+    orders: list[tuple[m.PeerId, m.ServeCatchUp]] = []
     for slow in range(10):  # now one in three seconds
         for peer in (A, B):
-            told += donations(run.say(peer, m.Heartbeat(1, 1000 + slow, 1, ())))
+            orders += serve_orders(run.say(peer, m.Heartbeat(1, 1000 + slow, 1, ())))
         run.say(C, m.Heartbeat(0, -1, 0, ()))
-    assert {peer for peer, _ in told} == {A, B} and all(donate.receivers == (C,) for _, donate in told)
-    assert min(donate.step for _, donate in told) < step and len(told) <= 2 * 8, "named anew at most in 4 s"
+    assert {peer for peer, _ in orders} == {A, B} and all(order.receivers == (C,) for _, order in orders)
+    assert min(order.step for _, order in orders) < step and len(orders) <= 2 * 8, "chosen at most every 4 s"
 
 
-def test_few_quick_steps_after_a_generation_say_little_of_the_rate() -> None:
+def test_a_few_fast_steps_after_a_generation_do_not_set_the_rate() -> None:
     """150 steps a second, but only for 0.1 s: no more steps are assumed for the next 1.5 s."""
     assert choose_snapshot_step(latest=15, made=15, running_s=0.1) == 30
     assert choose_snapshot_step(latest=1500, made=1500, running_s=10.0) == 1725
 
 
-def test_states_are_compared_by_the_coordinator_and_a_liar_moves_only_itself() -> None:
+def test_the_coordinator_compares_digests_and_the_minority_is_notified() -> None:
     run = Run(A, B, C)
     generation = run.core.generation
     effects = run.say(A, m.ReplicaDigest(1, generation, 9, b"same"))
@@ -803,8 +812,8 @@ def test_states_are_compared_by_the_coordinator_and_a_liar_moves_only_itself() -
     assert run.core.snapshot(run.now_s)["drifts"] == 1
 
 
-def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
-    """ReplicaDiverged and Freeze are lost.  B's history equals the others', so it would report its state."""
+def test_a_diverged_member_is_notified_again_until_it_has_received_the_state() -> None:
+    """ReplicaDiverged and Freeze are lost; B's history equals the others', so B would report its state."""
     run = Run(A, B, C)
     run.now_s += 10.0
     for peer, digest in ((A, b"same"), (C, b"same"), (B, b"other")):
@@ -813,13 +822,13 @@ def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
     run.core.handle(PeerConnected(B, ""), run.now_s)
     again = m.Join("r", "b", "memory://b", is_rejoin=True, generation=1)
     kinds = [type(message).__name__ for message in sent(run.say(B, again), to=B)]
-    told = ["ReplicaDiverged", "MemberListPage", "MembershipView"]
-    assert kinds == ["Welcome", "RunStateUpdate", *told, "Freeze"]
+    notices = ["ReplicaDiverged", "MemberListPage", "MembershipView"]
+    assert kinds == ["Welcome", "RunStateUpdate", *notices, "Freeze"]
     for peer in (A, B, C):
         run.report(peer)
     assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, B: True, C: False}
     kinds = [type(message).__name__ for message in sent(run.effects, to=B)]
-    assert kinds == told, "its line may have come back only now"
+    assert kinds == notices, "its connection may have been restored only now"
     run.start(A, B, C)
     again = replace(again, generation=2)
     assert not sent(run.say(B, again), m.ReplicaDiverged)
@@ -829,58 +838,60 @@ def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
     assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, B: False, C: False, D: True}
 
 
-def test_beats_of_a_settled_group_look_at_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_checks_only_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     """N workers send 2 N heartbeats a second, so none of them may cost a check of all workers."""
-    looks: list[m.PeerId] = []
+    checked: list[m.PeerId] = []
     deadline_s = Worker.deadline_s
     monkeypatch.setattr(
-        Worker, "deadline_s", lambda worker, limits: looks.append(worker.peer) or deadline_s(worker, limits)
+        Worker, "deadline_s", lambda worker, limits: checked.append(worker.peer) or deadline_s(worker, limits)
     )
     run = Run(A, B, C)
     due_s = run.core.deadline_s
-    looks.clear()
+    checked.clear()
     for sequence in range(30):
         for peer in (A, B, C):
             run.say(peer, m.Heartbeat(sequence, 5, sequence, ()))
-            assert run.core.deadline_s == due_s, "a beat only puts it off"
-            assert looks == [peer]
-            looks.clear()
+            assert run.core.deadline_s == due_s, "a heartbeat only postpones the deadline"
+            assert checked == [peer]
+            checked.clear()
     run.core.tick(due_s)
-    assert run.core.deadline_s > due_s and len(looks) == 3
+    assert run.core.deadline_s > due_s and len(checked) == 3
 
 
-def test_shares_are_looked_at_once_in_a_beats_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a global batch size, as each check is over all workers."""
-    looks: list[float] = []
+def test_shares_are_evaluated_once_per_heartbeat_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation covers all workers."""
+    evaluated_s: list[float] = []
     run = Run(A, B, C)
     monkeypatch.setattr(run.core.run, "definition", replace(SETUP, global_batch_size=12))
-    monkeypatch.setattr(WorkerSpeeds, "rebalance_reason", lambda *args: looks.append(run.now_s) or "")
+    monkeypatch.setattr(WorkerSpeeds, "rebalance_reason", lambda *args: evaluated_s.append(run.now_s) or "")
     run.now_s += 100.0
     for sequence in range(10):
         for peer in (A, B, C):
             run.core.handle(MessageReceived(peer, m.Heartbeat(sequence, 5, sequence, ())), run.now_s)
             run.now_s += 0.1
         run.now_s += 0.2
-    assert 5 <= len(looks) <= 10, "30 beats within 5 s"
+    assert 5 <= len(evaluated_s) <= 10, "30 heartbeats within 5 s"
 
 
-def test_whom_it_follows_may_be_back_in_a_moment() -> None:
-    """C used to count as caught up when the second of two connections broke, and all workers waited."""
+def test_catch_up_continues_if_its_sources_reconnect_soon() -> None:
+    """C must not count as caught up when the second of two connections breaks, as all workers would wait."""
     run = Run(A, B)
     run.now_s += 10.0
     newcomer(run, C)
     for peer in (A, B):
-        effects = run.hear(PeerDisconnected(peer, "the coordinator's line"))
+        effects = run.hear(PeerDisconnected(peer, "the coordinator's link"))
         run.now_s -= 0.9
         assert not run.core.run.workers[C].has_caught_up and freezes(effects) == []
     for peer in (A, B):
         run.hear(PeerConnected(peer, ""))
-        told = run.say(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode(), True, True, 1))
-        assert donations(told), "what it was told may have been lost with its line"
+        effects = run.say(
+            peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode(), True, True, 1)
+        )
+        assert serve_orders(effects), "the earlier order may have been lost with the connection"
     assert not run.core.run.workers[C].has_caught_up
 
 
-def test_whom_it_follows_are_gone_for_good() -> None:
+def test_catch_up_ends_if_no_source_returns() -> None:
     run = Run(A)
     run.now_s += 10.0
     newcomer(run, C)
@@ -888,10 +899,10 @@ def test_whom_it_follows_are_gone_for_good() -> None:
     run.now_s += 1.1
     assert run.core.deadline_s <= run.now_s
     run.core.tick(run.now_s)
-    assert run.core.run.workers[C].has_caught_up, "there is nobody to follow"
+    assert run.core.run.workers[C].has_caught_up, "no source is left"
 
 
-def test_a_suspect_that_has_left_is_no_member_to_dismiss() -> None:
+def test_a_suspect_that_has_left_is_not_dismissed() -> None:
     run = Run(A, B, C)
     step, left = StalledStep(run.core.run), b"x" * 32
     stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")
@@ -899,8 +910,8 @@ def test_a_suspect_that_has_left_is_no_member_to_dismiss() -> None:
         assert step.record(7, stalled, A) == number
     assert step.find_at_fault(stalled, A, run.now_s) == {B: "delayed step 7 3 times: voted NO"}
     assert step.record(8, stalled, A) == 1 and step.find_at_fault(stalled, A, run.now_s) == {}
-    silent = replace(stalled, suspects=(left,), silent_s=5.0)
-    assert step.find_at_fault(silent, A, run.now_s + 1000.0) == {}
+    without_answer = replace(stalled, suspects=(left,), silent_s=5.0)
+    assert step.find_at_fault(without_answer, A, run.now_s + 1000.0) == {}
 
 
 @pytest.mark.parametrize(
@@ -908,7 +919,7 @@ def test_a_suspect_that_has_left_is_no_member_to_dismiss() -> None:
     [(A + A + A, C, C), (B + B + B, A, A), (B + B + B, C, B), (B + D + B, C, C)],
     ids=["of the root", "about the root", "of one member", "of two members"],
 )
-def test_nobody_but_the_root_has_a_member_dismissed_alone(
+def test_only_the_root_can_get_a_member_dismissed_alone(
     reporters: bytes, suspect: m.PeerId, dismissed: m.PeerId
 ) -> None:
     run = Run(A, B, C, D)
@@ -916,14 +927,14 @@ def test_nobody_but_the_root_has_a_member_dismissed_alone(
     assert run.core.run.member_order[0] == A
     for at in range(0, len(reporters), 32):
         reporter = reporters[at : at + 32]
-        silent_s = 0.0 if A in (reporter, suspect) else 5.0  # of others it is not believed
+        silent_s = 0.0 if A in (reporter, suspect) else 5.0  # not believed of other reporters
         stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (suspect,), silent_s, "lost")
         step.record(7, stalled, reporter)
         found = step.find_at_fault(stalled, reporter, run.now_s + 1000.0)
         assert found.keys() == ({dismissed} if at == 64 else set()), at
 
 
-def test_after_the_end_a_setup_is_answered_by_that() -> None:
+def test_a_setup_after_the_end_is_refused_as_finished() -> None:
     run = Run(A, B)
     run.core.run.phase = RunPhase.FINISHED
     effects = run.say(A, SETUP)

@@ -1,7 +1,7 @@
 """The coordinator's core with random sequences of events from hypothesis.
 
-Workers here are honest and small: they do what MembershipView, Freeze and StartGeneration say, when
-hypothesis lets them.  What they commit is a digest, so that a fork shows as two histories of one step.
+The workers are minimal and honest: they do what MembershipView, Freeze and StartGeneration say, at times
+that hypothesis chooses.  They commit digests, so that a fork shows as two histories of one step.
 
     joins, leaves, losses, stalls, clock jumps --> Membership --> views, starts --> workers
     restarts from the journal                          |
@@ -36,27 +36,27 @@ picks = st.integers(0, 10_000)
 
 @dataclass
 class Worker:
-    """An honest member, as far as the coordinator can see it."""
+    """An honest member, as far as the coordinator can observe it."""
 
     peer: m.PeerId
     generation: int = 0
     term: int = 0
-    roster: tuple[m.Member, ...] = ()
-    coming: tuple[m.Member, ...] = ()
+    member_list: tuple[m.Member, ...] = ()
+    next_member_list: tuple[m.Member, ...] = ()
     view: m.MembershipView | None = None
     frozen: m.Freeze | None = None
     running: bool = False
     connected: bool = True
     is_set_up: bool = False
     welcomed: bool = False
-    ready_in: int = 0  # the generation in which this very process said Ready
+    ready_in: int = 0  # the generation for which this process sent Ready
     synced: bool = False
     applied: int = -1
     history: bytes = EMPTY_HISTORY
     ledger: m.LedgerState = field(default_factory=m.LedgerState)
     prepared: tuple[m.RoundId, bytes] | None = None
 
-    def take(self, view: m.MembershipView) -> None:
+    def install(self, view: m.MembershipView) -> None:
         if view.term < self.term or view.generation <= self.generation:
             return
         prepared, self.prepared = self.prepared, None
@@ -65,16 +65,21 @@ class Worker:
             if history == view.history:
                 self.applied, self.history = view.applied, history
         self.synced = self.synced and (self.applied, self.history) == (view.applied, view.history)
-        self.term, self.generation, self.view, self.roster = view.term, view.generation, view, self.coming
+        self.term, self.generation, self.view, self.member_list = (
+            view.term,
+            view.generation,
+            view,
+            self.next_member_list,
+        )
         self.ledger, self.frozen, self.running = view.ledger, None, False
-        joining = next(x.joining for x in self.roster if x.peer == self.peer)
+        joining = next(x.joining for x in self.member_list if x.peer == self.peer)
         self.synced = self.synced or (view.applied < 0 and not joining)
         if not self.synced:
             self.applied, self.history = view.applied, view.history
 
     def apply(self) -> None:
         assert self.prepared is not None
-        shares = [(member.peer, member.share) for member in self.roster]
+        shares = [(member.peer, member.share) for member in self.member_list]
         self.ledger = data_ledger.commit(
             SPEC, self.ledger, data_ledger.assign(SPEC, self.ledger, shares), skipped=False
         )
@@ -93,11 +98,11 @@ class MembershipMachine(RuleBasedStateMachine):
         self.journal: list[tuple[str, dict[str, Any]]] = []
         self.workers: list[Worker] = []
         self.admissible: set[m.PeerId] = set()
-        self.made = 0  # workers, ever
+        self.made = 0  # number of workers so far
         self.generation = 0
         self.views: dict[int, m.MembershipView] = {}
         self.ready: set[tuple[int, int, m.PeerId]] = set()
-        self.histories: dict[int, bytes] = {}  # of each step that somebody has applied
+        self.histories: dict[int, bytes] = {}  # of each applied step
         self.rolled_back = False
         self.start_coordinator()
         for number in range(workers):
@@ -120,7 +125,7 @@ class MembershipMachine(RuleBasedStateMachine):
         )
         self.carry_out(self.core.start(self.now_s))
 
-    # -- what the loop does ------------------------------------------------------------------------
+    # -- the daemon's loop --------------------------------------------------------------------------
 
     def hear(self, event: io.Event) -> None:
         self.now_s += 0.001
@@ -139,7 +144,7 @@ class MembershipMachine(RuleBasedStateMachine):
                 case io.Send(peer, message):
                     worker = next((w for w in self.workers if w.peer == peer and w.connected), None)
                     if worker is not None:
-                        self.told(worker, message)
+                        self.receive(worker, message)
                 case io.DialBack(peer, addresses):
                     self.pending.append(io.DialBackResult(peer, addresses[0]))
                 case _:
@@ -157,19 +162,19 @@ class MembershipMachine(RuleBasedStateMachine):
         if kind == "generation":
             assert body["generation"] > self.generation, "generations grow strictly, also over restarts"
             self.generation = body["generation"]
-            named = {bytes.fromhex(line["peer"]) for line in body["members"]}
+            named = {bytes.fromhex(row["peer"]) for row in body["members"]}
             assert named and named <= self.admissible, "only admitted workers are named"
         if kind == "state" and ("rollback" in body or body["state"] == "waiting"):
             self.rolled_back = True
 
-    def told(self, worker: Worker, message: m.Message) -> None:
+    def receive(self, worker: Worker, message: m.Message) -> None:
         match message:
             case m.MemberListPage():
                 if message.generation > worker.generation:
-                    worker.coming = message.members
+                    worker.next_member_list = message.members
             case m.MembershipView():
                 self.check_view(message)
-                worker.take(message)
+                worker.install(message)
                 self.note(worker)
             case m.Freeze(term, generation) if term >= worker.term and generation == worker.generation:
                 worker.frozen, worker.running, worker.term = message, False, term
@@ -177,7 +182,7 @@ class MembershipMachine(RuleBasedStateMachine):
                 worker.term,
                 worker.generation,
             ):
-                for member in worker.roster:
+                for member in worker.member_list:
                     assert (term, generation, member.peer) in self.ready, "started before all were ready"
                 assert worker.ready_in == generation, "started for another process with its key"
                 worker.running = worker.frozen is None
@@ -208,7 +213,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def pick(self, number: int) -> Worker:
         return self.workers[number % len(self.workers)]
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.workers) < MOST_WORKERS)
     @rule()
@@ -258,14 +263,14 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(not worker.connected for worker in self.workers))
     @rule(number=picks)
-    def come_back(self, number: int) -> None:
+    def reconnect(self, number: int) -> None:
         away = [worker for worker in self.workers if not worker.connected]
         self.greet(away[number % len(away)])
 
     @precondition(lambda self: self.workers)
     @rule(number=picks, noticed=st.booleans())
-    def start_anew(self, number: int, noticed: bool) -> None:
-        """A process ends, and another one joins with its key at once: it knows nothing and holds nothing."""
+    def replace_process(self, number: int, noticed: bool) -> None:
+        """A process ends, and another one joins at once with its key and without a state."""
         old = self.pick(number)
         self.workers[self.workers.index(old)] = worker = Worker(old.peer)
         if noticed and old.connected:
@@ -326,15 +331,15 @@ class MembershipMachine(RuleBasedStateMachine):
             self.say(worker, m.Ready(worker.term, worker.generation, b"\xff" * 32))
 
     def group(self) -> list[Worker]:
-        """The members that run, if all members of a generation do; else nobody can commit."""
+        """The members that run, if all members of a generation do; otherwise none can commit."""
         latest = max((worker.generation for worker in self.workers), default=0)
         members = [worker for worker in self.workers if worker.generation == latest and worker.running]
-        return members if members and len(members) == len(members[0].roster) else []
+        return members if members and len(members) == len(members[0].member_list) else []
 
     @precondition(lambda self: self.group())
     @rule(number=st.integers(0, 99), prepared=st.integers(0, 5), applied=st.integers(0, 5))
     def step(self, number: int, prepared: int, applied: int) -> None:
-        """A round: `prepared` members vote YES (5: all), and if all did, `applied` of them hear COMMIT."""
+        """A round: `prepared` members vote YES (5: all); if all did, `applied` of them receive COMMIT."""
         self.round(bytes([number]) * 32, prepared, applied)
 
     @precondition(lambda self: self.group())
@@ -346,7 +351,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.group())
     @rule(number=st.integers(0, 99), applied=st.integers(0, 3), lost=picks, all_stay=st.booleans())
-    def tear(self, number: int, applied: int, lost: int, all_stay: bool) -> None:
+    def lose_during_commit(self, number: int, applied: int, lost: int, all_stay: bool) -> None:
         """All are prepared, some have applied, at most one of those is lost, and the group is frozen."""
         members = self.group()
         self.round(bytes([number]) * 32, 5, applied)
@@ -363,7 +368,7 @@ class MembershipMachine(RuleBasedStateMachine):
         pending = next((worker.prepared for worker in members if worker.prepared is not None), None)
         first = members[0]
         if pending is not None and any(worker.applied != first.applied for worker in members):
-            for worker in members:  # the verdict is known to some: the rest hear it
+            for worker in members:  # some know the verdict; the rest receive it
                 if worker.prepared is not None:
                     worker.apply()
                     self.note(worker)
@@ -389,7 +394,7 @@ class MembershipMachine(RuleBasedStateMachine):
             )
 
     @rule()
-    def beats(self) -> None:
+    def heartbeats(self) -> None:
         for worker in list(self.workers):
             self.say(worker, m.Heartbeat(1, worker.applied + 1, int(self.now_s), ()))
 
@@ -411,12 +416,12 @@ class MembershipMachine(RuleBasedStateMachine):
         """The coordinator itself stalls."""
         self.now_s += jump_s
         gone = {worker.peer for worker in self.workers if worker.connected} & self.admissible
-        known = {line["peer"] for line in self.core.snapshot(self.now_s)["members"]}
+        known = {row["peer"] for row in self.core.snapshot(self.now_s)["members"]}
         self.tick()
-        after = {line["peer"] for line in self.core.snapshot(self.now_s)["members"]}
+        after = {row["peer"] for row in self.core.snapshot(self.now_s)["members"]}
         if self.core.snapshot(self.now_s)["events"][-1]["event"] == "loop_stalled":
             lost = {bytes.fromhex(peer) for peer in known - after}
-            assert not lost & gone, "who was connected was blamed for what the coordinator slept through"
+            assert not lost & gone, "a connected worker was dismissed for a stall of the coordinator"
 
     def tick(self) -> None:
         for _ in range(3):
@@ -427,7 +432,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """All workers do what they were asked to do."""
+        """All workers reconnect, report and get ready."""
         for worker in list(self.workers):
             if not worker.connected:
                 self.greet(worker)
@@ -445,7 +450,7 @@ class MembershipMachine(RuleBasedStateMachine):
             worker.connected = False
         self.start_coordinator()
 
-    # -- what always holds -------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------
 
     @invariant()
     def a_phase_has_its_reason(self) -> None:
@@ -461,7 +466,7 @@ class MembershipMachine(RuleBasedStateMachine):
             assert self.core.deadline_s <= min(due_s, default=math.inf)
 
     @invariant()
-    def the_snapshot_is_for_people(self) -> None:
+    def the_snapshot_can_be_encoded(self) -> None:
         if hasattr(self, "core"):
             json.dumps(self.core.snapshot(self.now_s))
 

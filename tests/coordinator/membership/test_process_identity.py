@@ -1,7 +1,7 @@
 """A worker's process ends, and another one joins with its key before the coordinator has noticed.
 
-It has the key and the disk of the dead one, and nothing else that the coordinator knows of that key: no
-state, no rank, no setup.  Causes: an agent that restarts its script, a container, a copied identity.
+The new process has the key and the disk of the old one, but no state, rank or setup.  Causes: an agent
+that restarts its script, a container, a copied identity.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS = Deadlines()
 
 
 class Run(ScriptedCoordinator):
-    """Workers with scripted messages; time passes between them where a test lets it."""
+    """Workers with scripted messages; time passes only where a test says so."""
 
     def __init__(self, least: int = 1, journal: Journal | None = None) -> None:
         super().__init__(
@@ -34,18 +34,18 @@ class Run(ScriptedCoordinator):
         )
 
     def join(self, peer: m.PeerId, *, again: bool = False, generation: int = 0) -> list[str]:
-        """Types of the messages that it receives."""
+        """Returns the types of the messages that the worker receives."""
         name, address = peer[:1].decode(), "memory://" + peer[:1].decode()
         self.hear(PeerConnected(peer, "host"))
-        told = self.say(peer, m.Join("r", name, address, True, again, generation))
+        effects = self.say(peer, m.Join("r", name, address, True, again, generation))
         self.hear(DialBackResult(peer, address))
-        return [type(message).__name__ for message in sent(told, to=peer)]
+        return [type(message).__name__ for message in sent(effects, to=peer)]
 
     def enter(self, peer: m.PeerId, setup: m.Setup = SETUP) -> None:
         self.say(peer, setup, m.LinkLatencies(()))
 
     def form(self) -> None:
-        """Form a generation."""
+        """Ticks until the next generation is formed."""
         before = self.core.generation
         while self.core.generation == before:
             self.now_s = max(self.now_s, self.core.deadline_s)
@@ -75,13 +75,15 @@ class Run(ScriptedCoordinator):
 
 def report(run: Run, peer: m.PeerId, step: int) -> None:
     state = m.LedgerState(step=step, cursor=8 * step, consumed=8 * step)
-    told = m.FreezeReport(run.core.term, run.core.generation, True, step - 1, b"h" * 32, state, None, b"", 0)
-    run.say(peer, told)
+    message = m.FreezeReport(
+        run.core.term, run.core.generation, True, step - 1, b"h" * 32, state, None, b"", 0
+    )
+    run.say(peer, message)
 
 
-@pytest.mark.parametrize("noticed", [True, False], ids=["its line broke", "its line was replaced"])
-def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) -> None:
-    """A and B are at step 7.  A' receives no view and no start; B goes on, and A' joins like others."""
+@pytest.mark.parametrize("noticed", [True, False], ids=["connection broke", "connection was replaced"])
+def test_a_new_process_has_no_rank_and_the_others_continue_from_their_state(noticed: bool) -> None:
+    """A and B are at step 7.  A' receives no view and no start; B continues, and A' joins as a newcomer."""
     run = Run(least=2)
     run.train(A, B)
     run.steps(7, A, B)
@@ -99,21 +101,21 @@ def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) 
     assert run.joining() == {B: False, A: True}
 
 
-def test_alone_it_begins_from_its_checkpoint_and_the_loss_is_told() -> None:
-    """The run used to continue from the step at which the generation had begun, and never ended."""
+def test_a_new_process_alone_begins_from_its_checkpoint_and_the_rollback_is_logged() -> None:
+    """The run must not continue from the step at which the generation began."""
     run = Run()
     run.train(A)
     run.steps(9, A)
     run.join(A)
     assert run.core.phase is RunPhase.WAITING
-    held = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
-    run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, held))
+    checkpoint = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
+    run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, checkpoint))
     run.form()
     assert [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 5}]
     assert run.core.run.view is not None and run.core.run.view.applied == 4
 
 
-def test_what_the_dead_one_said_of_being_ready_does_not_count() -> None:
+def test_the_readiness_of_the_old_process_does_not_count() -> None:
     run = Run(least=2)
     for peer in (A, B):
         run.join(peer), run.enter(peer)
@@ -125,8 +127,8 @@ def test_what_the_dead_one_said_of_being_ready_does_not_count() -> None:
     assert not sent(run.seen, m.StartGeneration)
 
 
-def test_a_worker_that_is_no_member_yet_is_named_only_when_its_new_process_is_set_up() -> None:
-    """Else the others would wait while its script builds its model."""
+def test_a_newcomer_is_included_only_once_its_new_process_has_sent_its_setup() -> None:
+    """Otherwise the others would wait while its script builds the model."""
     run = Run()
     run.train(A)
     run.join(B), run.enter(B)
@@ -142,13 +144,13 @@ def test_a_worker_that_is_no_member_yet_is_named_only_when_its_new_process_is_se
 
 
 def restarted() -> tuple[Run, Run]:
-    """A and B train; the coordinator, and another one from its journal."""
+    """The coordinator of a run in which A and B train, and one restarted from its journal."""
     run = Run(least=2)
     run.train(A, B)
     return run, Run(least=2, journal=run.journal)
 
 
-def test_a_restarted_coordinator_asks_it_for_nothing_either() -> None:
+def test_a_restarted_coordinator_treats_the_new_process_as_a_newcomer() -> None:
     """The journal names A; A' could only report the initial state."""
     _, again = restarted()
     assert "MembershipView" not in again.join(A)
@@ -160,16 +162,14 @@ def test_a_restarted_coordinator_asks_it_for_nothing_either() -> None:
     assert again.joining() == {B: False, A: True}
 
 
-def test_a_process_that_was_welcomed_before_the_restart_but_never_had_a_seat_is_another_one_too() -> None:
+def test_a_process_that_was_welcomed_but_had_no_rank_is_a_new_process() -> None:
     run, again = restarted()
     assert "MembershipView" not in again.join(A, again=True)
-    assert "MembershipView" not in run.join(A, again=True), (
-        "as when it was another coordinator that welcomed it"
-    )
+    assert "MembershipView" not in run.join(A, again=True), "also if another coordinator welcomed it"
     assert run.frozen() == [(B, (A,))]
 
 
-def test_who_only_lost_its_line_keeps_its_seat() -> None:
+def test_a_member_that_only_reconnects_keeps_its_rank() -> None:
     run = Run(least=2)
     run.train(A, B)
     run.hear(PeerDisconnected(A, "reset"))
@@ -177,8 +177,8 @@ def test_who_only_lost_its_line_keeps_its_seat() -> None:
     assert [x.fields for x in run.notes("lost")] == [] and run.frozen() == []
 
 
-def test_its_report_is_no_word_of_the_dead_one() -> None:
-    """It may have a checkpoint, and report it as its state."""
+def test_a_report_of_the_new_process_does_not_count_as_the_old_ones() -> None:
+    """The new process may report its checkpoint as its state."""
     run = Run(least=3)
     run.train(A, B, C)
     run.steps(9, A, B, C)
@@ -190,16 +190,16 @@ def test_its_report_is_no_word_of_the_dead_one() -> None:
     assert run.joining() == {A: True, B: False, C: False}
 
 
-def member(peer: m.PeerId = A, held: m.CheckpointInfo | None = None) -> MemberCore:
+def member(peer: m.PeerId = A, checkpoint: m.CheckpointInfo | None = None) -> MemberCore:
     core = MemberCore(peer, ME, m.Join("r", "a", ""), LIMITS)
     core.handle(member_events.PeerConnected(ME), 0.0)
-    core.handle(heard(m.Welcome(1, "r", "")), 0.0)
-    setup = m.Setup(SETUP.facts, SETUP.ledger, 4, None, held)
+    core.handle(from_coordinator(m.Welcome(1, "r", "")), 0.0)
+    setup = m.Setup(SETUP.facts, SETUP.ledger, 4, None, checkpoint)
     core.handle(member_events.TrainerJoined(setup, lambda rank, size: frozenset()), 0.0)
     return core
 
 
-def heard(message: m.Message) -> member_events.MessageReceived:
+def from_coordinator(message: m.Message) -> member_events.MessageReceived:
     return member_events.MessageReceived(ME, message)
 
 
@@ -212,30 +212,32 @@ def joins(core: MemberCore) -> list[m.Message]:
     ]
 
 
-def begins(core: MemberCore, *, joining: bool) -> None:
-    roster = (m.Member(A, "a", "", 4, joining), m.Member(B, "b", "", 4, False))
-    core.handle(heard(m.MemberListPage(1, 3, 0, 1, roster)), 0.0)
+def begin_generation(core: MemberCore, *, joining: bool) -> None:
+    members = (m.Member(A, "a", "", 4, joining), m.Member(B, "b", "", 4, False))
+    core.handle(from_coordinator(m.MemberListPage(1, 3, 0, 1, members)), 0.0)
     state = m.LedgerState(step=10, cursor=40, consumed=40)
-    core.handle(heard(m.MembershipView(1, 3, 2, m.Verdict.ABORT, None, 9, b"h" * 32, state, "why")), 0.0)
+    core.handle(
+        from_coordinator(m.MembershipView(1, 3, 2, m.Verdict.ABORT, None, 9, b"h" * 32, state, "why")), 0.0
+    )
 
 
-def test_a_join_says_whether_the_process_is_known_and_where_it_is() -> None:
+def test_a_join_says_whether_the_process_is_known_and_its_generation() -> None:
     fresh = MemberCore(A, ME, m.Join("r", "a", ""), LIMITS)
     (first,) = fresh.handle(member_events.PeerConnected(ME), 0.0)
     assert first == member_events.Send(ME, m.Join("r", "a", "", True, False, 0))
     core = member()
     assert joins(core) == [m.Join("r", "a", "", True, True, 0)]
-    begins(core, joining=True)
+    begin_generation(core, joining=True)
     assert joins(core) == [m.Join("r", "a", "", True, True, 3)]
 
 
 @pytest.mark.parametrize(
-    "held", [None, m.CheckpointInfo(14, b"x" * 32, m.LedgerState(step=15, cursor=60, consumed=60))]
+    "checkpoint", [None, m.CheckpointInfo(14, b"x" * 32, m.LedgerState(step=15, cursor=60, consumed=60))]
 )
-def test_a_start_for_which_this_process_was_not_ready_begins_nothing(held: m.CheckpointInfo | None) -> None:
-    """Another process had sent `Ready` with this key."""
-    core = member(held=held)
-    begins(core, joining=False)
-    effects = core.handle(heard(m.StartGeneration(1, 3)), 0.0)
+def test_a_start_for_which_this_process_was_not_ready_is_ignored(checkpoint: m.CheckpointInfo | None) -> None:
+    """Another process sent `Ready` with this key."""
+    core = member(checkpoint=checkpoint)
+    begin_generation(core, joining=False)
+    effects = core.handle(from_coordinator(m.StartGeneration(1, 3)), 0.0)
     assert core.phase is member_events.MemberPhase.FORMING and core.next_round is None
     assert [e.event for e in effects if isinstance(e, member_events.LogEvent)] == ["not_ready"]

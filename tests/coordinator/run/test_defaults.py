@@ -1,4 +1,4 @@
-"""What a caller gets that does not say, and constants, in all pure packages of the coordinator."""
+"""Default arguments and constants of all pure packages of the coordinator."""
 
 from __future__ import annotations
 

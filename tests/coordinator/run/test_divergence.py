@@ -1,4 +1,4 @@
-"""Which replicas are found to differ, and for how long they are told so."""
+"""Which replicas are found to have diverged, and how long they are notified."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
     ("digests", "minority"),
     [("xxx", []), ("xxy", [2]), ("yxx", [0]), ("xy", [1]), ("yyxx", [2, 3]), ("xyz", [1, 2])],
 )
-def test_the_largest_group_is_right_and_of_equal_ones_the_lowest_rank(
+def test_the_largest_group_is_right_and_of_equal_groups_that_of_the_lowest_rank(
     digests: str, minority: list[int]
 ) -> None:
     assert minority_ranks({rank: letter.encode() for rank, letter in enumerate(digests)}) == minority
 
 
-def test_a_step_is_decided_by_all_or_by_most_once_the_next_one_begins() -> None:
+def test_a_step_is_decided_by_all_digests_or_by_a_majority_once_the_next_step_begins() -> None:
     group = DigestComparison((A, B, C, D, E))
     for peer in (A, B):
         assert group.add(peer, 10, b"x") == []
-    assert group.add(E, 20, b"x") == [], "two of five are not most"
+    assert group.add(E, 20, b"x") == [], "two of five are no majority"
     assert group.add(C, 10, b"y") == []
-    assert group.add(E, 30, b"x") == [], "the two that are missing may agree with either"
+    assert group.add(E, 30, b"x") == [], "the two missing ones may agree with either"
     assert group.add(D, 10, b"x") == []
     assert group.add(E, 40, b"x") == [C]
     assert [group.add(peer, 30, b"x") for peer in (A, B, D)] == [[], [], []]
@@ -42,7 +42,7 @@ def test_a_step_is_decided_by_all_or_by_most_once_the_next_one_begins() -> None:
     assert group.add(b"f" * 32, 30, b"z") == []
 
 
-def test_a_digest_that_comes_after_the_decision_is_compared_with_the_agreed_one() -> None:
+def test_a_late_digest_is_compared_with_the_agreed_one() -> None:
     group = DigestComparison((A, B, C))
     for step in (10, 20):
         assert [group.add(peer, step, b"x") for peer in (A, B)] == [[], []]
@@ -50,7 +50,7 @@ def test_a_digest_that_comes_after_the_decision_is_compared_with_the_agreed_one(
     assert group.add(A, 30, b"x") == [] and group.add(C, 20, b"y") == [C] and group.add(C, 20, b"x") == []
 
 
-def test_half_of_the_members_are_not_most() -> None:
+def test_half_of_the_members_are_no_majority() -> None:
     group = DigestComparison((A, B, C, D))
     group.add(A, 10, b"x")
     group.add(B, 10, b"y")
@@ -61,13 +61,13 @@ def test_the_oldest_of_too_many_open_comparisons_is_abandoned() -> None:
     group = DigestComparison((A, B))
     for step in range(MAX_OPEN_COMPARISONS + 1):
         assert group.add(A, step, b"x") == []
-    assert group.add(B, 0, b"y") == [], "it has begun anew, and the next one is abandoned for it"
+    assert group.add(B, 0, b"y") == [], "its comparison restarts, and the next one is abandoned for it"
     assert [group.add(B, step, b"y") for step in range(2, MAX_OPEN_COMPARISONS + 1)] == [[B]] * 3
 
 
 @pytest.mark.parametrize("invented", [range(1, 9), range(900, 990, 10)], ids=["earlier", "later"])
 def test_invented_steps_hide_no_difference(invented: range) -> None:
-    """A comparison that some members have joined stays open, whatever another member sends meanwhile."""
+    """A comparison with digests of several members stays open, whatever another member sends."""
     group = DigestComparison((A, B, C, D, E))
     assert group.add(A, 500, b"x") == group.add(C, 500, b"x") == []
     for step in invented:
@@ -85,10 +85,10 @@ def test_a_notice_is_repeated_until_its_member_holds_a_later_state() -> None:
     assert detector.notify(B, notice) == Send(B, notice) and detector.divergence_count == 1
     report = m.FreezeReport(1, 5, True, 1, b"h", m.LedgerState(), None, b"", 0)
     for generation, is_synced in ((4, True), (5, False), (6, True)):
-        told = detector.without_diverged_state(B, replace(report, generation=generation))
-        assert told.is_synced is is_synced
+        checked = detector.without_diverged_state(B, replace(report, generation=generation))
+        assert checked.is_synced is is_synced
     detector.clear_if_recovered(B, 5)
-    assert detector.resend(B) == [Send(B, notice)], "its state of that generation is the one that differs"
+    assert detector.resend(B) == [Send(B, notice)], "its state of that generation is the diverged one"
     detector.clear_if_recovered(B, 6)
     assert detector.resend(B) == []
     detector.notify(B, notice)

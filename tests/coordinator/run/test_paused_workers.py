@@ -1,4 +1,4 @@
-"""What is remembered of workers whose owners have paused them."""
+"""Workers that their owners have paused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gridtrain_coordinator.run.paused_workers import RETENTION_S, PausedWorkers
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 
 
-def test_a_pause_is_shown_and_its_name_reserved_for_a_week() -> None:
+def test_a_paused_worker_is_shown_and_its_name_reserved_for_a_week() -> None:
     paused = PausedWorkers()
     paused.add(A, "anna", "on battery", 10.0)
     assert paused.status_rows(12.5) == [
@@ -27,7 +27,7 @@ def test_a_pause_is_shown_and_its_name_reserved_for_a_week() -> None:
     assert paused.status_rows(10.0 + RETENTION_S) == []
 
 
-def test_a_worker_that_joins_is_paused_no_more() -> None:
+def test_a_worker_that_joins_is_no_longer_paused() -> None:
     paused = PausedWorkers()
     paused.add(A, "anna", "hot", 1.0)
     paused.discard(B)
@@ -36,7 +36,7 @@ def test_a_worker_that_joins_is_paused_no_more() -> None:
     assert paused.status_rows(1.0) == []
 
 
-def test_of_too_many_the_one_that_paused_first_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paused_workers_are_bounded_and_the_first_one_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PAUSED", 2)
     paused = PausedWorkers()
     for peer, name in ((A, "anna"), (B, "bert"), (A, "anna"), (C, "carl")):

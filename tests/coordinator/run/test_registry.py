@@ -1,4 +1,4 @@
-"""What follows from what is known of one worker alone: until when it is waited for, and how it is shown."""
+"""Deadlines, state and status of one registered worker."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gridtrain.core import messages as m
 from gridtrain_coordinator.run.liveness import (
     FEWEST_BEATS,
     INTERVALS,
+    JOIN_WAIT_S,
     LEAST_SILENCE_S,
     MAX_RESTARTS,
     Liveness,
@@ -41,7 +42,7 @@ def disconnected() -> Liveness:
     return broken
 
 
-def test_a_state_is_on_its_way_until_its_last_byte_or_while_it_moves() -> None:
+def test_a_state_transfer_extends_the_deadline_while_bytes_arrive() -> None:
     progress = StateTransferProgress()
     assert progress.deadline_s(30.0) == -math.inf
     for now_s, left_bytes, deadline_s in ((5.0, 2.0, 35.0), (9.0, 2.0, 35.0), (10.0, 1.0, 40.0)):
@@ -53,12 +54,12 @@ def test_a_state_is_on_its_way_until_its_last_byte_or_while_it_moves() -> None:
     assert progress.deadline_s(30.0) == -math.inf
 
 
-def test_a_transfer_may_begin_anew_twice_and_slow_bytes_are_no_progress() -> None:
+def test_a_transfer_may_restart_twice_and_slow_bytes_are_no_progress() -> None:
     progress = StateTransferProgress()
     progress.begin(10.0, 100.0, 5.0)
     assert not progress.has_begun and progress.progressed_s == 5.0
     for now_s, left_bytes, progressed_s in (
-        (6.0, 500.0, 6.0),  # counts as 100, the most that there is
+        (6.0, 500.0, 6.0),  # counts as 100, the size of the state
         (7.0, 91.0, 6.0),
         (8.0, 90.0, 8.0),
         (9.0, 81.0, 8.0),
@@ -75,12 +76,12 @@ def test_a_transfer_may_begin_anew_twice_and_slow_bytes_are_no_progress() -> Non
 
 
 def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:
-    silent, ended = worker(), worker()
-    silent_s = LIMITS.silence_s
-    assert silent.deadline_s(LIMITS) == silent_s and not silent.failure_reason(LIMITS, silent_s - 0.01)
-    assert silent.failure_reason(LIMITS, silent_s) == f"sent nothing for {silent_s:.1f} s"
-    silent.liveness.mark_loading(True)
-    assert silent.deadline_s(LIMITS) == max(LIMITS.ready_s, silent_s)
+    quiet, ended = worker(), worker()
+    timeout_s = LIMITS.silence_s
+    assert quiet.deadline_s(LIMITS) == timeout_s and not quiet.failure_reason(LIMITS, timeout_s - 0.01)
+    assert quiet.failure_reason(LIMITS, timeout_s) == f"sent nothing for {timeout_s:.1f} s"
+    quiet.liveness.mark_loading(True)
+    assert quiet.deadline_s(LIMITS) == max(LIMITS.ready_s, timeout_s)
     for broken_s, wait_s, why in (
         (-math.inf, LIMITS.regreet_s, "lost its connection and did not reconnect"),
         (1.0 + LIMITS.regreet_s, min(LIMITS.ended_s, LIMITS.regreet_s), "lost its connections to this"),
@@ -93,13 +94,16 @@ def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:
         assert ended.deadline_s(LIMITS) == 1.0 + wait_s
         assert not ended.failure_reason(LIMITS, 0.99 + wait_s)
         assert ended.failure_reason(LIMITS, 1.0 + wait_s).startswith(why)
-        ended.liveness.record_connected()
-        assert not ended.failure_reason(LIMITS, 1.0 + wait_s), "a Join may come"
+        ended.liveness.record_connected(0.99 + wait_s)
+        join_s = 0.99 + wait_s + max(wait_s, JOIN_WAIT_S)
+        assert ended.deadline_s(LIMITS) == join_s, "a Join may arrive"
+        ended.excuse_stall(1.0, join_s + 1.0, LIMITS)
+        assert ended.deadline_s(LIMITS) >= join_s + 1.0, "the Join may not have been read yet"
         ended.record_join("tcp://a:1")
         assert ended.liveness.link_broken_s == -math.inf and ended.liveness.disconnected_s is None
 
 
-def beat(one: Worker, number: int, at_s: float) -> None:
+def heartbeat(one: Worker, number: int, at_s: float) -> None:
     one.liveness.record_message(at_s)
     one.record_heartbeat(m.Heartbeat(number, 0, number, ()), at_s)
 
@@ -110,55 +114,55 @@ def test_a_worker_with_regular_heartbeats_counts_as_lost_sooner() -> None:
         for one, pause_s in ((regular, 0.0), (hesitant, 0.4 if number == 7 else 0.0)):
             heard_s = one.liveness.last_heard_s
             assert one.deadline_s(LIMITS) == heard_s + LIMITS.silence_s, "too few heartbeats"
-            beat(one, number, 0.5 * number + pause_s)
+            heartbeat(one, number, 0.5 * number + pause_s)
     now_s = regular.liveness.last_heard_s
     assert regular.deadline_s(LIMITS) == now_s + LEAST_SILENCE_S
     assert regular.failure_reason(LIMITS, now_s + LEAST_SILENCE_S) == "sent nothing for 2.0 s"
     assert hesitant.deadline_s(LIMITS) == pytest.approx(now_s + INTERVALS * 0.9, rel=0.05)
-    beat(hesitant, 99, now_s + 3.0)
-    assert hesitant.deadline_s(LIMITS) == now_s + 3.0 + LIMITS.silence_s, "never later than for all"
+    heartbeat(hesitant, 99, now_s + 3.0)
+    assert hesitant.deadline_s(LIMITS) == now_s + 3.0 + LIMITS.silence_s, "at most the general timeout"
     regular.liveness.mark_loading(True)
     assert regular.deadline_s(LIMITS) == now_s + max(LIMITS.ready_s, LIMITS.silence_s)
 
 
-def test_without_progress_and_while_it_catches_up_a_worker_has_all_the_time() -> None:
+def test_an_idle_worker_and_one_that_catches_up_have_the_full_timeout() -> None:
     idle, newcomer = worker(), worker()
     newcomer.setup, newcomer.is_admitted = replace(SETUP, can_catch_up=True), True
     for number in range(1, 2 * FEWEST_BEATS):
         idle.record_heartbeat(m.Heartbeat(number, 0, 0, ()), 0.5 * number)
-        beat(newcomer, number, 0.5 * number)
+        heartbeat(newcomer, number, 0.5 * number)
     assert newcomer.is_catching_up and idle.deadline_s(LIMITS) == LIMITS.silence_s
     assert newcomer.deadline_s(LIMITS) == newcomer.liveness.last_heard_s + LIMITS.silence_s
 
 
-@pytest.mark.parametrize("is_silent", [True, False])
-def test_a_silence_from_which_a_worker_has_returned_counts(is_silent: bool) -> None:
-    """A worker whose connection broke has ended: it says nothing about its heartbeats."""
+@pytest.mark.parametrize("stayed_connected", [True, False])
+def test_a_pause_after_which_a_worker_returned_lengthens_its_timeout(stayed_connected: bool) -> None:
+    """A broken connection says nothing about the interval of heartbeats."""
     workers = Registry()
     before = workers.register(A, "a", "", 0.0)
     for number in range(1, FEWEST_BEATS + 1):
-        beat(before, number, 0.5 * number)
+        heartbeat(before, number, 0.5 * number)
     now_s = before.liveness.last_heard_s
-    if not is_silent:
+    if not stayed_connected:
         before.liveness.record_disconnected(now_s)
     workers.record_lost(before)
     after = workers.register(A, "a", "", now_s + 3.0)
     for number in range(1, FEWEST_BEATS + 1):
-        beat(after, number, now_s + 3.0 + 0.5 * number)
-    expected_s = LIMITS.silence_s if is_silent else LEAST_SILENCE_S
+        heartbeat(after, number, now_s + 3.0 + 0.5 * number)
+    expected_s = LIMITS.silence_s if stayed_connected else LEAST_SILENCE_S
     assert after.deadline_s(LIMITS) == after.liveness.last_heard_s + expected_s
 
 
-def test_a_stall_of_the_coordinator_is_no_interval_of_a_worker() -> None:
+def test_a_stall_of_the_coordinator_does_not_count_as_an_interval() -> None:
     one = worker()
     for number in range(1, FEWEST_BEATS + 1):
-        beat(one, number, 0.5 * number)
+        heartbeat(one, number, 0.5 * number)
     one.excuse_stall(3.0, one.liveness.last_heard_s + 3.0, LIMITS)
-    beat(one, 99, 0.5 * FEWEST_BEATS + 3.5)
+    heartbeat(one, 99, 0.5 * FEWEST_BEATS + 3.5)
     assert one.deadline_s(LIMITS) == one.liveness.last_heard_s + LEAST_SILENCE_S
 
 
-def test_after_a_stall_of_the_coordinator_all_that_is_waited_for_has_more_time() -> None:
+def test_a_stall_of_the_coordinator_extends_all_deadlines() -> None:
     waiting = worker()
     waiting.liveness.record_disconnected(1.0)
     waiting.begin_probing(2.0)
@@ -175,7 +179,7 @@ def test_a_worker_is_introduced_then_admitted_and_eligible_once_it_has_caught_up
     new.begin_probing(5.0)
     assert new.is_introduced and not new.is_admitted
     new.record_round_trips({B: 0.1})
-    assert not new.is_admitted, "it has not said what it trains"
+    assert not new.is_admitted, "it has not sent its setup"
     new.record_setup(replace(SETUP, can_catch_up=True))
     new.record_round_trips({B: 0.1})
     assert new.is_catching_up and not new.is_eligible
@@ -194,7 +198,7 @@ def test_a_worker_is_introduced_then_admitted_and_eligible_once_it_has_caught_up
         ({"is_admitted": True, "liveness": disconnected()}, 0, "suspect"),
     ],
 )
-def test_the_state_of_a_worker_as_the_status_shows_it(
+def test_the_status_shows_the_state_of_a_worker(
     changed: dict[str, object], rank: int | None, state: str
 ) -> None:
     shown = worker()
@@ -205,18 +209,18 @@ def test_the_state_of_a_worker_as_the_status_shows_it(
     assert row["last_heard_s"] == 2.5 and row["spare"] == changed.get("standby_reason", "")
 
 
-def test_a_rollback_takes_back_steps_and_checkpoints_after_it() -> None:
+def test_a_rollback_discards_later_steps_and_checkpoints() -> None:
     member = worker()
-    for step, kept in ((9, 2), (4, 1)):
+    for step, remaining in ((9, 2), (4, 1)):
         member.step = 7
         member.record_checkpoints(
             tuple(m.CheckpointInfo(applied, b"", m.LedgerState()) for applied in (4, 5))
         )
         member.roll_back(step)
-        assert member.step == min(7, step + 1) and len(member.checkpoints) == kept
+        assert member.step == min(7, step + 1) and len(member.checkpoints) == remaining
 
 
-def test_workers_in_order_and_pairs_to_avoid() -> None:
+def test_workers_are_ordered_by_seniority_and_avoided_pairs_count_as_slow() -> None:
     workers = Registry({peer: worker(peer, at_s) for peer, at_s in ((A, 2.0), (C, 1.0), (B, 1.0))})
     assert workers.sort_by_seniority([A, B, C]) == [B, C, A]
     assert workers.display_name(A) == "a" and workers.display_name(b"x" * 32) == "78787878"

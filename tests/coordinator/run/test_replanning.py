@@ -1,8 +1,9 @@
-"""A run whose links change gets another rank order if it is worth it, and not at once."""
+"""A run whose links change gets another rank order if the gain is worth it, and not at once."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from scripted_coordinator import A, B, C, D, ScriptedCoordinator
@@ -10,6 +11,7 @@ from scripted_coordinator import A, B, C, D, ScriptedCoordinator
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
+from gridtrain.core.planning.rank_order_search import RankOrderEstimate
 from gridtrain_coordinator.run import reorder_limits
 from gridtrain_coordinator.run.events import Effect, Send
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
@@ -24,7 +26,7 @@ FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 
 
 class Run(ScriptedCoordinator):
-    """Four cooperating workers, one virtual second after the other."""
+    """Four cooperating workers; each event takes one virtual second."""
 
     def __init__(self, *, plans: bool = True) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
@@ -43,7 +45,7 @@ class Run(ScriptedCoordinator):
         return effects
 
     def uploads(self, up_Bps: dict[m.PeerId, float]) -> None:
-        """Both ends of each link report the upload of its sender, `FAST_Bps` where nothing else is given."""
+        """Both ends of each link report the upload of its sender, `FAST_Bps` by default."""
         for a in PEERS:
             rates = [(b, up_Bps.get(a, FAST_Bps), up_Bps.get(b, FAST_Bps)) for b in PEERS if b != a]
             self.say(a, m.LinkRates(tuple(rates)))
@@ -52,8 +54,8 @@ class Run(ScriptedCoordinator):
     def entries_shares(self) -> dict[m.PeerId, int]:
         return {member.peer: member.entries_share for member in self.core.run.member_list}
 
-    def beat_until_frozen(self, limit_s: float) -> str:
-        """The reason of the `Freeze`; empty: there was none within `limit_s`."""
+    def heartbeat_until_frozen(self, limit_s: float) -> str:
+        """The reason of the `Freeze`; empty if there is none within `limit_s`."""
         until_s = self.now_s + limit_s
         while self.now_s < until_s:
             for effect in self.say(A, m.Heartbeat(0, 0, 0, ())):
@@ -70,26 +72,26 @@ class Run(ScriptedCoordinator):
         return "".join(member.name for member in self.core.run.member_list)
 
 
-def test_links_that_have_changed_make_another_order_but_not_at_once() -> None:
+def test_changed_links_lead_to_another_order_but_not_at_once() -> None:
     run = Run()
     assert run.order == "abcd"
     made_s = run.core.run.view_change.last_installed_s
     run.rates({frozenset((A, B)), frozenset((B, D))})
-    reason = run.beat_until_frozen(60.0)
+    reason = run.heartbeat_until_frozen(60.0)
     assert run.now_s - made_s >= 30.0, "not before reshare_s has passed"
     assert reason.startswith("links have changed: another order makes an exchange ")
     run.next_generation()
     # B's only good link is to C: one of its two partners is still behind a thin one, the other one is C.
     assert run.order.index("b") ^ run.order.index("c") in (1, 2)
     assert "predicted time" in run.core.snapshot(run.now_s)["plan_reason"]
-    assert run.beat_until_frozen(100.0) == "", "the same links do not make yet another one"
+    assert run.heartbeat_until_frozen(100.0) == "", "the same links do not lead to a further one"
 
 
-def test_a_thin_upload_selects_fewer_entries_from_a_new_generation_on() -> None:
+def test_a_worker_with_a_slow_upload_selects_fewer_entries_from_the_next_generation_on() -> None:
     run = Run()
     assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}
     run.uploads({C: SLOW_Bps})
-    reason = run.beat_until_frozen(60.0)
+    reason = run.heartbeat_until_frozen(60.0)
     assert reason.startswith("links have changed: ")
     assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}, "not before the next generation"
     run.next_generation()
@@ -98,7 +100,7 @@ def test_a_thin_upload_selects_fewer_entries_from_a_new_generation_on() -> None:
     snapshot = run.core.snapshot(run.now_s)
     assert f"c {share / 256:.0%} of k (upload 4 Mbit/s)" in snapshot["entry_shares_reason"]
     assert snapshot["entry_shares_reason"] in snapshot["plan_reason"]
-    assert run.beat_until_frozen(100.0) == "", "the same rates change nothing more"
+    assert run.heartbeat_until_frozen(100.0) == "", "the same rates change nothing further"
 
     assert run.core.run.view is not None
     journalled = json.loads(json.dumps(generation_entry(run.core.run.view, run.core.run.member_list)))
@@ -106,36 +108,66 @@ def test_a_thin_upload_selects_fewer_entries_from_a_new_generation_on() -> None:
     assert [row.get("entries_share") for row in journalled["members"] if row["name"] != "c"] == [None] * 3
 
     for peer in PEERS:
-        run.say(peer, SETUP)  # as workers do that measure their links again
+        run.say(peer, SETUP)  # as workers do when they measure their links again
     run.uploads({C: SLOW_Bps * 1.2})
-    assert run.beat_until_frozen(100.0) == "", "not by such a factor"
+    assert run.heartbeat_until_frozen(100.0) == "", "the change is too small"
     for peer in PEERS:
         run.say(peer, SETUP)
     run.uploads({})
-    assert run.beat_until_frozen(200.0).startswith("links have changed: ")
+    assert run.heartbeat_until_frozen(200.0).startswith("links have changed: ")
     run.next_generation()
     assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}
     assert run.core.snapshot(run.now_s)["entry_shares_reason"] == ""
 
 
-def test_a_worker_that_says_that_another_one_is_thin_changes_nothing() -> None:
+def test_after_a_loss_few_orders_are_tried_at_once_and_the_others_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others wait for the first plan without D, and not for the complete search half a minute later."""
+    searched: list[tuple[int, bool]] = []
+    search = rank_order.best_order
+
+    def record(load: Any, network: Any, *rest: Any, is_urgent: bool) -> RankOrderEstimate:
+        searched.append((network.size, is_urgent))
+        return search(load, network, *rest, is_urgent=is_urgent)
+
+    run = Run()
+    run.uploads({D: SLOW_Bps})
+    assert run.heartbeat_until_frozen(60.0)
+    run.next_generation()
+    assert run.entries_shares[D] < m.WHOLE_SHARE
+    monkeypatch.setattr(rank_order, "best_order", record)
+    run.say(D, m.Leave("tired"))
+    run.report(A, B, C)
+    assert searched == [(3, True)]
+    assert (
+        set(run.entries_shares.values()) == {m.WHOLE_SHARE}
+        and "of k" not in run.core.snapshot(run.now_s)["plan_reason"]
+    )
+    run.start(A, B, C)
+    lost_s = run.now_s
+    assert run.heartbeat_until_frozen(60.0) == "", "no other order is noticeably faster"
+    assert searched == [(3, True), (3, False)] and run.now_s > lost_s + 30.0
+
+
+def test_a_reported_slow_upload_of_another_worker_changes_nothing() -> None:
     run = Run()
     run.uploads({})
     run.say(B, SETUP)
     run.say(B, m.LinkRates(tuple((other, FAST_Bps, SLOW_Bps) for other in (A, C, D))))
-    run.beat_until_frozen(100.0)
+    run.heartbeat_until_frozen(100.0)
     assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}
 
 
-def test_a_small_change_is_not_worth_a_generation() -> None:
+def test_a_small_change_makes_no_generation() -> None:
     run = Run()
     run.rates(set())
-    assert run.beat_until_frozen(100.0) == ""
+    assert run.heartbeat_until_frozen(100.0) == ""
     assert run.core.generation == 1
 
 
-def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what was planned around a broken pair looks slow, and a generation undoes it."""
+def test_avoided_pairs_count_when_orders_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an order planned around a broken pair looks slow, and a generation undoes it."""
     run, seen = Run(), []
     for _ in range(FAILURES_BEFORE_AVOIDING):
         run.core._planner.link_failures.record(A, B, run.now_s)
@@ -144,57 +176,57 @@ def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pyt
         rank_order, "reorder_reason", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or ""
     )
     run.rates(set())
-    run.beat_until_frozen(60.0)
+    run.heartbeat_until_frozen(60.0)
     assert seen == [AVOIDED_PAIR_RTT_S]
 
 
-def test_a_word_counts_once_for_each_introduction() -> None:
+def test_reported_rates_count_once_per_introduction() -> None:
     run = Run()
     run.rates(set())
     run.say(B, m.LinkRates(((A, SLOW_Bps, SLOW_Bps), (D, SLOW_Bps, SLOW_Bps))))
-    assert run.core._planner.measured_links.rate_Bps(B, A) == FAST_Bps, "it has had its word"
-    assert run.beat_until_frozen(100.0) == ""
-    run.say(B, SETUP)  # as a worker does that measures its links again
+    assert run.core._planner.measured_links.rate_Bps(B, A) == FAST_Bps, "it has reported already"
+    assert run.heartbeat_until_frozen(100.0) == ""
+    run.say(B, SETUP)  # as a worker does when it measures its links again
     run.say(B, m.LinkRates(((A, SLOW_Bps, SLOW_Bps),)))
     assert run.core._planner.measured_links.rate_Bps(B, A) == SLOW_Bps
-    assert run.beat_until_frozen(100.0) == "", "nobody else says so"
+    assert run.heartbeat_until_frozen(100.0) == "", "no other worker reports it"
 
 
-def test_who_brings_orders_about_has_to_wait_ever_longer() -> None:
-    """Changes reported at once lead to another order at 0, 30, 90, 210 s."""
-    tellers, found_s = ReorderLimits(pause_s=30.0), []
+def test_a_worker_whose_reports_change_the_order_has_to_wait_longer_each_time() -> None:
+    """Changes reported every second lead to another order at 0, 30, 90 and 210 s."""
+    limits, found_s = ReorderLimits(pause_s=30.0), []
     for now_s in range(400):
-        tellers.mark_changed(A)
+        limits.mark_changed(A)
         if now_s % 60 == 0:
-            tellers.forget(A)  # it leaves and comes anew
-            tellers.mark_changed(A)
-        if due := tellers.due_reporters(float(now_s)):
-            tellers.record_evaluation(due, float(now_s), found=True)
+            limits.forget(A)  # it leaves and joins again
+            limits.mark_changed(A)
+        if due := limits.due_reporters(float(now_s)):
+            limits.record_evaluation(due, float(now_s), found=True)
             found_s.append(now_s)
     assert found_s == [0, 30, 90, 210]
 
 
-def test_a_look_that_finds_nothing_costs_no_waiting() -> None:
-    tellers = ReorderLimits(pause_s=30.0)
-    tellers.mark_changed(A)
-    tellers.record_evaluation(tellers.due_reporters(0.0), 0.0, found=False)
-    assert tellers.due_reporters(1.0) == frozenset()
-    tellers.mark_changed(A)
-    assert tellers.due_reporters(1.0) == {A}
-    tellers.clear_changes()
-    assert tellers.due_reporters(1.0) == frozenset(), "the plan has taken it up"
+def test_an_evaluation_without_a_result_does_not_lengthen_the_wait() -> None:
+    limits = ReorderLimits(pause_s=30.0)
+    limits.mark_changed(A)
+    limits.record_evaluation(limits.due_reporters(0.0), 0.0, found=False)
+    assert limits.due_reporters(1.0) == frozenset()
+    limits.mark_changed(A)
+    assert limits.due_reporters(1.0) == {A}
+    limits.clear_changes()
+    assert limits.due_reporters(1.0) == frozenset(), "the new plan includes the change"
 
 
-def test_of_a_worker_that_has_left_only_its_waiting_is_kept() -> None:
-    tellers = ReorderLimits(pause_s=30.0)
-    tellers.record_introduction(A)
+def test_the_reports_of_a_worker_that_left_are_dropped() -> None:
+    limits = ReorderLimits(pause_s=30.0)
+    limits.record_introduction(A)
     rates = [(B, 1e6, 2e6)]
-    assert [tellers.accept(A, rates), tellers.accept(A, rates)] == [rates, []]
-    tellers.forget(A)
-    assert not tellers._introduction_of and not tellers._last_accepted
+    assert [limits.accept(A, rates), limits.accept(A, rates)] == [rates, []]
+    limits.forget(A)
+    assert not limits._introduction_of and not limits._last_accepted
 
 
-def test_rates_of_strangers_are_not_kept() -> None:
+def test_rates_of_strangers_are_not_stored() -> None:
     run = Run()
     stranger = b"x" * 32
     run.say(A, m.LinkRates(((stranger, 1e6, 1e6), (B, 2e6, 0.0))))
@@ -204,7 +236,9 @@ def test_rates_of_strangers_are_not_kept() -> None:
     assert run.core._planner.measured_links.rate_Bps(A, B) is None
 
 
-def test_of_too_many_that_wait_the_one_that_may_first_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_reporters_are_bounded_and_the_first_to_be_due_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(reorder_limits, "MAX_REMEMBERED", 2)
     limits = ReorderLimits(pause_s=30.0)
     for now_s, peer in ((0.0, A), (1.0, B), (2.0, C)):
@@ -215,14 +249,14 @@ def test_of_too_many_that_wait_the_one_that_may_first_is_forgotten(monkeypatch: 
     assert limits.due_reporters(31.0) == {A, B}
 
 
-def test_where_the_order_of_joining_is_ordered_links_change_nothing() -> None:
+def test_with_ranks_in_the_order_of_joining_links_change_nothing() -> None:
     run = Run(plans=False)
     run.uploads({C: SLOW_Bps})
-    assert run.beat_until_frozen(100.0) == ""
+    assert run.heartbeat_until_frozen(100.0) == ""
     for peer in PEERS:
         run.say(peer, SETUP)
     run.rates({frozenset((A, B))})
-    assert run.beat_until_frozen(100.0) == ""
+    assert run.heartbeat_until_frozen(100.0) == ""
     run.say(D, m.Leave("enough"))
     assert run.order == "abcd" and "as configured" in run.core.snapshot(run.now_s)["plan_reason"]
     assert run.core._planner.link_cost(PEERS, run.now_s) is None

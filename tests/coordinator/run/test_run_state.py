@@ -1,4 +1,4 @@
-"""What a run needs to start, and what another term changes."""
+"""The state of a run: what it needs to start, and what a restart and another term change."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_a_pipeline_needs_a_worker_for_each_stage_until_its_first_step() -> None
     pipeline.define(SETUP)
     assert pipeline.required_workers == 3
     pipeline.record_step(1)
-    assert pipeline.required_workers == 2, "then it can be divided among fewer"
+    assert pipeline.required_workers == 2, "then it can be repartitioned among fewer workers"
 
 
-def test_who_waits_is_told_for_how_many() -> None:
+def test_the_reason_says_how_many_workers_are_awaited() -> None:
     for min_workers, reason in (
         (2, "waiting for 3 workers, one for each stage of the model"),
         (3, "waiting for 3 workers"),
@@ -38,7 +38,7 @@ def test_who_waits_is_told_for_how_many() -> None:
         assert pipeline.reason == reason
 
 
-def test_a_higher_term_holds_for_the_view_too() -> None:
+def test_a_higher_term_applies_to_the_view_too() -> None:
     started = run()
     started.raise_term(3)
     assert started.term == 4 and started.view is None
@@ -71,8 +71,8 @@ def test_a_coordinator_that_restarts_after_the_end_says_so() -> None:
     assert restarted.reason == "the run was finished before the coordinator restarted"
 
 
-def test_who_may_be_in_the_next_generation() -> None:
-    """a is a member, b one whose process was restarted, c a newcomer, d one that is not admitted yet."""
+def test_eligible_workers_are_those_for_the_next_generation() -> None:
+    """a is a member, b a member whose process was restarted, c a newcomer, d not admitted yet."""
     state = run()
     *_, C, D = peers = [letter.encode() * 32 for letter in "abcd"]
     for joined_s, peer in enumerate(reversed(peers)):
@@ -88,7 +88,7 @@ def test_who_may_be_in_the_next_generation() -> None:
     assert state.connected_members == [B]
 
 
-def test_ranks_that_do_not_fill_all_stages_count_as_the_first() -> None:
+def test_ranks_that_do_not_fill_all_stages_count_as_the_first_stage() -> None:
     state = run()
     state.define(SETUP)
     for count, stages in ((3, [0, 1, 2]), (6, [0, 0, 1, 1, 2, 2]), (4, [0, 0, 0, 0])):
@@ -97,7 +97,7 @@ def test_ranks_that_do_not_fill_all_stages_count_as_the_first() -> None:
         assert [state.stage_of(peer) for peer in peers] == stages and state.stage_of(A) == 0
 
 
-def test_only_members_finish_steps_and_a_lost_model_is_nobodys() -> None:
+def test_only_members_finish_steps_and_a_lost_model_leaves_no_members() -> None:
     state = run()
     state._set_members((m.Member(A, "", "", 4, False),))
     state.record_finish(B, 40)

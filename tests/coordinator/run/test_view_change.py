@@ -1,4 +1,4 @@
-"""Which reason for another generation is kept, and until when answers are waited for."""
+"""The reason for another generation, and the deadline for its answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gridtrain_coordinator.run.view_change import ViewChange
 A = b"a" * 32
 
 
-def test_the_first_reason_is_kept_until_a_generation_is_installed() -> None:
+def test_the_first_reason_stays_until_a_generation_is_installed() -> None:
     change = ViewChange()
     change.request("b joined")
     change.request("c joined")
@@ -29,7 +29,7 @@ def test_the_first_reason_is_kept_until_a_generation_is_installed() -> None:
     assert change.reason == ""
 
 
-def test_phases_and_their_answers() -> None:
+def test_each_phase_accepts_its_own_answers() -> None:
     change = ViewChange()
     report = m.FreezeReport(1, 1, True, 0, b"", m.LedgerState(), None, b"", 0)
     assert change.is_idle and not change.has_installed and change.deadline_s == math.inf

@@ -1,4 +1,4 @@
-"""What the coordinator makes of heartbeats that report skipped steps and checkpoints that failed."""
+"""Events and status for heartbeats that report skipped steps or failed checkpoints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from gridtrain.core import messages as m
 from gridtrain_coordinator.run.worker_problems import WorkerProblems
 
 
-def told(problems: WorkerProblems, now_s: float, step: int, **figures: float) -> list[str]:
-    events = problems.update("anna", step, figures, now_s)
-    return [" ".join(map(str, (x.event, *list(x.fields.values())[:3]))) for x in events]
+def events(problems: WorkerProblems, now_s: float, step: int, **figures: float) -> list[str]:
+    logged = problems.update("anna", step, figures, now_s)
+    return [" ".join(map(str, (x.event, *list(x.fields.values())[:3]))) for x in logged]
 
 
-def test_a_skipped_step_has_an_event_and_many_have_one_a_minute() -> None:
+def test_a_skipped_step_has_an_event_and_further_ones_at_most_one_a_minute() -> None:
     problems = WorkerProblems()
     history = [
         (0.0, 5, 0.0),
@@ -23,7 +23,7 @@ def test_a_skipped_step_has_an_event_and_many_have_one_a_minute() -> None:
         (61.0, 90, 31.0),
         (200.0, 200, 31.0),
     ]
-    assert [told(problems, at_s, step, own_skipped_steps=skips) for at_s, step, skips in history] == [
+    assert [events(problems, at_s, step, own_skipped_steps=skips) for at_s, step, skips in history] == [
         [],
         ["step_skipped anna 6 1"],
         [],  # within a minute
@@ -36,8 +36,8 @@ def test_a_skipped_step_has_an_event_and_many_have_one_a_minute() -> None:
 def test_the_status_names_the_latest_skipped_step_for_ten_minutes() -> None:
     problems = WorkerProblems()
     assert problems.text(0.0) == ""
-    told(problems, 0.0, 5)
-    told(problems, 0.0, 6, **{m.OWN_SKIPPED_STEPS: 1.0})
+    events(problems, 0.0, 5)
+    events(problems, 0.0, 6, **{m.OWN_SKIPPED_STEPS: 1.0})
     assert problems.text(599.0) == (
         "made the group skip 1 step, the latest near step 6: "
         "its gradient was not finite, or too large to be summed"
@@ -47,27 +47,27 @@ def test_the_status_names_the_latest_skipped_step_for_ten_minutes() -> None:
 
 def test_a_restarted_worker_counts_from_zero() -> None:
     problems = WorkerProblems()
-    told(problems, 0.0, 6, own_skipped_steps=9.0)
-    told(problems, 100.0, 7)
-    assert told(problems, 200.0, 8, own_skipped_steps=2.0) == ["step_skipped anna 8 2"]
+    events(problems, 0.0, 6, own_skipped_steps=9.0)
+    events(problems, 100.0, 7)
+    assert events(problems, 200.0, 8, own_skipped_steps=2.0) == ["step_skipped anna 8 2"]
 
 
-def test_what_a_worker_counted_before_the_coordinator_started_is_not_announced_again() -> None:
+def test_steps_counted_before_the_coordinator_started_have_no_event() -> None:
     problems = WorkerProblems()
-    assert told(problems, 0.0, 40, missed_steps=3.0, own_skipped_steps=2.0) == []
+    assert events(problems, 0.0, 40, missed_steps=3.0, own_skipped_steps=2.0) == []
     assert problems.text(0.0) == ""
-    assert told(problems, 1.0, 41, missed_steps=4.0, own_skipped_steps=2.0) == ["step_missed anna 41 1"]
+    assert events(problems, 1.0, 41, missed_steps=4.0, own_skipped_steps=2.0) == ["step_missed anna 41 1"]
 
 
-def test_steps_that_did_not_wait_are_counted_apart_from_skipped_ones() -> None:
+def test_missed_steps_are_counted_apart_from_skipped_ones() -> None:
     problems = WorkerProblems()
-    told(problems, 0.0, 2)
-    assert told(problems, 0.0, 6, missed_steps=3.0, own_skipped_steps=1.0) == [
+    events(problems, 0.0, 2)
+    assert events(problems, 0.0, 6, missed_steps=3.0, own_skipped_steps=1.0) == [
         "step_skipped anna 6 1",
         "step_missed anna 6 3",
     ]
-    assert told(problems, 30.0, 9, missed_steps=5.0, own_skipped_steps=1.0) == []  # within a minute
-    assert told(problems, 61.0, 70, missed_steps=5.0, own_skipped_steps=1.0) == ["step_missed anna 9 2"]
+    assert events(problems, 30.0, 9, missed_steps=5.0, own_skipped_steps=1.0) == []  # within a minute
+    assert events(problems, 61.0, 70, missed_steps=5.0, own_skipped_steps=1.0) == ["step_missed anna 9 2"]
     assert problems.text(610.0) == (
         "was left out of 5 steps, the latest near step 9: its training loop had stalled"
     )
@@ -98,7 +98,7 @@ def test_failures_are_repeated_every_ten_minutes_until_there_is_a_success(
 ) -> None:
     problems = WorkerProblems()
     history = [(0.0, 1.0), (0.5, 1.0), (599.0, 7.0), (600.0, 8.0), (700.0, 0.0), (800.0, 0.0), (801.0, 1.0)]
-    assert [told(problems, at_s, 0, **{figure: failed}) for at_s, failed in history] == [
+    assert [events(problems, at_s, 0, **{figure: failed}) for at_s, failed in history] == [
         [f"{failure} anna 1 {remedy}"],
         [],
         [],
@@ -110,21 +110,23 @@ def test_failures_are_repeated_every_ten_minutes_until_there_is_a_success(
     assert problems.text(801.0) == f"{text}: {remedy}"
 
 
-def test_a_worker_that_claims_something_else_in_each_heartbeat_does_not_fill_the_log() -> None:
+def test_a_worker_with_changing_claims_does_not_fill_the_log() -> None:
     problems = WorkerProblems()
-    events = [
+    logged = [
         event
-        for beat in range(1200)
-        for event in told(problems, beat / 2, 0, failed_checkpoints=beat % 2, own_skipped_steps=beat % 2)
+        for number in range(1200)
+        for event in events(
+            problems, number / 2, 0, failed_checkpoints=number % 2, own_skipped_steps=number % 2
+        )
     ]
-    assert 20 <= len(events) <= 40  # in ten minutes
+    assert 20 <= len(logged) <= 40  # in ten minutes
 
 
-def test_figures_that_are_no_counts_say_nothing() -> None:
+def test_figures_that_are_no_counts_are_ignored() -> None:
     problems = WorkerProblems()
     for value in (-1.0, float("inf"), float("nan"), 1e300):
         figures = dict.fromkeys(
             (m.OWN_SKIPPED_STEPS, m.MISSED_STEPS, m.FAILED_CHECKPOINTS, m.FAILED_UPLOADS), value
         )
-        assert told(problems, 0.0, 0, **figures) == []
+        assert events(problems, 0.0, 0, **figures) == []
     assert problems.text(0.0) == ""

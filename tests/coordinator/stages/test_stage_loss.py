@@ -1,4 +1,4 @@
-"""A pipeline loses workers: who takes over, which samples are reassigned, when the run rolls back."""
+"""A pipeline loses workers: replacements, reassigned samples, and rollbacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state_after(step: int) -> m.LedgerState:
     return m.LedgerState(step=step + 1, cursor=4 * (step + 1), consumed=4 * (step + 1))
 
 
-def kept(step: int, *stages: int, history: bytes = b"") -> tuple[m.CheckpointInfo, ...]:
+def stored(step: int, *stages: int, history: bytes = b"") -> tuple[m.CheckpointInfo, ...]:
     return tuple(
         m.CheckpointInfo(step, history or b"h%d" % step, state_after(step), m.Span(n, n + 1)) for n in stages
     )
@@ -35,22 +35,22 @@ def kept(step: int, *stages: int, history: bytes = b"") -> tuple[m.CheckpointInf
 # -- the verdict -------------------------------------------------------------------------------------
 
 
-def test_an_aborted_step_is_handed_out_anew_as_a_whole() -> None:
-    """With one stage survivors keep their positions; a pipeline's gradient is that of all its members."""
+def test_an_aborted_step_of_a_pipeline_is_reassigned_as_a_whole() -> None:
+    """Without stages survivors keep their positions; a pipeline's gradient is that of all its members."""
     shares = [(A, 4), (B, 4), (C, 0), (D, 0)]
     state = m.LedgerState()
     reports = {
         peer: m.FreezeReport(1, 1, True, -1, b"", state, None, b"", 0, m.Span(stage, stage + 1))
         for peer, stage in ((A, 0), (C, 1), (D, 1))
     }
-    apart = decide_outcome(reports, SPEC, shares).ledger
-    assert apart.holders == ((A, (m.Span(0, 4),)),) and apart.requeued == (m.Span(4, 8),)
-    anew = decide_outcome(reports, SPEC, shares, in_stages=True).ledger
-    assert anew.holders is None and anew.requeued == (m.Span(0, 8),)
-    assert data_ledger.assign(SPEC, anew, [(A, 4), (C, 0)]) == {A: (m.Span(0, 4),), C: ()}
+    unstaged = decide_outcome(reports, SPEC, shares).ledger
+    assert unstaged.holders == ((A, (m.Span(0, 4),)),) and unstaged.requeued == (m.Span(4, 8),)
+    staged = decide_outcome(reports, SPEC, shares, in_stages=True).ledger
+    assert staged.holders is None and staged.requeued == (m.Span(0, 8),)
+    assert data_ledger.assign(SPEC, staged, [(A, 4), (C, 0)]) == {A: (m.Span(0, 4),), C: ()}
 
 
-def test_a_step_that_all_are_prepared_for_is_committed() -> None:
+def test_a_step_that_all_reporters_have_prepared_is_committed() -> None:
     run = StagedRun(2, A, B, C, D)
     round_id = m.RoundId(1, 1, 0, 0)
     run.lose(D)
@@ -59,53 +59,55 @@ def test_a_step_that_all_are_prepared_for_is_committed() -> None:
     view = run.core.run.view
     assert view is not None and view.verdict is m.Verdict.COMMIT and view.applied == 0
     assert view.history == extend_history(b"", b"all") or view.history != b""
-    assert view.ledger.consumed == 8, "two first workers of 4 samples each"
+    assert view.ledger.consumed == 8, "two workers of stage 0 with 4 samples each"
 
 
-# -- who goes on -------------------------------------------------------------------------------------
+# -- replacements ------------------------------------------------------------------------------------
 
 
-def test_a_spare_takes_the_seat_of_the_dead_and_gets_the_state_from_its_replica() -> None:
+def test_a_standby_replaces_a_lost_member_and_gets_the_state_from_its_replica() -> None:
     run = StagedRun(2, A, B, C, D, E)
     before = {member.peer: run.stage_of(member.peer) for member in run.core.run.member_list}
-    (spare,) = {A, B, C, D, E} - set(before)
-    dead = next(peer for peer, stage in before.items() if stage == 1)
-    run.lose(dead)
-    run.report(*(peer for peer in before if peer != dead))
+    (standby,) = {A, B, C, D, E} - set(before)
+    lost = next(peer for peer, stage in before.items() if stage == 1)
+    run.lose(lost)
+    run.report(*(peer for peer in before if peer != lost))
     after = {member.peer: member for member in run.core.run.member_list}
-    assert set(after) == set(before) - {dead} | {spare}
-    assert {p: run.stage_of(p) for p in after if p != spare} == {p: s for p, s in before.items() if p != dead}
-    assert run.stage_of(spare) == 1 and after[spare].joining
-    donor = run.core.run.member_list[after[spare].donor].peer
-    assert before[donor] == 1 and not after[donor].joining
-    name = spare[:1].decode()
-    assert f"{name} gets stage 1 from {donor[:1].decode()}" in run.core.snapshot(run.now_s)["plan_reason"]
+    assert set(after) == set(before) - {lost} | {standby}
+    assert {p: run.stage_of(p) for p in after if p != standby} == {
+        p: s for p, s in before.items() if p != lost
+    }
+    assert run.stage_of(standby) == 1 and after[standby].joining
+    source = run.core.run.member_list[after[standby].donor].peer
+    assert before[source] == 1 and not after[source].joining
+    name = standby[:1].decode()
+    assert f"{name} gets stage 1 from {source[:1].decode()}" in run.core.snapshot(run.now_s)["plan_reason"]
 
 
-def test_without_a_spare_the_rest_goes_on_with_one_replica_less() -> None:
+def test_without_a_standby_the_others_continue_with_one_replica_less() -> None:
     run = StagedRun(2, A, B, C, D)
     stages = {member.peer: run.stage_of(member.peer) for member in run.core.run.member_list}
-    dead = [peer for peer, stage in stages.items() if stage == 0][1]
-    run.lose(dead)
-    run.report(*(peer for peer in stages if peer != dead))
+    lost = [peer for peer, stage in stages.items() if stage == 0][1]
+    run.lose(lost)
+    run.report(*(peer for peer in stages if peer != lost))
     assert len(run.core.run.member_list) == 2 and len(run.standbys.split()) == 1
     assert not any(member.joining for member in run.core.run.member_list)
     (left_over,) = [w.peer for w in run.core.run.workers.values() if w.standby_reason]
-    (spared,) = run.last_sent(left_over, m.StandbyNotice)
-    assert isinstance(spared, m.StandbyNotice) and "replaces a worker that leaves" in spared.reason
+    (notice,) = run.last_sent(left_over, m.StandbyNotice)
+    assert isinstance(notice, m.StandbyNotice) and "replaces a worker that leaves" in notice.reason
 
 
-def test_the_death_of_one_freezes_all_at_once() -> None:
+def test_the_loss_of_a_member_freezes_all_others_at_once() -> None:
     run = StagedRun(3, A, B, C)
     run.lose(B)
     frozen = set(receivers(run.seen, m.Freeze))
     assert frozen == {A, C}
 
 
-# -- nobody has a stage ------------------------------------------------------------------------------
+# -- no member holds a stage -------------------------------------------------------------------------
 
 
-def test_fewer_than_stages_pause_and_say_so() -> None:
+def test_a_run_with_fewer_members_than_stages_pauses_with_a_reason() -> None:
     run = StagedRun(4, A, B, C, D)
     run.lose(C)
     run.report(A, B, D)
@@ -115,12 +117,12 @@ def test_fewer_than_stages_pause_and_say_so() -> None:
         "stage 2 of 4 has no worker: 3 workers are present, but 4 are needed; "
         "training continues when one joins"
     )
-    told = sent(run.seen, to=A)
-    assert m.RunStateUpdate("paused", snapshot["reason"]) in told
-    assert run.core.deadline_s > run.now_s, "it does not spin"
+    messages = sent(run.seen, to=A)
+    assert m.RunStateUpdate("paused", snapshot["reason"]) in messages
+    assert run.core.deadline_s > run.now_s, "no busy loop"
 
 
-def test_at_step_0_a_newcomer_begins_the_lost_stage_anew() -> None:
+def test_before_the_first_step_a_newcomer_initializes_the_lost_stage() -> None:
     run = StagedRun(3, A, B, C)
     run.lose(B)
     run.report(A, C)
@@ -132,27 +134,27 @@ def test_at_step_0_a_newcomer_begins_the_lost_stage_anew() -> None:
 
 
 def trained(run: StagedRun, step: int) -> None:
-    """As if all had committed that many steps: the next reports say so."""
+    """All members send heartbeats after so many committed steps."""
     for peer in [member.peer for member in run.core.run.member_list]:
         run.say(peer, m.Heartbeat(1, step + 1, 1, ()))
 
 
-def test_a_stage_that_nobody_holds_brings_the_run_back_to_a_whole_step() -> None:
-    """a has 0, b has 1 and a copy of 0, c (dead) had 2, and a a copy of 2: of step 9 all stages are here.
+def test_a_run_without_a_stage_rolls_back_to_the_latest_whole_step() -> None:
+    """Of step 9 all stages are present: a has 0 and a copy of 2, b has 1 and a copy of 0.
 
-    Of step 19 only c had stage 2.
+    Only c, which is lost, had stage 2 of step 19.
     """
     run = StagedRun(3, A, B, C)
     trained(run, 23)
-    run.say(A, m.StageCheckpointList((*kept(9, 0, 2), *kept(19, 0))))
-    run.say(B, m.StageCheckpointList((*kept(9, 1, 0), *kept(19, 1))))
+    run.say(A, m.StageCheckpointList((*stored(9, 0, 2), *stored(19, 0))))
+    run.say(B, m.StageCheckpointList((*stored(9, 1, 0), *stored(19, 1))))
     run.lose(C)
     run.report(A, B, applied=23, history=b"h23", ledger=state_after(23))
     assert run.core.phase is RunPhase.PAUSED
     run.join(D)
     view = run.core.run.view
     assert view is not None and (view.applied, view.history, view.verdict) == (9, b"h9", m.Verdict.ABORT)
-    assert view.ledger == state_after(9), "the ledger goes back with the model"
+    assert view.ledger == state_after(9), "the ledger is rolled back with the model"
     assert run.roster == "a b d"
     assert [member.joining for member in run.core.run.member_list] == [False, False, True]
     assert run.core.run.member_list[2].donor == 0, "a has stage 2 on its disk"
@@ -167,7 +169,7 @@ def test_a_stage_that_nobody_holds_brings_the_run_back_to_a_whole_step() -> None
 
 def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
     run = StagedRun(2, A, B)
-    run.say(A, m.StageCheckpointList(kept(23, 0, 1)))
+    run.say(A, m.StageCheckpointList(stored(23, 0, 1)))
     run.lose(B)
     run.report(A, applied=23, history=b"h23", ledger=state_after(23))
     run.join(C)
@@ -176,9 +178,9 @@ def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
     assert run.roster == "a c" and run.core.run.member_list[1].donor == 0
 
 
-def test_with_no_whole_step_the_run_waits_for_who_has_it() -> None:
-    run = StagedRun(2, A, B, kept={D: kept(9, 1), C: ()})
-    run.say(A, m.StageCheckpointList(kept(9, 0)))
+def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage() -> None:
+    run = StagedRun(2, A, B, kept={D: stored(9, 1), C: ()})
+    run.say(A, m.StageCheckpointList(stored(9, 0)))
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.join(C)
@@ -191,9 +193,9 @@ def test_with_no_whole_step_the_run_waits_for_who_has_it() -> None:
     assert view is not None and view.applied == 9 and run.roster == "a d" and run.standbys == "c"
 
 
-def test_who_was_away_and_still_has_its_memory_ends_the_pause_without_loss() -> None:
+def test_a_returning_member_with_its_state_in_memory_ends_the_pause_without_a_rollback() -> None:
     run = StagedRun(2, A, B)
-    run.say(A, m.StageCheckpointList(kept(9, 0, 1)))
+    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
@@ -203,39 +205,39 @@ def test_who_was_away_and_still_has_its_memory_ends_the_pause_without_loss() -> 
     assert view is not None and view.applied == 12 and run.roster == "a b" and not run.notes("rollback")
 
 
-def test_a_generation_waits_until_it_is_known_where_a_member_is_now() -> None:
-    """B is back from a pause with its stage on disk; its setup may arrive before the dial-back result."""
+def test_a_generation_waits_for_the_dial_back_of_a_returning_member() -> None:
+    """B returns from a pause with its stage on disk; its setup may arrive before the dial-back result."""
     run = StagedRun(2, A, B)
     for peer in (A, B):
-        run.say(peer, m.StageCheckpointList(kept(9, 0) if peer == A else ()))
+        run.say(peer, m.StageCheckpointList(stored(9, 0) if peer == A else ()))
     run.say(B, m.TemporaryLeave("its owner said so"))
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
     made = run.core.generation
     run.say(B, m.Join("r", "b", "memory://elsewhere"))
-    setup = m.Setup(run.setup.facts, run.setup.ledger, 4, None, stages=2, stage_checkpoints=kept(12, 1))
+    setup = m.Setup(run.setup.facts, run.setup.ledger, 4, None, stages=2, stage_checkpoints=stored(12, 1))
     run.say(B, setup)
     run.core.tick(run.now_s)
-    assert run.core.generation == made, "it would be told to measure its lines when it is a member already"
+    assert run.core.generation == made, "otherwise it would measure its links as a member"
     run.hear(DialBackResult(B, "memory://elsewhere"))
     assert run.core.generation == made + 1 and run.roster == "a b"
 
 
-def test_who_comes_back_after_a_pause_is_told_nothing_of_the_generation_that_it_left() -> None:
-    """Its view says where that generation began: steps before what is on this worker's disk."""
+def test_a_worker_that_returns_from_a_pause_receives_no_view_of_its_former_generation() -> None:
+    """That view names the step at which the generation began, before the steps on this worker's disk."""
     run = StagedRun(2, A, B)
     run.say(B, m.TemporaryLeave("its owner said so"))
-    told = run.say(B, m.Join("r", "b", "memory://elsewhere"))
-    assert not sent(told, m.MembershipView | m.Freeze)
+    effects = run.say(B, m.Join("r", "b", "memory://elsewhere"))
+    assert not sent(effects, m.MembershipView | m.Freeze)
 
 
-def test_what_a_member_was_to_load_and_has_not_any_more_is_not_waited_for() -> None:
-    """B, back from a pause, is to continue from its disk; then its checkpoint turns out to be missing."""
+def test_a_missing_checkpoint_is_not_awaited() -> None:
+    """B returns from a pause and should load its checkpoint from disk, but it is missing."""
     run = StagedRun(2, A, B)
-    run.say(A, m.StageCheckpointList(kept(9, 0, 1)))
+    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
     run.say(B, m.TemporaryLeave("its owner said so"))
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
-    run.checkpoints[B] = kept(12, 1)
+    run.checkpoints[B] = stored(12, 1)
     run.join(B)
     assert run.core.run.view is not None and run.core.run.view.applied == 12
     run.say(B, m.StageCheckpointList(()))
@@ -243,71 +245,74 @@ def test_what_a_member_was_to_load_and_has_not_any_more_is_not_waited_for() -> N
     assert note.fields["name"] == "b"
 
 
-def test_after_a_restart_the_journal_knows_the_seats() -> None:
+def test_a_restarted_coordinator_reads_the_placement_from_the_journal() -> None:
     first = StagedRun(2, A, B)
     entries = [(e.kind, e.body) for e in first.seen if isinstance(e, JournalEntry)]
     again = StagedRun(2, recovered=recover_run(entries), term=2, start=False)
     again.join(A), again.join(B)
     assert {again.layers_of(A), again.layers_of(B)} == {m.Span(0, 1), m.Span(1, 2)}
-    wrong = m.Span(2, 3)  # there is none such
+    wrong = m.Span(2, 3)  # no such stage
     view = again.core.run.view
     assert view is not None
     report = m.FreezeReport(2, 1, True, -1, view.history, view.ledger, None, b"", 0, wrong)
     assert any(isinstance(effect, RecordViolation) for effect in again.say(A, report))
 
 
-def test_a_checkpoint_that_cannot_be_is_an_offence() -> None:
+def test_an_impossible_checkpoint_is_a_violation() -> None:
     run = StagedRun(2, A, B)
     for wrong in (
-        replace(kept(9, 1)[0], layers=m.Span(2, 3)),
-        replace(kept(9, 1)[0], applied=10),
-        replace(kept(9, 1)[0], ledger=m.LedgerState(step=10, cursor=5)),
+        replace(stored(9, 1)[0], layers=m.Span(2, 3)),
+        replace(stored(9, 1)[0], applied=10),
+        replace(stored(9, 1)[0], ledger=m.LedgerState(step=10, cursor=5)),
     ):
         assert any(
             isinstance(effect, RecordViolation) for effect in run.say(A, m.StageCheckpointList((wrong,)))
         ), wrong
 
 
-def test_the_run_is_over_when_each_stage_has_told_so_although_some_are_gone() -> None:
+def test_the_run_is_finished_when_each_stage_has_reported_it_although_some_members_are_lost() -> None:
     run = StagedRun(2, A, B)
     order = [member.peer for member in run.core.run.member_list]
-    over = m.LedgerState(step=25, cursor=100, consumed=100)
+    final = m.LedgerState(step=25, cursor=100, consumed=100)
     run.say(order[1], m.RunFinished(24, b"h24"))
     run.lose(order[1])
-    run.report(order[0], applied=24, history=b"h24", ledger=over)
+    run.report(order[0], applied=24, history=b"h24", ledger=final)
     assert run.core.phase is RunPhase.FINISHED
-    (told,) = run.last_sent(order[0], m.StandbyNotice)
-    assert isinstance(told, m.StandbyNotice) and told.ledger == over
+    (notice,) = run.last_sent(order[0], m.StandbyNotice)
+    assert isinstance(notice, m.StandbyNotice) and notice.ledger == final
 
 
-def test_it_is_not_over_while_nobody_has_the_last_state_of_a_stage() -> None:
+def test_the_run_is_not_finished_while_a_stage_lacks_its_final_state() -> None:
     run = StagedRun(2, A, B)
-    over = m.LedgerState(step=25, cursor=100, consumed=100)
+    final = m.LedgerState(step=25, cursor=100, consumed=100)
     run.lose(B)
-    run.report(A, applied=24, history=b"h24", ledger=over)
+    run.report(A, applied=24, history=b"h24", ledger=final)
     assert run.core.phase is RunPhase.PAUSED
 
 
-# -- which step --------------------------------------------------------------------------------------
+# -- which step to continue from ---------------------------------------------------------------------
 
 
-def test_the_latest_whole_step_counts_and_none_of_a_history_that_was_given_up() -> None:
-    disks = {A: (*kept(9, 0), *kept(19, 0), *kept(29, 0)), B: (*kept(9, 1), *kept(19, 1), *kept(29, 1))}
+def test_the_latest_whole_step_is_chosen_and_none_of_an_abandoned_history() -> None:
+    disks = {
+        A: (*stored(9, 0), *stored(19, 0), *stored(29, 0)),
+        B: (*stored(9, 1), *stored(19, 1), *stored(29, 1)),
+    }
     found = latest_whole_state(SPEC, disks, 2, before=24)
     assert found is not None and found.applied == 19
     assert latest_whole_state(SPEC, {A: disks[A]}, 2, before=None) is None
-    forked = {A: kept(9, 0, history=b"x"), B: kept(9, 1, history=b"y")}
+    forked = {A: stored(9, 0, history=b"x"), B: stored(9, 1, history=b"y")}
     assert latest_whole_state(SPEC, forked, 2, before=None) is None
 
 
 def test_a_state_in_memory_counts_with_the_checkpoints_of_the_same_step() -> None:
     outcome = Outcome(m.Verdict.ABORT, None, 19, b"h19", state_after(19), frozenset({A}))
-    begin = find_restart_point(SPEC, outcome, 19, {A: m.Span(0, 1)}, {A: (), B: kept(19, 1)}, (0, 1, 2))
+    begin = find_restart_point(SPEC, outcome, 19, {A: m.Span(0, 1)}, {A: (), B: stored(19, 1)}, (0, 1, 2))
     assert begin.outcome is outcome and begin.state_locations.in_memory == {A: 0}
     assert find_restart_point(SPEC, outcome, 19, {A: m.Span(0, 1)}, {A: (), B: ()}, (0, 1, 2)).outcome is None
 
 
-def test_who_is_no_member_has_finished_no_step_that_others_had_to_hold() -> None:
+def test_a_finish_reported_by_a_non_member_does_not_count() -> None:
     run = StagedRun(2, start=False)
     run.join(C)
     run.say(C, m.RunFinished(10, bytes(32)))
@@ -315,23 +320,23 @@ def test_who_is_no_member_has_finished_no_step_that_others_had_to_hold() -> None
     assert "after step" not in run.core.reason and run.roster == "c a"
 
 
-def test_a_tale_of_another_last_step_than_the_members_have_counts_for_nothing() -> None:
-    """A worker that reports all stages after the last step would else supply them all, whatever they are."""
+def test_a_report_of_another_last_step_than_that_of_the_members_is_ignored() -> None:
+    """Otherwise one worker that reports all stages after the last step would supply them all."""
     outcome = Outcome(m.Verdict.ABORT, None, 19, b"h19", state_after(19), frozenset({A}))
-    disks = {A: kept(9, 0), B: kept(9, 1), C: kept(19, 0, 1, history=b"told")}
+    disks = {A: stored(9, 0), B: stored(9, 1), C: stored(19, 0, 1, history=b"false")}
     begin = find_restart_point(SPEC, outcome, 19, {A: m.Span(0, 1)}, disks, (0, 1, 2))
     assert begin.outcome is not None and (begin.outcome.applied, begin.outcome.history) == (9, b"h9")
 
 
-def test_states_are_compared_within_a_stage() -> None:
-    drifts = DivergenceDetector()
-    drifts.begin_generation([[A, B, C], [D, E]])
-    assert drifts.add(A, 5, b"one") == drifts.add(B, 5, b"one") == drifts.add(D, 5, b"two") == []
-    assert drifts.add(E, 5, b"two") == []
-    assert drifts.add(C, 5, b"other") == [C]
+def test_digests_are_compared_within_a_stage() -> None:
+    detector = DivergenceDetector()
+    detector.begin_generation([[A, B, C], [D, E]])
+    assert detector.add(A, 5, b"one") == detector.add(B, 5, b"one") == detector.add(D, 5, b"two") == []
+    assert detector.add(E, 5, b"two") == []
+    assert detector.add(C, 5, b"other") == [C]
 
 
-def test_a_member_that_comes_back_to_a_paused_run_and_does_not_report_is_given_up() -> None:
+def test_a_returning_member_that_does_not_report_is_dismissed() -> None:
     run = StagedRun(2, A, B)
     run.lose(B)
     run.report(A)
@@ -339,6 +344,6 @@ def test_a_member_that_comes_back_to_a_paused_run_and_does_not_report_is_given_u
     run.join(B)
     until_s = run.core.run.view_change.deadline_s
     assert until_s <= run.now_s + run.core.run.limits.report_s
-    for now_s, here in ((until_s - 0.1, {A, B}), (until_s, {A})):
+    for now_s, present in ((until_s - 0.1, {A, B}), (until_s, {A})):
         run.core.tick(now_s)
-        assert set(run.core.run.workers) == here
+        assert set(run.core.run.workers) == present

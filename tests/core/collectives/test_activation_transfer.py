@@ -42,18 +42,21 @@ from gridtrain.runtime.activation_buffers import (
 )
 
 
-def carry(buffers: list[bytes], limit_bytes: int = 1 << 30, seed: int = 0) -> list[bytes]:
-    """Send the slices from one buffer to another, in any order."""
-    out, back = ActivationSendBuffer([memoryview(b) for b in buffers]), ActivationReceiveBuffer(limit_bytes)
-    taking = back.make_receive(1, 0, 2)
-    sends = [e for e in out.make_send(0, 1).start(0.0) if isinstance(e, SendTo)]
+def transfer(buffers: list[bytes], limit_bytes: int = 1 << 30, seed: int = 0) -> list[bytes]:
+    """Sends the slices from one buffer to another, in any order."""
+    sender, receiver = (
+        ActivationSendBuffer([memoryview(b) for b in buffers]),
+        ActivationReceiveBuffer(limit_bytes),
+    )
+    collective = receiver.make_receive(1, 0, 2)
+    sends = [e for e in sender.make_send(0, 1).start(0.0) if isinstance(e, SendTo)]
     random.Random(seed).shuffle(sends)
     for send in sends:
-        for effect in taking.handle(PayloadReceived(0, send.slot, 0, out.payload(send.slot)), 0.0):
+        for effect in collective.handle(PayloadReceived(0, send.slot, 0, sender.payload(send.slot)), 0.0):
             if isinstance(effect, StoreSlice):
-                back.apply(effect)
-    assert taking.complete
-    return [bytes(buffer) for buffer in back.take_buffers()]
+                receiver.apply(effect)
+    assert collective.complete
+    return [bytes(buffer) for buffer in receiver.take_buffers()]
 
 
 @pytest.mark.parametrize(
@@ -63,20 +66,20 @@ def test_buffers_arrive_as_they_were_sent(lengths: list[int]) -> None:
     rng = np.random.default_rng(len(lengths))
     buffers = [rng.bytes(length) for length in lengths]
     for seed in range(3):
-        assert carry(buffers, seed=seed) == buffers
+        assert transfer(buffers, seed=seed) == buffers
 
 
 def test_a_sent_buffer_may_be_overwritten_at_once() -> None:
     """A module may reuse a small buffer for the next micro-batch."""
     own = bytearray(b"now")
-    workspace = ActivationSendBuffer([memoryview(own)])
+    buffer = ActivationSendBuffer([memoryview(own)])
     own[:] = b"own"
-    assert bytes(workspace.payload(PayloadSlot(CollectivePhase.ACTIVATION, hop=1))).endswith(b"now")
+    assert bytes(buffer.payload(PayloadSlot(CollectivePhase.ACTIVATION, hop=1))).endswith(b"now")
 
 
 def test_a_payload_over_the_limit_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="a correct peer sends at most 100 bytes"):
-        carry([bytes(200)], limit_bytes=100)
+        transfer([bytes(200)], limit_bytes=100)
 
 
 @pytest.mark.parametrize(
@@ -90,15 +93,15 @@ def test_a_payload_over_the_limit_is_refused() -> None:
     ],
 )
 def test_slices_that_do_not_match_the_header_are_refused(table: bytes, pieces: list[bytes]) -> None:
-    workspace = ActivationReceiveBuffer(1 << 20)
-    taking = workspace.make_receive(1, 0, 2)
+    buffer = ActivationReceiveBuffer(1 << 20)
+    collective = buffer.make_receive(1, 0, 2)
     payloads = [table, *pieces]
     with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for i, payload in enumerate(payloads):
-            place = PayloadSlot(CollectivePhase.ACTIVATION, hop=len(payloads), slice=i)
-            for effect in taking.handle(PayloadReceived(0, place, 0, payload), 0.0):
+            slot = PayloadSlot(CollectivePhase.ACTIVATION, hop=len(payloads), slice=i)
+            for effect in collective.handle(PayloadReceived(0, slot, 0, payload), 0.0):
                 if isinstance(effect, StoreSlice):
-                    workspace.apply(effect)
+                    buffer.apply(effect)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_slices_that_do_not_match_the_header_are_refused(table: bytes, pieces: l
         b"",
         b"short",
         np.array([1], "<u8").tobytes(),  # one buffer, and no table
-        np.array([1, 4], "<u8").tobytes() + b"abc",  # it is shorter than it says
+        np.array([1, 4], "<u8").tobytes() + b"abc",  # the buffer is shorter than announced
         np.array([1, 2], "<u8").tobytes() + b"abc",  # and longer
         np.array([2, 2**63, 2**63 + 3], "<u8").tobytes() + b"abc",
         np.array([2**61], "<u8").tobytes(),  # a table that wraps around 64 bits
@@ -115,14 +118,14 @@ def test_slices_that_do_not_match_the_header_are_refused(table: bytes, pieces: l
     ],
 )
 def test_a_single_slice_with_a_wrong_header_is_refused(piece: bytes) -> None:
-    workspace = ActivationReceiveBuffer(1 << 20)
-    effects = workspace.make_receive(1, 0, 2).handle(
+    buffer = ActivationReceiveBuffer(1 << 20)
+    effects = buffer.make_receive(1, 0, 2).handle(
         PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), 0, piece), 0.0
     )
     with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for effect in effects:
             if isinstance(effect, StoreSlice):
-                workspace.apply(effect)
+                buffer.apply(effect)
 
 
 @pytest.mark.parametrize(
@@ -137,28 +140,32 @@ def test_small_buffers_are_one_message(lengths: list[int], messages: int) -> Non
 @pytest.mark.parametrize(
     "arrived",
     [
-        PayloadReceived(2, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), 0, b""),  # another's
+        PayloadReceived(
+            2, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), 0, b""
+        ),  # of another rank
         PayloadReceived(
             0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b""
         ),  # the same one twice
         PayloadReceived(
             0, PayloadSlot(CollectivePhase.ACTIVATION, hop=3, slice=1), 0, b""
-        ),  # as if there were more
+        ),  # of more slices than announced
         PayloadReceived(
             0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=2), 0, b""
         ),  # beyond the last
         PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, hop=2, slice=1), 0, b""),
         PayloadReceived(
             0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), 1, b""
-        ),  # a hand-off never skips
+        ),  # an activation transfer does not skip
     ],
 )
 def test_a_slice_that_is_not_due_is_refused(arrived: PayloadReceived) -> None:
-    taking = ActivationReceiver(1, 0, 3)
-    taking.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b""), 0.0)
+    collective = ActivationReceiver(1, 0, 3)
+    collective.handle(
+        PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b""), 0.0
+    )
     with pytest.raises(RemoteProtocolError):
-        taking.handle(arrived, 0.0)
-    assert not taking.complete and taking.waiting_for() == {0}
+        collective.handle(arrived, 0.0)
+    assert not collective.complete and collective.waiting_for() == {0}
 
 
 def test_a_sender_receives_nothing_and_the_number_of_slices_is_bounded() -> None:
@@ -166,26 +173,26 @@ def test_a_sender_receives_nothing_and_the_number_of_slices_is_bounded() -> None
         ActivationSender(0, 1, 1).handle(
             PayloadReceived(1, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), 0, b""), 0.0
         )
-    taking = ActivationReceiver(1, 0, 2)
+    collective = ActivationReceiver(1, 0, 2)
     with pytest.raises(RemoteProtocolError):
-        taking.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=0), 0, b""), 0.0)
+        collective.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=0), 0, b""), 0.0)
     huge = ActivationReceiver(1, 0, 2)
     huge.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2**31 - 1), 0, b""), 0.0)
     assert len(huge._missing) < MAX_PIECES
 
 
-def test_two_pairs_of_stages_never_use_one_channel() -> None:
-    where = {
+def test_each_pair_of_stages_has_channels_of_its_own() -> None:
+    channels = {
         stage_channel(a, b, m.Channel(kind=kind, index=index))
         for a in (0, 1, 2, 1023)
         for b in (0, 1, 2, 1023)
         for kind in (1, 2)
         for index in range(3)
     }
-    assert len(where) == 4 * 4 * 2 * 3
+    assert len(channels) == 4 * 4 * 2 * 3
 
 
-# -- among some ranks ----------------------------------------------------------------------------
+# -- subgroups -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [lambda r, n: RingAllReduce(r, n, 1, 0), lambda r, n: AllGather(r, n, 0)])
@@ -204,7 +211,7 @@ def test_a_subgroup_sends_only_to_its_own_ranks(make: Any) -> None:
     assert all(core.complete for core in cores.values())
 
 
-def test_a_stranger_to_a_subgroup_is_refused() -> None:
+def test_a_payload_from_outside_a_subgroup_is_refused() -> None:
     core = Subgroup(AllGather(0, 2, 0), (4, 5))
     with pytest.raises(RemoteProtocolError, match=r"exchange among only the ranks \(4, 5\)"):
         core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), 0, b""), 0.0)
@@ -215,116 +222,118 @@ def test_neighbours_within_a_subgroup() -> None:
     assert neighbours_within(ring.neighbours, (2,), 2) == frozenset()
 
 
-# -- rows ------------------------------------------------------------------------------------------
+# -- stage summaries -------------------------------------------------------------------------------
 
 
-def sealed(rows: dict[int, StageSummary], seats: RankLayout) -> dict[int, bytes]:
-    workspaces = {rank: StageSummaryBuffer(seats, rank, row) for rank, row in rows.items()}
-    for workspace in workspaces.values():
-        workspace._payloads = [rows[rank].pack() for rank in range(seats.world_size)]
-    return {rank: workspace.compute_digest() for rank, workspace in workspaces.items()}
+def digests_of(summaries: dict[int, StageSummary], layout: RankLayout) -> dict[int, bytes]:
+    buffers = {rank: StageSummaryBuffer(layout, rank, summary) for rank, summary in summaries.items()}
+    for buffer in buffers.values():
+        buffer._payloads = [summaries[rank].pack() for rank in range(layout.world_size)]
+    return {rank: buffer.compute_digest() for rank, buffer in buffers.items()}
 
 
 def test_a_member_whose_update_differs_from_its_replicas_votes_for_another_digest() -> None:
-    seats = RankLayout(2, 3)
-    rows = {rank: StageSummary(bytes([rank // 3]) * 32, bytes(32), 1.0, 2.0) for rank in range(6)}
-    assert len(set(sealed(rows, seats).values())) == 1
-    rows[4] = StageSummary(b"x" * 32, bytes(32), 1.0, 2.0)
-    digests = sealed(rows, seats)
+    layout = RankLayout(2, 3)
+    summaries = {rank: StageSummary(bytes([rank // 3]) * 32, bytes(32), 1.0, 2.0) for rank in range(6)}
+    assert len(set(digests_of(summaries, layout).values())) == 1
+    summaries[4] = StageSummary(b"x" * 32, bytes(32), 1.0, 2.0)
+    digests = digests_of(summaries, layout)
     assert len({digests[rank] for rank in (0, 1, 2, 3, 5)}) == 1 and digests[4] != digests[0]
 
 
 def test_a_stage_summary_of_another_length_is_refused() -> None:
     from gridtrain.core.collectives.collective import Provenance, StoreFromRank
 
-    workspace = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
+    buffer = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
     with pytest.raises(RemoteProtocolError, match="has 3 bytes; it must have 120"):
-        workspace.apply(StoreFromRank(1, b"abc", Provenance(1, 1, 2, 1)))
+        buffer.apply(StoreFromRank(1, b"abc", Provenance(1, 1, 2, 1)))
 
 
 def test_a_stage_summary_with_a_negative_squared_norm_is_refused() -> None:
-    """After the commit every member takes that root, and all would fail."""
+    """After the commit every member would take its square root and fail."""
     from gridtrain.core.collectives.collective import Provenance, StoreFromRank
 
-    workspace = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
+    buffer = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
     with pytest.raises(RemoteProtocolError, match="negative square"):
-        workspace.apply(
+        buffer.apply(
             StoreFromRank(1, StageSummary(bytes(32), bytes(32), 0.0, -1.0).pack(), Provenance(1, 1, 2, 1))
         )
 
 
-# -- a round that is open meanwhile --------------------------------------------------------------
+# -- rounds that stay open -----------------------------------------------------------------------
 
 
-ROSTER = tuple(m.Member(bytes([i]) * 32, f"w{i}", "", 1, False) for i in range(2))
-HERE = m.RoundId(1, 1, 0, 0)
+MEMBERS = tuple(m.Member(bytes([i]) * 32, f"w{i}", "", 1, False) for i in range(2))
+ROUND = m.RoundId(1, 1, 0, 0)
 ACTIVATION, UPDATE = stage_channel(0, 1, m.Channel(kind=1)), m.Channel()
 
 
 def member(rank: int) -> Attempts:
-    return Attempts(RankAssignment(ROSTER[rank].peer, 1, 1, ROSTER), 0)
+    return Attempts(RankAssignment(MEMBERS[rank].peer, 1, 1, MEMBERS), 0)
 
 
-def data(channel: m.Channel, place: PayloadSlot) -> m.Data:
-    return m.Data(HERE, channel, place, 0, b"")
+def data(channel: m.Channel, slot: PayloadSlot) -> m.Data:
+    return m.Data(ROUND, channel, slot, 0, b"")
 
 
-def test_a_round_with_further_collectives_is_sealed_after_the_last_one() -> None:
+def test_the_digest_of_a_round_is_computed_after_its_last_collective() -> None:
     mine = member(1)
-    opened = mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
+    opened = mine.submit(ROUND, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
     assert not any(isinstance(effect, ComputeDigest) for effect in opened)
-    # What belongs to a collective that is still to come is held, not taken for an offence.
+    # A payload of a collective that is not open yet is stored, not treated as a violation.
     early = data(m.Channel(kind=16), PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0))
-    assert mine.receive(ROSTER[0].peer, early, 10, 0.0) == [] and mine.early_bytes(ROSTER[0].peer) == 10
-    came = mine.receive(
-        ROSTER[0].peer, data(ACTIVATION, PayloadSlot(CollectivePhase.ACTIVATION, hop=1)), 10, 0.0
+    assert mine.receive(MEMBERS[0].peer, early, 10, 0.0) == [] and mine.early_bytes(MEMBERS[0].peer) == 10
+    effects = mine.receive(
+        MEMBERS[0].peer, data(ACTIVATION, PayloadSlot(CollectivePhase.ACTIVATION, hop=1)), 10, 0.0
     )
-    assert CollectiveCompleted(ACTIVATION, 0) in came and not any(isinstance(e, ComputeDigest) for e in came)
+    assert CollectiveCompleted(ACTIVATION, 0) in effects and not any(
+        isinstance(e, ComputeDigest) for e in effects
+    )
     last = mine.add_collectives(
-        AddCollectives(HERE, {m.Channel(kind=16): AllGather(1, 2, 0)}, has_more=False), 0.0
+        AddCollectives(ROUND, {m.Channel(kind=16): AllGather(1, 2, 0)}, has_more=False), 0.0
     )
-    assert ComputeDigest(0) in last and mine.early_bytes(ROSTER[0].peer) == 0
+    assert ComputeDigest(0) in last and mine.early_bytes(MEMBERS[0].peer) == 0
     voted = mine.advance(Prepared(b"d" * 32), 0.0)
     assert [e.message.yes for e in voted if isinstance(e, Send)] == [True]
     with pytest.raises(RemoteProtocolError):
         mine.receive(
-            ROSTER[0].peer, data(m.Channel(kind=99), PayloadSlot(CollectivePhase.ACTIVATION, hop=1)), 10, 0.0
+            MEMBERS[0].peer, data(m.Channel(kind=99), PayloadSlot(CollectivePhase.ACTIVATION, hop=1)), 10, 0.0
         )
 
 
-def test_a_no_ends_the_round_of_a_member_that_awaits_an_activation() -> None:
+def test_a_vote_of_no_ends_the_round_of_a_member_that_awaits_an_activation() -> None:
     root = member(0)
     root.submit(
-        HERE, {stage_channel(1, 0, m.Channel(kind=2)): ActivationReceiver(0, 1, 2)}, 10.0, 0.0, has_more=True
+        ROUND, {stage_channel(1, 0, m.Channel(kind=2)): ActivationReceiver(0, 1, 2)}, 10.0, 0.0, has_more=True
     )
-    ended = root.receive(ROSTER[1].peer, m.Vote(HERE, False, b"", "a stage failed"), 10, 0.0)
+    ended = root.receive(MEMBERS[1].peer, m.Vote(ROUND, False, b"", "a stage failed"), 10, 0.0)
     assert [e.committed for e in ended if isinstance(e, ResolveRound)] == [False]
-    assert root.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(0, 2, 0)}), 0.0) == []
+    assert root.add_collectives(AddCollectives(ROUND, {UPDATE: AllGather(0, 2, 0)}), 0.0) == []
     assert root.next_round.attempt == 1
 
 
-def test_a_member_that_cannot_go_on_votes_no_at_once() -> None:
+def test_a_member_with_a_failed_collective_votes_no_at_once() -> None:
     mine = member(1)
-    mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
-    told = mine.add_collectives(AddCollectives(HERE, {}, failure="its line broke"), 0.0)
-    assert [(e.message.yes, e.message.reason) for e in told if isinstance(e, Send)] == [
-        (False, "its line broke")
+    mine.submit(ROUND, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
+    effects = mine.add_collectives(AddCollectives(ROUND, {}, failure="its connection broke"), 0.0)
+    assert [(e.message.yes, e.message.reason) for e in effects if isinstance(e, Send)] == [
+        (False, "its connection broke")
     ]
     assert mine.advance(Failed("once more"), 0.0) == []
 
 
-def test_a_silent_pipeline_times_out() -> None:
+def test_a_pipeline_without_progress_times_out() -> None:
     root = member(0)
-    root.submit(HERE, {ACTIVATION: ActivationSender(0, 1, 1)}, 10.0, 0.0, has_more=True)
+    root.submit(ROUND, {ACTIVATION: ActivationSender(0, 1, 1)}, 10.0, 0.0, has_more=True)
     assert root.tick(9.0) == []
     ended = root.tick(10.0)
     assert any(isinstance(e, ResolveRound) and not e.committed for e in ended)
     assert not any(isinstance(e, StepCommitted) for e in ended)
 
 
-def test_nothing_comes_after_the_last_collective() -> None:
+def test_no_collective_can_follow_the_last_one() -> None:
     mine = member(1)
-    mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
-    mine.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(1, 2, 0)}, has_more=False), 0.0)
+    mine.submit(ROUND, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
+    mine.add_collectives(AddCollectives(ROUND, {UPDATE: AllGather(1, 2, 0)}, has_more=False), 0.0)
     with pytest.raises(LocalProtocolError, match="after its last collective"):
-        mine.add_collectives(AddCollectives(HERE, {m.Channel(index=1): AllGather(1, 2, 0)}), 0.0)
+        mine.add_collectives(AddCollectives(ROUND, {m.Channel(index=1): AllGather(1, 2, 0)}), 0.0)

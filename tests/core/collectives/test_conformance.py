@@ -1,11 +1,11 @@
 """What every collective guarantees, on a virtual network that reorders: one suite for all of them.
 
     ring, direct, dense star                dense: the sum of all vectors
-    the same with bf16 or int8              dense: whoever rounds keeps the rest
-    butterfly, tree, sparse star            sparse: merged on the way, what a merge drops is kept
+    the same with bf16 or int8              dense: the rank that rounds stores the remainder
+    butterfly, tree, sparse star            sparse: merged at each hop, with dropped entries stored
     all-gather                              sparse: all payloads, added at the end
 
-Schedules, transcripts and what is particular to one of them are in its own file.
+Schedules and transcripts of each collective are in test_dense_exchanges.py and test_sparse_exchanges.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Kind:
         return random_vectors(rng, world_size) if self.dense else random_inputs(rng, world_size)
 
     def buffers(self, inputs: Inputs) -> list[CollectiveBuffer]:
-        """One of each rank."""
+        """One buffer of each rank."""
         if isinstance(inputs, DenseInputs):
             assert self.dense is not None
             count = len(inputs.vectors)
@@ -95,7 +95,7 @@ def merging(
 
 
 def butterfly_messages(world_size: int) -> int:
-    """Each rank beyond a power of two sends and gets one; the others exchange log2 times."""
+    """Each rank beyond a power of two sends and receives one; the others exchange log2 times."""
     hops = world_size.bit_length() - 1
     return 2 * (world_size - 2**hops) + hops * 2**hops
 
@@ -139,22 +139,24 @@ def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(kind: Kind, seeds)
         world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
         inputs = kind.inputs(rng, world_size)
         for round_ in range(ROUNDS):
-            says = f"seed {seed}, round {round_}"
+            context = f"seed {seed}, round {round_}"
             group = kind.group(inputs, seed)
             group.run()
-            assert group.flags == [0] * world_size, says
-            assert len({buffer.compute_digest() for buffer in group.buffers}) == 1, f"{says}: they differ"
-            assert_messages_are_bounded(kind, group, says)
+            assert group.flags == [0] * world_size, context
+            assert len({buffer.compute_digest() for buffer in group.buffers}) == 1, (
+                f"{context}: digests differ"
+            )
+            assert_messages_are_bounded(kind, group, context)
             if isinstance(inputs, DenseInputs):
-                inputs.assert_sum(group.buffers, (), says)
+                inputs.assert_sum(group.buffers, (), context)
                 break
             residuals = residuals_after(inputs, group.buffers)
-            inputs.assert_conserved(residuals, group.buffers[0].update, says)
+            inputs.assert_conserved(residuals, group.buffers[0].update, context)
             inputs = inputs.next_round(rng, residuals)
 
 
 def residuals_after(inputs: SparseInputs, buffers: Sequence[CollectiveBuffer]) -> list[np.ndarray]:
-    """What was not selected, and what merges have dropped."""
+    """Entries that were not selected, and entries that merges dropped."""
     _, residuals = inputs.select()
     for residual_N, buffer in zip(residuals, buffers, strict=True):
         for indices, values in getattr(buffer, "truncated", ()):
@@ -162,14 +164,14 @@ def residuals_after(inputs: SparseInputs, buffers: Sequence[CollectiveBuffer]) -
     return residuals
 
 
-def assert_messages_are_bounded(kind: Kind, group: CollectiveGroup, says: str) -> None:
-    """Only between neighbours, none twice, and as many as the schedule has."""
+def assert_messages_are_bounded(kind: Kind, group: CollectiveGroup, context: str) -> None:
+    """Messages go only between neighbours, none twice, and as many as the schedule has."""
     world_size = len(group.buffers)
     for src, to, _ in group.sent:
-        assert to in kind.neighbours(src, world_size), f"{says}: {src} -> {to}"
-    assert len(group.sent) == len(set(group.sent)), f"{says}: a message was sent twice"
+        assert to in kind.neighbours(src, world_size), f"{context}: {src} -> {to}"
+    assert len(group.sent) == len(set(group.sent)), f"{context}: a message was sent twice"
     slices = getattr(group.buffers[0], "slices", 1)
-    assert len(group.sent) == kind.messages(world_size) * slices, says
+    assert len(group.sent) == kind.messages(world_size) * slices, context
 
 
 @every_sparse_kind
@@ -195,13 +197,13 @@ def test_a_skip_reaches_all_ranks_and_adds_nothing(kind: Kind, seeds) -> None:
         group = kind.group(without_numbers(inputs, skipping), seed, skipping)
         group.run()
         assert group.flags == [SKIP] * world_size, f"seed {seed}"
-        assert len({buffer.compute_digest() for buffer in group.buffers}) == 1, f"seed {seed}: they differ"
+        assert len({buffer.compute_digest() for buffer in group.buffers}) == 1, f"seed {seed}: digests differ"
         if isinstance(inputs, DenseInputs):
             inputs.assert_sum(group.buffers, skipping, f"seed {seed}")
 
 
 def without_numbers(inputs: Inputs, skipping: Collection[int]) -> Inputs:
-    """Who skips has a gradient that is not finite."""
+    """Makes the gradients of skipping ranks non-finite."""
     if isinstance(inputs, SparseInputs):
         return inputs
     vectors = [v * np.float32(np.nan) if rank in skipping else v for rank, v in enumerate(inputs.vectors)]
@@ -209,7 +211,7 @@ def without_numbers(inputs: Inputs, skipping: Collection[int]) -> Inputs:
 
 
 @every_kind
-def test_when_a_rank_dies_no_other_completes_and_all_wait_for_it(kind: Kind, seeds) -> None:
+def test_when_a_rank_is_lost_no_other_completes_and_all_wait_for_it(kind: Kind, seeds) -> None:
     for seed in seeds(125):
         rng = np.random.default_rng(seed)
         inputs = kind.inputs(rng, int(rng.integers(2, 10)))
@@ -228,12 +230,12 @@ def test_one_rank_is_complete_at_once(kind: Kind) -> None:
 @every_kind
 @pytest.mark.parametrize("world_size", [2, 3, 6])
 def test_a_payload_outside_the_schedule_is_refused(kind: Kind, world_size: int) -> None:
-    """Each rank is sent every slot by every rank: what a calm exchange would not send it is refused."""
+    """Every slot is sent from every rank to every rank; those outside a complete exchange are refused."""
     inputs = kind.inputs(np.random.default_rng(world_size), world_size)
-    calm = kind.group(inputs, 1)
-    calm.run()
-    sent = set(calm.sent)
-    slices = getattr(calm.buffers[0], "slices", 1)
+    complete = kind.group(inputs, 1)
+    complete.run()
+    sent = set(complete.sent)
+    slices = getattr(complete.buffers[0], "slices", 1)
     beyond = range(-1, world_size + 1)
     slots = [PayloadSlot(*slot) for slot in product(CollectivePhase, range(4), beyond, (-1, 0, slices))]
     for rank in range(world_size):
@@ -245,34 +247,34 @@ def test_a_payload_outside_the_schedule_is_refused(kind: Kind, world_size: int) 
 
 
 @every_kind
-def test_no_payload_is_taken_twice(kind: Kind, seeds) -> None:
-    """At any moment of an exchange, each payload that a rank has had is refused when it comes again."""
+def test_no_payload_is_accepted_twice(kind: Kind, seeds) -> None:
+    """At any moment of an exchange, each payload that a rank has received is refused a second time."""
     for seed in seeds(40):
         random = Random(seed)
         inputs = kind.inputs(np.random.default_rng(seed), random.randint(2, 9))
         group = kind.group(inputs, seed)
-        length = len(group_that_ran(kind, inputs, seed).sent)
-        came: list[tuple[int, PayloadReceived]] = []
+        length = len(completed_group(kind, inputs, seed).sent)
+        received: list[tuple[int, PayloadReceived]] = []
         for _ in range(random.randint(1, 2 * length)):
             if group.network.idle:
                 break
             if (delivery := group.network.step()) is not None:
-                came.append((delivery.dst, delivery.message))
-        for rank, message in came:
+                received.append((delivery.dst, delivery.message))
+        for rank, message in received:
             assert_refused(group.cores[rank], message)
 
 
 def assert_refused(core: Collective, message: PayloadReceived) -> None:
-    """With the sender's rank; `pytest.raises` would take most of the time."""
+    """The error names the sender's rank.  `pytest.raises` would take most of the time."""
     try:
         core.handle(message, 1.0)
     except RemoteProtocolError as error:
         assert f"rank {message.from_rank} sent" in str(error)
     else:
-        raise AssertionError(f"{message} was taken")
+        raise AssertionError(f"{message} was accepted")
 
 
-def group_that_ran(kind: Kind, inputs: Inputs, seed: int) -> CollectiveGroup:
+def completed_group(kind: Kind, inputs: Inputs, seed: int) -> CollectiveGroup:
     group = kind.group(inputs, seed)
     group.run()
     return group

@@ -1,8 +1,8 @@
-"""Stage summaries: one hop for few members, a tree for many, whichever rank is last."""
+"""All-gather of stage summaries: one hop for few members, a tree for many."""
 
 import pytest
 
-from gridtrain.core.collectives.allgather import neighbours as gathered
+from gridtrain.core.collectives.allgather import neighbours as tree_neighbours
 from gridtrain.core.collectives.collective import (
     CollectiveComplete,
     CollectiveEffect,
@@ -20,13 +20,13 @@ from gridtrain.errors import RemoteProtocolError
 
 
 def hops_after(last: int, world_size: int) -> int:
-    """`last` starts at time 100, all others at 0, a message takes 1: the time until all are complete."""
+    """Time from the start of rank `last` until all are complete; a message takes 1."""
     cores = [make_allgather(rank, world_size, rank == last) for rank in range(world_size)]
-    held: list[PayloadReceived] = []
+    early: list[PayloadReceived] = []
     done: dict[int, int] = {}
-    under_way: list[tuple[int, int, PayloadReceived]] = []  # (when, to whom, what)
+    in_flight: list[tuple[int, int, PayloadReceived]] = []  # (time, receiver, payload)
 
-    def do(now: int, rank: int, effects: list[CollectiveEffect]) -> None:
+    def carry_out(now: int, rank: int, effects: list[CollectiveEffect]) -> None:
         for effect in effects:
             if isinstance(effect, CollectiveComplete):
                 assert effect.flags and rank not in done
@@ -34,20 +34,20 @@ def hops_after(last: int, world_size: int) -> int:
             if isinstance(effect, SendTo):
                 assert effect.to_rank in neighbours(rank, world_size)
                 arrived = PayloadReceived(rank, effect.slot, effect.flags, effect.slot.segment)
-                under_way.append((now + 1, effect.to_rank, arrived))
+                in_flight.append((now + 1, effect.to_rank, arrived))
 
     for now in (0, 100):
-        begins = [rank for rank in range(world_size) if (rank == last) is (now == 100)]
-        for rank in begins:
-            do(now, rank, cores[rank].start(0.0))
-        for early in held:  # what came before its round was open
-            do(now, last, cores[last].handle(early, 0.0))
-        while under_way:
-            when, to, arrived = under_way.pop(0)
+        starting = [rank for rank in range(world_size) if (rank == last) is (now == 100)]
+        for rank in starting:
+            carry_out(now, rank, cores[rank].start(0.0))
+        for message in early:  # received before the round was open
+            carry_out(now, last, cores[last].handle(message, 0.0))
+        while in_flight:
+            when, to, arrived = in_flight.pop(0)
             if to == last and now == 0:
-                held.append(arrived)
+                early.append(arrived)
             else:
-                do(when, to, cores[to].handle(arrived, 0.0))
+                carry_out(when, to, cores[to].handle(arrived, 0.0))
     return max(done.values()) - 100 if len(done) == world_size else -1
 
 
@@ -57,15 +57,17 @@ def test_number_of_hops_after_the_last_rank_has_started(world_size: int, hops: i
 
 
 def test_few_ranks_are_fully_connected_and_many_use_the_tree() -> None:
-    assert neighbours(1, 4) == {0, 2, 3} == gathered(1, 4)
+    assert neighbours(1, 4) == {0, 2, 3} == tree_neighbours(1, 4)
     assert len(neighbours(0, MAX_DIRECT_ALLGATHER_MEMBERS)) == MAX_DIRECT_ALLGATHER_MEMBERS - 1
-    assert neighbours(5, MAX_DIRECT_ALLGATHER_MEMBERS + 1) == gathered(5, MAX_DIRECT_ALLGATHER_MEMBERS + 1)
+    assert neighbours(5, MAX_DIRECT_ALLGATHER_MEMBERS + 1) == tree_neighbours(
+        5, MAX_DIRECT_ALLGATHER_MEMBERS + 1
+    )
 
 
 def test_a_transcript_of_rank_1_of_three() -> None:
     core = make_allgather(1, 3, flags=0)
-    place = PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1)
-    assert core.start(0.0) == [SendTo(0, place, 0), SendTo(2, place, 0)]
+    slot = PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1)
+    assert core.start(0.0) == [SendTo(0, slot, 0), SendTo(2, slot, 0)]
     (stored,) = core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), 0, "two"), 0.0)
     assert isinstance(stored, StoreFromRank) and (stored.rank, stored.payload) == (2, "two")
     assert core.waiting_for() == {0}

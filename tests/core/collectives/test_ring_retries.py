@@ -1,4 +1,4 @@
-"""Retries of a ring: a connection broke, and only what is missing is sent."""
+"""Retries of a ring after a broken connection: only missing payloads are sent."""
 
 from functools import partial
 from random import Random
@@ -22,14 +22,14 @@ every_ring = pytest.mark.parametrize(
 )
 
 
-def rests(buffers):
-    """What each rank's roundings have left, as bytes."""
+def remainders(buffers):
+    """The rounding remainders of each rank, as bytes."""
     return [None if buffer.rest_N is None else buffer.rest_N.tobytes() for buffer in buffers]
 
 
-def sent_bytes(sent, workspaces):
-    """Bytes of all payloads that were sent, without RESUME, and of RESUME."""
-    lengths = [(slot.phase, len(workspaces[src].payload(slot))) for src, _, slot in sent]
+def sent_bytes(sent, buffers):
+    """Bytes of all sent payloads without RESUME, and of RESUME."""
+    lengths = [(slot.phase, len(buffers[src].payload(slot))) for src, _, slot in sent]
     resume = sum(length for phase, length in lengths if phase is CollectivePhase.RESUME)
     return sum(length for _, length in lengths) - resume, resume
 
@@ -44,28 +44,30 @@ def test_a_retry_sends_only_what_is_missing(make, world_size, part):
     def fresh():
         return [make(v.copy(), world_size, slice_bytes=64) for v in vectors]
 
-    calm = CollectiveGroup(fresh(), seed=1)
-    calm.run()
-    whole_bytes, _ = sent_bytes(calm.sent, calm.buffers)
-    torn = CollectiveGroup(fresh(), seed=2)
-    came_bytes = 0
-    while came_bytes < part * whole_bytes and not torn.network.idle:
-        delivery = torn.network.step()
-        came_bytes += len(delivery.message.payload) if delivery is not None else 0
-    retry = CollectiveGroup(torn.buffers, seed=3)
+    complete = CollectiveGroup(fresh(), seed=1)
+    complete.run()
+    whole_bytes, _ = sent_bytes(complete.sent, complete.buffers)
+    interrupted = CollectiveGroup(fresh(), seed=2)
+    arrived_bytes = 0
+    while arrived_bytes < part * whole_bytes and not interrupted.network.idle:
+        delivery = interrupted.network.step()
+        arrived_bytes += len(delivery.message.payload) if delivery is not None else 0
+    retry = CollectiveGroup(interrupted.buffers, seed=3)
     retry.run()
 
-    assert {w.compute_digest() for w in retry.buffers} == {calm.buffers[0].compute_digest()}, "the same bits"
-    assert rests(retry.buffers) == rests(calm.buffers), "and the same rests"
+    assert {w.compute_digest() for w in retry.buffers} == {complete.buffers[0].compute_digest()}, (
+        "the same bits"
+    )
+    assert remainders(retry.buffers) == remainders(complete.buffers), "the same remainders"
     assert retry.flags == [0] * world_size
     again_bytes, resume_bytes = sent_bytes(retry.sent, retry.buffers)
-    assert again_bytes == whole_bytes - came_bytes, "not one payload twice"
+    assert again_bytes == whole_bytes - arrived_bytes, "no payload is sent twice"
     slices = world_size * retry.buffers[0].slices
     assert resume_bytes == world_size * slices <= 0.02 * whole_bytes + slices * world_size
 
 
 @every_ring
-def test_interrupted_retries_hold_the_skip_and_end_with_the_same_bits(make, seeds):
+def test_interrupted_retries_preserve_the_skip_and_end_with_the_same_bits(make, seeds):
     for seed in seeds(150):
         rng, random = np.random.default_rng(seed), Random(seed)
         world_size = random.randint(2, 9)
@@ -75,28 +77,28 @@ def test_interrupted_retries_hold_the_skip_and_end_with_the_same_bits(make, seed
         def fresh(vectors=vectors, world_size=world_size):
             return [make(v.copy(), world_size, slice_bytes=16) for v in vectors]
 
-        calm = CollectiveGroup(fresh(), seed=seed, skipping=skipping)
-        calm.run()
-        workspaces = fresh()
+        complete = CollectiveGroup(fresh(), seed=seed, skipping=skipping)
+        complete.run()
+        buffers = fresh()
         for attempt in range(random.randint(1, 4)):
-            torn = CollectiveGroup(workspaces, seed=seed + attempt, skipping=skipping)
-            for _ in range(random.randint(0, len(calm.sent))):
-                if not torn.network.idle:
-                    torn.network.step()
-        last = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
+            interrupted = CollectiveGroup(buffers, seed=seed + attempt, skipping=skipping)
+            for _ in range(random.randint(0, len(complete.sent))):
+                if not interrupted.network.idle:
+                    interrupted.network.step()
+        last = CollectiveGroup(buffers, seed=seed, skipping=skipping)
         last.run()
-        assert last.flags == calm.flags, f"seed {seed}"
-        assert {w.compute_digest() for w in workspaces} == {calm.buffers[0].compute_digest()}, f"seed {seed}"
-        assert rests(workspaces) == rests(calm.buffers), f"seed {seed}"
+        assert last.flags == complete.flags, f"seed {seed}"
+        assert {w.compute_digest() for w in buffers} == {complete.buffers[0].compute_digest()}, f"seed {seed}"
+        assert remainders(buffers) == remainders(complete.buffers), f"seed {seed}"
 
 
-def test_a_resume_that_lacks_what_the_neighbour_must_have_is_refused():
-    """Rank 0 of 3 has the total of segment 2, so rank 1 has had the partial sum of rank 0."""
+def test_a_resume_without_a_payload_that_must_have_arrived_is_refused():
+    """Rank 0 of 3 has the total of segment 2, so rank 1 must have received the partial sum of rank 0."""
     ring = RingAllReduce(0, 3, slices=1, flags=0)
     ring.start(0.0)
     ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), 0, "partial"), 0.0)
     ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.GATHER, 1, 2), 0, "total"), 0.0)
-    for lacks, words in (
+    for resume_state, words in (
         (bytes([2, 1, 0]), "although its total"),
         (bytes([2, 0, 2]), "never sent"),  # rank 1 starts segment 1 itself
         (bytes([2, 1, 1]), "never sent"),  # and completes segment 2
@@ -107,13 +109,13 @@ def test_a_resume_that_lacks_what_the_neighbour_must_have_is_refused():
         assert again.start(0.0) == [SendTo(2, PayloadSlot(CollectivePhase.RESUME), 0)]
         assert again.received == bytes([1, 0, 2])
         with pytest.raises(RemoteProtocolError, match=words):
-            again.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), 0, lacks), 0.0)
+            again.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), 0, resume_state), 0.0)
     again = ring.next_attempt()
     resume = PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), 0, bytes([0, 1, 2]))
     assert again.handle(resume, 0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), 0)]
-    came = again.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 1, 1), 0, "partial"), 0.0)
-    assert came[1:] == [SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), 0)], (
-        "passed on when it comes, as ever"
+    effects = again.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 1, 1), 0, "partial"), 0.0)
+    assert effects[1:] == [SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), 0)], (
+        "forwarded on arrival, as in the first attempt"
     )
     with pytest.raises(RemoteProtocolError, match="expected no RESUME"):
         again.handle(resume, 0.0)

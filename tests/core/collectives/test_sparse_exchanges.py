@@ -1,4 +1,4 @@
-"""Butterfly, tree, sparse star and all-gather: schedules as pictures, transcripts, what they drop.
+"""Butterfly, tree, sparse star and all-gather: schedules, transcripts, and dropped entries.
 
 What all of them guarantee is in test_conformance.py.
 """
@@ -29,7 +29,7 @@ from gridtrain.runtime.buffers.star_buffers import SparseStarBuffer, TreeBuffer
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world_size", "picture"),
+    ("schedule", "world_size", "expected"),
     [
         (
             butterfly.schedule,
@@ -61,7 +61,7 @@ from gridtrain.runtime.buffers.star_buffers import SparseStarBuffer, TreeBuffer
         ),
     ],
 )
-def test_the_schedule_of_some_ranks(schedule, world_size, picture):
+def test_the_schedule_of_some_ranks(schedule, world_size, expected):
     arrows = {(True, False): "->", (False, True): "<-", (True, True): "<->"}
     lines = [
         f"rank {rank}:  "
@@ -71,7 +71,7 @@ def test_the_schedule_of_some_ranks(schedule, world_size, picture):
         )
         for rank in range(world_size)
     ]
-    assert "\n".join(lines) == picture
+    assert "\n".join(lines) == expected
 
 
 @pytest.mark.parametrize(
@@ -95,23 +95,23 @@ def test_each_link_of_a_tree_carries_one_payload_each_way(world_size):
 
 
 @pytest.mark.parametrize(
-    ("make", "kept"),
+    ("make", "stored"),
     [
         (ButterflyBuffer, [{9: 1.0, 12: 4.0}, {10: 2.0, 13: 5.0}, {}, {11: 3.0}, {}, {}]),
         (TreeBuffer, [{9: 1.0, 10: 2.0, 12: 4.0}, {}, {11: 3.0}, {}, {13: 5.0}, {}]),
     ],
 )
-def test_what_a_merge_drops_is_kept_by_one_rank(make, kept):
-    """Rank r of 6 sends the value r + 1 at index 9 + r; k = 1.  The largest, 6 at 14, comes through.
+def test_each_entry_that_a_merge_drops_is_stored_by_one_rank(make, stored):
+    """Rank r of 6 sends the value r + 1 at index 9 + r; k = 1.  The update is the largest, 6 at index 14.
 
-    butterfly, which spreads over the ranks what it drops:
-    fold      0: 1, 5 -> 5 at 13 (rank 0 alone keeps 1 at 9)  1: 2, 6 -> 6 at 14 (rank 1 alone keeps 2 at 10)
+    butterfly, which spreads dropped entries over the ranks:
+    fold      0: 1, 5 -> 5 at 13 (only rank 0 stores 1 at 9)  1: 2, 6 -> 6 at 14 (only rank 1 stores 2 at 10)
     swap 1    0, 1: 5, 6 -> 6 at 14 (13 is odd: rank 1)       2, 3: 3, 4 -> 4 at 12 (11 is odd: rank 3)
     swap 2    all: 6, 4 -> 6 at 14 (12 mod 4 = 0: rank 0)
 
-    tree, where the receiver of a merge keeps what that drops:
-    to root   0: 1, 2 -> 2 (keeps 1 at 9)   2: 3, 4 -> 4 (keeps 3 at 11)   4: 5, 6 -> 6 (keeps 5 at 13)
-              0: 2, 4 -> 4 (keeps 2 at 10), then 4, 6 -> 6 (keeps 4 at 12)
+    tree, where the receiver of a merge stores what it drops:
+    to root   0: 1, 2 -> 2 (stores 1 at 9)   2: 3, 4 -> 4 (stores 3 at 11)   4: 5, 6 -> 6 (stores 5 at 13)
+              0: 2, 4 -> 4 (stores 2 at 10), then 4, 6 -> 6 (stores 4 at 12)
     """
     vectors = [np.zeros(16, np.float32) for _ in range(6)]
     for rank, vector in enumerate(vectors):
@@ -122,7 +122,7 @@ def test_what_a_merge_drops_is_kept_by_one_rank(make, kept):
     truncated = [
         {int(i): float(v) for ix, vs in w.truncated for i, v in zip(ix, vs, strict=True)} for w in buffers
     ]
-    assert truncated == kept
+    assert truncated == stored
     assert [w.update.indices.tolist() for w in buffers] == [[14]] * 6
 
 
@@ -132,14 +132,14 @@ def test_what_a_merge_drops_is_kept_by_one_rank(make, kept):
 def test_a_transcript_of_rank_1_of_a_butterfly_of_six_whose_partners_are_ahead():
     core = ButterflyExchange(1, 6, flags=0)
 
-    def came(from_rank, phase, hop, payload, skip=False):
+    def receive(from_rank, phase, hop, payload, skip=False):
         return core.handle(PayloadReceived(from_rank, PayloadSlot(phase, hop), skip, payload), 0.0)
 
-    assert came(0, CollectivePhase.SWAP, 0, "0's") == []  # before I began
+    assert receive(0, CollectivePhase.SWAP, 0, "0's") == []  # before this rank started
     assert core.start(0.0) == []
-    assert came(3, CollectivePhase.SWAP, 1, "2+3's", skip=True) == []  # two hops ahead
+    assert receive(3, CollectivePhase.SWAP, 1, "2+3's", skip=True) == []  # two hops ahead
     assert core.waiting_for() == {5} and not core.complete
-    assert came(5, CollectivePhase.FOLD, 0, "5's") == [
+    assert receive(5, CollectivePhase.FOLD, 0, "5's") == [
         MergePayload("5's", 1, 0, Provenance(5, contributors=1, world_size=6, roundings=1)),
         SendTo(0, PayloadSlot(CollectivePhase.SWAP, 0), 0),
         MergePayload("0's", 2, 1, Provenance(0, contributors=2, world_size=6, roundings=2)),
@@ -165,63 +165,63 @@ def test_a_transcript_of_rank_5_of_a_butterfly_of_six_which_is_folded():
 # -- tree and star ---------------------------------------------------------------------------------
 
 
-def raised(hop=0, rank=0):
+def to_root(hop=0, rank=0):
     return PayloadSlot(CollectivePhase.TO_ROOT, hop, rank)
 
 
-def lowered(hop=0):
+def from_root(hop=0):
     return PayloadSlot(CollectivePhase.FROM_ROOT, hop)
 
 
 def test_a_transcript_of_rank_2_of_a_tree_of_six():
     core = TreeExchange(2, 6, flags=0)
     assert core.start(0.0) == [] and core.waiting_for() == {3}
-    assert core.handle(PayloadReceived(3, raised(), 1, "3's"), 0.0) == [
+    assert core.handle(PayloadReceived(3, to_root(), 1, "3's"), 0.0) == [
         MergePayload("3's", 1, 0, Provenance(3, contributors=1, world_size=6, roundings=1)),
-        SendTo(0, raised(1), 1),
+        SendTo(0, to_root(1), 1),
     ]
-    assert core.handle(PayloadReceived(0, lowered(1), 1, "all"), 0.0) == [
+    assert core.handle(PayloadReceived(0, from_root(1), 1, "all"), 0.0) == [
         ReplacePayload("all", Provenance(0, contributors=6, world_size=6, roundings=4)),
-        SendTo(3, lowered(), 1),
+        SendTo(3, from_root(), 1),
         CollectiveComplete(1),
     ]
     assert core.complete and core.waiting_for() == frozenset()
 
 
-def test_a_star_of_three_at_its_root():
+def test_a_transcript_of_the_root_of_a_star():
     core = SparseStar(0, 3, flags=0)
     assert core.start(0.0) == [] and core.waiting_for() == {1, 2}
-    assert core.handle(PayloadReceived(2, raised(rank=2), 1, "2's"), 0.0) == [
+    assert core.handle(PayloadReceived(2, to_root(rank=2), 1, "2's"), 0.0) == [
         StoreFromRank(2, "2's", Provenance(2, 1, 3, 1))
     ]
-    assert core.handle(PayloadReceived(1, raised(rank=1), 0, "1's"), 0.0) == [
+    assert core.handle(PayloadReceived(1, to_root(rank=1), 0, "1's"), 0.0) == [
         StoreFromRank(1, "1's", Provenance(1, 1, 3, 1)),
-        SendTo(1, lowered(), 1),
-        SendTo(2, lowered(), 1),
+        SendTo(1, from_root(), 1),
+        SendTo(2, from_root(), 1),
         CollectiveComplete(1),
     ]
     assert core.complete and core.waiting_for() == frozenset()
 
 
-def test_a_star_at_a_member():
+def test_a_transcript_of_a_member_of_a_star():
     core = SparseStar(2, 3, flags=SKIP)
-    assert core.start(0.0) == [SendTo(0, raised(rank=2), 1)]
-    assert core.handle(PayloadReceived(0, lowered(), 1, "all"), 0.0) == [
+    assert core.start(0.0) == [SendTo(0, to_root(rank=2), 1)]
+    assert core.handle(PayloadReceived(0, from_root(), 1, "all"), 0.0) == [
         ReplacePayload("all", Provenance(0, contributors=3, world_size=3, roundings=2)),
         CollectiveComplete(1),
     ]
 
 
-def test_the_update_of_a_star_is_the_k_largest_of_the_sum_of_all_that_was_selected(seeds):
-    """A tree or butterfly may drop in an early merge what the whole sum would keep; a star does not."""
+def test_the_update_of_a_star_has_the_k_largest_entries_of_the_sum_of_all_selections(seeds):
+    """A tree or butterfly may drop in an early merge what the whole sum would contain; a star does not."""
     for seed in seeds(50):
         rng = np.random.default_rng(seed)
         inputs = random_inputs(rng, int(rng.integers(2, 9)), integers=True)
         buffers = [SparseStarBuffer(p, n=inputs.n, k=inputs.k, kind=inputs.kind) for p in inputs.select()[0]]
         group = CollectiveGroup(buffers, seed=seed)
         sums = np.zeros(inputs.n, np.float64)
-        for workspace in group.buffers:
-            np.add.at(sums, workspace.update.indices, workspace.update.values)
+        for buffer in group.buffers:
+            np.add.at(sums, buffer.update.indices, buffer.update.values)
         group.run()
         order = sorted((i for i in range(inputs.n) if sums[i]), key=lambda i: (-abs(sums[i]), i))
         chosen = np.array(sorted(order[: inputs.k]), np.int64)
@@ -235,13 +235,13 @@ def test_the_update_of_a_star_is_the_k_largest_of_the_sum_of_all_that_was_select
 
 
 @pytest.mark.parametrize(
-    ("origin", "world_size", "picture"),
+    ("origin", "world_size", "expected"),
     [
         (5, 6, "hop 0   5 -> 4\nhop 1   4 -> 2   5 -> 3\nhop 2   4 -> 0   5 -> 1"),
         (0, 8, "hop 0   0 -> 7\nhop 1   0 -> 6   7 -> 5\nhop 2   0 -> 4   5 -> 1   6 -> 2   7 -> 3"),
     ],
 )
-def test_the_tree_of_one_payload(origin, world_size, picture):
+def test_the_tree_of_one_payload(origin, world_size, expected):
     """Sender and receiver of the origin's payload at each hop."""
     cores = [AllGather(rank, world_size, 0) for rank in range(world_size)]
     pending = [(origin, send) for send in cores[origin].start(0.0) if isinstance(send, SendTo)]
@@ -252,7 +252,7 @@ def test_the_tree_of_one_payload(origin, world_size, picture):
         effects = cores[send.to_rank].handle(PayloadReceived(sender, send.slot, 0, "p"), 0.0)
         pending += [(send.to_rank, onward) for onward in effects if isinstance(onward, SendTo)]
     last = max(hop for hop, _ in steps)
-    assert picture == "\n".join(
+    assert expected == "\n".join(
         f"hop {hop}   " + "   ".join(text for at, text in sorted(steps) if at == hop)
         for hop in range(last + 1)
     )
@@ -271,7 +271,7 @@ def test_a_transcript_of_rank_1_of_an_all_gather_of_four():
     assert core.handle(PayloadReceived(3, slot(1, 0), 0, "of 0"), 0.0) == [stored(0, 3)]
     assert core.handle(PayloadReceived(2, slot(0, 2), 1, "of 2"), 0.0) == [
         stored(2, 2),
-        SendTo(3, slot(1, 2), 1),  # rank 2's own mark, not mine
+        SendTo(3, slot(1, 2), 1),  # the flag of rank 2
     ]
     assert core.waiting_for() == {3} and not core.complete
     assert core.handle(PayloadReceived(3, slot(1, 3), 0, "of 3"), 0.0) == [
@@ -283,7 +283,7 @@ def test_a_transcript_of_rank_1_of_an_all_gather_of_four():
 
 def test_an_all_gather_forwards_the_same_bytes():
     payload = select_locally(np.zeros(4, np.float32), np.ones(4, np.float32), 2, ValueKind.FP16)[0]
-    workspace = AllGatherBuffer(0, 3, payload, n=4, k=2, kind=ValueKind.FP16)
+    buffer = AllGatherBuffer(0, 3, payload, n=4, k=2, kind=ValueKind.FP16)
     theirs = bytes(payload)
-    workspace.apply(StoreFromRank(2, theirs, Provenance(1, contributors=1, world_size=3, roundings=1)))
-    assert workspace.payload(PayloadSlot(CollectivePhase.ALL_GATHER, 1, 2)) is theirs
+    buffer.apply(StoreFromRank(2, theirs, Provenance(1, contributors=1, world_size=3, roundings=1)))
+    assert buffer.payload(PayloadSlot(CollectivePhase.ALL_GATHER, 1, 2)) is theirs

@@ -1,4 +1,4 @@
-"""Rounds whose buckets are submitted one by one, in any order and at any time, over a network that delays.
+"""Rounds whose buckets are submitted one by one, in any order and at any time, over a delaying network.
 
 member 0   begin 2 . . begin 0 . . submit the rest        each at its own times; messages between two
 member 1   . submit all at once                           members arrive in the order sent
@@ -30,46 +30,48 @@ Network = dict[tuple[int, int], deque[Any]]
 class Worker:
     """One member: its core, its buffers, and the buckets that its trainer has not submitted yet."""
 
-    def __init__(self, rank: int, roster: tuple[m.Member, ...], network: Network, rng: random.Random) -> None:
+    def __init__(
+        self, rank: int, members: tuple[m.Member, ...], network: Network, rng: random.Random
+    ) -> None:
         self.rank, self.rng, self.network = rank, rng, network
-        self.core = Attempts(RankAssignment(roster[rank].peer, 1, 1, roster), 0)
-        self.ranks = {member.peer: i for i, member in enumerate(roster)}
-        self.peers = [member.peer for member in roster]
+        self.core = Attempts(RankAssignment(members[rank].peer, 1, 1, members), 0)
+        self.ranks = {member.peer: i for i, member in enumerate(members)}
+        self.peers = [member.peer for member in members]
         self.channels: dict[m.Channel, CollectiveBuffer] = {}
         self.dense = False
         self.gradients: list[np.ndarray] = []
         self.left: list[int] = []
         self.submitted = self.committed = False
         self.aborts = 0
-        self.offences: list[str] = []
+        self.violations: list[str] = []
 
     # -- the trainer -------------------------------------------------------------------------------
 
     def prepare(self, bucket: int) -> tuple[m.Channel, Any]:
         channel = m.Channel(group=bucket)
-        workspace = self.channels.get(channel)
-        if workspace is None or not self.dense:  # a ring's goes on from what has arrived
+        buffer = self.channels.get(channel)
+        if buffer is None or not self.dense:  # the buffer of a ring continues from what has arrived
             values_N = self.gradients[bucket]
             if self.dense:
-                workspace = DenseRingBuffer(values_N.copy(), len(self.peers), slice_bytes=8)
+                buffer = DenseRingBuffer(values_N.copy(), len(self.peers), slice_bytes=8)
             else:
                 indices = np.flatnonzero(values_N)[:K]
                 payload = encode(indices, values_N[indices], n=N, kind=ValueKind.FP32)
-                workspace = ButterflyBuffer(payload, n=N, k=K, kind=ValueKind.FP32)
-            self.channels[channel] = workspace
-        return channel, workspace.make_collective(self.rank, len(self.peers), 0)
+                buffer = ButterflyBuffer(payload, n=N, k=K, kind=ValueKind.FP32)
+            self.channels[channel] = buffer
+        return channel, buffer.make_collective(self.rank, len(self.peers), 0)
 
     def move(self) -> None:
-        """Begin another bucket, or submit the rest."""
+        """Begins another bucket, or submits the remaining ones."""
         if self.core.next_round.attempt == 0 and self.left and self.rng.random() < 0.7:
             bucket = self.left.pop(self.rng.randrange(len(self.left)))
             channel, collective = self.prepare(bucket)
             self.do(self.core.begin({channel: collective}, 0.0))
         else:
             buckets = self.left if self.core.next_round.attempt == 0 else range(len(self.gradients))
-            rest = dict(self.prepare(bucket) for bucket in buckets)
+            remaining = dict(self.prepare(bucket) for bucket in buckets)
             self.left, self.submitted = [], True
-            self.do(self.core.submit(self.core.next_round, rest, 1e9, 0.0))
+            self.do(self.core.submit(self.core.next_round, remaining, 1e9, 0.0))
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -80,14 +82,14 @@ class Worker:
         queue = deque(effects)
         while queue:
             match queue.popleft():
-                case SendPayload(peer, round_id, channel, place, flags):
-                    payload = bytes(self.channels[channel].payload(place))
-                    self.send(peer, m.Data(round_id, channel, place, flags, payload))
+                case SendPayload(peer, round_id, channel, slot, flags):
+                    payload = bytes(self.channels[channel].payload(slot))
+                    self.send(peer, m.Data(round_id, channel, slot, flags, payload))
                 case ApplyToBuffer(channel, fill):
                     self.channels[channel].apply(fill)
                 case ComputeDigest():
-                    seals = b"".join(w.compute_digest() for _, w in sorted(self.channels.items()))
-                    queue.extend(self.core.advance(Prepared(blake2b(seals, digest_size=32).digest()), 0.0))
+                    digests = b"".join(w.compute_digest() for _, w in sorted(self.channels.items()))
+                    queue.extend(self.core.advance(Prepared(blake2b(digests, digest_size=32).digest()), 0.0))
                 case Send(peer, message):
                     self.send(peer, message)
                 case StepCommitted():
@@ -96,19 +98,19 @@ class Worker:
                     self.submitted, self.left = False, []
                     self.aborts += 1
                 case EarlyViolation(_, reason):
-                    self.offences.append(reason)
+                    self.violations.append(reason)
 
     def send(self, peer: m.PeerId, message: Any) -> None:
         self.network[self.rank, self.ranks[peer]].append(message)
 
 
 def world(seed: int, breaks: bool) -> list[Worker]:
-    """Run one round of random members, buckets and order to its end."""
+    """Runs one round of random members, buckets and order to its end."""
     rng = random.Random(seed)
     size, buckets, dense = rng.randint(2, 5), rng.randint(1, 4), rng.random() < 0.5
-    roster = tuple(m.Member(bytes([i]) * 32, f"w{i}", "", 1, True) for i in range(size))
+    members = tuple(m.Member(bytes([i]) * 32, f"w{i}", "", 1, True) for i in range(size))
     network: Network = {(a, b): deque() for a in range(size) for b in range(size)}
-    workers = [Worker(rank, roster, network, rng) for rank in range(size)]
+    workers = [Worker(rank, members, network, rng) for rank in range(size)]
     numbers = np.random.default_rng(seed)
     for worker in workers:
         worker.dense = dense
@@ -123,7 +125,7 @@ def world(seed: int, breaks: bool) -> list[Worker]:
         if not broken and rng.random() < 0.05:
             broken = True
             victim = rng.choice(workers)
-            victim.do(victim.core.advance(Failed("the seed wants it"), 0.0))
+            victim.do(victim.core.advance(Failed("injected"), 0.0))
         elif movers and (not edges or rng.random() < 0.3):
             rng.choice(movers).move()
         elif edges:
@@ -131,26 +133,28 @@ def world(seed: int, breaks: bool) -> list[Worker]:
             workers[receiver].hear(sender, network[sender, receiver].popleft())
         else:
             break
-    raise AssertionError(f"seed {seed}: nothing moves any more, {[w.committed for w in workers]}")
+    raise AssertionError(f"seed {seed}: no progress, {[w.committed for w in workers]}")
 
 
 def check(seed: int, breaks: bool) -> int:
-    """Return the number of members that had to retry."""
+    """Returns the number of members that had to retry."""
     workers = world(seed, breaks)
-    assert not any(worker.offences for worker in workers), seed
+    assert not any(worker.violations for worker in workers), seed
     for bucket in range(len(workers[0].gradients)):
         updates = [w.channels[m.Channel(group=bucket)] for w in workers]
-        assert len({workspace.compute_digest() for workspace in updates}) == 1, seed
+        assert len({buffer.compute_digest() for buffer in updates}) == 1, seed
         if workers[0].dense:
             total_N = sum(worker.gradients[bucket] for worker in workers)
             assert (updates[0].update_N == total_N).all(), seed  # type: ignore[attr-defined]
     return sum(worker.aborts for worker in workers)
 
 
-def test_buckets_in_any_order(seeds: Callable[[int], Iterator[int]]) -> None:
+def test_buckets_complete_in_any_order(seeds: Callable[[int], Iterator[int]]) -> None:
     assert sum(check(seed, breaks=False) for seed in seeds(300)) == 0
 
 
-def test_a_connection_that_breaks_while_buckets_are_in_flight(seeds: Callable[[int], Iterator[int]]) -> None:
+def test_an_attempt_that_fails_while_buckets_are_in_flight_is_retried(
+    seeds: Callable[[int], Iterator[int]],
+) -> None:
     tried = [check(seed, breaks=True) for seed in seeds(300)]
-    assert len(tried) < 100 or sum(map(bool, tried)) > len(tried) / 2  # it does break something
+    assert len(tried) < 100 or sum(map(bool, tried)) > len(tried) / 2  # failures do happen

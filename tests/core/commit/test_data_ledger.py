@@ -1,4 +1,4 @@
-"""The ledger: every position of every pass exactly once, under joins, leaves and crashes."""
+"""The data ledger: every position of every pass exactly once, under joins, leaves and crashes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 
 
 def spans(text: str) -> tuple[Span, ...]:
-    """`spans("8-9 20-22")`: both ends included."""
+    """The spans of a text such as "8-9 20-22", both ends included."""
     pairs = (part.split("-") for part in text.split())
     return tuple(Span(int(pair[0]), int(pair[-1]) + 1) for pair in pairs)
 
@@ -33,7 +33,7 @@ def row(assignment: Assignment) -> str:
     return "  ".join(f"{peer[:1].decode()}: {show(spans) or '.'}" for peer, spans in assignment.items())
 
 
-def test_the_transcript_of_a_run() -> None:
+def test_a_transcript_of_a_run() -> None:
     """Ten samples, two passes; b crashes in step 1, c joins, and the lost positions are assigned first."""
     spec = LedgerSpec(size=10, seed=0, epochs=2)
     state = LedgerState()
@@ -54,16 +54,16 @@ def test_the_transcript_of_a_run() -> None:
 
     assert transcript == [
         "step 0  a: 0-1  b: 2-3",
-        "step 1  a: 4-5  b: 6-7",  # aborts: b dies
+        "step 1  a: 4-5  b: 6-7",  # aborts: b is lost
         "step 1  a: 4-5  c: .",  # a keeps its gradient, 6-7 are re-queued
-        "step 2  a: 6-7  c: 8-9",  # 6-7 first; the pass ends: 4 samples for 5 places
+        "step 2  a: 6-7  c: 8-9",  # 6-7 first; the pass ends: 4 samples for shares of 5
         "step 3  a: 10-11  c: 12-14",
-        "step 4  a: 15-16  c: 17-19",  # skipped: consumed all the same
+        "step 4  a: 15-16  c: 17-19",  # skipped: consumed nevertheless
     ]
     assert state == LedgerState(step=5, cursor=20, consumed=20, skipped=5)
 
 
-def test_steps_cycle_through_the_data_and_end_by_their_number() -> None:
+def test_a_run_of_so_many_steps_cycles_through_the_data() -> None:
     spec = LedgerSpec(size=4, seed=0, steps=5)
     state, rows = LedgerState(), []
     while not data_ledger.is_finished(spec, state):
@@ -103,7 +103,7 @@ def test_a_short_step_is_split_in_proportion(
     assert tuple(data_ledger.count_samples(spans) for spans in assignment.values()) == counts
 
 
-def test_a_chain_of_failures_before_the_step_commits() -> None:
+def test_a_step_commits_after_a_chain_of_failures() -> None:
     spec = LedgerSpec(size=100, seed=0, epochs=1)
     members = [A, B, C, D]
     state = LedgerState()
@@ -113,7 +113,7 @@ def test_a_chain_of_failures_before_the_step_commits() -> None:
         members = survivors
     assert state == LedgerState(cursor=8, requeued=spans("0-5"), holders=((D, spans("6-7")),))
 
-    assignment = data_ledger.assign(spec, state, [(B, 2), (D, 2)])  # b came back
+    assignment = data_ledger.assign(spec, state, [(B, 2), (D, 2)])  # b returned
     assert row(assignment) == "b: .  d: 6-7"
     state = data_ledger.commit(spec, state, assignment, skipped=False)
     assert state == LedgerState(step=1, cursor=8, requeued=spans("0-5"), consumed=2)
@@ -140,7 +140,7 @@ def test_requeued_spans_are_joined_but_not_across_the_end_of_a_pass() -> None:
 
 
 class World:
-    """A run under joins, leaves, crashes and skips, drawn from one seed; it checks as it goes."""
+    """A run under joins, leaves, crashes and skips, drawn from one seed and checked at each step."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -182,7 +182,7 @@ class World:
             assert all(s.start // spec.size == (s.stop - 1) // spec.size for s in mine), self.hint
         fresh = {p // spec.size for p in positions(assignment) if p >= state.cursor}
         assert len(fresh) <= 1, f"one step took from passes {fresh} at the cursor: {self.hint}"
-        # A step is empty only where all who held its positions were lost.
+        # A step is empty only if all members that held its positions were lost.
         assert positions(assignment) or state.holders == (), f"an empty step: {self.hint}"
         return assignment
 
@@ -197,14 +197,14 @@ class World:
 
     def members_change(self, assignment: Assignment) -> None:
         survivors = [share for share in self.shares if self.rng.random() < 0.7]
-        kept = {peer for peer, _ in survivors}
-        self.state = data_ledger.reassign(self.spec, self.state, assignment, kept)
+        remaining = {peer for peer, _ in survivors}
+        self.state = data_ledger.reassign(self.spec, self.state, assignment, remaining)
         self.shares = survivors
         self.joins()
         again = data_ledger.assign(self.spec, self.state, self.shares)
-        if any(assignment[peer] for peer in kept):
+        if any(assignment[peer] for peer in remaining):
             assert {peer: s for peer, s in again.items() if s} == {
-                peer: s for peer, s in assignment.items() if s and peer in kept
+                peer: s for peer, s in assignment.items() if s and peer in remaining
             }, f"a survivor's positions changed: {self.hint}"
 
 
@@ -218,7 +218,7 @@ def test_every_position_exactly_once_under_churn(seeds: Callable[[int], Iterator
 
 
 @given(total=st.integers(0, 10**6), shares=st.lists(st.integers(0, 1000), min_size=1, max_size=40))
-def test_the_split_is_exact_fair_and_never_above_a_share(total: int, shares: list[int]) -> None:
+def test_the_split_is_exact_and_proportional_and_within_shares(total: int, shares: list[int]) -> None:
     whole = sum(shares)
     if whole == 0:
         return
@@ -296,7 +296,7 @@ SOUND = LedgerState(
         ({"step": data_ledger.MAX_POSITION // 2 + 1}, False),
         ({"consumed": 13}, False),  # a position is counted twice
         ({"skipped": 13}, False),  # more than was consumed
-        ({"requeued": spans("1-3")}, False),  # 3 is held as well
+        ({"requeued": spans("1-3")}, False),  # 3 has a holder as well
         ({"requeued": spans("18-20")}, False),  # 20 was never assigned
         ({"requeued": (Span(-1, 2),)}, False),
         ({"requeued": (*spans("0-2"), Span(5, 5))}, False),  # an empty span
@@ -304,7 +304,7 @@ SOUND = LedgerState(
         ({"holders": ((A, spans("3-4")), (A, spans("17-19")))}, False),
     ],
 )
-def test_what_an_honest_member_may_report(change: dict[str, Any], is_sound: bool) -> None:
+def test_a_report_of_the_ledger_is_checked(change: dict[str, Any], is_sound: bool) -> None:
     assert (
         data_ledger.is_sound(LedgerSpec(size=20, seed=0, epochs=9), replace(SOUND, **change), (A, B))
         is is_sound

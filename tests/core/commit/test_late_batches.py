@@ -27,7 +27,7 @@ def test_an_absent_member_keeps_its_batch_and_gets_no_other() -> None:
     assert (state.cursor, state.consumed) == (6, 4)
     assigned = ledger.assign(SPEC, state, SHARES)
     assert assigned == {A: (Span(6, 8),), B: (Span(2, 4),), C: (Span(8, 10),)}
-    # The batch weighs what it weighed in its step; the others share the step among themselves.
+    # The batch keeps the weight of its own step; the others share the new step among themselves.
     assert ledger.contribution_weight(SPEC, state, assigned, B) == (2, 6)
     assert ledger.contribution_weight(SPEC, state, assigned, A) == (2, 4)
 
@@ -53,7 +53,7 @@ def test_a_batch_that_is_too_late_is_requeued_and_its_member_stays_absent() -> N
         state = ledger.commit(spec, state, ledger.assign(spec, state, SHARES), skipped=False, absent=[B])
     assert state.requeued == (Span(2, 4),) and state.late == (DeferredBatch(B, (), 6, 0),)
     assigned = ledger.assign(spec, state, SHARES)
-    assert assigned[B] == () and assigned[A] == (Span(2, 4),), "the others get it first"
+    assert assigned[B] == () and assigned[A] == (Span(2, 4),), "another member gets it first"
     state = ledger.commit(spec, state, assigned, skipped=False)
     assert state.late == () and ledger.assign(spec, state, SHARES)[B] != ()
 
@@ -62,12 +62,12 @@ def test_a_lost_member_leaves_its_late_batch_to_the_others() -> None:
     state = commit(LedgerState(), B)
     aborted = ledger.reassign(SPEC, state, ledger.assign(SPEC, state, SHARES), {A, C})
     assert aborted.late == () and aborted.requeued == (Span(2, 4),)
-    kept = ledger.reassign(SPEC, state, ledger.assign(SPEC, state, SHARES), {A, B})
-    assert kept.late == state.late and kept.requeued == (Span(8, 10),)
-    assert kept.holders == ((A, (Span(6, 8),)),)
-    assert ledger.assign(SPEC, kept, SHARES[:2]) == {A: (Span(6, 8),), B: (Span(2, 4),)}
+    remaining = ledger.reassign(SPEC, state, ledger.assign(SPEC, state, SHARES), {A, B})
+    assert remaining.late == state.late and remaining.requeued == (Span(8, 10),)
+    assert remaining.holders == ((A, (Span(6, 8),)),)
+    assert ledger.assign(SPEC, remaining, SHARES[:2]) == {A: (Span(6, 8),), B: (Span(2, 4),)}
     assert ledger.release_deferred(SPEC, state, [A, B, C]) == state
-    assert ledger.release_holders(SPEC, kept).requeued == (Span(2, 4), Span(6, 10))
+    assert ledger.release_holders(SPEC, remaining).requeued == (Span(2, 4), Span(6, 10))
 
 
 def test_all_members_may_have_late_batches_only() -> None:
@@ -100,11 +100,11 @@ def test_an_unsound_late_batch_is_found(late: DeferredBatch) -> None:
     assert not ledger.is_sound(SPEC, replace(sound, late=(*sound.late, *sound.late)), [A, B, C])
 
 
-def test_a_record_is_read_back_and_one_without_late_batches_too() -> None:
+def test_records_with_and_without_late_batches_are_read_back() -> None:
     state = commit(LedgerState(), B)
     assert parse_ledger(ledger_entry(state)) == state
-    calm = commit(LedgerState())
-    assert "late" not in ledger_entry(calm) and parse_ledger(ledger_entry(calm)) == calm
+    without = commit(LedgerState())
+    assert "late" not in ledger_entry(without) and parse_ledger(ledger_entry(without)) == without
 
 
 def test_a_batch_of_another_state_does_not_balance() -> None:
@@ -113,7 +113,7 @@ def test_a_batch_of_another_state_does_not_balance() -> None:
         ledger.commit(SPEC, state, {A: (Span(0, 2),), B: (Span(2, 4),), C: ()}, skipped=False)
 
 
-def test_every_sample_is_consumed_once_whoever_is_absent() -> None:
+def test_every_sample_is_consumed_once_with_random_absences() -> None:
     for seed in range(200):
         random, state, seen = Random(seed), LedgerState(), [0] * (SPEC.size * 2)
         members = list(SHARES)

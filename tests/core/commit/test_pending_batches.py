@@ -22,7 +22,7 @@ def commit(spec: LedgerSpec, state: LedgerState, *absent: bytes, skipped: bool =
     return ledger.commit(spec, state, ledger.assign(spec, state, SHARES), skipped=skipped, absent=absent)
 
 
-def test_a_step_consumes_what_the_step_before_has_handed_out() -> None:
+def test_a_step_consumes_the_batches_of_the_step_before() -> None:
     first = ledger.assign(SPEC, LedgerState(), SHARES)
     assert ledger.contribution_weight(SPEC, LedgerState(), first, B) == (0, 0)
     state = commit(SPEC, LedgerState())
@@ -41,7 +41,7 @@ def test_a_step_consumes_what_the_step_before_has_handed_out() -> None:
         (LedgerSpec(size=30, seed=0, steps=3, delay=1), 4, 18),
     ],
 )
-def test_the_last_step_hands_nothing_out_and_consumes_the_last_batches(
+def test_the_last_step_assigns_nothing_and_consumes_the_last_batches(
     spec: LedgerSpec, steps: int, consumed: int
 ) -> None:
     state = LedgerState()
@@ -60,9 +60,9 @@ def test_a_survivor_keeps_both_of_its_batches_and_a_lost_member_leaves_both() ->
     assert aborted.holders == ((A, (Span(6, 8),)), (C, (Span(10, 12),)))
     assert aborted.requeued == (Span(2, 4), Span(8, 10))
     members = ((A, 2), (C, 2))
-    kept = ledger.assign(SPEC, aborted, members)
-    assert kept == {A: (Span(6, 8),), C: (Span(10, 12),)}
-    after = ledger.commit(SPEC, aborted, kept, skipped=False)
+    assigned = ledger.assign(SPEC, aborted, members)
+    assert assigned == {A: (Span(6, 8),), C: (Span(10, 12),)}
+    after = ledger.commit(SPEC, aborted, assigned, skipped=False)
     assert after.consumed == 4 and ledger.assign(SPEC, after, members)[A] == (Span(2, 4),)
     assert ledger.release_holders(SPEC, aborted).requeued == (Span(0, 12),)
 
@@ -92,7 +92,7 @@ def test_an_unsound_pending_batch_is_found(change: Callable[[DeferredBatch], dic
     assert not ledger.is_sound(spec, replace(sound, **changes), [A, B, C])  # type: ignore[arg-type]
 
 
-def test_batches_of_nobody_are_refused() -> None:
+def test_batches_of_non_members_are_refused() -> None:
     pending = commit(SPEC, LedgerState())
     late = ledger.commit(
         replace(SPEC, delay=0), LedgerState(), {A: (Span(0, 2),), B: (Span(2, 4),)}, skipped=False, absent=[B]
@@ -107,7 +107,7 @@ def test_a_record_is_read_back() -> None:
     assert parse_ledger(ledger_entry(state)) == state
 
 
-def test_every_sample_is_consumed_once_whoever_leaves_and_joins() -> None:
+def test_every_sample_is_consumed_once_under_churn() -> None:
     for seed in range(200):
         random, state, seen = Random(seed), LedgerState(), [0] * (SPEC.size * 2)
         members = list(SHARES)

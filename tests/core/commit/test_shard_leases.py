@@ -24,9 +24,9 @@ def spec_of(*shards: int, seed: int = 0, epochs: int = 1) -> LedgerSpec:
     return LedgerSpec(size=sum(shards), seed=seed, epochs=epochs, shards=shards)
 
 
-def picture(spec: LedgerSpec, state: LedgerState, assignment: Mapping[PeerId, tuple[Span, ...]]) -> str:
-    """One character for each position of pass 0: who takes it now (A), who has leased it (a), re-queued (~),
-    not handed out yet (.)."""
+def lease_map(spec: LedgerSpec, state: LedgerState, assignment: Mapping[PeerId, tuple[Span, ...]]) -> str:
+    """One character for each position of pass 0: assigned to a (A), leased by a (a), re-queued (~),
+    not assigned yet (.)."""
     marks = ["_"] * spec.size
     after = data_ledger.commit(spec, state, assignment, skipped=False)
 
@@ -56,7 +56,7 @@ def rows(spec: LedgerSpec, state: LedgerState, *shares: tuple[PeerId, int], step
         if data_ledger.is_finished(spec, state):
             break
         assignment = data_ledger.assign(spec, state, shares)
-        found.append(picture(spec, state, assignment))
+        found.append(lease_map(spec, state, assignment))
         state = data_ledger.commit(spec, state, assignment, skipped=False)
     return found
 
@@ -75,7 +75,7 @@ def test_members_stay_in_their_shards_and_share_the_last_one() -> None:
         "AAaaa|BBbbbb|....",
         "__AAa|__BBbb|....",
         "____A|____BB|Aaaa",
-        "_____|______|_AAB",  # no shard is left for b, and 3 samples are left for 4 places
+        "_____|______|_AAB",  # no shard is left for b, and 3 samples are left for shares of 4
     ]
 
 
@@ -90,7 +90,7 @@ def test_more_members_than_shards_read_one_shard_at_different_places() -> None:
     ]
 
 
-def test_a_lost_member_leaves_the_rest_of_its_shard_to_the_next_that_needs_one() -> None:
+def test_the_lease_of_a_lost_member_goes_to_the_next_member_that_needs_one() -> None:
     spec = spec_of(4, 4, 4)
     state, shares = LedgerState(), ((A, 1), (B, 1))
     state = data_ledger.commit(spec, state, data_ledger.assign(spec, state, shares), skipped=False)
@@ -100,7 +100,7 @@ def test_a_lost_member_leaves_the_rest_of_its_shard_to_the_next_that_needs_one()
     assert state.requeued == (Span(5, 8),)  # its batch and its lease
     assert state.holders == ((A, (Span(1, 2),)),)
     assert rows(spec, state, (A, 1), (C, 1), steps=3) == [
-        "_Aaa|_~~~|....",  # what the view has fixed
+        "_Aaa|_~~~|....",  # fixed by the view
         "__Aa|_Ccc|....",
         "___A|__Cc|....",
     ]
@@ -129,7 +129,7 @@ def test_the_next_pass_begins_when_no_lease_is_left() -> None:
     assert seen == [{0}, {0}, {1}, {1}]
 
 
-def test_at_most_so_many_members_have_leases() -> None:
+def test_leases_are_bounded() -> None:
     members = [(bytes([number >> 8, number & 255]) * 16, 1) for number in range(MAX_LEASES + 3)]
     spec = spec_of(*[4] * 400)
     state = LedgerState()
@@ -138,7 +138,7 @@ def test_at_most_so_many_members_have_leases() -> None:
     assert data_ledger.is_sound(spec, state, [peer for peer, _ in members])
 
 
-def test_a_shard_is_read_in_ascending_order_by_one_member_if_nobody_comes_or_goes() -> None:
+def test_without_churn_one_member_reads_a_shard_in_ascending_order() -> None:
     spec = spec_of(*(Random(1).randint(200, 400) for _ in range(24)))
     state, readers = LedgerState(), defaultdict[int, list[tuple[bytes, int]]](list)
     shares = [(A, 8), (B, 5), (C, 3)]
@@ -172,7 +172,7 @@ def test_sizes_of_steps_are_those_without_shards(seeds: Seeds) -> None:
         assert data_ledger.is_finished(spec, states[spec])
 
 
-class Run:
+class RandomRun:
     """A run with shards under joins, leaves, stalls and crashes, with or without a delay."""
 
     def __init__(self, seed: int) -> None:
@@ -183,7 +183,7 @@ class Run:
         self.names = (bytes([number >> 8, number & 255]) * 16 for number in range(5000))
         self.shares: list[tuple[PeerId, int]] = []
 
-    def play(self) -> None:
+    def run(self) -> None:
         for _ in range(3000):
             if data_ledger.is_finished(self.spec, self.state):
                 break
@@ -219,7 +219,7 @@ class Run:
 
 def test_every_position_exactly_once_under_churn(seeds: Seeds) -> None:
     for seed in seeds(1500):
-        Run(seed).play()
+        RandomRun(seed).run()
 
 
 def test_an_absent_member_keeps_its_batch_and_others_may_take_over_its_lease() -> None:
@@ -232,7 +232,7 @@ def test_an_absent_member_keeps_its_batch_and_others_may_take_over_its_lease() -
     assert data_ledger.is_finished(spec, state) and not state.leases
 
 
-def test_records_have_shards_and_leases_only_if_there_are_any() -> None:
+def test_records_contain_shards_and_leases_only_if_there_are_any() -> None:
     spec = spec_of(5, 6, seed=2)
     state = data_ledger.commit(
         spec, LedgerState(), data_ledger.assign(spec, LedgerState(), [(A, 2), (B, 1)]), skipped=False
@@ -256,7 +256,7 @@ def test_records_have_shards_and_leases_only_if_there_are_any() -> None:
         ({"leases": ((A, Span(2, 6)), (B, Span(5, 7)))}, False),  # one position twice
     ],
 )
-def test_what_an_honest_member_may_report(change: dict[str, object], is_sound: bool) -> None:
+def test_a_report_of_leases_is_checked(change: dict[str, object], is_sound: bool) -> None:
     state = LedgerState(step=1, cursor=8, consumed=2, leases=((A, Span(2, 8)),))
     state = replace(state, **change)  # type: ignore[arg-type]
     assert data_ledger.is_sound(spec_of(8, 8), state, (A, B)) is is_sound
@@ -271,7 +271,7 @@ def test_an_assignment_of_another_state_is_a_local_error() -> None:
         data_ledger.commit(spec, state, assignment, skipped=False)
 
 
-def test_a_report_with_a_span_of_any_length_costs_no_time() -> None:
+def test_a_report_with_a_very_long_span_is_handled_quickly() -> None:
     spec, far = spec_of(1, 1, 1, epochs=2**50), 3 * 2**50
     state = LedgerState(cursor=far, requeued=(Span(0, far),))
     assert data_ledger.is_sound(spec, state, [A])
@@ -281,6 +281,6 @@ def test_a_report_with_a_span_of_any_length_costs_no_time() -> None:
 
 
 @pytest.mark.parametrize("shards", [(3, 4), (0, 8), (9, -1)])
-def test_shards_that_are_not_the_data_set_are_refused(shards: tuple[int, ...]) -> None:
+def test_shards_that_do_not_make_up_the_data_set_are_refused(shards: tuple[int, ...]) -> None:
     problem = LedgerSpec(size=8, seed=0, epochs=1, shards=shards).find_problem()
     assert problem is not None and "at least 1 sample, and all together 8" in problem

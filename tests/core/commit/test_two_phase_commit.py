@@ -1,4 +1,4 @@
-"""The vote on one attempt, as transcripts: who says what, and what follows."""
+"""The vote on one attempt, as transcripts of events and effects."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_lone_member_commits_a_prepared_update() -> None:
     assert outcome(round_of(0, world_size=1).handle(Prepared(b"u"), 1.0)) == (COMMIT, ())
 
 
-def test_one_no_aborts_at_once() -> None:
+def test_one_vote_of_no_aborts_at_once() -> None:
     root = round_of(0)
     effects = root.handle(VoteReceived(1, False, b"", "a payload is too long"), 1.0)
     assert effects[0] == AnnounceDecision(ABORT, "rank 1 voted NO: a payload is too long")
@@ -79,7 +79,7 @@ def test_a_member_votes_once_and_waits() -> None:
     member = round_of(1)
     assert member.handle(Prepared(b"u"), 1.0) == [CastVote(True, b"u", "")]
     assert member.is_prepared
-    assert member.handle(Failed("too late to fail"), 1.1) == []  # after a YES it never aborts by itself
+    assert member.handle(Failed("too late to fail"), 1.1) == []  # after a YES it does not abort by itself
     with pytest.raises(LocalProtocolError, match="voted twice"):
         member.handle(Prepared(b"v"), 1.2)
     assert outcome(member.handle(DecisionReceived(0, COMMIT, ""), 2.0)) == (COMMIT, ())
@@ -98,7 +98,7 @@ def test_no_member_commits_without_a_yes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "event", "says"),
+    ("rank", "event", "error"),
     [
         (1, yes(2), "the root is rank 0"),
         (1, DecisionReceived(2, ABORT, ""), "only rank 0 decides"),
@@ -106,25 +106,25 @@ def test_no_member_commits_without_a_yes() -> None:
     ],
 )
 def test_only_the_root_counts_votes_and_decides(
-    rank: int, event: VoteReceived | DecisionReceived, says: str
+    rank: int, event: VoteReceived | DecisionReceived, error: str
 ) -> None:
-    with pytest.raises(RemoteProtocolError, match=says):
+    with pytest.raises(RemoteProtocolError, match=error):
         round_of(rank).handle(event, 1.0)
 
 
 def test_two_different_votes_of_one_member_are_refused() -> None:
     root = round_of(0)
     root.handle(yes(1, b"u"), 1.0)
-    assert root.handle(yes(1, b"u"), 1.1) == []  # repeated after its connection came back
+    assert root.handle(yes(1, b"u"), 1.1) == []  # repeated after a reconnection
     with pytest.raises(RemoteProtocolError, match="changed its vote"):
         root.handle(yes(1, b"v"), 1.2)
 
 
-def test_the_root_times_out_silent_members_but_not_waiting_ones() -> None:
+def test_the_root_times_out_members_without_progress_but_not_waiting_ones() -> None:
     root = round_of(0)
     root.handle(Prepared(b"u"), 0.0)
     root.handle(ProgressReceived(1, has_moved=True), 4.0)
-    assert root.deadline_s == 5.0  # rank 2 has been silent since 0.0
+    assert root.deadline_s == 5.0  # nothing from rank 2 since 0.0
     assert root.tick(4.9) == []
     effects = root.tick(5.0)
     assert outcome(effects) == (ABORT, (2,))
@@ -132,8 +132,8 @@ def test_the_root_times_out_silent_members_but_not_waiting_ones() -> None:
     assert root.deadline_s == math.inf
 
 
-def test_the_root_aborts_when_all_are_alive_and_nothing_moves() -> None:
-    """A payload was lost with a connection: all members wait for it, none is suspected."""
+def test_the_root_aborts_when_no_member_makes_progress() -> None:
+    """A payload was lost with a connection; all members wait for it, and none is suspected."""
     root = round_of(0)
     for now_s in (1.0, 2.0, 3.0, 4.0):
         for rank in (0, 1, 2):
@@ -143,7 +143,7 @@ def test_the_root_aborts_when_all_are_alive_and_nothing_moves() -> None:
     assert effects[0] == AnnounceDecision(ABORT, "no member made progress for 5.0 s")
 
 
-def test_a_vote_after_the_decision_is_not_cast_any_more() -> None:
+def test_no_vote_is_cast_after_the_decision() -> None:
     root, member = round_of(0), round_of(1)
     root.handle(VoteReceived(2, False, b"", "no memory"), 1.0)
     member.handle(DecisionReceived(0, ABORT, "rank 2 voted NO"), 1.0)

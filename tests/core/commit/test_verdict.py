@@ -21,19 +21,19 @@ def report(applied: int, history: bytes = TRUE) -> m.FreezeReport:
 
 
 def prepared(applied: int) -> m.FreezeReport:
-    """Of a member that has voted for the next step, and waits for the decision."""
+    """The report of a member that has voted for the next step and waits for the decision."""
     return replace(report(applied), prepared=m.RoundId(1, 1, applied + 1, 0), digest=b"d" * 32)
 
 
 def after(behind: m.FreezeReport) -> m.FreezeReport:
-    """Of a member that has applied the step for which another one is prepared."""
+    """The report of a member that has applied the step that another one has prepared."""
     return report(behind.applied + 1, extend_history(behind.history, behind.digest))
 
 
-def judged(*reports: m.FreezeReport) -> Outcome:
+def outcome_of(*reports: m.FreezeReport) -> Outcome:
     """The outcome of these reports, of members a, b, c ..., the longest-serving first."""
-    told = {bytes([97 + i]) * 32: one for i, one in enumerate(reports)}
-    return decide_outcome(told, SPEC, [(peer, 4) for peer in told])
+    by_peer = {bytes([97 + i]) * 32: one for i, one in enumerate(reports)}
+    return decide_outcome(by_peer, SPEC, [(peer, 4) for peer in by_peer])
 
 
 def holders(outcome: Outcome) -> str:
@@ -42,14 +42,14 @@ def holders(outcome: Outcome) -> str:
 
 def test_honest_members_are_one_step_apart_and_the_later_one_counts() -> None:
     behind = prepared(9)
-    outcome = judged(behind, after(behind), behind)
+    outcome = outcome_of(behind, after(behind), behind)
     assert (outcome.applied, holders(outcome)) == (10, "abc")
 
 
 def test_a_claim_far_ahead_of_the_others_is_not_believed() -> None:
-    outcome = judged(report(9), report(50, FALSE), report(9))
+    outcome = outcome_of(report(9), report(50, FALSE), report(9))
     assert (outcome.applied, outcome.history, holders(outcome)) == (9, TRUE, "ac")
-    outcome = judged(report(2**62, FALSE), prepared(9), after(prepared(9)))
+    outcome = outcome_of(report(2**62, FALSE), prepared(9), after(prepared(9)))
     assert (outcome.applied, holders(outcome)) == (10, "bc")
 
 
@@ -57,29 +57,31 @@ def test_a_claim_far_ahead_of_the_others_is_not_believed() -> None:
 def test_a_step_that_the_others_have_not_voted_for_is_not_believed(
     others: m.FreezeReport, applied: int
 ) -> None:
-    outcome = judged(report(10, FALSE), others, others)
+    outcome = outcome_of(report(10, FALSE), others, others)
     assert (outcome.applied, holders(outcome)) == (applied, "bc")
-    assert judged(others, report(10, FALSE)).history != FALSE
-    assert judged(report(10, FALSE), others).history == FALSE, "of two, the longer-serving one is believed"
+    assert outcome_of(others, report(10, FALSE)).history != FALSE
+    assert outcome_of(report(10, FALSE), others).history == FALSE, (
+        "of two, the longer-serving one is believed"
+    )
 
 
 def test_a_member_that_denies_its_vote_undoes_no_step() -> None:
     behind = prepared(9)
-    outcome = judged(report(9), after(behind), behind)
+    outcome = outcome_of(report(9), after(behind), behind)
     assert (outcome.applied, holders(outcome)) == (10, "bc")
 
 
-def test_the_majority_history_is_the_runs() -> None:
-    outcome = judged(report(9, FALSE), report(9), report(9))
+def test_the_majority_history_is_chosen() -> None:
+    outcome = outcome_of(report(9, FALSE), report(9), report(9))
     assert (outcome.history, holders(outcome)) == (TRUE, "bc")
 
 
 def test_of_two_members_the_longer_serving_one_is_believed() -> None:
-    assert judged(report(9), report(50, FALSE)).applied == 9
-    assert judged(report(50), report(9)).applied == 50  # the other one was away
-    assert judged(report(9), report(9, FALSE)).history == TRUE
+    assert outcome_of(report(9), report(50, FALSE)).applied == 9
+    assert outcome_of(report(50), report(9)).applied == 50  # the other one was absent
+    assert outcome_of(report(9), report(9, FALSE)).history == TRUE
 
 
-def test_a_member_that_was_away_for_long_does_not_hold_the_state() -> None:
-    outcome = judged(report(100), report(3), report(100))
+def test_a_member_that_was_absent_for_many_steps_does_not_hold_the_state() -> None:
+    outcome = outcome_of(report(100), report(3), report(100))
     assert (outcome.applied, holders(outcome)) == (100, "ac")

@@ -1,4 +1,4 @@
-"""Invitations: decoration by mail programs is ignored, altered ones are refused."""
+"""Invitations: characters added by mail programs are ignored, altered texts are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ invitations = st.builds(
 )
 
 
-def complaint(text: str) -> str:
+def refusal(text: str) -> str:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert caught.value.remedy, "says what to do next"
@@ -69,23 +69,23 @@ def test_the_token_is_not_shown() -> None:
     ],
     ids=["spaces", "quotes", "typographic", "backquotes", "angles", "wrapped", "invisible"],
 )
-def test_decoration_of_mail_programs_is_ignored(pasted: str) -> None:
+def test_characters_added_by_mail_programs_are_ignored(pasted: str) -> None:
     assert parse(pasted) == ONE
 
 
 def test_every_change_of_one_letter_is_refused() -> None:
     """All 93 other printable characters at all positions: none of about 14,000 is accepted."""
     printable = [chr(code) for code in range(33, 127)]
-    taken = []
-    for place, letter in enumerate(TEXT):
+    accepted = []
+    for position, letter in enumerate(TEXT):
         for other in printable:
-            changed = TEXT[:place] + other + TEXT[place + 1 :]
-            if other != letter and reads(changed):
-                taken.append((place, other))
-    assert taken == []
+            changed = TEXT[:position] + other + TEXT[position + 1 :]
+            if other != letter and is_accepted(changed):
+                accepted.append((position, other))
+    assert accepted == []
 
 
-def reads(text: str) -> bool:
+def is_accepted(text: str) -> bool:
     try:
         parse(text)
     except ConfigError:
@@ -94,49 +94,49 @@ def reads(text: str) -> bool:
 
 
 @given(invitations, st.data())
-def test_a_changed_a_lost_and_a_doubled_letter_are_refused(
+def test_a_changed_a_missing_and_a_doubled_letter_are_refused(
     invitation: Invitation, data: st.DataObject
 ) -> None:
     text = invitation.text()
-    place = data.draw(st.integers(0, len(text) - 1))
+    position = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(codec="utf-8"))
-    changed = text[:place] + other + text[place + 1 :]
-    assert other == text[place] or not reads(changed)
-    assert not reads(text[:place] + text[place + 1 :])
-    doubled = text[: place + 1] + text[place:]
-    assert not reads(doubled)
+    changed = text[:position] + other + text[position + 1 :]
+    assert other == text[position] or not is_accepted(changed)
+    assert not is_accepted(text[:position] + text[position + 1 :])
+    doubled = text[: position + 1] + text[position:]
+    assert not is_accepted(doubled)
 
 
 def test_a_truncated_invitation_is_refused() -> None:
     for length in range(len(PREFIX), len(TEXT)):
-        assert complaint(TEXT[:length]) == "this invitation was cut short or altered in transit"
+        assert refusal(TEXT[:length]) == "this invitation was cut short or altered in transit"
 
 
 def test_without_the_checksum_an_altered_invitation_is_accepted() -> None:
     """A character of the address is mistyped, and the volunteer would connect somewhere else."""
     altered = TEXT.replace("NzAw", "NzAx")  # port 7700 -> 7701
-    assert complaint(altered) == "this invitation was cut short or altered in transit"
+    assert refusal(altered) == "this invitation was cut short or altered in transit"
     with disable_defences("invite-checksum"):
         assert parse(altered).address == "tcp://192.0.2.7:7701"
 
 
 def test_an_invitation_of_a_newer_gridtrain_is_refused() -> None:
-    assert "made by a newer gridtrain" in complaint(TEXT.replace("gridtrain1:", "gridtrain2:"))
-    assert "newer" not in complaint(TEXT.replace("gridtrain1:", "gridtrain0:"))
+    assert "made by a newer gridtrain" in refusal(TEXT.replace("gridtrain1:", "gridtrain2:"))
+    assert "newer" not in refusal(TEXT.replace("gridtrain1:", "gridtrain0:"))
 
 
 @pytest.mark.parametrize("text", ["", "tcp://192.0.2.7:7700", "hello", "Gridtrain1:AQAB", "x" * 100_000])
 def test_text_that_is_no_invitation_is_refused(text: str) -> None:
-    assert "is not an invitation; an invitation begins with gridtrain1:" in complaint(text)
+    assert "is not an invitation; an invitation begins with gridtrain1:" in refusal(text)
     assert not looks_like(text)
 
 
-def test_an_invitation_is_not_taken_for_an_address() -> None:
+def test_invitations_are_distinguished_from_addresses() -> None:
     assert looks_like(f' "{TEXT}"') and looks_like("gridtrain7:") and not looks_like("gridtrain")
 
 
 def test_an_invitation_that_is_too_long_is_refused() -> None:
-    assert "altered in transit" in complaint(PREFIX + "A" * 10_000_000)
+    assert "altered in transit" in refusal(PREFIX + "A" * 10_000_000)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_fields_out_of_bounds_cannot_be_packed_or_unpacked(changes: dict[str, ob
     fields = {"address": ONE.address, "coordinator": KEY, "token": TOKEN, "run": "default"} | changes
     with pytest.raises(ConfigError, match=words):
         Invitation(**fields)  # type: ignore[arg-type]
-    forged = object.__new__(Invitation)  # what an attacker packs, who does not use our constructor
+    forged = object.__new__(Invitation)  # an attacker does not use our constructor
     for name, value in (fields | {"encrypted": True}).items():
         object.__setattr__(forged, name, value)
-    assert not reads(forged.text())
+    assert not is_accepted(forged.text())

@@ -1,4 +1,4 @@
-"""Which rank holds which stage of which replica."""
+"""Stages and replicas of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
 from gridtrain.errors import LocalProtocolError
 
 
-def test_three_stages_and_two_replicas() -> None:
+def test_a_layout_of_three_stages_and_two_replicas() -> None:
     layout = RankLayout.for_world_size(stages=3, world_size=6)
     assert [(layout.stage_of(rank), layout.replica_of(rank)) for rank in range(6)] == [
         (0, 0),
@@ -28,7 +28,7 @@ def test_three_stages_and_two_replicas() -> None:
     assert group_by_stage("abcdef", 3) == [["a", "b"], ["c", "d"], ["e", "f"]]
 
 
-def test_a_layout_that_cannot_be() -> None:
+def test_an_impossible_layout_is_an_error() -> None:
     for stages, replicas in ((0, 1), (1, 0)):
         with pytest.raises(LocalProtocolError, match="at least 1 x 1"):
             RankLayout(stages, replicas)

@@ -19,7 +19,7 @@ SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
 class Worker:
-    """A member core that is welcomed, and the effects of its events."""
+    """A member core that was welcomed, and the effects of its events."""
 
     def __init__(self, setup: m.Setup = SETUP) -> None:
         self.core = MemberCore(ME, COORDINATOR, m.Join("r", "me", "tcp://me:1"), LIMITS)
@@ -35,11 +35,12 @@ class Worker:
         return self.hear(io.MessageReceived(peer, message))
 
     def view(self, generation: int, **addresses: str) -> list[io.MemberEffect]:
-        """A generation of this worker, at the last rank, and others by letter."""
+        """A generation of other workers, by letter, and this one at the last rank."""
         peers = [*(name.encode() * 32 for name in addresses), ME]
-        ways = [*addresses.values(), ""]
+        addresses_by_rank = [*addresses.values(), ""]
         members = tuple(
-            m.Member(p, p[:1].decode(), way, 4, False) for p, way in zip(peers, ways, strict=True)
+            m.Member(p, p[:1].decode(), address, 4, False)
+            for p, address in zip(peers, addresses_by_rank, strict=True)
         )
         self.say(m.MemberListPage(1, generation, 0, 1, members))
         history, ledger = self.core.history, m.LedgerState()
@@ -62,7 +63,7 @@ def test_known_peers_are_the_coordinator_and_then_the_members() -> None:
     assert io.Disconnect(A) in effects and io.Disconnect(B) not in effects
 
 
-def test_it_dials_members_with_an_address_and_the_relays_to_them() -> None:
+def test_a_member_dials_addresses_and_relays() -> None:
     worker = Worker()
     relayed = "relay:" + B.hex()
     assert dials(worker.view(1, a=relayed, b="tcp://b:1")) == {A: relayed, B: "tcp://b:1"}
@@ -94,8 +95,8 @@ def test_the_dialling_member_reports_an_unreachable_peer_once() -> None:
     worker.view(1, a="tcp://a:1", b="")
     assert worker.core.deadline_s == LIMITS.route_s
     worker.now_s = LIMITS.route_s
-    (post,) = [e for e in worker.core.tick(worker.now_s) if isinstance(e, io.Send)]
-    assert post == io.Send(COORDINATOR, m.PeersUnreachable(1, 1, (A,)))
+    (effect,) = [e for e in worker.core.tick(worker.now_s) if isinstance(e, io.Send)]
+    assert effect == io.Send(COORDINATOR, m.PeersUnreachable(1, 1, (A,)))
     assert worker.core.deadline_s == float("inf")
 
 
@@ -107,15 +108,15 @@ def test_unreachable_sources_are_reported_once_for_each_list_of_addresses() -> N
     assert worker.core.deadline_s == LIMITS.route_s
     assert worker.core.tick(LIMITS.route_s - 0.1) == []
     worker.now_s = LIMITS.route_s
-    told = posts(worker.core.tick(worker.now_s))
-    assert told == [m.PeersUnreachable(1, 0, (A, B))], "not of J, which might be a relay"
+    reports = sent_messages(worker.core.tick(worker.now_s))
+    assert reports == [m.PeersUnreachable(1, 0, (A, B))], "not of J, which might be a relay"
     assert worker.core.deadline_s == float("inf")
     relayed = "relay:" + J.hex()
     assert dials(worker.say(m.CatchUpFrom(1, ((A, relayed), (B, ""))))) == {A: relayed}
     worker.hear(io.PeerConnected(A))
-    assert worker.core.deadline_s == float("inf"), "one donor is enough"
+    assert worker.core.deadline_s == float("inf"), "one source is enough"
     worker.hear(io.PeerDisconnected(A, "reset"))
-    assert worker.core.deadline_s == worker.now_s + LIMITS.route_s, "it may come back by itself"
+    assert worker.core.deadline_s == worker.now_s + LIMITS.route_s, "the connection may be restored"
     worker.hear(io.PeerConnected(A))
     assert worker.core.tick(worker.now_s + 2 * LIMITS.route_s) == []
 
@@ -142,20 +143,20 @@ def test_a_violator_outside_of_the_generation_is_not_reported() -> None:
     assert io.Disconnect(J) in effects and not [e for e in effects if isinstance(e, io.Send)]
 
 
-def test_a_worker_that_never_reached_its_coordinator_is_not_paused() -> None:
+def test_a_worker_that_has_not_reached_its_coordinator_yet_is_not_paused() -> None:
     core = MemberCore(ME, COORDINATOR, m.Join("r", "me", ""), LIMITS)
     assert core.pause_reason == ""
     worker = Worker()
-    worker.hear(io.PeerDisconnected(COORDINATOR, "line"))
+    worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
     assert "needs the coordinator" in worker.core.pause_reason
 
 
 def test_a_worker_is_paused_while_an_earlier_coordinator_answers() -> None:
-    """Otherwise it would wait without end for a later one that has gone."""
+    """Otherwise it would wait indefinitely for a later coordinator that has ended."""
     worker = Worker()
     worker.say(m.Welcome(3, "r", ""))
     for term, is_paused in ((2, True), (3, False)):
-        worker.hear(io.PeerDisconnected(COORDINATOR, "line"))
+        worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
         worker.hear(io.PeerConnected(COORDINATOR))
         worker.say(m.Welcome(term, "r", ""))
         assert bool(worker.core.pause_reason) == is_paused
@@ -182,8 +183,8 @@ def test_a_root_that_aborts_and_requests_no_freeze_is_reported() -> None:
         worker.say(m.Decision(m.RoundId(1, 1, 0, attempt), m.Verdict.ABORT, "on purpose"), A)
     assert worker.core.next_round is None
     stalled: list[tuple[float, m.RoundStalled]] = []
-    for beat in range(1, 5):
-        worker.now_s = beat * LIMITS.first_step_s / 2
+    for number in range(1, 5):
+        worker.now_s = number * LIMITS.first_step_s / 2
         sent = [e.message for e in worker.hear(io.HeartbeatDue(0, True, ())) if isinstance(e, io.Send)]
         stalled += [(worker.now_s, message) for message in sent if isinstance(message, m.RoundStalled)]
     assert [(at_s, report.suspects) for at_s, report in stalled] == [(LIMITS.first_step_s, (A,))]
@@ -193,72 +194,76 @@ def test_members_that_a_freeze_removes_are_disconnected_at_once() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
-    effects = worker.say(m.Freeze(1, 1, "a was put out", (A,)))
+    effects = worker.say(m.Freeze(1, 1, "a was removed", (A,)))
     assert io.Disconnect(A) in effects
     assert worker.core.known_peers == {COORDINATOR, ME, B}
 
 
 def test_several_rejoins_lead_to_one_join() -> None:
-    """As when all messages of an interrupted connection arrive at once."""
+    """For example if all messages of an interrupted connection arrive at once."""
     worker = Worker()
-    joins = [e for _ in range(24) for e in worker.say(m.Rejoin("you are not on the roll"))]
+    joins = [e for _ in range(24) for e in worker.say(m.Rejoin("you are not registered"))]
     assert [e.message for e in joins if isinstance(e, io.Send)] == [
         m.Join("r", "me", "tcp://me:1", is_rejoin=True)
     ]
 
 
-def posts(effects: list[io.MemberEffect]) -> list[m.Message]:
+def sent_messages(effects: list[io.MemberEffect]) -> list[m.Message]:
     return [effect.message for effect in effects if isinstance(effect, io.Send)]
 
 
-def test_a_mean_is_requested_again_when_the_root_is_back() -> None:
-    """Between two steps no round is open that would end the wait."""
+def test_a_mean_is_requested_again_when_the_root_reconnects() -> None:
+    """Between two steps there is no open round whose end would end the wait."""
     worker = Worker()
     worker.hear(io.PeerConnected(A))
     worker.view(1, a="tcp://a:1")
     worker.say(m.StartGeneration(1, 1))
-    (asked,) = posts(worker.hear(io.RequestMean(0, 0, 1.5)))
+    (request,) = sent_messages(worker.hear(io.RequestMean(0, 0, 1.5)))
     worker.hear(io.PeerDisconnected(A, "reset"))
-    assert asked in posts(worker.hear(io.PeerConnected(A)))
+    assert request in sent_messages(worker.hear(io.PeerConnected(A)))
     worker.say(m.MeanReply(1, 1, 0, 0, 1.0), A)
-    assert asked not in posts(worker.hear(io.PeerConnected(A)))
+    assert request not in sent_messages(worker.hear(io.PeerConnected(A)))
 
 
-def test_unreachable_peers_are_reported_again_to_a_coordinator_that_was_away() -> None:
+def test_unreachable_peers_are_reported_again_to_a_coordinator_that_reconnects() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
     worker.hear(io.PeerConnected(A))
     worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
     worker.now_s += LIMITS.route_s
-    assert m.PeersUnreachable(1, 1, (B,)) in posts(worker.core.tick(worker.now_s)), "which is lost"
+    assert m.PeersUnreachable(1, 1, (B,)) in sent_messages(worker.core.tick(worker.now_s)), (
+        "this report is lost"
+    )
     worker.hear(io.PeerConnected(COORDINATOR))
-    assert m.PeersUnreachable(1, 1, (B,)) in posts(worker.say(m.Welcome(1, "r", "")))
+    assert m.PeersUnreachable(1, 1, (B,)) in sent_messages(worker.say(m.Welcome(1, "r", "")))
     worker.hear(io.PeerConnected(B))
-    assert not [x for x in posts(worker.say(m.Welcome(1, "r", ""))) if isinstance(x, m.PeersUnreachable)]
+    assert not [
+        x for x in sent_messages(worker.say(m.Welcome(1, "r", ""))) if isinstance(x, m.PeersUnreachable)
+    ]
 
 
 def lone_view(
     worker: Worker, generation: int, applied: int, history: bytes, *joining: m.PeerId
 ) -> list[io.MemberEffect]:
-    """This worker is the only member or, where A joins, the first of two."""
+    """This worker is the only member or, if A joins, the first of two."""
     peers = (ME, A) if joining else (ME,)
-    roster = tuple(m.Member(p, p[:1].decode(), "", 4, p in joining) for p in peers)
-    worker.say(m.MemberListPage(1, generation, 0, 1, roster))
+    members = tuple(m.Member(p, p[:1].decode(), "", 4, p in joining) for p in peers)
+    worker.say(m.MemberListPage(1, generation, 0, 1, members))
     state = m.LedgerState(step=applied + 1, cursor=4 * applied + 4, consumed=4 * applied + 4)
-    view = m.MembershipView(1, generation, len(roster), m.Verdict.ABORT, None, applied, history, state, "")
+    view = m.MembershipView(1, generation, len(members), m.Verdict.ABORT, None, applied, history, state, "")
     return worker.say(view)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["it has loaded", "it may still be loading"])
-def test_a_model_overwritten_by_another_state_cannot_start_the_run(told: bool) -> None:
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "maybe loading"])
+def test_a_model_overwritten_by_another_state_cannot_start_the_run(is_loaded: bool) -> None:
     """The state of step 501 arrives; after a Freeze no member holds it, and the run starts at step 0."""
     worker = Worker()
     worker.hear(io.PeerConnected(A))
     lone_view(worker, 1, 500, b"h" * 32, ME)
     assert worker.say(m.StateBlock(1, 1, 0, 1, b""), A)
-    worker.say(m.Freeze(1, 1, "somebody left"))
+    worker.say(m.Freeze(1, 1, "a member left"))
     lone_view(worker, 2, 500, b"h" * 32, ME)
-    if told:
+    if is_loaded:
         worker.hear(io.StateLoaded(1, 1))
     (stop,) = [e for e in lone_view(worker, 3, -1, EMPTY_HISTORY) if isinstance(e, io.Stop)]
     assert stop.error.code == "stale-model" and not worker.core.is_synced
@@ -270,36 +275,36 @@ def test_a_model_overwritten_by_another_state_cannot_start_the_run(told: bool) -
     "event", [io.SnapshotLoading(), io.CaughtUp(140, b"k" * 32)], ids=["loads", "has loaded"]
 )
 def test_catch_up_replaces_the_state_of_a_checkpoint(event: io.MemberEvent) -> None:
-    """Back from a pause at step 100 it catches up to step 140; its checkpoint of step 100 is no state."""
-    held = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
-    worker = Worker(replace(SETUP, checkpoint=held, can_catch_up=True))
+    """After a pause at step 100 it catches up to step 140; its checkpoint of step 100 no longer counts."""
+    checkpoint = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
+    worker = Worker(replace(SETUP, checkpoint=checkpoint, can_catch_up=True))
     assert worker.core.is_synced and worker.core.applied == 99 and not worker.core.replica_state.is_modified
     worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"),)))
     worker.hear(event)
     assert not worker.core.is_synced and worker.core.applied == -1 and worker.core.replica_state.is_modified
     effects = lone_view(worker, 1, 99, b"h" * 32)
-    assert [e for e in effects if isinstance(e, io.Stop)], "who counts on its checkpoint has to do without"
+    assert [e for e in effects if isinstance(e, io.Stop)], "the checkpoint is not in memory any more"
 
 
 def test_a_generation_that_ends_before_its_state_arrives_leaves_the_checkpoint_in_memory() -> None:
-    """It joins at step 501, whose state is lost before it arrives; the run goes back to its checkpoint."""
-    held = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
-    worker = Worker(replace(SETUP, checkpoint=held))
+    """It joins at step 501, whose state is lost before it arrives; the run rolls back to its checkpoint."""
+    checkpoint = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
+    worker = Worker(replace(SETUP, checkpoint=checkpoint))
     lone_view(worker, 1, 500, b"k" * 32, ME)
     worker.say(m.Freeze(1, 1, "the source is gone"))
     assert not worker.core.is_synced and worker.core.applied == 500
-    assert m.Ready(1, 2, b"h" * 32) in posts(lone_view(worker, 2, 99, b"h" * 32))
+    assert m.Ready(1, 2, b"h" * 32) in sent_messages(lone_view(worker, 2, 99, b"h" * 32))
     assert worker.core.is_synced and worker.core.applied == 99
 
 
 def test_a_state_that_has_arrived_leaves_no_checkpoint_in_memory() -> None:
-    """The state of step 501 arrives, and may be loaded; what the checkpoint had is not in memory any more."""
-    held = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
-    worker = Worker(replace(SETUP, checkpoint=held))
+    """The state of step 501 arrives and may be loaded; the checkpoint's state is not in memory any more."""
+    checkpoint = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
+    worker = Worker(replace(SETUP, checkpoint=checkpoint))
     worker.hear(io.PeerConnected(A))
     lone_view(worker, 1, 500, b"k" * 32, ME)
     assert worker.say(m.StateBlock(1, 1, 0, 1, b""), A)
-    assert not posts(lone_view(worker, 2, 99, b"h" * 32)) and not worker.core.is_synced
+    assert not sent_messages(lone_view(worker, 2, 99, b"h" * 32)) and not worker.core.is_synced
 
 
 def test_checkpoints_that_are_stored_before_the_first_generation_are_reported_without_one() -> None:
@@ -309,25 +314,25 @@ def test_checkpoints_that_are_stored_before_the_first_generation_are_reported_wi
 
 
 def changes(generation: int, base: int, *members: m.Member) -> m.MemberListChanges:
-    """Of a list whose first entry stays, and others follow."""
-    kept = m.Member(A, "a", "tcp://a:1", 4, False)
-    digest = m.member_list_digest((kept, *members))
+    """Changes of a list whose first entry stays, followed by other members."""
+    first = m.Member(A, "a", "tcp://a:1", 4, False)
+    digest = m.member_list_digest((first, *members))
     return m.MemberListChanges(
         1, generation, base, (m.Span(0, 1), m.Span(3, 3 + len(members))), members, digest
     )
 
 
-def test_a_list_may_come_as_changes_of_the_one_before() -> None:
+def test_a_member_list_may_be_sent_as_changes() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
-    here, new = m.Member(ME, "me", "", 8, False), m.Member(C, "c", "tcp://c:1", 4, False)
-    assert worker.say(changes(2, 1, here, new)) == []
+    mine, new = m.Member(ME, "me", "", 8, False), m.Member(C, "c", "tcp://c:1", 4, False)
+    assert worker.say(changes(2, 1, mine, new)) == []
     assert dials(worker.say(verdict(worker, 2, 3))) == {A: "tcp://a:1", C: "tcp://c:1"}
     assert worker.core.generation == 2 and worker.core.known_peers == {COORDINATOR, ME, A, C}
 
 
 @pytest.mark.parametrize(("base", "name"), [(2, "me"), (1, "another")], ids=["generation", "digest"])
-def test_changes_of_another_list_are_answered_by_joining_again(base: int, name: str) -> None:
+def test_changes_of_another_list_lead_to_a_rejoin(base: int, name: str) -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
     wrong = changes(3, base, m.Member(ME, "me", "", 8, False))

@@ -1,4 +1,4 @@
-"""Which checkpoints a member sends, and to whom."""
+"""Checkpoints that a member sends, and their receivers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE = m.CheckpointInfo(4, b"h", m.LedgerState(step=5, cursor=20, consumed=20),
 
 
 def checkpoints_of_a() -> tuple[MemberCheckpoints, RankAssignment]:
-    """a has the checkpoint that b assembles its stage from."""
+    """Member a has the checkpoint from which b assembles its stage."""
     replica = ReplicaState()
     replica.load_checkpoint(STATE)
     members = (
@@ -32,47 +32,49 @@ def checkpoints_of_a() -> tuple[MemberCheckpoints, RankAssignment]:
 
 
 @pytest.mark.parametrize(("peer", "layers"), [(A, LAYERS), (B, m.Span(0, 1)), (C, LAYERS), (C, m.Span(0, 1))])
-def test_nobody_gets_a_checkpoint_that_its_stage_is_not_assembled_from(peer: bytes, layers: m.Span) -> None:
-    held, assignment = checkpoints_of_a()
-    held.stored = (STATE,)
+def test_a_checkpoint_is_sent_only_to_a_member_that_assembles_its_stage_from_it(
+    peer: bytes, layers: m.Span
+) -> None:
+    checkpoints, assignment = checkpoints_of_a()
+    checkpoints.stored = (STATE,)
     with pytest.raises(RemoteProtocolError, match="is not its source"):
-        held.serve(assignment, peer, m.CheckpointRequest(1, 5, layers))
+        checkpoints.serve(assignment, peer, m.CheckpointRequest(1, 5, layers))
 
 
-def test_a_checkpoint_is_sent_at_once_or_waited_for() -> None:
-    held, assignment = checkpoints_of_a()
+def test_a_checkpoint_is_sent_once_it_is_stored() -> None:
+    checkpoints, assignment = checkpoints_of_a()
     request = m.CheckpointRequest(1, 5, LAYERS)
-    assert held.serve(assignment, B, request) == []
-    held.stored = (STATE,)
-    (sent,) = held.serve(assignment, B, request)
+    assert checkpoints.serve(assignment, B, request) == []
+    checkpoints.stored = (STATE,)
+    (sent,) = checkpoints.serve(assignment, B, request)
     assert sent == SendCheckpoint(B, 1, 5, STATE, is_awaited=True)
 
 
 def test_a_report_names_the_generation_until_it_is_left() -> None:
-    held, assignment = checkpoints_of_a()
-    held.stored = (STATE,)
-    link = held._coordinator_link
+    checkpoints, assignment = checkpoints_of_a()
+    checkpoints.stored = (STATE,)
+    link = checkpoints._coordinator_link
     link.accept_welcome(1)
-    assert held.begin_generation(assignment, True, [A, B]) == []
+    assert checkpoints.begin_generation(assignment, True, [A, B]) == []
     for generation in (5, 0):
-        assert held.report() == [Send(link.coordinator, m.StageCheckpointList((STATE,), generation))]
-        held.leave_generation()
+        assert checkpoints.report() == [Send(link.coordinator, m.StageCheckpointList((STATE,), generation))]
+        checkpoints.leave_generation()
 
 
-def test_a_rollback_drops_later_checkpoints_and_says_so() -> None:
-    held, _ = checkpoints_of_a()
+def test_a_rollback_discards_later_checkpoints_and_reports_it() -> None:
+    checkpoints, _ = checkpoints_of_a()
     later = replace(STATE, applied=9)
-    held.stored = (STATE, later)
-    held._coordinator_link.accept_welcome(1)
-    assert held.discard(9) == []
-    discarded, report = held.discard(8)
+    checkpoints.stored = (STATE, later)
+    checkpoints._coordinator_link.accept_welcome(1)
+    assert checkpoints.discard(9) == []
+    discarded, report = checkpoints.discard(8)
     assert discarded == DiscardCheckpoints(8) and isinstance(report, Send)
-    assert held.stored == (STATE,)
+    assert checkpoints.stored == (STATE,)
 
 
-def test_what_was_to_be_loaded_and_is_gone_is_noticed() -> None:
-    held, _ = checkpoints_of_a()
-    assert held.update_stored((STATE,), None) == ([STATE], False)
-    held.loading = (STATE,)
-    assert held.update_stored((STATE,), None) == ([], False)
-    assert held.update_stored((), None) == ([], True) and held.loading == ()
+def test_a_missing_checkpoint_that_should_be_loaded_is_noticed() -> None:
+    checkpoints, _ = checkpoints_of_a()
+    assert checkpoints.update_stored((STATE,), None) == ([STATE], False)
+    checkpoints.loading = (STATE,)
+    assert checkpoints.update_stored((STATE,), None) == ([], False)
+    assert checkpoints.update_stored((), None) == ([], True) and checkpoints.loading == ()

@@ -1,4 +1,4 @@
-"""Which peers a worker dials and disconnects from generation to generation."""
+"""Connections that a worker dials and closes from generation to generation."""
 
 from __future__ import annotations
 
@@ -22,71 +22,81 @@ class Worker:
         self.hear(io.TrainerJoined(SETUP, lambda rank, size: frozenset(range(size)) - {rank}))
 
     def hear(self, event: io.MemberEvent) -> list[str]:
-        """Such as "dial a", "let go of b", "ready"."""
+        """Returns effects such as "dial a at a:1", "disconnect b" and "ready"."""
         done = []
         for effect in self.core.handle(event, 0.0):
             match effect:
                 case io.Dial(peer, address):
                     done.append(f"dial {peer[:1].decode()} at {address}")
                 case io.Disconnect(peer):
-                    done.append(f"let go of {peer[:1].decode()}")
+                    done.append(f"disconnect {peer[:1].decode()}")
                 case io.Send(_, m.Ready()):
                     done.append("ready")
         return done
 
     def view(self, generation: int, **addresses: str) -> list[str]:
         """A generation of this worker and others, by letter and address."""
-        ways = {ME: ""} | {name.encode() * 32: way for name, way in addresses.items()}
-        members = tuple(m.Member(p, p[:1].decode(), way, 4, False) for p, way in ways.items())
+        by_peer = {ME: ""} | {name.encode() * 32: address for name, address in addresses.items()}
+        members = tuple(m.Member(p, p[:1].decode(), address, 4, False) for p, address in by_peer.items())
         self.hear(io.MessageReceived(COORDINATOR, m.MemberListPage(1, generation, 0, 1, members)))
         empty = m.LedgerState()
         abort = m.MembershipView(
-            1, generation, len(ways), m.Verdict.ABORT, None, -1, self.core.history, empty, "somebody came"
+            1,
+            generation,
+            len(by_peer),
+            m.Verdict.ABORT,
+            None,
+            -1,
+            self.core.history,
+            empty,
+            "a worker joined",
         )
         return self.hear(io.MessageReceived(COORDINATOR, abort))
 
 
-def test_a_disconnected_peer_is_dialled_again_when_it_is_back() -> None:
-    """If it counted as connected, this worker would be ready without the connection, and all would wait."""
+def test_a_disconnected_peer_is_dialled_again_when_it_is_a_member_again() -> None:
+    """If it still counted as connected, this worker would be ready without the connection."""
     worker = Worker()
     assert worker.view(1, a="a:1", b="b:1") == ["dial a at a:1", "dial b at b:1"]
     assert worker.hear(io.PeerConnected(A)) + worker.hear(io.PeerConnected(B)) == ["ready"]
-    assert worker.view(2, b="b:1") == ["let go of a", "ready"]
+    assert worker.view(2, b="b:1") == ["disconnect a", "ready"]
     assert worker.view(3, a="a:1", b="b:1") == ["dial a at a:1"]
     assert worker.hear(io.PeerConnected(A)) == ["ready"]
 
 
-def test_in_a_list_for_all_that_can_be_dialled_the_larger_key_dials() -> None:
+def test_in_the_shared_list_the_larger_key_dials() -> None:
     worker = Worker()
-    assert worker.view(1, m="me:1", a="a:1", z="z:1", b="") == ["dial a at a:1"], "b is behind NAT, it dials"
+    assert worker.view(1, m="me:1", a="a:1", z="z:1", b="") == ["dial a at a:1"], (
+        "b, behind NAT, dials itself"
+    )
     own = worker.view(2, m="", a="a:1", z="z:1", b="")
-    assert own == ["dial a at a:1", "dial z at z:1"], "in a list of its own, all that have an address"
+    assert own == ["dial a at a:1", "dial z at z:1"], "in a list of its own, every member with an address"
 
 
 def test_an_accepted_connection_is_not_closed_from_this_side() -> None:
-    """Closed from this side, a would not notice, and not dial again when it is a member again."""
+    """Otherwise a would not notice, and not dial again when it is a member again."""
     worker = Worker()
     assert worker.view(1, a="", b="b:1") == ["dial b at b:1"]
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
     assert worker.view(2, b="b:1") == ["ready"]
     assert A not in worker.core.known_peers, "its next message closes the connection"
-    assert worker.view(3, a="", b="b:1") == ["ready"], "it said nothing, and its connection stands"
+    assert worker.view(3, a="", b="b:1") == ["ready"], "it sent nothing, and its connection is open"
     worker.view(4, b="b:1")
     assert worker.hear(io.PeerDisconnected(A, "its key is no longer admitted")) == []
-    assert worker.view(5, a="", b="b:1") == [], "not ready before it has come"
+    assert worker.view(5, a="", b="b:1") == [], "not ready before a has connected"
     assert worker.hear(io.PeerConnected(A)) == ["ready"]
 
 
-def test_a_peer_that_has_left_is_not_dialled_forever() -> None:
+def test_a_peer_that_has_left_is_not_dialled_again() -> None:
     worker = Worker()
     worker.view(1, a="a:1", b="b:1")
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
     worker.hear(io.PeerDisconnected(A, "the peer closed"))
-    assert worker.view(2, b="b:1") == ["let go of a", "ready"]
+    assert worker.view(2, b="b:1") == ["disconnect a", "ready"]
 
 
 def test_a_connection_that_breaks_while_forming_is_dialled_again() -> None:
-    """It was connected at the MembershipView, so that it had not been dialled."""
+    """It was connected when the view arrived, so it was not dialled then."""
     worker = Worker()
     worker.hear(io.PeerConnected(A))
     assert worker.view(1, a="a:1", b="") == []
@@ -95,17 +105,19 @@ def test_a_connection_that_breaks_while_forming_is_dialled_again() -> None:
 
 
 def test_a_member_relay_replaces_the_coordinator_as_relay() -> None:
-    """A pending member is measured through the coordinator; in a generation members relay."""
+    """A newcomer is probed through the coordinator; in a generation members relay."""
     worker, by_coordinator, by_b = Worker(), f"relay:{COORDINATOR.hex()}", f"relay:{B.hex()}"
     announced = m.ExpectProbes(((A, by_coordinator),))
     assert worker.hear(io.MessageReceived(COORDINATOR, announced)) == [f"dial a at {by_coordinator}"]
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
-    assert worker.view(1, a=by_b, b="") == [f"dial a at {by_b}", "ready"], "the old way stands until then"
+    assert worker.view(1, a=by_b, b="") == [f"dial a at {by_b}", "ready"], (
+        "the former route is used until then"
+    )
     assert worker.hear(io.PeerDisconnected(A, "it is reached through b now")) == [f"dial a at {by_b}"], (
         "harmless"
     )
     assert worker.hear(io.PeerConnected(A)) == []
-    assert worker.view(2, a=by_b, b="") == ["ready"], "the same way as before"
+    assert worker.view(2, a=by_b, b="") == ["ready"], "the same route as before"
 
 
 def test_a_direct_connection_is_not_replaced_for_another_address() -> None:

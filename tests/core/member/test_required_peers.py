@@ -1,4 +1,4 @@
-"""To whom a member must be connected, by what it exchanges and what it holds."""
+"""Peers to which a member must be connected, by its exchange and its state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETUP = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
 def group(size: int, rank: int, *, stages: int = 1, **changed: dict[int, object]) -> RankAssignment:
-    """`changed`: by field of a member, its value by rank."""
+    """`changed` maps fields of members to values by rank."""
     members = [m.Member(peer, "", "", 1, False) for peer in PEERS[:size]]
     for name, values in changed.items():
         for at, value in values.items():
@@ -39,13 +39,13 @@ def right(rank: int, size: int, bounds: tuple[int, ...] = ()) -> frozenset[int]:
         (dict.fromkeys(range(4), True), {}, None),
     ],
 )
-def test_the_state_comes_from_whom_the_coordinator_says_else_from_the_first_that_has_it(
+def test_the_state_source_is_the_named_member_or_the_first_one_with_the_state(
     joining: dict[int, object], donor: dict[int, object], source: int | None
 ) -> None:
     assert choose_state_source(group(4, 3, joining=joining, donor=donor), is_pipelined=False) == source
 
 
-def test_in_a_pipeline_it_comes_from_a_replica_of_the_same_stage() -> None:
+def test_in_a_pipeline_the_state_source_is_a_replica_of_the_same_stage() -> None:
     """Stage 0: ranks 0, 1, 2; stage 1: ranks 3, 4, 5."""
     for donor, source in ((-1, 4), (5, 5), (0, 0), (6, 4)):
         assignment = group(6, 5, stages=2, joining={3: True, 5: True}, donor={5: donor})
@@ -54,7 +54,7 @@ def test_in_a_pipeline_it_comes_from_a_replica_of_the_same_stage() -> None:
     assert choose_state_source(group(6, 5, stages=2, pieces=pieces), is_pipelined=True) is None
 
 
-def test_the_root_and_the_state_source_need_all_and_others_their_neighbours_and_these_two() -> None:
+def test_root_and_source_need_all_members_and_others_need_neighbours_root_and_source() -> None:
     trainer = TrainerJoined(SETUP, right)
     joining: dict[int, object] = {0: True, 1: True}
     for rank, needed in ((0, {1, 2, 3, 4}), (2, {0, 1, 3, 4}), (1, {0, 2}), (3, {0, 2, 4}), (4, {0, 2})):

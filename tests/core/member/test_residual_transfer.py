@@ -21,7 +21,7 @@ A, B, C, D = PEERS = tuple(letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 H5, H6 = b"five", b"six"
 
 
-def seat(me: m.PeerId, generation: int = 2, members: tuple[m.PeerId, ...] = PEERS) -> RankAssignment:
+def assignment_of(me: m.PeerId, generation: int = 2, members: tuple[m.PeerId, ...] = PEERS) -> RankAssignment:
     return RankAssignment(me, 1, generation, tuple(m.Member(peer, "", "", 1, False) for peer in members))
 
 
@@ -31,12 +31,14 @@ def piece(
     return m.ResidualBlock(1, generation, applied, history, index, total, b"x")
 
 
-def heir_with_all() -> ResidualTransfer:
-    """C, which has received B's residual after step 5."""
-    heir = ResidualTransfer()
-    assert heir.receive_block(seat(C), B, piece(), 5, True) == [StoreResidualBlock(B, piece(), 4)]
-    assert heir.mark_complete(seat(C), B) == [Send(B, m.ResidualReply(1, 2, True, ""))]
-    return heir
+def recipient_of_all() -> ResidualTransfer:
+    """Member C, which has received B's residual after step 5."""
+    recipient = ResidualTransfer()
+    assert recipient.receive_block(assignment_of(C), B, piece(), 5, True) == [
+        StoreResidualBlock(B, piece(), 4)
+    ]
+    assert recipient.mark_complete(assignment_of(C), B) == [Send(B, m.ResidualReply(1, 2, True, ""))]
+    return recipient
 
 
 def kinds(effects: list[MemberEffect]) -> list[type]:
@@ -44,45 +46,51 @@ def kinds(effects: list[MemberEffect]) -> list[type]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size", "asked"), [(0, 1, ()), (0, 2, (1,)), (1, 2, (0,)), (2, 4, (3, 1)), (3, 4, (0, 2))]
+    ("rank", "world_size", "recipients"),
+    [(0, 1, ()), (0, 2, (1,)), (1, 2, (0,)), (2, 4, (3, 1)), (3, 4, (0, 2))],
 )
 def test_recipients_are_the_neighbours_in_the_ring(
-    rank: int, world_size: int, asked: tuple[int, ...]
+    rank: int, world_size: int, recipients: tuple[int, ...]
 ) -> None:
-    assert residual_recipients(rank, world_size) == asked
+    assert residual_recipients(rank, world_size) == recipients
 
 
-# -- the leaver ----------------------------------------------------------------------------------------
+# -- the leaving member --------------------------------------------------------------------------------
 
 
 def test_the_second_recipient_is_asked_only_if_the_first_has_declined() -> None:
-    leaver = ResidualTransfer()
-    sent = leaver.begin(("p", "q"), seat(B), {A, C, D}, 5, H5)
+    leaving = ResidualTransfer()
+    sent = leaving.begin(("p", "q"), assignment_of(B), {A, C, D}, 5, H5)
     assert sent == [Send(C, m.ResidualBlock(1, 2, 5, H5, i, 2, p)) for i, p in enumerate("pq")]
-    assert leaver.is_leaving
-    again = leaver.receive_reply(
-        C, m.ResidualReply(1, 2, False, "it is leaving as well"), seat(B), {A, C, D}, (5, H5)
+    assert leaving.is_leaving
+    again = leaving.receive_reply(
+        C, m.ResidualReply(1, 2, False, "it is leaving as well"), assignment_of(B), {A, C, D}, (5, H5)
     )
     assert [effect.peer for effect in again if isinstance(effect, Send)] == [A, A]
-    assert leaver.receive_reply(D, m.ResidualReply(1, 2, True, ""), seat(B), {A}, (5, H5)) == [], (
-        "was not asked"
+    assert leaving.receive_reply(D, m.ResidualReply(1, 2, True, ""), assignment_of(B), {A}, (5, H5)) == [], (
+        "D was not asked"
     )
-    ended = leaver.receive_reply(A, m.ResidualReply(1, 2, False, "so do I"), seat(B), {A, C, D}, (5, H5))
+    ended = leaving.receive_reply(
+        A, m.ResidualReply(1, 2, False, "so do I"), assignment_of(B), {A, C, D}, (5, H5)
+    )
     assert ended == [ResidualTransferEnded(False, f"{A.hex()[:8]} declined: so do I")]
 
 
-def test_a_recipient_that_is_lost_may_have_it_so_no_other_is_asked() -> None:
-    leaver = ResidualTransfer()
-    leaver.begin(("p",), seat(B), {A, C, D}, 5, H5)
-    assert leaver.recipient_lost(A) == []
-    assert leaver.recipient_lost(C) == [
+def test_no_second_recipient_is_asked_if_the_first_is_lost() -> None:
+    leaving = ResidualTransfer()
+    leaving.begin(("p",), assignment_of(B), {A, C, D}, 5, H5)
+    assert leaving.recipient_lost(A) == []
+    assert leaving.recipient_lost(C) == [
         ResidualTransferEnded(None, f"{C.hex()[:8]} was disconnected before it replied")
     ]
-    assert leaver.receive_reply(C, m.ResidualReply(1, 2, False, "late"), seat(B), {A, C}, (5, H5)) == []
+    assert (
+        leaving.receive_reply(C, m.ResidualReply(1, 2, False, "late"), assignment_of(B), {A, C}, (5, H5))
+        == []
+    )
 
 
 def test_without_a_connected_neighbour_no_recipient_is_asked() -> None:
-    assert ResidualTransfer().begin(("p",), seat(B), set(), 5, H5) == [
+    assert ResidualTransfer().begin(("p",), assignment_of(B), set(), 5, H5) == [
         ResidualTransferEnded(False, "no neighbour is connected")
     ]
     assert ResidualTransfer().begin(("p",), None, {A}, 5, H5) == [
@@ -91,43 +99,48 @@ def test_without_a_connected_neighbour_no_recipient_is_asked() -> None:
 
 
 def test_a_member_about_to_leave_accepts_no_residual() -> None:
-    heir = ResidualTransfer()
-    heir.receive_block(seat(C), B, piece(), 5, True)
-    heir.is_refusing = True
+    recipient = ResidualTransfer()
+    recipient.receive_block(assignment_of(C), B, piece(), 5, True)
+    recipient.is_refusing = True
     why = "it is leaving as well"
-    assert heir.mark_complete(seat(C), B) == [DropResidual(B), Send(B, m.ResidualReply(1, 2, False, why))]
-    assert heir.receive_block(seat(C), D, piece(), 5, True) == [Send(D, m.ResidualReply(1, 2, False, why))]
+    assert recipient.mark_complete(assignment_of(C), B) == [
+        DropResidual(B),
+        Send(B, m.ResidualReply(1, 2, False, why)),
+    ]
+    assert recipient.receive_block(assignment_of(C), D, piece(), 5, True) == [
+        Send(D, m.ResidualReply(1, 2, False, why))
+    ]
 
 
-# -- the heir ------------------------------------------------------------------------------------------
+# -- the recipient ------------------------------------------------------------------------------------
 
 
-def test_the_residual_is_added_when_the_sender_is_no_member_any_more() -> None:
-    heir = heir_with_all()
-    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual]
-    assert heir.begin_generation(seat(C, 4, (A, C, D)), 5, H5, True) == [], "once"
+def test_the_residual_is_added_when_the_sender_has_left() -> None:
+    recipient = recipient_of_all()
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual]
+    assert recipient.begin_generation(assignment_of(C, 4, (A, C, D)), 5, H5, True) == [], "once"
 
 
-def test_the_residual_is_held_while_the_sender_is_still_a_member() -> None:
-    """Another member joined at that moment."""
-    heir = heir_with_all()
-    assert heir.begin_generation(seat(C, 3), 5, H5, True) == []
-    assert kinds(heir.begin_generation(seat(C, 4, (A, C, D)), 5, H5, True)) == [AddResidual]
+def test_the_residual_is_not_added_while_the_sender_is_a_member() -> None:
+    """The next generation was made because another worker joined."""
+    recipient = recipient_of_all()
+    assert recipient.begin_generation(assignment_of(C, 3), 5, H5, True) == []
+    assert kinds(recipient.begin_generation(assignment_of(C, 4, (A, C, D)), 5, H5, True)) == [AddResidual]
 
 
 def test_the_residual_is_dropped_when_the_sender_votes_again() -> None:
-    heir = heir_with_all()
-    assert kinds(heir.step_committed(6)) == [DropResidual]
-    assert heir.begin_generation(seat(C, 3, (A, C, D)), 6, H6, True) == []
+    recipient = recipient_of_all()
+    assert kinds(recipient.step_committed(6)) == [DropResidual]
+    assert recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 6, H6, True) == []
 
 
 def test_the_commit_of_the_senders_last_step_changes_nothing() -> None:
-    """The recipient receives step 5's commit after the sender did."""
-    heir = ResidualTransfer()
-    heir.receive_block(seat(C), B, piece(), 4, True)
-    heir.mark_complete(seat(C), B)
-    assert heir.step_committed(5) == []
-    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual]
+    """The recipient receives the commit of step 5 after the sender."""
+    recipient = ResidualTransfer()
+    recipient.receive_block(assignment_of(C), B, piece(), 4, True)
+    recipient.mark_complete(assignment_of(C), B)
+    assert recipient.step_committed(5) == []
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual]
 
 
 @pytest.mark.parametrize(
@@ -136,38 +149,40 @@ def test_the_commit_of_the_senders_last_step_changes_nothing() -> None:
 def test_the_residual_is_dropped_when_the_group_continues_from_another_state(
     applied: int, history: bytes, synced: bool
 ) -> None:
-    heir = heir_with_all()
-    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), applied, history, synced)) == [DropResidual]
+    recipient = recipient_of_all()
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), applied, history, synced)) == [
+        DropResidual
+    ]
 
 
 def test_an_incomplete_residual_is_dropped() -> None:
-    heir = ResidualTransfer()
-    heir.receive_block(seat(C), B, piece(0, 2), 5, True)
-    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [DropResidual]
-    late = heir.receive_block(seat(C, 3, (A, C, D)), B, piece(1, 2), 5, True)
-    assert late == [], "of a generation that is over"
-    assert heir.mark_complete(seat(C, 3, (A, C, D)), B) == [DropResidual(B)]
+    recipient = ResidualTransfer()
+    recipient.receive_block(assignment_of(C), B, piece(0, 2), 5, True)
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 5, H5, True)) == [DropResidual]
+    late = recipient.receive_block(assignment_of(C, 3, (A, C, D)), B, piece(1, 2), 5, True)
+    assert late == [], "of an earlier generation"
+    assert recipient.mark_complete(assignment_of(C, 3, (A, C, D)), B) == [DropResidual(B)]
 
 
 def test_a_leaving_member_and_one_at_another_step_decline() -> None:
-    heir = ResidualTransfer()
-    heir.begin((), seat(C), set(), 5, H5)
-    (answer,) = heir.receive_block(seat(C), B, piece(), 5, True)
+    recipient = ResidualTransfer()
+    recipient.begin((), assignment_of(C), set(), 5, H5)
+    (answer,) = recipient.receive_block(assignment_of(C), B, piece(), 5, True)
     assert answer == Send(B, m.ResidualReply(1, 2, False, "it is leaving as well"))
     for applied, synced in ((3, True), (6, True), (5, False)):
-        (answer,) = ResidualTransfer().receive_block(seat(C), B, piece(), applied, synced)
+        (answer,) = ResidualTransfer().receive_block(assignment_of(C), B, piece(), applied, synced)
         assert isinstance(answer, Send) and answer.message.is_accepted is False
-    assert ResidualTransfer().receive_block(seat(C), B, piece(0, 2), 3, True) == [], (
+    assert ResidualTransfer().receive_block(assignment_of(C), B, piece(0, 2), 3, True) == [], (
         "one answer, to the last piece"
     )
 
 
 def test_only_a_neighbour_may_send_its_residual_and_only_once() -> None:
     with pytest.raises(RemoteProtocolError, match="rank 0 sent its residual to rank 2 of 4"):
-        ResidualTransfer().receive_block(seat(C), A, piece(), 5, True)
-    heir = heir_with_all()
+        ResidualTransfer().receive_block(assignment_of(C), A, piece(), 5, True)
+    recipient = recipient_of_all()
     with pytest.raises(RemoteProtocolError, match="of generation 2 twice"):
-        heir.receive_block(seat(C), B, piece(), 5, True)
-    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual], (
+        recipient.receive_block(assignment_of(C), B, piece(), 5, True)
+    assert kinds(recipient.begin_generation(assignment_of(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual], (
         "the first one still counts"
     )

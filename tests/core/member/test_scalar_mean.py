@@ -14,11 +14,11 @@ from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, WEIGHTS_INDEX, Sc
 from gridtrain.errors import RemoteProtocolError
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
-ROSTER = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
+MEMBERS = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
 
 
 def means(me: m.PeerId) -> ScalarMeans:
-    return ScalarMeans(RankAssignment(me, 1, 5, ROSTER))
+    return ScalarMeans(RankAssignment(me, 1, 5, MEMBERS))
 
 
 def ask(value: float, *, step: int = 7, generation: int = 5) -> m.MeanRequest:
@@ -26,10 +26,10 @@ def ask(value: float, *, step: int = 7, generation: int = 5) -> m.MeanRequest:
 
 
 def test_the_root_replies_to_all_once_all_have_asked() -> None:
-    root, tell = means(A), m.MeanReply(1, 5, 7, 0, 2.0)
+    root, reply = means(A), m.MeanReply(1, 5, 7, 0, 2.0)
     assert root.receive(B, ask(3.0)) == []
     assert root.request((7, 0), 1.0) == []
-    assert root.receive(C, ask(2.0)) == [DeliverMean(7, 0, 2.0), Send(B, tell), Send(C, tell)]
+    assert root.receive(C, ask(2.0)) == [DeliverMean(7, 0, 2.0), Send(B, reply), Send(C, reply)]
 
 
 def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
@@ -38,21 +38,21 @@ def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
     assert member.receive(A, m.MeanReply(1, 5, 6, 0, 9.0)) == []  # of an earlier step
     assert member.receive(A, m.MeanReply(1, 4, 7, 0, 9.0)) == []  # of an earlier generation
     assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == [DeliverMean(7, 0, 2.0)]
-    assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == []  # told twice
+    assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == []  # a repeated reply
 
 
 def test_a_request_lost_with_the_connection_to_the_root_is_repeated() -> None:
     """If the request was lost, the root has nothing; if the reply was lost, it repeats the result."""
-    member, root, tell = means(B), means(A), m.MeanReply(1, 5, 7, 0, 2.0)
-    assert member.peer_connected(A) == [], "nothing is waited for"
+    member, root, reply = means(B), means(A), m.MeanReply(1, 5, 7, 0, 2.0)
+    assert member.peer_connected(A) == [], "no reply is awaited"
     member.request((7, 0), 3.0)
     assert member.peer_connected(C) == []
     assert member.peer_connected(A) == [Send(A, ask(3.0))]
     for peer, value in ((B, 3.0), (C, 2.0)):
         root.receive(peer, ask(value))
     root.request((7, 0), 1.0)
-    assert Send(B, tell) in root.receive(B, ask(3.0))
-    member.receive(A, tell)
+    assert Send(B, reply) in root.receive(B, ask(3.0))
+    member.receive(A, reply)
     assert member.peer_connected(A) == []
 
 
@@ -71,27 +71,29 @@ def test_the_open_averages_at_the_root_are_bounded() -> None:
     assert root.receive(B, ask(1.0, generation=4)) == []
 
 
-def test_a_flood_of_one_member_crowds_out_no_other() -> None:
+def test_many_requests_of_one_member_displace_no_other() -> None:
     root = means(A)
     root.receive(C, ask(2.0))
     for step in range(2**62, 2**62 + 10 * MAX_OPEN_MEANS):
         root.receive(B, ask(1.0, step=step))
-    tell = m.MeanReply(1, 5, 7, 0, 1.5)
-    assert root.request((7, 0), 1.0) == [DeliverMean(7, 0, 1.5), Send(C, tell)], "B has passed it"
-    assert root.receive(B, ask(3.0)) == [Send(B, tell)]
+    reply = m.MeanReply(1, 5, 7, 0, 1.5)
+    assert root.request((7, 0), 1.0) == [DeliverMean(7, 0, 1.5), Send(C, reply)], "B has made later calls"
+    assert root.receive(B, ask(3.0)) == [Send(B, reply)]
     assert len(root._values) <= MAX_OPEN_MEANS + 1
 
 
-def test_a_member_that_has_made_a_later_call_is_not_waited_for() -> None:
+def test_a_member_that_has_made_a_later_call_is_not_awaited() -> None:
     root = means(A)
     root.request((7, 3), 1.0)
     root.receive(C, m.MeanRequest(1, 5, 7, 3, 2.0))
     earlier = m.MeanReply(1, 5, 7, 2, 9.0)
-    assert root.receive(B, m.MeanRequest(1, 5, 7, 2, 9.0)) == [Send(B, earlier)], "A and C have passed it"
+    assert root.receive(B, m.MeanRequest(1, 5, 7, 2, 9.0)) == [Send(B, earlier)], (
+        "A and C have made later calls"
+    )
     weights = m.MeanRequest(1, 5, 7, WEIGHTS_INDEX, 9.0)
     assert root.receive(B, weights) == [], "weights are announced before other calls of a step"
-    tell = m.MeanReply(1, 5, 7, 3, 1.5)
-    assert root.receive(B, ask(9.0, step=8)) == [DeliverMean(7, 3, 1.5), Send(C, tell)]
+    reply = m.MeanReply(1, 5, 7, 3, 1.5)
+    assert root.receive(B, ask(9.0, step=8)) == [DeliverMean(7, 3, 1.5), Send(C, reply)]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_member_that_has_made_a_later_call_is_not_waited_for() -> None:
         (B, C, m.MeanReply(1, 5, 7, 0, 9.0), "rank 2 sent MeanReply to rank 1"),
         (A, B, m.MeanReply(1, 5, 7, 0, 9.0), "rank 1 sent MeanReply to rank 0"),
     ],
-    ids=["asked of a member", "told by a member", "told to the root"],
+    ids=["request to a member", "reply by a member", "reply to the root"],
 )
 def test_only_the_root_computes_averages(me: m.PeerId, peer: m.PeerId, message: Any, words: str) -> None:
     mine = means(me)
@@ -129,10 +131,10 @@ def test_an_average_does_not_wait_for_absent_ranks() -> None:
     assert root.request((7, 0), 1.0) == [] and root.awaited_ranks == {1, 2}
     assert root.receive(B, ask(3.0)) == [DeliverMean(7, 0, 2.0), Send(B, m.MeanReply(1, 5, 7, 0, 2.0))]
     assert root.awaited_ranks == frozenset()
-    assert root.receive(C, ask(9.0)) == [Send(C, m.MeanReply(1, 5, 7, 0, 2.0))], "it gets the known result"
+    assert root.receive(C, ask(9.0)) == [Send(C, m.MeanReply(1, 5, 7, 0, 2.0))], "the result is sent again"
 
 
-def test_the_root_completes_averages_that_nobody_else_calls() -> None:
+def test_the_root_completes_averages_that_no_other_member_requests() -> None:
     root = means(A)
     assert root.receive(C, ask(4.0)) == [] and root.awaited_ranks == {0, 1}
     assert root.complete() == [Send(C, m.MeanReply(1, 5, 7, 0, 4.0))]

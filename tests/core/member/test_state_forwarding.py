@@ -1,6 +1,6 @@
-"""Several joining members, one state: blocks from the member before, the digest from the source.
+"""Several joining members, one state: blocks from the preceding member, the digest from the source.
 
-rank   0  donor    1  c    2  a (this worker)    3  d
+rank   0  source    1  c    2  a (this worker)    3  d
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gridtrain.core.member.state_forwarding import BLOCK_TIMEOUT_S, MAX_FIRST_BL
 
 ME = b"0" * 32
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
-NAMES = {A: "a", B: "donor", C: "c", D: "d"}
+NAMES = {A: "a", B: "source", C: "c", D: "d"}
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
@@ -25,7 +25,7 @@ class Newcomer:
     """A member core in a forming generation of four, and its effects on the state transfer."""
 
     def __init__(
-        self, setup: m.Setup = SETUP, joining: str = "cad", applied: int = 4, donor: int = -1
+        self, setup: m.Setup = SETUP, joining: str = "cad", applied: int = 4, source: int = -1
     ) -> None:
         self.core = MemberCore(A, ME, m.Join("r", "a", "tcp://a:1"), Deadlines())
         self.now_s = 0.0
@@ -35,7 +35,7 @@ class Newcomer:
             io.TrainerJoined(setup, lambda rank, size: frozenset({(rank + 1) % size, (rank - 1) % size}))
         )
         members = tuple(
-            m.Member(p, NAMES[p], f"{NAMES[p]}:1" if p != A else "", 4, joins, donor if joins else -1)
+            m.Member(p, NAMES[p], f"{NAMES[p]}:1" if p != A else "", 4, joins, source if joins else -1)
             for p, joins in ((p, NAMES[p] in joining) for p in (B, C, A, D))
         )
         self.hear(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)))
@@ -44,16 +44,16 @@ class Newcomer:
         self.dialled = self.hear(io.MessageReceived(ME, view))
 
     def hear(self, event: io.MemberEvent) -> list[str]:
-        return self.told(self.core.handle(event, self.now_s))
+        return self.describe(self.core.handle(event, self.now_s))
 
     def say(self, peer: m.PeerId, message: m.Message) -> list[str]:
         return self.hear(io.MessageReceived(peer, message))
 
     def tick(self, now_s: float) -> list[str]:
         self.now_s = now_s
-        return self.told(self.core.tick(now_s))
+        return self.describe(self.core.tick(now_s))
 
-    def told(self, effects: list[io.MemberEffect]) -> list[str]:
+    def describe(self, effects: list[io.MemberEffect]) -> list[str]:
         words = []
         for effect in effects:
             match effect:
@@ -62,13 +62,13 @@ class Newcomer:
                 case io.Dial(peer):
                     words.append(f"dial {NAMES[peer]}")
                 case io.StoreStateBlock(peer):
-                    words.append(f"take a block of {NAMES[peer]}'s")
+                    words.append(f"store a block of {NAMES[peer]}'s")
                 case io.ExpectStateDigest(_, digest):
                     words.append(f"expect {digest.decode()}")
                 case io.ForwardState(peer, _, _, have):
-                    words.append(f"pass on to {NAMES[peer]} from {have}")
+                    words.append(f"forward to {NAMES[peer]} from {have}")
                 case io.SendState(peer):
-                    words.append(f"give {NAMES[peer]} ours")
+                    words.append(f"send our state to {NAMES[peer]}")
         return words
 
 
@@ -78,46 +78,46 @@ def block(index: int = 0) -> m.StateBlock:
 
 def test_blocks_come_from_upstream_and_the_digest_from_the_source() -> None:
     a = Newcomer()
-    assert sorted(a.dialled) == ["dial c", "dial d", "dial donor"]
-    assert a.hear(io.PeerConnected(B)) == ["ask donor for the digest"]
+    assert sorted(a.dialled) == ["dial c", "dial d", "dial source"]
+    assert a.hear(io.PeerConnected(B)) == ["ask source for the digest"]
     assert a.hear(io.PeerConnected(C)) == ["ask c for blocks"]
     assert a.say(B, m.StateDigest(1, 1, b"77")) == ["expect 77"]
-    assert a.say(C, m.StateDigest(1, 1, b"66")) == [], "that is the donor's to say"
-    assert a.say(C, block()) == ["take a block of c's"]
+    assert a.say(C, m.StateDigest(1, 1, b"66")) == [], "only the source may send it"
+    assert a.say(C, block()) == ["store a block of c's"]
     a.hear(io.PeerConnected(D))
-    assert a.say(D, m.StateRequest(1, 1, blocks_received=3)) == ["pass on to d from 3"]
-    assert a.say(D, block()) == [], "nobody has asked d"
+    assert a.say(D, m.StateRequest(1, 1, blocks_received=3)) == ["forward to d from 3"]
+    assert a.say(D, block()) == [], "d was not asked"
 
 
 def test_the_first_joining_member_gets_all_from_the_source() -> None:
     a = Newcomer(joining="ad")
-    assert a.hear(io.PeerConnected(B)) == ["ask donor for blocks"]
+    assert a.hear(io.PeerConnected(B)) == ["ask source for blocks"]
     assert a.hear(io.PeerConnected(C)) == []
-    assert a.say(B, block()) == ["take a block of donor's"]
+    assert a.say(B, block()) == ["store a block of source's"]
 
 
 def test_the_source_is_the_one_that_the_member_list_names() -> None:
-    """The lowest rank only claims to hold the state."""
-    a = Newcomer(joining="a", applied=-1, donor=3)
+    """The lowest rank only reports that it holds the state."""
+    a = Newcomer(joining="a", applied=-1, source=3)
     assert a.hear(io.PeerConnected(B)) == []
     assert a.hear(io.PeerConnected(D)) == ["ask d for blocks"]
     assert a.say(B, block()) == []
-    assert a.say(D, block()) == ["take a block of d's"]
+    assert a.say(D, block()) == ["store a block of d's"]
 
 
-def test_a_silent_upstream_member_is_replaced_by_the_source() -> None:
+def test_an_upstream_member_that_sends_nothing_is_replaced_by_the_source() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
-    assert a.tick(50.0) == [], "the donor may take long for its copy"
+    assert a.tick(50.0) == [], "the source may need long for its copy"
     a.now_s = 60.0
     a.say(B, m.StateDigest(1, 1, b"77"))
     a.now_s = 65.0
     a.say(C, block())
     assert a.tick(64.9 + BLOCK_TIMEOUT_S) == [], "counted from the latest block"
-    assert a.tick(65.0 + BLOCK_TIMEOUT_S) == ["ask donor for blocks"]
+    assert a.tick(65.0 + BLOCK_TIMEOUT_S) == ["ask source for blocks"]
     assert a.tick(99.0 + BLOCK_TIMEOUT_S) == [], "once"
-    assert a.say(C, block(1)) == [], "nor is c heard any more"
-    assert a.say(B, block(1)) == ["take a block of donor's"]
+    assert a.say(C, block(1)) == [], "blocks of c are no longer accepted"
+    assert a.say(B, block(1)) == ["store a block of source's"]
 
 
 def test_repeated_blocks_are_no_progress() -> None:
@@ -125,15 +125,15 @@ def test_repeated_blocks_are_no_progress() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
     a.say(B, m.StateDigest(1, 1, b"77"))
-    asked: list[str] = []
+    requests: list[str] = []
     for second in range(1, 2 * round(BLOCK_TIMEOUT_S)):
-        asked += a.tick(float(second))
+        requests += a.tick(float(second))
         a.say(C, block(second // 100))
         a.say(C, block(7))
-    assert asked == ["ask donor for blocks"]
+    assert requests == ["ask source for blocks"]
 
 
-def test_blocks_that_a_broken_connection_lost_are_taken_after_later_ones() -> None:
+def test_blocks_lost_with_a_connection_are_accepted_after_later_ones() -> None:
     """c had sent blocks 1 to 4, and sends block 5 over the new connection before it reads the new request."""
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
@@ -141,7 +141,7 @@ def test_blocks_that_a_broken_connection_lost_are_taken_after_later_ones() -> No
     a.hear(io.PeerDisconnected(C, "reset"))
     assert a.hear(io.PeerConnected(C)) == ["ask c for blocks"]
     a.say(C, block(5))
-    assert a.say(C, block(1)) == ["take a block of c's"]
+    assert a.say(C, block(1)) == ["store a block of c's"]
 
 
 def test_a_slow_but_steady_upstream_member_is_not_bypassed() -> None:
@@ -149,18 +149,18 @@ def test_a_slow_but_steady_upstream_member_is_not_bypassed() -> None:
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
     for index in range(5):
         assert a.tick(9.0 * index) == []
-        assert a.say(C, block(index)) == ["take a block of c's"]
+        assert a.say(C, block(index)) == ["store a block of c's"]
 
 
 def test_the_timeout_of_the_first_block_grows_with_the_position_in_the_chain() -> None:
     """At 10 Mbit/s the 15th of 15 has it after 12 s; a fixed timeout would send the last to the source."""
     peers = [bytes([number]) * 32 for number in range(16)]
-    roster = tuple(m.Member(peer, "", "", 1, joining=peer != peers[0]) for peer in peers)
+    members = tuple(m.Member(peer, "", "", 1, joining=peer != peers[0]) for peer in peers)
     last = {
-        at: StateForwarding(RankAssignment(peers[at], 1, 1, roster), chained=True) for at in (1, 2, 4, 15)
+        at: StateForwarding(RankAssignment(peers[at], 1, 1, members), chained=True) for at in (1, 2, 4, 15)
     }
-    for passing in last.values():
-        passing.record_progress(100.0)
+    for forwarding in last.values():
+        forwarding.record_progress(100.0)
     assert [x.deadline_s for x in last.values()] == [
         math.inf,
         100 + BLOCK_TIMEOUT_S,
@@ -172,41 +172,41 @@ def test_the_timeout_of_the_first_block_grows_with_the_position_in_the_chain() -
 
 
 def test_after_a_stall_of_its_own_a_member_does_not_bypass_upstream() -> None:
-    """What c has sent meanwhile is unread."""
+    """What c has sent meanwhile has not been read yet."""
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
     a.say(B, m.StateDigest(1, 1, b"77"))
     assert a.tick(30.0) == [] and a.core.deadline_s == 31.0
-    assert a.tick(31.0) == ["ask donor for blocks"]
+    assert a.tick(31.0) == ["ask source for blocks"]
 
 
 def test_an_upstream_member_that_violates_the_protocol_is_bypassed_at_once() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
-    assert a.hear(io.ProtocolViolation(C, "a block of another size")) == ["ask donor for blocks"]
+    assert a.hear(io.ProtocolViolation(C, "a block of another size")) == ["ask source for blocks"]
 
 
 def test_a_state_with_another_digest_is_requested_from_the_source() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
     assert a.hear(io.StateDigestMismatch(7)) == [], "of another generation"
-    assert a.hear(io.StateDigestMismatch(1)) == ["ask donor for blocks"]
+    assert a.hear(io.StateDigestMismatch(1)) == ["ask source for blocks"]
 
 
 def test_a_member_that_holds_the_state_waits_for_no_block() -> None:
     a = Newcomer(joining="cd")
-    assert a.core.deadline_s == 8.0, "only for its edges"
+    assert a.core.deadline_s == 8.0, "only for its connections"
     generation = a.core.current_generation
     assert generation is not None and generation.incoming_state.forwarding.downstream is None
 
 
-def test_after_catch_up_only_the_rest_of_the_state_is_requested() -> None:
-    """And from the source: the member before may lack everything else itself."""
+def test_after_catch_up_the_remaining_state_is_requested_from_the_source() -> None:
+    """It is requested from the source, as the preceding member may lack the state itself."""
     a = Newcomer(replace(SETUP, can_catch_up=True))
-    assert a.hear(io.PeerConnected(B)) == ["ask donor for blocks"]
+    assert a.hear(io.PeerConnected(B)) == ["ask source for blocks"]
     assert a.hear(io.PeerConnected(C)) == []
 
 
 def test_before_the_first_step_there_is_no_catch_up() -> None:
     a = Newcomer(replace(SETUP, can_catch_up=True), applied=-1)
-    assert a.hear(io.PeerConnected(B)) == ["ask donor for the digest"]
+    assert a.hear(io.PeerConnected(B)) == ["ask source for the digest"]

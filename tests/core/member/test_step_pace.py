@@ -1,4 +1,4 @@
-"""How long members wait for a step, from how long steps have taken."""
+"""The timeout of a step, from the durations of earlier steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_timeout_follows_the_decaying_mean_of_whole_steps() -> None:
     pace = StepPace(LIMITS)
     assert pace.timeout_s == LIMITS.first_step_s
     pace.step_committed(3.0)
-    assert pace.timeout_s == LIMITS.first_step_s, "nobody knows when it began"
+    assert pace.timeout_s == LIMITS.first_step_s, "its start is not known"
     pace.step_started(4.0)
     pace.step_committed(5.0)
     assert pace.timeout_s == pytest.approx(timeout_s(2.0)), "from commit to commit"
@@ -27,7 +27,7 @@ def test_a_timeout_follows_the_decaying_mean_of_whole_steps() -> None:
     assert pace.timeout_s == pytest.approx(timeout_s(2.8))
 
 
-def test_an_interrupted_step_does_not_count_and_the_first_part_of_a_step_does() -> None:
+def test_an_interrupted_step_does_not_count() -> None:
     pace = StepPace(LIMITS)
     pace.step_started(0.0)
     pace.step_interrupted()
@@ -37,7 +37,7 @@ def test_an_interrupted_step_does_not_count_and_the_first_part_of_a_step_does() 
     assert pace.timeout_s == pytest.approx(timeout_s(2.0))
 
 
-def test_progress_is_what_grows() -> None:
+def test_only_a_growing_number_is_progress() -> None:
     pace = StepPace(LIMITS)
     assert [pace.update_progress(number) for number in (0, 1, 1, 3, 2, 3)] == [
         False, True, False, True, False, True,

@@ -1,4 +1,4 @@
-"""When a step goes on without a stalled trainer: deadlines, reports, requests, and who decides."""
+"""Steps that continue without a stalled trainer: deadlines, reports, requests and decisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP_S = 0.2
 
 
 class Group:
-    """One member's `Stragglers`, in a run whose steps take `STEP_S`, of which everybody computes half."""
+    """The `Stragglers` of one member.  Steps take `STEP_S`, and computing takes half of that."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Group:
         self.step += 1
         self.subject.committed(flags, self.now_s)
 
-    def calm_steps(self, count: int) -> None:
+    def regular_steps(self, count: int) -> None:
         for _ in range(count):
             for rank in range(4):
                 if rank != self.rank and self.rank == 0:
@@ -69,21 +69,21 @@ class Group:
             assert self.subject.tick(self.now_s + STEP_S) == []
             self.commit()
 
-    def tell(self, rank: int, message: m.Waiting | m.ProceedWithout, at_s: float) -> list[MemberEffect]:
+    def receive(self, rank: int, message: m.Waiting | m.ProceedWithout, at_s: float) -> list[MemberEffect]:
         return self.subject.receive(rank, message, self.step, self.now_s + at_s)
 
     def waiting(self, rank: int, at_s: float, settings: bytes = SETTINGS) -> list[MemberEffect]:
-        return self.tell(rank, m.Waiting(self.round_id(), settings), at_s)
+        return self.receive(rank, m.Waiting(self.round_id(), settings), at_s)
 
     def request(self, at_s: float) -> list[MemberEffect]:
-        return self.tell(0, m.ProceedWithout(self.round_id(), SETTINGS), at_s)
+        return self.receive(0, m.ProceedWithout(self.round_id(), SETTINGS), at_s)
 
 
 def requests(effects: list[MemberEffect]) -> list[m.PeerId]:
     return [x.peer for x in effects if isinstance(x, Send) and isinstance(x.message, m.ProceedWithout)]
 
 
-def test_flags_of_a_round() -> None:
+def test_round_flags_name_absent_ranks() -> None:
     flags = SKIP | absent_flag(0) | absent_flag(3)
     assert is_skipped(flags) and absent_ranks(flags) == (0, 3)
     assert is_absent(flags, 3) and not is_absent(flags, 1)
@@ -101,12 +101,12 @@ def test_a_delay_is_unusual_beyond_six_deviations_above_the_median() -> None:
     assert usual.limit_s() == pytest.approx(0.01 + LEAST_MARGIN_S), "old delays are forgotten"
 
 
-def test_a_member_reports_that_it_waits_once_and_only_if_it_waits_longer_than_usual() -> None:
+def test_a_member_reports_once_that_it_waits_longer_than_usual() -> None:
     member = Group(rank=2)
     member.submit(0.1)
-    assert member.subject.deadline_s == math.inf, "nothing is usual yet"
+    assert member.subject.deadline_s == math.inf, "no usual delay is known yet"
     member.commit()
-    member.calm_steps(FEWEST_DELAYS)
+    member.regular_steps(FEWEST_DELAYS)
     member.submit(0.1)
     due_s = member.subject.deadline_s
     assert due_s == pytest.approx(member.now_s + 0.1 + STEP_S / 2 + LEAST_MARGIN_S)
@@ -118,9 +118,9 @@ def test_a_member_reports_that_it_waits_once_and_only_if_it_waits_longer_than_us
     assert member.subject.tick(member.subject.deadline_s) != [], "in the next attempt again"
 
 
-def test_the_root_requests_those_who_are_late_once_half_of_the_samples_wait() -> None:
+def test_the_root_requests_late_members_once_half_of_the_samples_wait() -> None:
     root = Group(rank=0)
-    root.calm_steps(FEWEST_DELAYS)
+    root.regular_steps(FEWEST_DELAYS)
     root.submit(0.1)
     assert requests(root.waiting(1, 0.12)) == [], "4 of 16 samples"
     assert requests(root.waiting(2, 0.12)) == [], "rank 3 is not late yet"
@@ -129,15 +129,15 @@ def test_the_root_requests_those_who_are_late_once_half_of_the_samples_wait() ->
     effects = root.subject.tick(due_s)
     assert effects == [Send(PEERS[3], m.ProceedWithout(root.round_id(), SETTINGS))]
     assert root.subject.tick(due_s + 1) == [], "requested once"
-    told = root.subject.committed(absent_flag(3), due_s + 1)
-    assert told == [LogEvent("proceed", {"step": root.step, "without": "d"})]
+    effects = root.subject.committed(absent_flag(3), due_s + 1)
+    assert effects == [LogEvent("proceed", {"step": root.step, "without": "d"})]
     assert root.subject.committed(absent_flag(3), due_s + 2) == [], "absent from the step before, too"
 
 
-def test_the_first_step_of_a_generation_waits_for_nobody_whose_delay_is_usual() -> None:
-    """The root is another member than before, to which nobody has reported delays."""
+def test_the_first_step_of_a_generation_uses_the_delays_known_from_earlier_ones() -> None:
+    """The root is another member than before, to which no delays were reported."""
     usual = UsualDelays()
-    Group(rank=2, delays=usual).calm_steps(FEWEST_DELAYS)
+    Group(rank=2, delays=usual).regular_steps(FEWEST_DELAYS)
     usual.compute[PEERS[3]] = usual.compute[PEERS[0]] = usual.compute[PEERS[2]]
     limit_s = STEP_S / 2 + LEAST_MARGIN_S
     member, late = Group(rank=2, delays=usual), Group(rank=3, delays=usual)
@@ -158,9 +158,9 @@ def test_the_first_step_of_a_generation_waits_for_nobody_whose_delay_is_usual() 
 
 
 def test_a_limit_grows_with_the_members_share() -> None:
-    """After a member has left, the others have more samples, and take longer."""
+    """After a member has left, the others have more samples and take longer."""
     root = Group(rank=0)
-    root.calm_steps(FEWEST_DELAYS)
+    root.regular_steps(FEWEST_DELAYS)
     after = Group(rank=0, shares=(4, 4, 8, 12), delays=root.delays)
     for rank, factor in enumerate((1, 1, 2, 3)):
         usual_s = factor * STEP_S / 2
@@ -171,12 +171,12 @@ def test_delays_of_departed_members_are_forgotten() -> None:
     delays = UsualDelays()
     for number in range(1000):
         delays.compute[number.to_bytes(32, "big")].record(1.0)
-    kept = delays.compute[PEERS[1]]
+    remaining = delays.compute[PEERS[1]]
     Group(rank=0, delays=delays)
-    assert set(delays.compute) == set(PEERS) and delays.compute[PEERS[1]] is kept
+    assert set(delays.compute) == set(PEERS) and delays.compute[PEERS[1]] is remaining
 
 
-def test_a_newcomer_follows_no_request() -> None:
+def test_a_newcomer_ignores_requests() -> None:
     newcomer = Group(rank=3)
     newcomer.request(0.1)
     newcomer.subject.tick(newcomer.now_s + 60.0)
@@ -186,7 +186,7 @@ def test_a_newcomer_follows_no_request() -> None:
 @pytest.mark.parametrize("group", [{"shares": (1, 1, 1, 9)}, {"counts": (0, 0, 0, 9)}])
 def test_without_a_quorum_the_group_waits(group: Mapping[str, tuple[int, ...]]) -> None:
     root = Group(rank=0, **group)
-    root.calm_steps(FEWEST_DELAYS)
+    root.regular_steps(FEWEST_DELAYS)
     root.submit(0.1)
     for rank in (1, 2):
         assert requests(root.waiting(rank, 5.0)) == []
@@ -195,15 +195,15 @@ def test_without_a_quorum_the_group_waits(group: Mapping[str, tuple[int, ...]]) 
 
 def test_few_samples_at_the_end_of_a_pass_are_a_quorum() -> None:
     root = Group(rank=0, counts=(1, 1, 1, 9))
-    root.calm_steps(FEWEST_DELAYS)
+    root.regular_steps(FEWEST_DELAYS)
     root.submit(0.1)
     assert requests([*root.waiting(1, 0.1), *root.waiting(2, 0.1)]) == []
     assert requests(root.subject.tick(root.now_s + 5)) == [PEERS[3]]
 
 
-def test_whoever_was_absent_is_requested_at_once() -> None:
+def test_a_member_that_was_absent_is_requested_at_once() -> None:
     root = Group(rank=0)
-    root.calm_steps(FEWEST_DELAYS)
+    root.regular_steps(FEWEST_DELAYS)
     root.submit(0.1)
     root.commit(absent_flag(3))
     root.submit(0.01)
@@ -216,12 +216,12 @@ def test_whoever_was_absent_is_requested_at_once() -> None:
     assert root.subject.deadline_s > root.now_s + 0.1, "all were present"
 
 
-def test_the_requested_member_decides() -> None:
+def test_the_requested_member_decides_about_its_absence() -> None:
     member = Group(rank=3)
-    assert not member.subject.accepts(is_absent=True), "nobody has requested it"
-    assert member.request(9.0) == [] and member.subject.absence is None, "nothing is usual yet"
+    assert not member.subject.accepts(is_absent=True), "the root has not requested it"
+    assert member.request(9.0) == [] and member.subject.absence is None, "no usual delay is known yet"
     member.commit()
-    member.calm_steps(FEWEST_DELAYS)
+    member.regular_steps(FEWEST_DELAYS)
     assert member.request(0.1) == [] and member.subject.absence is None, "it is not late"
     assert member.request(0.5) == [] and member.subject.absence == (member.step, SETTINGS)
     assert member.subject.accepts(is_absent=True)
@@ -237,17 +237,17 @@ def test_the_requested_member_decides() -> None:
     assert member.subject.absence is None, "for all attempts at the step"
 
 
-def test_a_submission_that_was_on_its_way_counts() -> None:
+def test_a_submission_in_flight_counts() -> None:
     member = Group(rank=3)
-    member.calm_steps(FEWEST_DELAYS)
+    member.regular_steps(FEWEST_DELAYS)
     member.request(0.5)
     member.submit(0.5)  # the trainer had submitted before the I/O loop contributed nothing
     assert member.subject.absence is None and not member.subject.accepts(is_absent=True)
 
 
-def test_a_worker_that_becomes_slower_is_waited_for_after_some_batches() -> None:
+def test_a_worker_that_becomes_slower_is_awaited_after_some_batches() -> None:
     member = Group(rank=3)
-    member.calm_steps(FEWEST_DELAYS)
+    member.regular_steps(FEWEST_DELAYS)
     for _ in range(40):
         member.request(0.5)
         if member.subject.absence is None:
@@ -259,12 +259,12 @@ def test_a_worker_that_becomes_slower_is_waited_for_after_some_batches() -> None
         member.subject.submitted(member.round_id(), SETTINGS, member.now_s + 0.1)
         member.commit()
     else:
-        pytest.fail("it is left out for ever")
+        pytest.fail("it stays absent")
 
 
-def test_an_absence_has_an_end() -> None:
+def test_an_absence_is_limited() -> None:
     member = Group(rank=3)
-    member.calm_steps(FEWEST_DELAYS)
+    member.regular_steps(FEWEST_DELAYS)
     member.request(0.5)
     member.commit(absent_flag(3))
     member.now_s += MAX_ABSENT_S
@@ -276,7 +276,7 @@ def test_an_absence_has_an_end() -> None:
 def test_reports_and_requests_are_repeated() -> None:
     root, member = Group(rank=0), Group(rank=2)
     for each in (root, member):
-        each.calm_steps(FEWEST_DELAYS)
+        each.regular_steps(FEWEST_DELAYS)
         each.submit(0.1)
     for rank in (1, 2):
         root.waiting(rank, 1.0)
@@ -287,9 +287,9 @@ def test_reports_and_requests_are_repeated() -> None:
     assert member.subject.tick(member.now_s + 3) != []
 
 
-def test_a_member_that_cannot_be_absent_says_so_once() -> None:
+def test_a_member_that_takes_part_ignores_further_requests() -> None:
     member = Group(rank=3)
-    member.calm_steps(FEWEST_DELAYS)
+    member.regular_steps(FEWEST_DELAYS)
     member.request(0.5)
     member.subject.take_part()
     member.request(0.6)
@@ -298,7 +298,7 @@ def test_a_member_that_cannot_be_absent_says_so_once() -> None:
 
 def test_a_trainer_that_has_returned_gets_its_usual_time() -> None:
     member = Group(rank=3)
-    member.calm_steps(FEWEST_DELAYS)
+    member.regular_steps(FEWEST_DELAYS)
     member.request(0.5)
     member.commit(absent_flag(3))
     member.subject.trainer_returned(member.now_s + 0.01)
@@ -310,10 +310,10 @@ def test_a_trainer_that_has_returned_gets_its_usual_time() -> None:
     assert member.subject.absence == (member.step, SETTINGS), "it has stalled again"
 
 
-def test_the_root_itself_may_be_absent_unless_those_who_wait_disagree() -> None:
+def test_the_root_may_be_absent_unless_waiting_members_disagree() -> None:
     for settings in (SETTINGS, b"other"):
         root = Group(rank=0)
-        root.calm_steps(FEWEST_DELAYS)
+        root.regular_steps(FEWEST_DELAYS)
         root.waiting(1, 0.01, settings)
         for rank in (2, 3):
             root.waiting(rank, 0.01)  # before the root is late
@@ -321,7 +321,7 @@ def test_the_root_itself_may_be_absent_unless_those_who_wait_disagree() -> None:
         assert root.subject.absence == ((root.step, SETTINGS) if settings == SETTINGS else None)
 
 
-def test_nothing_happens_where_it_is_not_allowed() -> None:
+def test_no_member_is_absent_where_it_is_disabled() -> None:
     member = Group(rank=3, is_enabled=False)
     member.request(0.5)
     assert member.subject.absence is None and member.subject.deadline_s == math.inf
@@ -354,7 +354,7 @@ def test_a_violation_is_refused(rank: int, sender: int, message: m.Waiting | m.P
 
 def test_no_deadline_passes_while_this_loop_was_stalled() -> None:
     root = Group(rank=0)
-    root.calm_steps(FEWEST_DELAYS)
+    root.regular_steps(FEWEST_DELAYS)
     root.submit(0.1)
     root.subject.extend_timeouts(root.now_s + 5.0)
     for rank in (1, 2):

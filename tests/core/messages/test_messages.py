@@ -13,18 +13,18 @@ from gridtrain.core.messages import declaration
 from gridtrain.core.messages.transfer import MAX_RESIDUAL_BLOCKS, MAX_STATE_BLOCKS
 from gridtrain.core.messages.types import MAX_BLOCK_BYTES
 
-HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(), m.Span(0, 2))
+CHECKPOINT = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(), m.Span(0, 2))
 FULL, TOO_LARGE = bytes(MAX_BLOCK_BYTES), bytes(MAX_BLOCK_BYTES + 1)
 
 
 @pytest.mark.parametrize("kind", ["state", "checkpoint", "residual"])
-def test_a_block_is_one_of_its_total_and_has_at_most_a_mebibyte(kind: str) -> None:
+def test_the_index_and_the_size_of_a_block_are_bounded(kind: str) -> None:
     def problem(index: int, total: int, payload: bytes) -> str | None:
         if kind == "state":
             return m.StateBlock(1, 1, index, total, payload).find_problem()
         if kind == "residual":
             return m.ResidualBlock(1, 1, 4, b"h" * 32, index, total, payload).find_problem()
-        return m.CheckpointBlock(1, 1, HELD, index, total, payload).find_problem()
+        return m.CheckpointBlock(1, 1, CHECKPOINT, index, total, payload).find_problem()
 
     most = MAX_RESIDUAL_BLOCKS if kind == "residual" else MAX_STATE_BLOCKS
     assert problem(0, 1, FULL) is problem(most - 1, most, b"") is None
@@ -44,14 +44,14 @@ def test_seconds_are_from_zero_to_a_million() -> None:
             seconds.pack(value)
 
 
-def test_a_reason_to_be_sent_is_text() -> None:
+def test_the_text_of_a_reason_is_cleaned() -> None:
     reason = declaration.ReasonField("reason", 20, "a sentence")
     assert reason.pack("two\nlines\x00") == "two\nlines "
     with pytest.raises(declaration.FieldError, match="a sentence"):
         reason.pack(5)
 
 
-def test_what_is_not_said_is_zero_or_no() -> None:
+def test_omitted_fields_are_zero_or_false() -> None:
     slot = m.PayloadSlot(m.CollectivePhase.FOLD)
     assert (slot.hop, slot.segment, slot.slice) == (0, 0, 0)
     assert not m.Join("r", "anna", "").is_rejoin
@@ -59,7 +59,7 @@ def test_what_is_not_said_is_zero_or_no() -> None:
 
 
 def number(text: str) -> int:
-    """Of "2^63-1", for example."""
+    """The number of a text such as "2^63-1"."""
     power, *less = text.lstrip("-").split("-")
     base, *exponent = map(int, power.split("^"))
     value = int(base ** exponent[0] if exponent else base) - sum(map(int, less))
@@ -74,7 +74,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_refusal_names_the_bounds_that_hold(name: str) -> None:
+def test_a_refusal_names_the_real_bounds(name: str) -> None:
     field = NUMBERS[name]
     match = re.search(r"(?:integer|float) (\S+) \.\. ([0-9^-]+)", field.bounds)
     assert match
@@ -97,7 +97,7 @@ def test_a_refusal_names_the_bounds_that_hold(name: str) -> None:
         ("Text", 0, 512),
     ],
 )
-def test_how_long_texts_and_keys_may_be(name: str, least: int, most: int) -> None:
+def test_lengths_of_texts_and_keys_are_bounded(name: str, least: int, most: int) -> None:
     (field,) = getattr(declaration, name).__metadata__
     letter = b"x" if isinstance(field, declaration.BytesField) else "x"
     for length in (least, most):
@@ -119,12 +119,12 @@ def test_a_text_has_no_control_characters_and_its_bytes_are_counted() -> None:
         field.pack("\ud800")
 
 
-def test_a_reason_is_shortened_by_its_sender_and_refused_from_another() -> None:
+def test_a_long_reason_is_shortened_when_sent_and_refused_when_received() -> None:
     (field,) = declaration.Reason.__metadata__
     assert field.pack("x" * 512) == field.unpack("x" * 512) == "x" * 512
     assert field.pack("x" * 513) == "x" * 509 + "..."
     assert field.pack("é" * 300) == "é" * 254 + "..."
-    assert field.pack("words " * 100) == ("words " * 84).strip() + "...", "no word is cut"
+    assert field.pack("words " * 100) == ("words " * 84).strip() + "...", "no word is truncated"
     with pytest.raises(declaration.FieldError, match=r"^ is 513 bytes"):
         field.unpack("x" * 513)
 

@@ -1,4 +1,4 @@
-"""Shares that follow measured speed: what is dealt, and when it is worth dealing anew."""
+"""Shares by measured speed: their sizes, and when a new division is worth it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ NO_LIMIT = [0] * 12
     ("total", "speeds", "most", "shares"),
     [
         (60, (40, 10, 10), (0, 0, 0), [40, 10, 10]),
-        (8, (1, 1, 1), (0, 0, 0), [3, 3, 2]),  # even: the lower ranks take what is left
-        (10, (1000, 1, 1), (0, 0, 0), [8, 1, 1]),  # nobody gets 0 while there are enough
-        (2, (1, 5, 1), (0, 0, 0), [0, 2, 0]),  # there are not
-        (60, (40, 10, 10), (24, 0, 0), [24, 18, 18]),  # more does not fit its memory
-        (60, (1, 1), (10, 20), [20, 40]),  # nobody has room: in proportion
+        (8, (1, 1, 1), (0, 0, 0), [3, 3, 2]),  # the lower ranks get the remainder
+        (10, (1000, 1, 1), (0, 0, 0), [8, 1, 1]),  # no share is 0 while there are enough samples
+        (2, (1, 5, 1), (0, 0, 0), [0, 2, 0]),  # there are not enough
+        (60, (40, 10, 10), (24, 0, 0), [24, 18, 18]),  # limited by its memory
+        (60, (1, 1), (10, 20), [20, 40]),  # no room: in proportion to the limits
         (5, (3, 2), (0, 0), [3, 2]),
     ],
 )
-def test_deal(total: int, speeds: tuple[float, ...], most: tuple[int, ...], shares: list[int]) -> None:
+def test_samples_are_divided_by_speed(
+    total: int, speeds: tuple[float, ...], most: tuple[int, ...], shares: list[int]
+) -> None:
     assert divide_samples(total, speeds, most) == shares
 
 
@@ -69,47 +71,50 @@ def test_no_single_move_makes_the_slowest_faster(speeds: list[float], total: int
 
 @given(SPEEDS, st.integers(12, 5000))
 @settings(max_examples=200, deadline=None)
-def test_shares_are_within_one_sample_of_proportional_where_nobody_is_at_the_least(
+def test_shares_of_more_than_one_sample_are_proportional_within_one_sample(
     speeds: list[float], total: int
 ) -> None:
     wanted = [total * speed / sum(speeds) for speed in speeds]
     if min(wanted) >= 1:
         counts = divide_samples(total, speeds, NO_LIMIT[: len(speeds)])
-        # Never below; what rounding down leaves, less than one a worker, goes where it is done first.
+        # Not below; the remainder of rounding down goes to the workers that finish it first.
         assert all(count > want - 1 for count, want in zip(counts, wanted, strict=True))
 
 
 class Workers:
-    """They compute what they are dealt, at a speed of their own, and tell it."""
+    """Workers that compute their shares at their own speeds and report it."""
 
     def __init__(self, speeds: dict[bytes, float], noise: float = 0.0, fixed_s: float = 0.0) -> None:
         self.sharing, self.speeds, self.random = WorkerSpeeds(), speeds, Random(1)
         self.noise, self.fixed_s = noise, fixed_s
-        self.told = {peer: (0.0, 0.0) for peer in speeds}
+        self.reported = {peer: (0.0, 0.0) for peer in speeds}
 
     def compute(self, shares: list[int], steps: int = 1) -> None:
         for _ in range(steps):
             for peer, share in zip(self.speeds, shares, strict=True):
                 factor = self.random.uniform(1 - self.noise, 1 + self.noise)
-                samples, seconds_s = self.told[peer]
+                samples, seconds_s = self.reported[peer]
                 took_s = self.fixed_s + share / (self.speeds[peer] * factor)
-                self.told[peer] = samples + share, seconds_s + took_s
-                figures = {SAMPLES_FIGURE: self.told[peer][0], SECONDS_FIGURE: self.told[peer][1]}
+                self.reported[peer] = samples + share, seconds_s + took_s
+                figures = {SAMPLES_FIGURE: self.reported[peer][0], SECONDS_FIGURE: self.reported[peer][1]}
                 self.sharing.observe(peer, figures)
 
     def settle(self, total: int, rounds: int) -> tuple[list[int], int]:
-        """Shares after so many looks at them, and how often they were dealt anew."""
+        """The shares after so many evaluations, and the number of divisions."""
         peers, most = list(self.speeds), [0] * len(self.speeds)
-        shares, deals = divide_samples(total, [1.0] * len(peers), most), 0
+        shares, divisions = divide_samples(total, [1.0] * len(peers), most), 0
         for _ in range(rounds):
             self.compute(shares, steps=5)
             if self.sharing.rebalance_reason(peers, shares, most):
                 names = [peer[:1].decode() for peer in peers]
-                shares, deals = list(self.sharing.plan_shares(peers, names, total, most).counts), deals + 1
-        return shares, deals
+                shares, divisions = (
+                    list(self.sharing.plan_shares(peers, names, total, most).counts),
+                    divisions + 1,
+                )
+        return shares, divisions
 
 
-def test_one_deal_is_enough_and_the_reason_is_told() -> None:
+def test_one_division_is_enough_and_has_a_reason() -> None:
     workers = Workers({A: 40.0, B: 10.0, C: 10.0})
     assert workers.settle(60, rounds=10) == ([40, 10, 10], 1)
     plan = workers.sharing.plan_shares([A, B, C], ["ann", "bob", "cy"], 60, [0, 0, 0])
@@ -120,26 +125,26 @@ def test_one_deal_is_enough_and_the_reason_is_told() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_does_not_deal_anew_again_and_again(seed: int) -> None:
-    """Every step is off by up to a fifth; what is smoothed is not off by as much as would be noticeable."""
+def test_noise_does_not_lead_to_repeated_divisions(seed: int) -> None:
+    """Each step varies by up to a fifth; smoothed speeds vary less than the least gain."""
     workers = Workers({A: 40.0, B: 10.0, C: 10.0}, noise=0.2)
     workers.random.seed(seed)
-    shares, deals = workers.settle(600, rounds=100)
-    assert 1 <= deals <= 2
+    shares, divisions = workers.settle(600, rounds=100)
+    assert 1 <= divisions <= 2
     wanted = [400, 100, 100]
     assert all(abs(share - want) <= 0.15 * want for share, want in zip(shares, wanted, strict=True))
 
 
-def test_a_fixed_part_of_each_step_is_taken_into_account_bit_by_bit() -> None:
-    """0.5 s of every step are for nothing, so that proportional shares would be wrong: all end together."""
+def test_a_fixed_part_of_each_step_is_taken_into_account() -> None:
+    """0.5 s of every step do not depend on the share; all members should still finish together."""
     workers = Workers({A: 100.0, B: 10.0}, fixed_s=0.5)
-    shares, deals = workers.settle(110, rounds=60)
+    shares, divisions = workers.settle(110, rounds=60)
     times_s = [0.5 + share / speed for share, speed in zip(shares, (100.0, 10.0), strict=True)]
     assert max(times_s) / min(times_s) < MIN_SPEEDUP**2
-    assert 1 <= deals <= 6
+    assert 1 <= divisions <= 6
 
 
-def test_who_is_not_measured_counts_as_the_median_and_nobody_acts_on_it() -> None:
+def test_an_unmeasured_worker_counts_as_the_median_and_triggers_no_division() -> None:
     workers = Workers({A: 30.0, B: 10.0, C: 20.0})
     workers.compute([4, 4, 4], steps=MIN_OBSERVATIONS)
     workers.sharing.forget(C)
@@ -148,7 +153,7 @@ def test_who_is_not_measured_counts_as_the_median_and_nobody_acts_on_it() -> Non
     assert workers.sharing.rebalance_reason([A, B, C], [20, 20, 20], [0, 0, 0]) == ""
 
 
-def test_a_worker_that_begins_anew_is_measured_anew() -> None:
+def test_a_restarted_worker_is_measured_again() -> None:
     workers = Workers({A: 30.0})
     workers.compute([40], steps=10)
     assert workers.sharing.speed(A) == pytest.approx(30.0)
@@ -156,22 +161,24 @@ def test_a_worker_that_begins_anew_is_measured_anew() -> None:
     assert workers.sharing.speed(A) is None
 
 
-@pytest.mark.parametrize("told", [{}, {SAMPLES_FIGURE: 5.0}, {SECONDS_FIGURE: 5.0}, {SAMPLES_FIGURE: -1e308}])
-def test_nonsense_tells_nothing(told: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "figures", [{}, {SAMPLES_FIGURE: 5.0}, {SECONDS_FIGURE: 5.0}, {SAMPLES_FIGURE: -1e308}]
+)
+def test_implausible_figures_are_ignored(figures: dict[str, float]) -> None:
     sharing = WorkerSpeeds()
     for _ in range(10):
-        sharing.observe(A, told)
+        sharing.observe(A, figures)
     assert sharing.speed(A) is None
 
 
-def test_a_boast_gets_a_bounded_share() -> None:
+def test_an_exaggerated_speed_gets_a_bounded_share() -> None:
     workers = Workers({A: 10.0, B: 10.0, C: 1e6})
     workers.compute([10**5] * 3, steps=10)
     counts = workers.sharing.plan_shares([A, B, C], ["a", "b", "c"], 6600, [0, 0, 0]).counts
     assert counts == (100, 100, 6400)
 
 
-def test_a_worker_that_restarts_is_measured_from_its_new_beginning() -> None:
+def test_a_restarted_worker_is_measured_from_zero() -> None:
     speeds = WorkerSpeeds()
     speeds.observe(A, {SAMPLES_FIGURE: 100.0, SECONDS_FIGURE: 50.0})
     speeds.observe(A, {})  # nothing computed yet
@@ -197,10 +204,21 @@ def test_totals_that_cannot_be_measured_are_ignored(samples: float, seconds_s: f
 
 
 @pytest.mark.parametrize("last", [(200.0, 40.0), (90.0, 60.0)])
-def test_totals_of_which_one_has_fallen_are_of_a_restarted_worker(last: tuple[float, float]) -> None:
+def test_a_total_that_has_fallen_means_a_restarted_worker(last: tuple[float, float]) -> None:
     speeds = WorkerSpeeds()
     for number in range(MIN_OBSERVATIONS):
         speeds.observe(A, {SAMPLES_FIGURE: 100.0 + number, SECONDS_FIGURE: 50.0 + number})
     assert speeds.speed(A) is not None
     speeds.observe(A, dict(zip((SAMPLES_FIGURE, SECONDS_FIGURE), last, strict=True)))
     assert speeds.speed(A) is None
+
+
+def test_a_group_that_is_too_small_for_its_limits_says_so() -> None:
+    names, most = ["ann", "bob"], [2, 0]
+    assert WorkerSpeeds().plan_shares([A, B], names, 16, most).reason == (
+        "16 samples in even shares: no speed has been measured yet"
+    )
+    assert WorkerSpeeds().plan_shares([A, B], names, 16, [2, 2]).reason == (
+        "16 samples in even shares: no speed has been measured yet; too few workers for max_batch_size: "
+        "ann 8 instead of at most 2, bob 8 instead of at most 2"
+    )

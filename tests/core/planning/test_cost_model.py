@@ -1,4 +1,4 @@
-"""The cost model: the simulation against textbook formulas on even links, and against bounds on all."""
+"""The cost model: simulations against textbook formulas on even links, and against bounds on any links."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts = NO_CPU_COS
 
 
 def closed_form_s(load: Workload, world_size: int, alpha_s: float, bandwidth_Bps: float) -> float:
-    """Textbook formulas for even links, where work takes no time and headers no bytes; no vote.
+    """Textbook formulas for even links, without work, headers and vote.
 
     Ring: Patarasuk and Yuan (2009), with slices, so that the next slice hides alpha.  gTop-k and TopK: Shi et
-    al., arXiv 1901.04359, section III; the butterfly's one way replaces the tree's way up and down.
+    al., arXiv 1901.04359, section III; a butterfly needs half of the hops of a tree.
     """
     size, unit_s = world_size, load.unit_bytes / bandwidth_Bps
     if size == 1:
@@ -89,8 +89,8 @@ def test_the_simulation_gives_the_textbooks_formula(
     elif kind is ExchangeKind.TREE and uneven_size:  # ranks without a partner save a hop of bytes or so
         assert 0.49 * formula_s <= simulated_s <= 1.02 * formula_s
     elif kind is ExchangeKind.GTOPK and uneven_size:
-        # Folds meet first swaps on the same downloads: up to two payloads more than the formula has; and what
-        # was swapped early is there when the fold is merged, so one alpha less.
+        # Folds share downloads with first swaps: up to two payloads more than in the formula; a payload
+        # swapped early is present when the fold is merged: one alpha less.
         unit_s = load.unit_bytes / RATE_Bps
         assert 0.98 * (formula_s - alpha_s - unit_s) <= simulated_s <= 1.02 * (formula_s + 2 * unit_s)
     else:
@@ -116,7 +116,7 @@ def test_hops_of_a_large_all_gather_travel_as_one(world_size: int) -> None:
     ],
     ids=["ring", "direct", "star"],
 )
-def test_what_is_too_large_to_simulate_is_estimated_as_a_simulation_would_say(
+def test_an_estimate_for_a_large_group_agrees_with_the_simulation(
     load: Workload, world_size: int, within: float, alpha_s: float
 ) -> None:
     network = uniform_network(world_size, alpha_s, RATE_Bps)
@@ -142,7 +142,7 @@ def random_network(rng: random.Random, world_size: int) -> NetworkModel:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", list(ExchangeKind))
-def test_nothing_is_faster_than_the_wire(kind: ExchangeKind, seed: int) -> None:
+def test_no_exchange_is_faster_than_its_links(kind: ExchangeKind, seed: int) -> None:
     rng = random.Random(seed)
     network = random_network(rng, rng.randint(2, 9))
     merging = kind in (ExchangeKind.GTOPK, ExchangeKind.TREE)
@@ -155,7 +155,7 @@ def test_nothing_is_faster_than_the_wire(kind: ExchangeKind, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", list(ExchangeKind))
-def test_more_costs_more(kind: ExchangeKind) -> None:
+def test_the_cost_grows_with_size_and_latency_and_falls_with_rate(kind: ExchangeKind) -> None:
     def s(
         parameters: int = 500_000, alpha_s: float = 0.002, rate: float = 1e7, density: float = 0.01
     ) -> float:
@@ -169,11 +169,11 @@ def test_more_costs_more(kind: ExchangeKind) -> None:
 
 def test_encryption_and_work_cost_time() -> None:
     network = uniform_network(4, 0.001, 1e10)
-    plain, sealed = (
-        Workload(ExchangeKind.DENSE, 5_000_000, encrypted=is_sealed) for is_sealed in (False, True)
+    plain, encrypted = (
+        Workload(ExchangeKind.DENSE, 5_000_000, encrypted=is_encrypted) for is_encrypted in (False, True)
     )
-    cpu = CpuCosts(message_s=90e-6)  # with many slices the handling of messages would hide the sealing
-    assert exchange_s(plain, network) < exchange_s(plain, network, cpu) < exchange_s(sealed, network, cpu)
+    cpu = CpuCosts(message_s=90e-6)  # with many slices the handling of messages would hide the encryption
+    assert exchange_s(plain, network) < exchange_s(plain, network, cpu) < exchange_s(encrypted, network, cpu)
 
 
 def test_one_machine_for_all_is_slower_than_one_for_each() -> None:
@@ -184,7 +184,7 @@ def test_one_machine_for_all_is_slower_than_one_for_each() -> None:
     assert shared.cpu_s == alone.cpu_s
 
 
-def test_members_that_share_a_link_wait_for_each_other() -> None:
+def test_members_that_share_a_link_share_its_rate() -> None:
     thin = LinkModel(0.001, shared_links=("between",))
     near = LinkModel(0.001)
 
@@ -194,7 +194,7 @@ def test_members_that_share_a_link_wait_for_each_other() -> None:
     load = Workload(ExchangeKind.GTOPK, 1_000_000, 0.01)
     separate = NetworkModel(link, (1e8,) * 4, (1e8,) * 4, {"between": 1e8})
     together = NetworkModel(link, (1e8,) * 4, (1e8,) * 4, {"between": 1e6})
-    # both pairs cross in the second hop, both ways over one link: four payloads, one after the other
+    # In the second hop both pairs use the shared link both ways: four payloads in sequence.
     assert exchange_s(load, together) == pytest.approx(4 * load.unit_bytes / 1e6, rel=0.05)
     assert exchange_s(load, separate) < 0.1 * exchange_s(load, together)
 
@@ -214,7 +214,7 @@ def test_a_message_that_waits_for_its_senders_upload_delays_nobody_on_a_shared_l
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("values", "kind"), [("fp16", ValueKind.FP16), ("fp32", ValueKind.FP32)])
-def test_a_payloads_size_is_the_codecs(values: str, kind: ValueKind, seed: int) -> None:
+def test_the_size_of_a_payload_is_that_of_the_codec(values: str, kind: ValueKind, seed: int) -> None:
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -246,7 +246,7 @@ def test_the_vote_is_a_round_trip_to_the_root() -> None:
     assert with_vote.exchange_s - without.exchange_s == pytest.approx(0.020)
 
 
-def test_a_load_that_cannot_be_is_refused() -> None:
+def test_an_impossible_workload_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"density is 1\.5"):
         Workload(ExchangeKind.TOPK, 10, density=1.5)
     with pytest.raises(ConfigError, match="slowest rate is 0 bytes"):
@@ -299,7 +299,7 @@ def test_all_kinds_of_values_have_the_bytes_that_the_codec_makes(values: str, k:
 
 @pytest.mark.parametrize("kind", [ExchangeKind.TOPK, ExchangeKind.GTOPK])
 def test_four_bits_take_longer_to_encode(kind: ExchangeKind) -> None:
-    """Once, and in the butterfly of four in each of two merges, too: 5 ns times 1,000 entries each."""
+    """Once, and in a butterfly of four also in each of two merges: 5 ns times 1,000 entries each."""
     network, costs = uniform_network(4, 0.001, 1e12), replace(NO_CPU_COSTS, encode_entry_s=1e-9)
     int8_s, int4_s = (exchange_s(Workload(kind, 10**6, 0.001, v), network, costs) for v in ("int8", "int4"))
     encodings = 3 if kind is ExchangeKind.GTOPK else 1
@@ -313,7 +313,7 @@ def test_two_bits_are_refused_where_merges_round(kind: ExchangeKind) -> None:
 
 
 def test_a_ring_hashes_while_it_waits_and_a_star_at_its_end() -> None:
-    """What is left at the end: a slice of 1 MiB at most of the ring, all 4 MB of the star."""
+    """At the end remains at most a slice of 1 MiB of the ring, and all 4 MB of the star."""
     hashing, network = replace(NO_CPU_COSTS, hash_byte_s=1e-9), uniform_network(4, 0.001, 1e8)
     ring, star = Workload(ExchangeKind.DENSE, 1_000_000), Workload(ExchangeKind.STAR, 1_000_000)
     slice_s = 1e-9 * 1e6 / slice_count(ring, 4)
@@ -327,14 +327,14 @@ def test_a_ring_hashes_while_it_waits_and_a_star_at_its_end() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 100])
 def test_the_root_handles_one_vote_after_the_other(world_size: int) -> None:
-    """All are prepared at once: a vote on its way, then so many turns of the root, and a decision."""
+    """All are prepared at once: a vote in flight, then one turn of the root per member, and a decision."""
     cpu = replace(NO_CPU_COSTS, message_s=1.0, wake_s=0.5)
     load, network = Workload(ExchangeKind.GTOPK, 1000, 0.01), uniform_network(world_size, 10.0, 1e12)
     voted = (
         cost_model.exchange_cost(load, network, cpu).exchange_s
         - cost_model.exchange_cost(load, network, cpu, vote=False).exchange_s
     )
-    trips_s = 2 * (1 + 10 + 0.5) + 1  # sent, under way, woken, twice; and the last member reads the decision
+    trips_s = 2 * (1 + 10 + 0.5) + 1  # sent, in flight, woken, twice; then the last member reads the decision
     turns_s = (world_size - 1) + (world_size - 2)
     assert voted <= trips_s + turns_s + 1e-6
     if world_size & (world_size - 1) == 0:
@@ -342,7 +342,7 @@ def test_the_root_handles_one_vote_after_the_other(world_size: int) -> None:
 
 
 def test_packets_on_one_machine_slow_down_all_other_work_and_nothing_else() -> None:
-    """More cores than members have work for: without packets sharing the machine changes nothing."""
+    """There are more cores than work: without packets sharing the machine changes nothing."""
     load, network = Workload(ExchangeKind.GTOPK, 1_000_000, 0.01), uniform_network(4, 0.001, RATE_Bps)
     costs = replace(NO_CPU_COSTS, message_s=0.001, merge_entry_s=1e-6)
 
@@ -353,7 +353,7 @@ def test_packets_on_one_machine_slow_down_all_other_work_and_nothing_else() -> N
     assert on_one_host_s(costs) == pytest.approx(alone_s)
     packets = replace(costs, packet_s=1e-3)
     assert on_one_host_s(packets) > 1.02 * alone_s
-    # Selecting is over before there are packets, so it neither slows down nor thins them out.
+    # Selecting ends before there are packets, so neither slows the other down.
     select_s = 5 * alone_s
     selecting = replace(packets, select_parameter_s=select_s / load.parameters)
     assert on_one_host_s(selecting) == pytest.approx(select_s + on_one_host_s(packets))
@@ -377,7 +377,7 @@ def test_an_estimated_star_waits_for_the_most_distant_member(far: int) -> None:
 
 
 def test_an_estimated_ring_of_two_slices_fills_its_pipeline_once() -> None:
-    """Hops are dear here: 22 in sequence, and one more slice that follows the first."""
+    """Hops are expensive here: 22 in sequence, and one more slice that follows the first."""
     load = next(
         load
         for parameters in range(100_000, 10_000_000, 100_000)
@@ -396,7 +396,7 @@ def test_an_estimated_ring_of_two_slices_fills_its_pipeline_once() -> None:
 
 
 @pytest.mark.parametrize("kind", list(ExchangeKind))
-def test_half_of_beginning_an_exchange_is_before_its_first_message_and_half_after_the_vote(
+def test_half_of_the_setup_time_is_before_the_first_message_and_half_after_the_vote(
     kind: ExchangeKind,
 ) -> None:
     load, network = Workload(kind, 1_000_000), uniform_network(4, 0.001, RATE_Bps)
@@ -428,7 +428,7 @@ def test_a_direct_exchange_of_sixteen_members_is_always_simulated() -> None:
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR])
-def test_where_handling_messages_takes_longest_the_estimate_counts_both_ends(kind: ExchangeKind) -> None:
+def test_the_estimate_counts_the_handling_of_messages_at_both_ends(kind: ExchangeKind) -> None:
     load, network = Workload(kind, 2_000_000), uniform_network(24, 0.0, 1e12)
     estimated, simulated = (
         cost_model.exchange_cost(

@@ -23,14 +23,14 @@ SMALL = Workload(ExchangeKind.DENSE, 120_576)
 LAN = uniform_network(4, 0.0001, 1000 * Mbit)
 
 
-def test_the_two_texts_are_those_of_the_script() -> None:
+def test_the_texts_are_those_of_dense() -> None:
     assert (Dense().describe(), Dense(topology="direct").describe()) == (OPEN_DENSE, DIRECT_DENSE)
 
 
-def test_what_goes_which_way() -> None:
+def test_the_direct_topology_is_chosen_for_small_models_and_groups() -> None:
     large = Workload(ExchangeKind.DENSE, MAX_DIRECT_BYTES // 4 + 1)
     many = uniform_network(MAX_DIRECT_MEMBERS + 1, 0.0001, 1000 * Mbit)
-    snapshot = {
+    is_direct = {
         "small, four": choose_dense_topology(SMALL, 4, LAN, True).is_direct,
         "not measured": choose_dense_topology(SMALL, 4, None, True).is_direct,
         "far away": choose_dense_topology(SMALL, 4, uniform_network(4, 0.020, 100 * Mbit), True).is_direct,
@@ -39,9 +39,9 @@ def test_what_goes_which_way() -> None:
         "seventeen": choose_dense_topology(SMALL, MAX_DIRECT_MEMBERS + 1, many, True).is_direct,
         "a pair without an edge": choose_dense_topology(SMALL, 4, LAN, False).is_direct,
         "sparse": choose_dense_topology(Workload(ExchangeKind.GTOPK, 120_576), 4, LAN, True).is_direct,
-        "a size that nobody knows": choose_dense_topology(None, 4, LAN, True).is_direct,
+        "unknown size": choose_dense_topology(None, 4, LAN, True).is_direct,
     }
-    assert [name for name, direct in snapshot.items() if direct] == [
+    assert [name for name, direct in is_direct.items() if direct] == [
         "small, four",
         "not measured",
         "far away",
@@ -55,22 +55,22 @@ def two_sites(thin_Bps: float) -> NetworkModel:
     return NetworkModel(link, [1000 * Mbit] * 4, [1000 * Mbit] * 4)
 
 
-def test_a_slow_link_may_be_one_that_others_share() -> None:
-    """A ring crosses from one site to the other once each way, the direct exchange four times."""
+def test_a_slow_link_that_pairs_may_share_leads_to_a_ring() -> None:
+    """A ring uses the link between the sites once each way, a direct exchange four times."""
     assert choose_dense_topology(SMALL, 4, two_sites(800 * Mbit), True).is_direct
     thin = choose_dense_topology(SMALL, 4, two_sites(100 * Mbit), True)
     assert thin.reason == "around a ring, because a link has only 10% of the rate of its ends"
     assert not thin.is_direct
 
 
-def test_a_slow_home_connection_is_no_slow_link() -> None:
-    """It has the full rate of its member, which is the same in both topologies."""
+def test_a_slow_home_connection_does_not_count_as_a_slow_link() -> None:
+    """The link has the full rate of its member, which is the same in both topologies."""
     rates = [20 * Mbit, *[1000 * Mbit] * 3]
     network = NetworkModel(lambda a, b: LinkModel(0.005, min(rates[a], rates[b])), rates, rates)
     assert choose_dense_topology(SMALL, 4, network, True).is_direct
 
 
-def test_it_says_why() -> None:
+def test_the_choice_has_a_reason() -> None:
     assert choose_dense_topology(SMALL, 4, LAN, True).reason.startswith("direct: 1")
     assert " ms, around a ring 1" in choose_dense_topology(SMALL, 4, LAN, True).reason
     assert "482304 bytes are few" in choose_dense_topology(SMALL, 4, None, True).reason
@@ -95,7 +95,7 @@ def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> Exc
         ("GTopK(density=0.01, momentum=0.0, values=fp16)", 1, ""),
     ],
 )
-def test_only_what_the_script_leaves_open_is_chosen(exchange: str, stages: int, named: str) -> None:
+def test_a_topology_named_in_the_script_is_not_changed(exchange: str, stages: int, named: str) -> None:
     made = exchanging(exchange, stages=stages)
     made.choose_dense_topology(4, LAN, lambda: True)
     assert made.view_exchange == named
@@ -109,7 +109,7 @@ def test_only_what_the_script_leaves_open_is_chosen(exchange: str, stages: int, 
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("exchange", "named"),
     [
         ("Dense()", "Dense(topology=direct)"),
         ("Dense(values=int8)", "Dense(topology=direct, values=int8)"),
@@ -118,13 +118,13 @@ def test_only_what_the_script_leaves_open_is_chosen(exchange: str, stages: int, 
         ("GTopK(density=0.1)", "GTopK(density=0.1)"),
     ],
 )
-def test_the_chosen_topology_is_named_with_the_other_options(given: str, named: str | None) -> None:
-    text = name_direct(given)
+def test_the_chosen_topology_is_named_with_the_other_options(exchange: str, named: str | None) -> None:
+    text = name_direct(exchange)
     assert text == (named or "LocalSteps(every=4, exchange=Dense(topology=direct, values=bf16), x=1)")
     assert named is None or parse_exchange(text) == parse_exchange(named)
 
 
-def test_a_thin_link_that_is_found_later_is_worth_a_generation() -> None:
+def test_a_slow_link_found_later_leads_to_a_new_generation() -> None:
     made = exchanging("Dense()")
     made.choose_dense_topology(4, None, lambda: True)
     assert made.view_exchange == DIRECT_DENSE and made.ring_reason(4, LAN) == ""
@@ -133,12 +133,12 @@ def test_a_thin_link_that_is_found_later_is_worth_a_generation() -> None:
     )
     made.choose_dense_topology(4, two_sites(100 * Mbit), lambda: True)
     assert made.view_exchange == "" and made.ring_reason(4, two_sites(100 * Mbit)) == "", (
-        "it stands there now"
+        "the ring is in use now"
     )
 
 
-def test_a_ring_that_is_a_little_faster_is_not() -> None:
-    """130,000 parameters more and a ring has two slices, which hide what a hop adds."""
+def test_a_ring_that_is_a_little_faster_leads_to_no_generation() -> None:
+    """With 130,000 more parameters a ring has two slices, which hide the latency of a hop."""
     made = exchanging("Dense()", parameters=250_000)
     made.choose_dense_topology(4, None, lambda: True)
     found = choose_dense_topology(Workload(ExchangeKind.DENSE, 250_000), 4, LAN, True)
@@ -146,17 +146,17 @@ def test_a_ring_that_is_a_little_faster_is_not() -> None:
     assert made.ring_reason(4, LAN) == ""
 
 
-def test_edges_are_asked_for_only_where_there_could_be_enough() -> None:
+def test_connections_are_examined_only_in_small_groups() -> None:
     made = exchanging("Dense()")
 
-    def asked() -> bool:
-        raise AssertionError("a million pairs")
+    def can_connect() -> bool:
+        raise AssertionError("a million pairs were examined")
 
-    made.choose_dense_topology(1000, None, asked)
+    made.choose_dense_topology(1000, None, can_connect)
     assert made.view_exchange == ""
 
 
-def test_a_choice_of_auto_gets_a_topology_as_well() -> None:
+def test_a_dense_exchange_chosen_by_auto_gets_a_topology_too() -> None:
     made, peers = exchanging("auto(dense alone)"), [bytes([n]) * 32 for n in range(4)]
     made.choose_first(peers, dict.fromkeys(peers, 0.1), LAN, 0.0)
     assert made.view_exchange == OPEN_DENSE
@@ -192,7 +192,7 @@ def formed(*behind_nat: bytes) -> Membership:
     return core
 
 
-def test_the_view_names_the_topology_and_status_the_reason() -> None:
+def test_the_view_names_the_topology_and_the_status_its_reason() -> None:
     core = formed()
     assert core.run.view is not None and core.run.view.exchange == DIRECT_DENSE
     snapshot = core.snapshot(100.0)
@@ -200,15 +200,15 @@ def test_the_view_names_the_topology_and_status_the_reason() -> None:
     assert snapshot["facts"]["exchange"] == DIRECT_DENSE
 
 
-def test_two_that_cannot_be_dialled_make_a_ring() -> None:
+def test_two_members_that_cannot_be_dialled_lead_to_a_ring() -> None:
     one, two = formed(A), formed(A, C)
-    assert one.run.view is not None and one.run.view.exchange == DIRECT_DENSE, "it dials the others"
+    assert one.run.view is not None and one.run.view.exchange == DIRECT_DENSE, "A dials the others"
     assert two.run.view is not None and two.run.view.exchange == ""
     assert "some members cannot connect directly" in two.snapshot(100.0)["plan_reason"]
 
 
 def test_the_topology_is_in_the_journal() -> None:
-    """A coordinator that restarts sends the view that says what the members do."""
+    """A restarted coordinator names the topology that the members use."""
     made = exchanging("Dense()")
     made.configure(made._setup, DIRECT_DENSE)  # type: ignore[arg-type]
     assert made.view_exchange == DIRECT_DENSE and made.dense_topology.reason == "direct, as in the journal"

@@ -1,4 +1,4 @@
-"""Who selects fewer entries: by the rates that both ends report, with hysteresis, and only where it pays."""
+"""Members that select fewer entries: by the rates of both ends, with hysteresis, and only if it pays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gridtrain.core.planning.workload import (
 )
 
 Mbit_Bps = 125e3
-WIDE, THIN = 100.0, 5.0
+FAST, SLOW = 100.0, 5.0
 SPARSE = [kind for kind in ExchangeKind if kind.is_sparse]
 LOAD = Workload(ExchangeKind.TREE, 25_600_000, 0.001)
 
@@ -40,7 +40,7 @@ def key(number: int) -> PeerId:
 
 
 def measured(up_Mbit: Sequence[float], trip_s: float = 0.02) -> tuple[list[PeerId], LinkMeasurements]:
-    """Members that have these uploads, and that all report what they send and receive."""
+    """Members with these uploads, all of which report what they send and receive."""
     peers = [key(number) for number in range(len(up_Mbit))]
     links = LinkMeasurements({(a, b): trip_s for a in peers for b in peers if a != b})
     for i, a in enumerate(peers):
@@ -62,13 +62,15 @@ def choose(
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_a_thin_upload_selects_less_and_the_exchange_is_faster(kind: ExchangeKind) -> None:
+def test_a_member_with_a_slow_upload_selects_fewer_entries_and_the_exchange_is_faster(
+    kind: ExchangeKind,
+) -> None:
     load = Workload(kind, 25_600_000, 0.001)
-    chosen = choose([WIDE, WIDE, WIDE, THIN], load)
+    chosen = choose([FAST, FAST, FAST, SLOW], load)
     assert set(chosen.shares) == {key(3)}
     assert MIN_ENTRIES_SHARE <= chosen.shares[key(3)] <= WHOLE_SHARE // 2
     assert chosen.share_of(key(0)) == WHOLE_SHARE
-    peers, links = measured([WIDE, WIDE, WIDE, THIN])
+    peers, links = measured([FAST, FAST, FAST, SLOW])
     before = plan_rank_order(load, links, peers, peers)
     after = plan_rank_order(load, links, peers, peers, (), chosen.shares)
     assert "per exchange" in before.reason
@@ -77,10 +79,10 @@ def test_a_thin_upload_selects_less_and_the_exchange_is_faster(kind: ExchangeKin
     assert after.reason.split("time: ")[1].split(" per")[0] in chosen.reason
 
 
-def test_a_thin_member_becomes_a_leaf() -> None:
-    """Joined first, it would be the root; of five in a butterfly it is the one that is folded."""
+def test_a_member_with_a_slow_upload_becomes_a_leaf() -> None:
+    """In the order of joining it would be the root; in a butterfly of five it is the folded rank."""
     for kind in (ExchangeKind.TREE, ExchangeKind.GTOPK):
-        peers, links = measured([THIN, WIDE, WIDE, WIDE, WIDE])
+        peers, links = measured([SLOW, FAST, FAST, FAST, FAST])
         load = Workload(kind, 25_600_000, 0.001)
         chosen = choose_entry_shares(load, links, peers, peers, {}, {peer: "w" for peer in peers})
         order = plan_rank_order(load, links, peers, peers, (), chosen.shares).order
@@ -96,32 +98,34 @@ def _messages(kind: ExchangeKind, size: int) -> list[message_schedule.PlannedMes
 @pytest.mark.parametrize(
     ("up_Mbit", "load"),
     [
-        pytest.param([WIDE] * 4, LOAD, id="equal uploads"),
-        pytest.param([WIDE, WIDE, WIDE, 60.0], LOAD, id="less than half is missing"),
-        pytest.param([WIDE, WIDE, WIDE, THIN], Workload(ExchangeKind.DENSE, 10**6), id="dense"),
-        pytest.param([WIDE, WIDE, WIDE, THIN], Workload(ExchangeKind.TREE, 10**6), id="small payloads"),
-        pytest.param([WIDE, WIDE, WIDE, THIN], None, id="unknown load"),
-        pytest.param([WIDE, THIN], LOAD, id="two members"),
-        pytest.param([*[WIDE] * MAX_MEMBERS, THIN], LOAD, id="a large group"),
+        pytest.param([FAST] * 4, LOAD, id="equal uploads"),
+        pytest.param([FAST, FAST, FAST, 60.0], LOAD, id="less than half is missing"),
+        pytest.param([FAST, FAST, FAST, SLOW], Workload(ExchangeKind.DENSE, 10**6), id="dense"),
+        pytest.param([FAST, FAST, FAST, SLOW], Workload(ExchangeKind.TREE, 10**6), id="small payloads"),
+        pytest.param([FAST, FAST, FAST, SLOW], None, id="unknown load"),
+        pytest.param([FAST, SLOW], LOAD, id="two members"),
+        pytest.param([*[FAST] * MAX_MEMBERS, SLOW], LOAD, id="a large group"),
     ],
 )
-def test_where_it_does_not_pay_all_select_k_entries(up_Mbit: list[float], load: Workload | None) -> None:
+def test_all_members_select_k_entries_if_fewer_do_not_pay(
+    up_Mbit: list[float], load: Workload | None
+) -> None:
     assert choose(up_Mbit, load) == EntryShares()
 
 
-def test_without_rates_nobody_has_a_smaller_share() -> None:
+def test_without_rates_no_share_is_smaller() -> None:
     peers = [key(number) for number in range(4)]
     links = LinkMeasurements({(a, b): 0.02 for a in peers for b in peers if a != b})
     assert choose_entry_shares(LOAD, links, peers, peers, {}, {}) == EntryShares()
 
 
-def test_the_thinner_of_two_sends_less() -> None:
-    shares = choose([WIDE, WIDE, WIDE, WIDE, 20.0, THIN]).shares
+def test_of_two_slow_uploads_the_slower_sends_less() -> None:
+    shares = choose([FAST, FAST, FAST, FAST, 20.0, SLOW]).shares
     assert set(shares) == {key(4), key(5)} and shares[key(5)] < shares[key(4)]
 
 
 def test_the_reason_names_only_some_of_many() -> None:
-    chosen = choose([*[WIDE] * 16, *[THIN] * 12], Workload(ExchangeKind.TOPK, 25_600_000, 0.001))
+    chosen = choose([*[FAST] * 16, *[SLOW] * 12], Workload(ExchangeKind.TOPK, 25_600_000, 0.001))
     assert len(chosen.shares) == 12
     assert chosen.reason.count("worker-") == MAX_LISTED and f", {12 - MAX_LISTED} more;" in chosen.reason
 
@@ -129,47 +133,47 @@ def test_the_reason_names_only_some_of_many() -> None:
 # -- hysteresis ------------------------------------------------------------------------------------
 
 
-def test_a_share_changes_only_by_a_factor() -> None:
-    wanted = choose([WIDE, WIDE, WIDE, THIN]).shares[key(3)]
+def test_a_share_changes_only_by_a_large_factor() -> None:
+    wanted = choose([FAST, FAST, FAST, SLOW]).shares[key(3)]
     for now, expected in ((wanted * 1.4, wanted * 1.4), (wanted / 1.4, wanted / 1.4), (wanted * 2, wanted)):
-        chosen = choose([WIDE, WIDE, WIDE, THIN], current={3: round(now)})
+        chosen = choose([FAST, FAST, FAST, SLOW], current={3: round(now)})
         assert chosen.shares == {key(3): round(expected)}
 
 
-def test_a_member_near_the_bound_keeps_what_it_has() -> None:
-    """At 1.8 times the rate: not thin enough for a smaller share, and not wide enough to lose it."""
+def test_a_member_near_the_bound_keeps_its_share() -> None:
+    """At 1/1.8 of the usual rate: too fast to get a smaller share, too slow to lose one."""
     load = Workload(ExchangeKind.TOPK, 25_600_000, 0.01)
-    ups = [WIDE, WIDE, WIDE, WIDE / 1.8]
-    small = choose([WIDE, WIDE, WIDE, WIDE / 2.5], load).shares
+    ups = [FAST, FAST, FAST, FAST / 1.8]
+    small = choose([FAST, FAST, FAST, FAST / 2.5], load).shares
     assert small and choose(ups, load).shares == {}
     assert choose(ups, load, {3: small[key(3)]}).shares == {key(3): small[key(3)]}
-    assert choose([WIDE, WIDE, WIDE, WIDE / 1.2], load, {3: small[key(3)]}).shares == {}
+    assert choose([FAST, FAST, FAST, FAST / 1.2], load, {3: small[key(3)]}).shares == {}
 
 
 def test_a_change_needs_a_new_generation_and_more_than_one_reporter() -> None:
-    peers, links = measured([WIDE, WIDE, WIDE, THIN])
+    peers, links = measured([FAST, FAST, FAST, SLOW])
     names = {peer: f"worker-{peer[0]}" for peer in peers}
     reason = share_change_reason(LOAD, links, peers, {}, names)
     assert reason == "links have changed: slow uploads of 1 member (worker-3) delay the exchange"
     shares = choose_entry_shares(LOAD, links, peers, peers, {}, names).shares
-    assert share_change_reason(LOAD, links, peers, shares, names) == "", "that is what they have"
+    assert share_change_reason(LOAD, links, peers, shares, names) == "", "these shares are in use"
 
-    peers, links = measured([WIDE] * 4)
+    peers, links = measured([FAST] * 4)
     recovered = share_change_reason(LOAD, links, peers, shares, names)
     assert recovered == "links have changed: no upload delays the exchange any more"
-    links.record(key(3), [(other, THIN * Mbit_Bps, WIDE * Mbit_Bps) for other in peers[:3]])
-    assert choose_entry_shares(LOAD, links, peers, peers, {}, names).shares, "it says so itself"
-    assert share_change_reason(LOAD, links, peers, {}, names) == "", "nobody else does"
+    links.record(key(3), [(other, SLOW * Mbit_Bps, FAST * Mbit_Bps) for other in peers[:3]])
+    assert choose_entry_shares(LOAD, links, peers, peers, {}, names).shares, "by its own report"
+    assert share_change_reason(LOAD, links, peers, {}, names) == "", "no other member reports it"
 
 
-def test_one_member_cannot_make_another_look_thin() -> None:
-    peers, links = measured([WIDE] * 4)
-    links.record(key(0), [(key(3), WIDE * Mbit_Bps, THIN * Mbit_Bps)])
+def test_one_member_alone_cannot_reduce_the_share_of_another() -> None:
+    peers, links = measured([FAST] * 4)
+    links.record(key(0), [(key(3), FAST * Mbit_Bps, SLOW * Mbit_Bps)])
     assert choose_entry_shares(LOAD, links, peers, peers, {}, {}) == EntryShares()
 
 
-def test_an_order_is_judged_with_the_shares_in_use() -> None:
-    peers, links = measured([WIDE, WIDE, WIDE, WIDE, THIN])
+def test_orders_are_compared_with_the_shares_in_use() -> None:
+    peers, links = measured([FAST, FAST, FAST, FAST, SLOW])
     load = Workload(ExchangeKind.GTOPK, 25_600_000, 0.001)
     chosen = choose_entry_shares(load, links, peers, peers, {}, {peer: "w" for peer in peers})
     order = plan_rank_order(load, links, peers, peers, (), chosen.shares).order
@@ -177,7 +181,7 @@ def test_an_order_is_judged_with_the_shares_in_use() -> None:
     assert reorder_reason(load, links, order[::-1], peers, chosen.shares).startswith("links have changed")
 
 
-# -- what the shares change in the messages --------------------------------------------------------------
+# -- messages with shares --------------------------------------------------------------------------
 
 
 def fractions(messages: list[message_schedule.PlannedMessage], shares: list[float]) -> dict[str, float]:
@@ -187,7 +191,7 @@ def fractions(messages: list[message_schedule.PlannedMessage], shares: list[floa
 
 
 def test_a_leaf_of_a_tree_sends_only_its_own_entries() -> None:
-    """0 <- 1, 2 <- 3, 0 <- 2, and back."""
+    """0 <- 1, 2 <- 3, 0 <- 2, then in the other direction."""
     assert fractions(message_schedule.tree(4), [1.0, 0.25, 0.5, 0.25]) == {
         "1>0 merge": 0.25, "3>2 merge": 0.25, "2>0 merge": 0.75, "0>2 adopt": 1.0, "0>1 adopt": 1.0,
         "2>3 adopt": 1.0,
@@ -236,6 +240,6 @@ def test_a_small_payload_has_its_exact_size() -> None:
     load = Workload(ExchangeKind.STAR_GTOPK, 1_000_000, 0.01)
     network = NetworkModel(lambda a, b: LinkModel(0.0), [1e6] * 3, [1e9] * 3, entry_shares=[1.0, 1.0, 0.125])
     cost = exchange_cost(load, network, NO_CPU_COSTS, vote=False)
-    thin_bytes = sparse_payload_bytes(1_000_000, 1250, "fp16")
-    assert load.payload_bytes(0.125) == thin_bytes > load.unit_bytes / 8, "more bits an index"
-    assert cost.total_bytes == pytest.approx(3 * load.unit_bytes + thin_bytes + 4 * 110)
+    small_bytes = sparse_payload_bytes(1_000_000, 1250, "fp16")
+    assert load.payload_bytes(0.125) == small_bytes > load.unit_bytes / 8, "an index needs more bits"
+    assert cost.total_bytes == pytest.approx(3 * load.unit_bytes + small_bytes + 4 * 110)

@@ -1,4 +1,4 @@
-"""What the coordinator chooses where `exchange="auto"` leaves it to choose, when it chooses anew, and why."""
+"""The exchange that the coordinator chooses with `exchange="auto"`, when it changes the choice, and why."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def chosen(
     return type(exchanging.chosen).__name__
 
 
-def test_what_is_chosen_where() -> None:
-    """ResNet-50 with four workers: computing of a second, a minute, an hour for a step, by rate."""
+def test_the_exchange_is_chosen_by_rate_and_computing_time() -> None:
+    """ResNet-50 with four workers: steps with a second, a minute and an hour of computing, by rate."""
     chosen_by_rate = {
         rate: [chosen(4, rate, compute_s) for compute_s in (1.0, 60.0, 3600.0)] for rate in (10, 100, 1000)
     }
@@ -56,7 +56,9 @@ def test_what_is_chosen_where() -> None:
 @pytest.mark.parametrize("workers", [2, 3, 8])
 @pytest.mark.parametrize("rate_Mbit", [20, 100, 1000, 10_000])
 @pytest.mark.parametrize("compute_s", [0.02, 0.5, 5.0])
-def test_dense_wherever_it_is_within_a_tenth(workers: int, rate_Mbit: float, compute_s: float) -> None:
+def test_dense_is_chosen_if_it_is_at_most_a_tenth_slower(
+    workers: int, rate_Mbit: float, compute_s: float
+) -> None:
     exchanging, peers = opened(DEMO), PEERS[:workers]
     network = uniform_network(workers, 0.001, rate_Mbit * Mbit)
     exchanging.choose_first(peers, dict.fromkeys(peers, compute_s), network, 0.0)
@@ -65,7 +67,7 @@ def test_dense_wherever_it_is_within_a_tenth(workers: int, rate_Mbit: float, com
     assert (exchanging.chosen == Dense()) == (dense.step_s <= 1.1 * fastest)
 
 
-def test_it_says_why() -> None:
+def test_the_choice_has_a_description() -> None:
     exchanging, peers = opened(), PEERS[:4]
     exchanging.choose_first(peers, dict.fromkeys(peers, 1.0), uniform_network(4, 0.005, 100 * Mbit), 0.0)
     text = exchanging.description
@@ -74,7 +76,7 @@ def test_it_says_why() -> None:
     assert "LocalSteps" not in text, "nearly all of a step is computing"
 
 
-def test_a_thin_line_is_told_of_local_steps() -> None:
+def test_the_description_proposes_local_steps_on_slow_links() -> None:
     exchanging = opened(auto=Auto(sparse=False))
     exchanging.choose_first(
         PEERS[:4], dict.fromkeys(PEERS[:4], 2.0), uniform_network(4, 0.02, 20 * Mbit), 0.0
@@ -100,7 +102,7 @@ def chosen_for_turns(choice: ExchangeChoice, rate_Mbit: float, turn_s: float) ->
     return choice.chosen_text.replace(", momentum=0.0, values=fp16", "")
 
 
-def test_with_local_steps_the_densest_that_reaches_the_wanted_share() -> None:
+def test_with_local_steps_the_densest_exchange_with_enough_computing_is_chosen() -> None:
     """Four workers at 20 Mbit/s: dense takes 62 s, GTopK at 0.1, 0.03 and 0.01 takes 5.9, 2.0 and 0.8 s."""
     turns_s = (1.0, 10.0, 30.0, 100.0, 1000.0)
 
@@ -119,8 +121,8 @@ def test_with_local_steps_the_densest_that_reaches_the_wanted_share() -> None:
     assert densities(Auto(density=0.2)) == ["0.2", "0.2", "0.2", "0.2", "Dense"]
 
 
-def test_a_denser_exchange_is_chosen_again_when_there_is_room_for_it() -> None:
-    """To GTopK at 0.1 from 112 s on (95 % computing); back below 25 s, where another is 20 % faster."""
+def test_a_denser_exchange_is_chosen_when_it_leaves_enough_computing() -> None:
+    """GTopK at 0.1 from 112 s on (95 % computing), until another exchange is 20 % faster below 25 s."""
     choice, network = local(32), uniform_network(4, 0.020, 20 * Mbit)
     assert chosen_for_turns(choice, 20, 30.0) == "GTopK(density=0.03)"
     seen = []
@@ -137,7 +139,7 @@ def test_advice_for_local_steps_counts_steps_of_the_loop() -> None:
     assert advised is not None and int(advised[1]) > 8 and int(advised[2]) >= 90, choice.description
 
 
-def test_facts_keep_the_local_steps_around_what_was_chosen() -> None:
+def test_the_facts_have_the_chosen_exchange_within_local_steps() -> None:
     choice = local(32, overlap=True)
     assert choice.is_auto and choice.workload is None
     chosen_for_turns(choice, 20, 10.0)
@@ -150,53 +152,55 @@ def test_facts_keep_the_local_steps_around_what_was_chosen() -> None:
     assert local_steps_of(local(7)._setup) == (7, False)
 
 
-def test_it_waits_until_all_have_computed_and_a_rate_is_known() -> None:
+def test_the_choice_waits_for_figures_of_all_workers_and_for_a_rate() -> None:
     exchanging, peers = opened(), PEERS[:2]
     network = uniform_network(2, 0.005, 100 * Mbit)
     assert not exchanging.choose_first(peers, {peers[0]: 1.0}, network, 0.0) and exchanging.is_open
-    told = dict.fromkeys(peers, 1.0)
-    assert not exchanging.choose_first(peers, told, None, 10.0), "a rate may come yet"
-    assert not exchanging.choose_first(peers, told, None, 11.9)
+    step_s = dict.fromkeys(peers, 1.0)
+    assert not exchanging.choose_first(peers, step_s, None, 10.0), "a rate may still be reported"
+    assert not exchanging.choose_first(peers, step_s, None, 11.9)
     assert "no link has been measured; 100 Mbit/s are assumed" in exchanging.choose_first(
-        peers, told, None, 12.1
+        peers, step_s, None, 12.1
     )
-    assert not exchanging.is_open and not exchanging.choose_first(peers, told, network, 13.0), "chosen once"
+    assert not exchanging.is_open and not exchanging.choose_first(peers, step_s, network, 13.0), "chosen once"
 
 
-def test_one_that_never_tells_does_not_hold_up_the_others() -> None:
+def test_a_worker_that_reports_no_figures_delays_the_choice_for_a_limited_time() -> None:
     exchanging, peers = opened(), PEERS[:3]
-    told, network = dict.fromkeys(peers[:2], 1.0), uniform_network(3, 0.005, 100 * Mbit)
-    assert not exchanging.choose_first(peers, {}, network, 0.0), "nobody waits yet"
-    assert not exchanging.choose_first(peers, told, network, 10.0)
-    assert not exchanging.choose_first(peers, told, network, 9.0 + exchanging.report_timeout_s)
+    step_s, network = dict.fromkeys(peers[:2], 1.0), uniform_network(3, 0.005, 100 * Mbit)
+    assert not exchanging.choose_first(peers, {}, network, 0.0), "no worker has reported yet"
+    assert not exchanging.choose_first(peers, step_s, network, 10.0)
+    assert not exchanging.choose_first(peers, step_s, network, 9.0 + exchanging.report_timeout_s)
     assert (
-        exchanging.choose_first(peers, told, network, 10.0 + exchanging.report_timeout_s)
+        exchanging.choose_first(peers, step_s, network, 10.0 + exchanging.report_timeout_s)
         and not exchanging.is_open
     )
 
 
-def test_of_lies_about_computing_only_a_part_counts() -> None:
-    """One of four says that a step took it a day: dense would then be nothing beside it."""
+def test_an_exaggerated_computing_time_counts_in_part() -> None:
+    """One of four reports that a step takes a day, beside which a dense exchange would be short."""
     exchanging, peers = opened(), PEERS[:4]
-    told = dict.fromkeys(peers, 1.0) | {peers[3]: 86_400.0}
-    exchanging.choose_first(peers, told, uniform_network(4, 0.005, 100 * Mbit), 0.0)
+    step_s = dict.fromkeys(peers, 1.0) | {peers[3]: 86_400.0}
+    exchanging.choose_first(peers, step_s, uniform_network(4, 0.005, 100 * Mbit), 0.0)
     assert isinstance(exchanging.chosen, GTopK) and "4 s of it computing" in exchanging.description
 
 
-def test_it_is_chosen_anew_where_that_is_worth_it() -> None:
+def test_another_exchange_is_chosen_if_the_gain_is_large() -> None:
     exchanging, peers = opened(), PEERS[:4]
     fast, slow = uniform_network(4, 0.0002, 1000 * Mbit), uniform_network(4, 0.005, 100 * Mbit)
-    exchanging.choose_first(peers, dict.fromkeys(peers, 60.0), fast, 0.0)  # a first batch that was compiled
+    exchanging.choose_first(
+        peers, dict.fromkeys(peers, 60.0), fast, 0.0
+    )  # the first batch included compilation
     assert exchanging.chosen == Dense()
     assert not exchanging.reconsider(4, fast, [60.0] * 4)
     assert exchanging.reconsider(4, fast, [1.0] * 4).startswith("GTopK")
     assert not exchanging.reconsider(4, slow, [1.0] * 4)
     assert not exchanging.reconsider(4, fast, [16.0] * 4), "dense would take 8 % longer"
     assert exchanging.reconsider(4, fast, [60.0] * 4).startswith("Dense()")
-    assert not exchanging.reconsider(4, fast, [16.0] * 4), "and stays, as it would have stayed sparse"
+    assert not exchanging.reconsider(4, fast, [16.0] * 4), "the choice stays, as the sparse one stayed"
 
 
-def test_a_small_gain_is_said_and_not_taken() -> None:
+def test_a_small_gain_is_described_but_not_used() -> None:
     exchanging, peers = opened(), PEERS[:4]
     network = uniform_network(4, 0.0002, 1000 * Mbit)
     exchanging.choose_first(peers, dict.fromkeys(peers, 60.0), network, 0.0)
@@ -207,30 +211,28 @@ def test_a_small_gain_is_said_and_not_taken() -> None:
     assert exchanging.chosen == Dense()
 
 
-def test_what_one_alone_has_chosen_is_open_for_two() -> None:
+def test_the_choice_of_a_single_worker_is_open_again_for_two() -> None:
     exchanging = opened()
     assert "one worker" in exchanging.choose_first(PEERS[:1], {}, None, 0.0)
     assert exchanging.reconsider(2, None, []) and exchanging.is_open
     alone = opened()
     alone.choose_first(PEERS[:1], {}, None, 0.0)
     assert alone.reconsider(2, uniform_network(2, 0.005, 100 * Mbit), [1.0]).startswith("GTopK"), (
-        "what is known is enough"
+        "the known figures suffice"
     )
     restarted = ExchangeChoice()
     restarted.configure(setup_of(), chosen_alone(), alone=True)
-    assert restarted.reconsider(2, None, []) and restarted.is_open, (
-        "also after the coordinator was started again"
-    )
+    assert restarted.reconsider(2, None, []) and restarted.is_open, "also after a restart of the coordinator"
 
 
 def chosen_alone() -> str:
-    """What one worker chooses."""
+    """The exchange chosen for one worker."""
     exchanging = opened()
     exchanging.choose_first(PEERS[:1], {}, None, 0.0)
     return exchanging.chosen_text
 
 
-def test_facts_name_what_was_chosen() -> None:
+def test_the_facts_name_the_chosen_exchange() -> None:
     exchanging, peers = opened(), PEERS[:4]
     assert exchanging.workload is None and not exchanging.is_sparse
     exchanging.choose_first(peers, dict.fromkeys(peers, 1.0), uniform_network(4, 0.005, 100 * Mbit), 0.0)
@@ -239,8 +241,8 @@ def test_facts_name_what_was_chosen() -> None:
     assert exchanging.workload is not None and exchanging.workload.density == 0.001 and exchanging.is_sparse
 
 
-def test_a_journal_gives_it_back() -> None:
-    """And what no such run could have chosen is chosen anew."""
+def test_the_choice_is_restored_from_the_journal() -> None:
+    """An exchange that `auto` cannot have chosen is not restored."""
     again = ExchangeChoice()
     again.configure(setup_of(), "GTopK(density=0.001, momentum=0.0, values=fp16)")
     assert not again.is_open and again.description.endswith("as in the journal")
@@ -248,7 +250,7 @@ def test_a_journal_gives_it_back() -> None:
     assert again.is_open
 
 
-def test_a_run_that_names_its_exchange_has_nothing_to_choose() -> None:
+def test_a_named_exchange_leaves_nothing_to_choose() -> None:
     exchanging = ExchangeChoice()
     exchanging.configure(setup_of(exchange="GTopK(density=0.01, momentum=0.0, values=fp16)"))
     assert not exchanging.is_open and not exchanging.description and exchanging.workload is not None
@@ -258,7 +260,7 @@ def test_a_run_that_names_its_exchange_has_nothing_to_choose() -> None:
     assert exchange_of(None) is None
 
 
-def test_a_model_of_unknown_size_is_exchanged_whole() -> None:
+def test_dense_is_chosen_for_a_model_of_unknown_size() -> None:
     exchanging = ExchangeChoice()
     facts = (("model", "large"), ("exchange", "auto(values=fp16)"))
     exchanging.configure(m.Setup(facts, m.LedgerSpec(100, 0, epochs=1), 4, None))
@@ -266,7 +268,7 @@ def test_a_model_of_unknown_size_is_exchanged_whole() -> None:
     assert exchanging.chosen == Dense() and "size is not known" in exchanging.description
 
 
-def test_figures_of_a_beat() -> None:
+def test_seconds_per_sample_are_read_from_figures() -> None:
     assert seconds_per_sample({"computed_samples": 40.0, "computed_s": 2.0}) == 0.05
     for odd in ({}, {"computed_samples": 4.0}, {"computed_samples": float("nan"), "computed_s": 1.0}):
         assert seconds_per_sample(odd) == 0.0
@@ -274,7 +276,7 @@ def test_figures_of_a_beat() -> None:
 
 
 @pytest.mark.parametrize("exchange", Auto().exchanges(RESNET50))
-def test_each_choice_is_a_load(exchange: Exchange) -> None:
+def test_every_exchange_of_auto_has_an_estimate(exchange: Exchange) -> None:
     network: NetworkModel = uniform_network(2, 0.001, 1e7)
     estimates = opened()._estimates(2, network, 1.0)
     assert exchange.describe().partition("(")[0].lower() in {str(each.load.kind) for each in estimates}

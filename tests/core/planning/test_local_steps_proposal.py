@@ -1,4 +1,4 @@
-"""How many steps between two exchanges: a number from seconds, and why."""
+"""The proposed number of local steps, and its reason."""
 
 import re
 from dataclasses import replace
@@ -22,10 +22,10 @@ from gridtrain.errors import ConfigError
         (1.0, 1.01, 0.1, 10),
         (0.3, 6.0, 0.2, 80),
         (0.5, 2.0, 0.5, 4),
-        (0.025, 100.0, 0.1, 512),  # the most
+        (0.025, 100.0, 0.1, 512),  # the largest number
     ],
 )
-def test_the_fewest_steps_that_keep_to_the_share(step_s, exchange_s, target_share, every):
+def test_the_fewest_steps_within_the_target_share_are_proposed(step_s, exchange_s, target_share, every):
     proposal = propose_local_steps(step_s, exchange_s, target_share=target_share)
     assert proposal.every == every
     assert proposal.share == pytest.approx(exchange_s / (every * step_s + exchange_s))
@@ -40,7 +40,7 @@ def test_the_fewest_steps_that_keep_to_the_share(step_s, exchange_s, target_shar
 @pytest.mark.parametrize("blocking_s", [0.0, 0.05, 2.0])
 @pytest.mark.parametrize("hidden_s", [0.0, 0.2, 7.0])
 @pytest.mark.parametrize("target_share", [0.1, 0.5])
-def test_with_overlap_they_are_the_fewest_too(step_s, blocking_s, hidden_s, target_share):
+def test_with_overlap_the_fewest_steps_are_proposed_too(step_s, blocking_s, hidden_s, target_share):
     """Against a timeline: blocking work, then steps and the hidden part side by side."""
 
     def idle_share(every):
@@ -55,7 +55,7 @@ def test_with_overlap_they_are_the_fewest_too(step_s, blocking_s, hidden_s, targ
     assert proposal.share == pytest.approx(idle_share(fewest), abs=1e-9)
 
 
-def test_it_says_why():
+def test_the_proposal_has_a_reason():
     few, none, many = (propose_local_steps(0.5, exchange_s).reason for exchange_s in (3.0, 0.001, 900.0))
     assert few == (
         "a step takes 0.5 s and an exchange takes 3 s; with 54 steps between two exchanges, exchanges take "
@@ -97,7 +97,7 @@ def test_the_share_of_overlapped_steps_is_that_of_their_timeline():
     assert short.step_s == pytest.approx(short.cost.exchange_s), "the exchange takes longer than the turn"
 
 
-def test_a_smaller_most_is_kept_to():
+def test_a_smaller_maximum_is_respected():
     assert gridtrain.propose_local_steps(0.1, 10.0, most=64).every == 64
 
 
@@ -115,6 +115,6 @@ def test_a_smaller_most_is_kept_to():
         ({"hidden_s": 1.1}, "hidden_s"),
     ],
 )
-def test_what_is_out_of_range_is_refused(arguments, named):
+def test_arguments_out_of_range_are_refused(arguments, named):
     with pytest.raises(ConfigError, match=named):
         propose_local_steps(**{"step_s": 1.0, "exchange_s": 1.0, **arguments})

@@ -1,4 +1,4 @@
-"""The tools that hold predictions against measurements and against the paper."""
+"""The tools that compare predictions with measurements and with the paper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from predictions import FRAME_SHARE, Measured, crowded, load_of, parse, predict,
 RING = Measured("dense", 4, 25_600_000, rate_Bps=12.5e6)
 
 
-def test_a_ring_on_a_shaped_line_takes_its_bytes() -> None:
+def test_a_ring_on_shaped_links_takes_the_time_of_its_bytes() -> None:
     bound_s = 2 * 3 / 4 * 102.4e6 / (12.5e6 * FRAME_SHARE)
     assert predict(RING, NO_CPU_COSTS) == pytest.approx(bound_s, rel=0.01)
     assert predict(RING, CpuCosts(), cores=2) > bound_s
@@ -42,7 +42,7 @@ def test_selection_is_not_part_of_an_exchange() -> None:
         ("dense:topology=star", ExchangeKind.STAR, 0.001, "fp16"),
     ],
 )
-def test_exchanges_are_read_as_the_bench_writes_them(
+def test_exchanges_of_result_files_are_read(
     exchange: str, kind: ExchangeKind, density: float, values: str
 ) -> None:
     load = load_of(Measured(exchange, 4, 1000))
@@ -51,14 +51,14 @@ def test_exchanges_are_read_as_the_bench_writes_them(
         assert (load.density, load.values) == (density, values)
 
 
-def test_a_rival_is_not_foretold() -> None:
+def test_other_libraries_are_not_predicted() -> None:
     assert parse("gloo/all_reduce P=4 n=25.6M rate=1Gbit") is None
     assert parse("gtopk P=4 n=25.6M rate=1Gbit loss=0.01") is None
     with pytest.raises(ConfigError, match="no exchange"):
         load_of(Measured("gossip", 4, 1000))
 
 
-def test_the_benchs_file_is_read() -> None:
+def test_a_result_file_is_read() -> None:
     samples = [{"seconds": s, "cpu_s": 0.01} for s in (0.05, 0.03, 0.04)]
     document = {
         "cells": [
@@ -85,7 +85,7 @@ def test_busy_cells_do_not_count() -> None:
     assert "| -23% |" in text
 
 
-def test_the_papers_figures_stand_beside_ours() -> None:
+def test_the_table_has_the_papers_figures_and_predictions() -> None:
     paper = json.loads(DATA.read_text(encoding="utf-8"))
     found = efficiencies(paper, NO_CPU_COSTS)
     assert len(found) == len(MODELS) * 3 * 4
@@ -101,14 +101,14 @@ def test_the_papers_figures_stand_beside_ours() -> None:
 def test_a_single_reducer_on_baidus_machines() -> None:
     found = baidu(NO_CPU_COSTS, {"alpha_s": 0.0, "beta_s_per_byte": 9e-9})
     assert found["ring"] == pytest.approx(31.0)
-    # it moves 39 vectors in and out where the ring moves 2 * 39/40: 20 times as many on one line
+    # a star moves 39 vectors in and out, a ring 2 * 39/40: 20 times as many on one link
     assert found["star_s"] / found["ring_s"] == pytest.approx(20, rel=0.05)
     assert math.isclose(found["star"], 40 / (1 + 20 * 9 / 31), rel_tol=0.05)
 
 
 @pytest.mark.parametrize("members", [2, 4])
-def test_the_cost_of_messages_is_found_again(members: int) -> None:
-    """From exchanges that take what the model says they do."""
+def test_calibration_recovers_the_cost_of_messages(members: int) -> None:
+    """The exchanges take the time that the model predicts."""
     cpu = replace(NO_CPU_COSTS, message_s=200e-6, wake_s=150e-6, begin_s=1.5e-3)
     network = uniform_network(members, 0.0, 1e12)
     seconds = {what: exchange_cost(tiny(what), network, cpu, host_cores=2).exchange_s for what in TINY}
@@ -123,7 +123,7 @@ def test_ends_of_messages_are_counted() -> None:
     assert ends_of("gtopk", 4) == 2 * (8 + 6) / 4
 
 
-def test_the_lab_has_numbers_for_each_crowd() -> None:
+def test_costs_depend_on_the_number_of_members_per_machine() -> None:
     crowds = {2: {"message_s": 1e-3}, 4: {"message_s": 2e-3}}
     assert [crowded(NO_CPU_COSTS, crowds, members).message_s for members in (1, 2, 3, 4, 8)] == [
         0.0,
@@ -136,8 +136,11 @@ def test_the_lab_has_numbers_for_each_crowd() -> None:
 
 def test_packets_take_cores_from_members_that_share_them() -> None:
     load, network = load_of(Measured("dense", 4, 1_000_000)), uniform_network(4, 0.0, 12.5e6)
-    quiet, busy = replace(CpuCosts(), packet_s=0.0), replace(CpuCosts(), packet_s=20e-6)
-    assert exchange_cost(load, network, busy).exchange_s == exchange_cost(load, network, quiet).exchange_s
-    shared = [exchange_cost(load, network, cpu, host_cores=2) for cpu in (quiet, busy)]
+    without, with_packets = replace(CpuCosts(), packet_s=0.0), replace(CpuCosts(), packet_s=20e-6)
+    assert (
+        exchange_cost(load, network, with_packets).exchange_s
+        == exchange_cost(load, network, without).exchange_s
+    )
+    shared = [exchange_cost(load, network, cpu, host_cores=2) for cpu in (without, with_packets)]
     assert shared[1].exchange_s > shared[0].exchange_s
     assert shared[1].cpu_s - shared[0].cpu_s == pytest.approx(2 * 6e6 / 1448 * 20e-6, rel=0.01)

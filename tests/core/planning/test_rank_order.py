@@ -1,4 +1,4 @@
-"""From what workers say of their links to the order of ranks; and who is believed."""
+"""The order of ranks from reported link measurements, and which reports are believed."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_the_exchange_is_read_from_the_facts(exchange: str, load: Workload | Non
     assert workload_of(setup(exchange)) == load
 
 
-def test_facts_that_say_nothing_are_no_load() -> None:
+def test_facts_without_a_size_give_no_workload() -> None:
     assert workload_of(None) is None
     assert workload_of(setup("Dense()", model="many parameters")) is None
     assert workload_of(setup("Dense()", model="0 parameters")) is None
 
 
 def all_pairs(slow: tuple[PeerId, ...] = (), rtt_s: float = 0.001) -> LinkMeasurements:
-    """All pairs, as both ends report them; `slow` members have 20 Mbit/s."""
+    """Measurements of all pairs by both ends; `slow` members have 20 Mbit/s."""
     measured = LinkMeasurements({(a, b): rtt_s for a in PEERS for b in PEERS if a != b})
     for a in PEERS:
         rates = [(b, SLOW if a in slow or b in slow else FAST) for b in PEERS if b != a]
@@ -83,47 +83,47 @@ def all_pairs(slow: tuple[PeerId, ...] = (), rtt_s: float = 0.001) -> LinkMeasur
     return measured
 
 
-def test_the_more_modest_end_is_believed() -> None:
+def test_the_lower_of_both_reported_rates_counts() -> None:
     measured = all_pairs(slow=(B,))
-    measured.record(B, [(peer, 1e12, 1e12) for peer in PEERS])  # B says that its line is the fastest of all
+    measured.record(B, [(peer, 1e12, 1e12) for peer in PEERS])  # B exaggerates
     assert measured.rate_Bps(A, B) == measured.rate_Bps(B, A) == SLOW
     measured.record(B, [(A, 1.0, 0.0)])
     assert measured.rate_Bps(B, A) == 1e3, "bounded below as well"
-    assert measured.rate_Bps(B, B) is None, "nobody's word about itself"
+    assert measured.rate_Bps(B, B) is None, "a report about itself does not count"
 
 
-def test_who_left_is_forgotten() -> None:
+def test_measurements_of_a_worker_that_left_are_dropped() -> None:
     measured = all_pairs()
     measured.forget(B)
     assert measured.rate_Bps(A, B) is None and measured.rate_Bps(B, A) is None
     assert measured.rate_Bps(A, C) == FAST
 
 
-def test_what_is_not_measured_counts_as_the_median() -> None:
+def test_an_unmeasured_link_counts_as_the_median() -> None:
     measured = LinkMeasurements({(A, B): 0.002, (A, C): 0.004, (B, C): 0.020})
     measured.record(A, [(B, 1e6, 3e6), (C, 2e6, 0.0)])
     network = measured.build_network(PEERS)
     assert network is not None
     assert network.link(3, 0).alpha_s == 0.002  # half of the median of 2, 4 and 20 ms
     assert network.link(3, 0).bandwidth_Bps == 2e6
-    assert network.up_Bps[0] == 2e6, "a line is as fast as the fastest that went over it"
+    assert network.up_Bps[0] == 2e6, "the upload is at least its fastest link"
     assert LinkMeasurements().build_network(PEERS) is None
 
 
-@pytest.mark.parametrize("word", [float("nan"), float("inf"), -1.0])
-def test_a_round_trip_that_cannot_be_is_not_counted(word: float) -> None:
-    network = LinkMeasurements({(A, B): word, (A, C): 0.004}).build_network(PEERS)
+@pytest.mark.parametrize("rtt_s", [float("nan"), float("inf"), -1.0])
+def test_an_impossible_round_trip_is_ignored(rtt_s: float) -> None:
+    network = LinkMeasurements({(A, B): rtt_s, (A, C): 0.004}).build_network(PEERS)
     assert network is not None and network.link(0, 1).alpha_s == 0.002
 
 
-def test_links_are_listed_for_people() -> None:
+def test_links_are_listed_as_rows() -> None:
     measured = LinkMeasurements({(A, B): 0.002})
     measured.record(B, [(A, 1e6, 0.0)])
     assert measured.link_rows([A, B, C]) == [[0, 1, 0.002, None], [1, 0, 0.002, 1e6]]
 
 
 def two_sites() -> LinkMeasurements:
-    """A and C at one place, B and D at another, 2 MB/s between any two across."""
+    """A and C at one site, B and D at another, with 2 MB/s between the sites."""
     measured = LinkMeasurements({(a, b): 0.001 for a in PEERS for b in PEERS if a != b})
     for a in PEERS:
         across = {b: (a in (A, C)) != (b in (A, C)) for b in PEERS}
@@ -132,7 +132,7 @@ def two_sites() -> LinkMeasurements:
     return measured
 
 
-def test_two_sites_meet_in_one_hop() -> None:
+def test_a_butterfly_crosses_between_two_sites_in_one_hop() -> None:
     measured = two_sites()
     made = plan_rank_order(LOAD, measured, PEERS, [A])
     assert made.order[0] == A
@@ -142,7 +142,7 @@ def test_two_sites_meet_in_one_hop() -> None:
     assert "its slowest link is 16 Mbit/s" in made.reason
 
 
-def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_assumes() -> None:
+def test_without_rates_a_ring_is_ordered_by_round_trips_and_a_butterfly_assumes_a_rate() -> None:
     measured = LinkMeasurements({(A, B): 0.001, (C, D): 0.001, (A, C): 0.009, (B, D): 0.002})
     assert plan_rank_order(Workload(ExchangeKind.DENSE, 1000), measured, PEERS, [A]).reason.startswith(
         "ring of 4 ordered by round trip"
@@ -153,16 +153,16 @@ def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_a
     assert "no round trip has been measured" in plan_rank_order(LOAD, LinkMeasurements(), PEERS, [A]).reason
 
 
-def test_an_order_is_given_up_for_one_that_is_noticeably_faster() -> None:
-    """Ranks meet as AB CD, then AC BD; A-B and B-D get thin, so B should meet C, and one of them only."""
+def test_an_order_is_replaced_by_a_noticeably_faster_one() -> None:
+    """Pairs are AB CD, then AC BD; A-B and B-D become slow, so B should be paired with C and one of these."""
     measured = all_pairs()
-    assert reorder_reason(LOAD, measured, PEERS) == "", "all alike"
+    assert reorder_reason(LOAD, measured, PEERS) == "", "all links are equal"
     for a, b in ((A, B), (B, A), (B, D), (D, B)):
         measured.record(a, [(b, SLOW / 4, SLOW / 4)])
     text = reorder_reason(LOAD, measured, PEERS)
     assert text.startswith("links have changed: another order makes an exchange ")
     better = plan_rank_order(LOAD, measured, PEERS, [A]).order
-    assert reorder_reason(LOAD, measured, better) == "", "that order is kept"
+    assert reorder_reason(LOAD, measured, better) == "", "that order stays"
 
 
 SIX = [bytes([i]) * 32 for i in range(1, 7)]
@@ -175,8 +175,8 @@ def honest_six(but: PeerId) -> LinkMeasurements:
     return measured
 
 
-def test_one_liar_brings_no_other_order_about() -> None:
-    """It says each time that the links to its present neighbours are thin, of which nobody else knows."""
+def test_one_liar_cannot_change_the_order() -> None:
+    """It reports that the links to its present neighbours are slow; no other member does."""
     load, liar = Workload(ExchangeKind.DENSE, 2_000_000), SIX[5]
     measured = honest_six(but=liar)
     order = plan_rank_order(load, measured, SIX, SIX).order
@@ -184,11 +184,11 @@ def test_one_liar_brings_no_other_order_about() -> None:
     near = {order[at - 1], order[(at + 1) % 6]}
     lies = [(peer, 1e5 if peer in near else 12.5e6) for peer in SIX[:5]]
     measured.record(liar, [(peer, rate, rate) for peer, rate in lies])
-    assert plan_rank_order(load, measured, SIX, SIX).order != order, "at another occasion it gets its way"
+    assert plan_rank_order(load, measured, SIX, SIX).order != order, "it would affect a new plan"
     assert reorder_reason(load, measured, order, SIX) == ""
 
 
-def test_what_one_end_alone_tells_is_no_more_than_the_others_median() -> None:
+def test_a_rate_reported_by_one_end_only_is_at_most_the_median() -> None:
     measured = honest_six(but=SIX[5])
     measured.forget(SIX[5])
     measured.record(SIX[5], [(other, 1e11, 1e11) for other in SIX[:5]])
@@ -198,30 +198,30 @@ def test_what_one_end_alone_tells_is_no_more_than_the_others_median() -> None:
     assert list(network.up_Bps) == list(network.down_Bps) == [12.5e6] * 6
 
 
-def test_of_two_workers_the_word_of_one_end_alone_is_bounded() -> None:
-    """B's loop stood still for so long that A did not wait for its answer; then it read the burst at once."""
+def test_with_two_workers_a_rate_reported_by_one_end_only_is_bounded() -> None:
+    """B's loop stalled until A no longer awaited the answer; then B read the whole burst at once."""
     measured = LinkMeasurements()
     measured.record(B, [(A, 0.0, 4e9)])
     network = measured.build_network([A, B])
     assert network is not None and network.path_Bps(0, 1) == 125e6
     measured.record(A, [(B, 5e9, 0.0)])
     network = measured.build_network([A, B])
-    assert network is not None and network.path_Bps(0, 1) == 4e9, "both say so"
+    assert network is not None and network.path_Bps(0, 1) == 4e9, "both ends report it"
 
 
-def test_a_rate_that_is_told_again_is_no_news() -> None:
+def test_a_repeated_rate_is_no_change() -> None:
     measured = LinkMeasurements()
     assert measured.record(A, [(B, 1e6, 0.0)]) is True
     assert measured.record(A, [(B, 1e6, 0.0), (A, 5.0, 5.0)]) is False
     assert measured.record(A, [(B, 1e6, 2e6)]) is True
 
 
-def test_the_order_that_was_worth_it_is_found_again() -> None:
-    """Above 7 members the search depends on where it begins: both begin with the order as it stands."""
+def test_the_order_that_justified_a_change_is_the_one_planned() -> None:
+    """Above 7 members the search depends on its start; both searches start with the present order."""
     tried = 0
     for seed in range(6):
         rng, peers = random.Random(seed), [bytes([i]) * 32 for i in range(10)]
-        measured, roster = (
+        measured, order = (
             LinkMeasurements({(a, b): 0.01 for a in peers for b in peers if a < b}),
             list(peers),
         )
@@ -229,15 +229,15 @@ def test_the_order_that_was_worth_it_is_found_again() -> None:
             rates = [(b, rng.choice([1e5, 2.5e6, 12.5e6, 125e6])) for b in peers if b != a]
             measured.record(a, [(b, rate, rate) for b, rate in rates])
         for _generation in range(3):
-            if not reorder_reason(LOAD, measured, roster, peers):
+            if not reorder_reason(LOAD, measured, order, peers):
                 break
             tried += 1
-            roster = list(plan_rank_order(LOAD, measured, peers, peers, roster).order)
-        assert reorder_reason(LOAD, measured, roster, peers) == "", f"seed {seed}"
+            order = list(plan_rank_order(LOAD, measured, peers, peers, order).order)
+        assert reorder_reason(LOAD, measured, order, peers) == "", f"seed {seed}"
     assert tried > 3
 
 
-def test_a_star_meets_at_the_best_line_of_those_who_hold_the_state() -> None:
+def test_the_root_of_a_star_is_the_member_with_the_state_and_the_best_links() -> None:
     measured, load = all_pairs(slow=(A,)), Workload(ExchangeKind.STAR, 1_000_000)
     assert plan_rank_order(load, measured, PEERS, [A, C]).order[0] == C
     assert plan_rank_order(load, measured, PEERS, [A]).order[0] == A
@@ -246,8 +246,8 @@ def test_a_star_meets_at_the_best_line_of_those_who_hold_the_state() -> None:
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.DENSE, ExchangeKind.TOPK, ExchangeKind.GTOPK])
-def test_a_thousand_members_stay_as_they_joined(kind: ExchangeKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a list of two million moves, and without a table of a million links."""
+def test_a_thousand_members_stay_in_join_order(kind: ExchangeKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No list of two million moves and no table of a million links is built."""
     made: list[int] = []
     for name in ("ring", "all_gather", "butterfly"):
         make = getattr(message_schedule, name)
@@ -268,7 +268,7 @@ def counted(
     return every
 
 
-def test_too_little_is_known_or_to_be_gained() -> None:
+def test_no_order_is_proposed_without_rates_or_a_gain() -> None:
     assert reorder_reason(None, all_pairs(), PEERS) == ""
     assert reorder_reason(LOAD, LinkMeasurements({(A, B): 0.1}), PEERS) == ""
     assert reorder_reason(LOAD, all_pairs(), [A, B]) == ""
@@ -285,7 +285,7 @@ def peer(name: str) -> PeerId:
 
 
 def links_ms(text: str) -> Links:
-    """`links_ms("ab 1  bc 9")`: round trips in milliseconds."""
+    """Round trips of a text such as "ab 1  bc 9", in milliseconds."""
     words = text.split()
     return {
         (peer(link[0]), peer(link[1])): float(ms) / 1e3
@@ -301,24 +301,24 @@ def ring(text: str, joined: str, first: str) -> tuple[str, str]:
 SQUARE = "ab 1  ac 2  ad 9  bc 9  bd 2  cd 1"
 
 
-def test_the_slow_links_stay_out_of_the_ring() -> None:
+def test_a_ring_avoids_slow_links() -> None:
     order, reason = ring(SQUARE, joined="abcd", first="a")
     assert order in ("abdc", "acdb")
     assert reason.startswith("ring of 4 ordered by round trip: the smallest exchange takes ")
     assert reason.endswith(" ms in join order")
 
 
-def test_first_is_rank_zero_and_the_ring_stays_the_same() -> None:
+def test_the_named_first_member_is_rank_0_of_the_same_ring() -> None:
     assert ring(SQUARE, joined="abcd", first="c")[0] in ("cabd", "cdba")
     assert ring(SQUARE, joined="dcba", first="c")[0] in ("cabd", "cdba")
 
 
-def test_equal_rings_stay_as_they_joined() -> None:
+def test_of_equal_rings_that_in_join_order_is_chosen() -> None:
     order, reason = ring("ab 1  ac 1  ad 1  bc 1  bd 1  cd 1", joined="dbca", first="a")
     assert order == "adbc" and reason.endswith(" ms, as in join order")
 
 
-def test_of_a_link_measured_from_both_ends_the_slower_counts() -> None:
+def test_the_slower_round_trip_of_both_ends_counts() -> None:
     order, _ = ring("ab 1  ba 7  ac 2  bc 2  cd 2  ad 2  bd 2", joined="abcd", first="a")
     assert order in ("acbd", "adbc")
 
@@ -339,11 +339,13 @@ def test_measurements_that_are_no_numbers_count_as_missing() -> None:
         ("abc", "b", "bca", "3 workers in join order: no round trip has been measured"),
     ],
 )
-def test_where_there_is_nothing_to_order(joined: str, first: str, order: str, reason: str) -> None:
+def test_small_groups_without_measurements_stay_in_join_order(
+    joined: str, first: str, order: str, reason: str
+) -> None:
     assert ring("", joined, first) == (order, reason)
 
 
-def test_in_the_order_of_joining_only_the_first_moves() -> None:
+def test_in_join_order_only_the_first_member_moves() -> None:
     assert join_order((A, B, C, D), (C,)).order == (C, A, B, D)
     assert join_order((A, B, C, D), (B, A)).order == (B, A, C, D)
 
@@ -366,8 +368,8 @@ def test_up_to_seven_members_no_ring_is_faster(seeds: Callable[[int], Iterator[i
         assert ring_s(links, made.order) <= 1.01 * best_s, f"seed {seed}: {made.reason}"
 
 
-def test_a_twisted_circle_is_untwisted(seeds: Callable[[int], Iterator[int]]) -> None:
-    """Members of a circle of 9 to 24 joined in any order; the ring goes round the circle."""
+def test_members_of_a_circle_are_ordered_around_it(seeds: Callable[[int], Iterator[int]]) -> None:
+    """Members of a circle of 9 to 24 joined in any order; the ring follows the circle."""
     for seed in seeds(20):
         rng = random.Random(seed)
         size = rng.randint(9, 24)
@@ -379,7 +381,7 @@ def test_a_twisted_circle_is_untwisted(seeds: Callable[[int], Iterator[int]]) ->
         assert ring_s(links, made.order) <= 1.05 * ring_s(links, tuple(circle)), f"seed {seed}: {made.reason}"
 
 
-def test_large_groups_are_ordered_within_the_bound_and_never_worse_than_they_joined() -> None:
+def test_large_groups_get_a_better_order_than_that_of_joining() -> None:
     rng = random.Random(7)
     names = [rng.randbytes(32) for _ in range(120)]
     links = {pair: rng.expovariate(200) for pair in combinations(names, 2)}

@@ -1,9 +1,12 @@
-"""Orders of ranks on uneven links, against an exhaustive search that runs the real cores for every order."""
+"""Orders of ranks on uneven links, compared with an exhaustive search that runs the real cores."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import permutations
+from typing import Any
 
 import pytest
 from simulation.virtual_exchange import simulate_exchange
@@ -31,8 +34,8 @@ def uneven(rng: random.Random, size: int) -> NetworkModel:
     return NetworkModel(lambda a, b: links[a, b], up, down)
 
 
-def really_s(load: Workload, network: NetworkModel) -> float:
-    """By the real cores, and then the vote: to rank 0 and back."""
+def measured_s(load: Workload, network: NetworkModel) -> float:
+    """The time of the real cores, followed by the vote to rank 0 and back."""
     ends_s = simulate_exchange(load, network).complete_s
     others = range(1, network.size)
     decided_s = max(ends_s[0], *(ends_s[rank] + network.link(rank, 0).alpha_s for rank in others))
@@ -41,7 +44,7 @@ def really_s(load: Workload, network: NetworkModel) -> float:
 
 def exhaustive(load: Workload, network: NetworkModel) -> dict[tuple[int, ...], float]:
     orders = [(0, *others) for others in permutations(range(1, network.size))]
-    return {order: really_s(load, network.reordered(order)) for order in orders}
+    return {order: measured_s(load, network.reordered(order)) for order in orders}
 
 
 def small(kind: ExchangeKind) -> Workload:
@@ -68,16 +71,48 @@ def test_no_other_order_of_seven_is_faster(kind: ExchangeKind, seed: int) -> Non
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", RUNNABLE)
-def test_the_search_for_large_groups_is_good(
-    kind: ExchangeKind, seed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_the_search_for_large_groups_finds_a_good_order(
+    kind: ExchangeKind, seed: int, is_urgent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held against all orders where these can still be looked at."""
-    monkeypatch.setattr(rank_order_search, "EXACT_MAX_PEERS", 2)
+    """Compared with all orders of a group that is small enough to try them, as is the urgent search."""
+    if not is_urgent:
+        monkeypatch.setattr(rank_order_search, "EXACT_MAX_PEERS", 2)
     network = uneven(random.Random(seed), 6)
     every_s = exhaustive(small(kind), network)
-    found_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0]).order]
+    found_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0], is_urgent=is_urgent).order]
     assert found_s <= min(every_s.values()) * 1.2, f"seed {seed}"
     assert found_s <= every_s[0, 1, 2, 3, 4, 5] * 1.001, f"seed {seed}"
+
+
+@pytest.mark.parametrize("kind", ExchangeKind)
+def test_an_urgent_plan_tries_few_orders(kind: ExchangeKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 7 members, for which all orders are tried otherwise; counted instead of timed."""
+    network, load = uneven(random.Random(1), 7), small(kind)
+    simulated = Counter[bool]()
+    simulate, estimator = rank_order_search.simulated_exchange_s, rank_order_search.order_estimator
+    estimated = Counter[bool]()
+    is_urgent = False
+
+    def count(*args: Any) -> float:
+        simulated[is_urgent] += 1
+        return simulate(*args)
+
+    def counting_estimator(*args: Any) -> Callable[[Sequence[int]], float]:
+        estimate = estimator(*args)
+
+        def counted(order: Sequence[int]) -> float:
+            estimated[is_urgent] += 1
+            return estimate(order)
+
+        return counted
+
+    monkeypatch.setattr(rank_order_search, "simulated_exchange_s", count)
+    monkeypatch.setattr(rank_order_search, "order_estimator", counting_estimator)
+    for is_urgent in (False, True):
+        best_order(load, network, NO_CPU_COSTS, range(7), range(7), is_urgent=is_urgent)
+    assert simulated[True] <= 8 and simulated[True] <= simulated[False]
+    assert estimated[True] <= 1000 and estimated[True] <= 2 * estimated[False]
 
 
 def with_rates(up_Mbit: list[float], alpha_s: float = 0.001) -> NetworkModel:
@@ -86,8 +121,8 @@ def with_rates(up_Mbit: list[float], alpha_s: float = 0.001) -> NetworkModel:
     return NetworkModel(lambda a, b: link, rates, rates)
 
 
-def test_one_home_connection_among_lan_peers_is_where_a_butterfly_uses_it_least() -> None:
-    """6 ranks: 4 and 5 fold into 0 and 1, which thereby send three payloads; the others send two, or one."""
+def test_a_single_home_connection_gets_a_rank_that_sends_little() -> None:
+    """6 ranks: 4 and 5 fold into 0 and 1, which send three payloads; the others send two or one."""
     network = with_rates([1000, 20, 1000, 1000, 1000, 1000])  # the second to join is at home
     found = best_order(Workload(ExchangeKind.GTOPK, 25_600_000), network, CpuCosts(), [0])
     assert found.order.index(1) >= 2
@@ -97,7 +132,7 @@ def test_one_home_connection_among_lan_peers_is_where_a_butterfly_uses_it_least(
 def two_sites(size: int, thin_Mbit: float, known: bool = True) -> NetworkModel:
     """Members join alternately at one and at the other site, between which there is one slow link.
 
-    `known`: it is known that all pairs share it, as from a description; probes measure each pair alone.
+    `known`: all pairs are known to share the link, as from a description; probes measure pairs separately.
     """
     thin_Bps = thin_Mbit * MBIT_Bps
     near = LinkModel(0.0002)
@@ -116,7 +151,7 @@ def two_sites(size: int, thin_Mbit: float, known: bool = True) -> NetworkModel:
 @pytest.mark.parametrize("size", [4, 8, 16, 32])
 def test_a_butterfly_crosses_between_two_sites_in_one_hop_only(size: int, known: bool) -> None:
     load, network = Workload(ExchangeKind.GTOPK, 25_600_000), two_sites(size, 20, known)
-    mixed = [0, *random.Random(size).sample(range(1, size), size - 1)]  # as they happened to join
+    mixed = [0, *random.Random(size).sample(range(1, size), size - 1)]  # in any order of joining
     found = best_order(load, network.reordered(mixed), CpuCosts(), [0])
     site = [mixed[member] % 2 for member in found.order]
     crossing = [
@@ -136,7 +171,7 @@ def test_a_ring_crosses_between_two_sites_twice(size: int, known: bool) -> None:
         assert found.join_order_s / found.exchange_s == pytest.approx(size / 2, rel=0.1)
 
 
-def test_a_star_meets_at_the_fastest_member() -> None:
+def test_the_root_of_a_star_is_the_fastest_member() -> None:
     network = with_rates([50, 100, 1000, 100])
     found = best_order(Workload(ExchangeKind.STAR_GTOPK, 25_600_000), network, CpuCosts(), range(4))
     assert found.order[0] == 2
@@ -145,14 +180,14 @@ def test_a_star_meets_at_the_fastest_member() -> None:
     )
 
 
-def test_the_order_of_joining_stays_where_nothing_is_gained() -> None:
+def test_without_a_gain_the_order_is_that_of_joining() -> None:
     for kind in RUNNABLE:
         assert best_order(
             Workload(kind, 1_000_000), uniform_network(6, 0.001, 1e7), CpuCosts(), [0]
         ).order == (0, 1, 2, 3, 4, 5)
 
 
-def test_what_is_promised_is_what_the_order_costs() -> None:
+def test_the_predicted_time_is_that_of_the_order() -> None:
     load, network = Workload(ExchangeKind.GTOPK, 1_000_000, 0.01), uneven(random.Random(5), 6)
     found = best_order(load, network, CpuCosts(), [3])
     assert found.order[0] == 3
@@ -168,13 +203,13 @@ def each_on(network: NetworkModel, compute_s: float) -> list[ExchangeEstimate]:
     ]
 
 
-def test_dense_is_taken_where_it_costs_little() -> None:
+def test_dense_is_recommended_on_fast_links() -> None:
     best, reason = recommend_exchange(each_on(uniform_network(4, 0.0001, 10_000 * MBIT_Bps), 5.0))
     assert best.load.kind is ExchangeKind.DENSE
     assert reason.startswith("Use dense with 4 workers: its exchange takes")
 
 
-def test_on_a_slow_line_the_butterfly_wins_and_the_reason_says_by_how_much() -> None:
+def test_a_butterfly_is_recommended_on_slow_links_with_the_gain() -> None:
     best, reason = recommend_exchange(each_on(uniform_network(16, 0.010, 20 * MBIT_Bps), 0.5))
     assert best.load.kind is ExchangeKind.GTOPK
     assert reason.startswith("Use gtopk at density 0.001 with 16 workers: a step takes")
@@ -182,14 +217,14 @@ def test_on_a_slow_line_the_butterfly_wins_and_the_reason_says_by_how_much() -> 
     assert "and dense would take" in reason
 
 
-def test_with_local_steps_an_exchange_is_shared_by_them() -> None:
+def test_local_steps_share_the_time_of_an_exchange() -> None:
     load, network = Workload(ExchangeKind.GTOPK, 25_600_000), uniform_network(4, 0.010, 20 * MBIT_Bps)
     every, tenth = (estimate_exchange(load, network, CpuCosts(), 0.1, local_steps=h) for h in (1, 10))
     assert tenth.step_s - 0.1 == pytest.approx((every.step_s - 0.1) / 10)
     assert tenth.efficiency > every.efficiency
 
 
-def test_a_planned_outlook_is_no_slower_than_the_order_of_joining() -> None:
+def test_an_optimized_order_is_faster_than_that_of_joining() -> None:
     load, network = (
         Workload(ExchangeKind.GTOPK, 25_600_000),
         two_sites(8, 20).reordered([0, 1, 3, 2, 5, 4, 6, 7]),
@@ -201,7 +236,9 @@ def test_a_planned_outlook_is_no_slower_than_the_order_of_joining() -> None:
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.GTOPK, ExchangeKind.TREE])
-def test_who_joined_first_over_a_slow_link_is_not_rank_0_where_others_may_be(kind: ExchangeKind) -> None:
+def test_the_first_member_is_not_rank_0_if_its_link_is_slow_and_others_hold_the_model(
+    kind: ExchangeKind,
+) -> None:
     """At rank 0 of five, four hops of a butterfly use that link; at rank 3 only two."""
     rates_Bps = [2.5e6] + 4 * [125e6]
     network = NetworkModel(
@@ -211,7 +248,7 @@ def test_who_joined_first_over_a_slow_link_is_not_rank_0_where_others_may_be(kin
     )
     load = Workload(kind, 10_000_000, 0.01)
 
-    alone = best_order(load, network, CpuCosts(), firsts=[0])  # nobody else holds the model yet
+    alone = best_order(load, network, CpuCosts(), firsts=[0])  # no other member holds the model yet
     later = best_order(load, network, CpuCosts(), firsts=range(5))
 
     assert alone.order[0] == 0 != later.order[0]

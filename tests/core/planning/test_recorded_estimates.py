@@ -1,4 +1,4 @@
-"""Estimates for drawn networks are those that were recorded (`recorded_results`)."""
+"""Estimates for random networks equal the recorded ones (`recorded_results`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = CpuCosts(
 
 
 def drawn_network(random: Random, size: int) -> NetworkModel:
-    """With a link that the pairs of even and odd members share."""
+    """A random network with a link that pairs of an even and an odd member share."""
     links = {
         (a, b): LinkModel(
             random.uniform(0.001, 0.05), random.uniform(2e6, 5e7), ("sea",) if (a + b) % 2 else ()
@@ -47,7 +47,7 @@ def drawn_network(random: Random, size: int) -> NetworkModel:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_costs_of_an_exchange(kind: ExchangeKind) -> None:
+def test_costs_of_exchanges_are_as_recorded(kind: ExchangeKind) -> None:
     random, found = Random(str(kind)), []
     for size in (1, 2, 3, 5, 8):
         network = drawn_network(random, size)
@@ -63,7 +63,7 @@ def test_costs_of_an_exchange(kind: ExchangeKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_work_and_messages(kind: ExchangeKind) -> None:
+def test_work_and_messages_are_as_recorded(kind: ExchangeKind) -> None:
     found = []
     for size, parameters in ((2, 1000), (3, 5_000_000), (6, 40_000_000)):
         load = Workload(kind, parameters, 0.02, "fp16")
@@ -81,7 +81,7 @@ def test_work_and_messages(kind: ExchangeKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_orders_of_ranks(kind: ExchangeKind) -> None:
+def test_orders_of_ranks_are_as_recorded(kind: ExchangeKind) -> None:
     random, found = Random(str(kind)), []
     for size in (2, 3, 4, 9):
         network, load = drawn_network(random, size), Workload(kind, 200_000, 0.05)
@@ -93,7 +93,7 @@ def test_orders_of_ranks(kind: ExchangeKind) -> None:
 
 
 @pytest.mark.parametrize("has_rates", [False, True])
-def test_orders_from_measurements(has_rates: bool) -> None:
+def test_orders_from_measurements_are_as_recorded(has_rates: bool) -> None:
     random, found = Random(1), []
     for size in (2, 3, 5):
         peers = [bytes([ord("a") + number]) * 32 for number in range(size)]
@@ -111,7 +111,7 @@ def test_orders_from_measurements(has_rates: bool) -> None:
     compare(RECORDED, f"measured orders {has_rates}", found)
 
 
-def test_comparisons() -> None:
+def test_comparisons_are_as_recorded() -> None:
     random, found = Random(2), []
     for size in (2, 4, 8):
         for compute_s in (0.01, 1.0, 60.0):
@@ -129,7 +129,7 @@ def test_comparisons() -> None:
     compare(RECORDED, "comparisons", found)
 
 
-def test_shares_and_local_steps() -> None:
+def test_shares_and_local_steps_are_as_recorded() -> None:
     random, found = Random(3), []
     for _ in range(60):
         count = random.randrange(1, 7)

@@ -1,4 +1,4 @@
-"""Where a model is cut: against all cuts there are, and against what can be checked by eye."""
+"""Partitions of a model, compared with all partitions and with simple expectations."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ Seeds = Callable[[int], Iterator[int]]
 BARE = ExecutionSettings(message_s=0.0, copies=0.0, rematerialise=False, micro_batches=1)
 
 
-def layer(seconds: float, parameters: int = 0, output: int = 0, kept: int = 0) -> Layer:
-    return Layer("x", seconds / 3, seconds * 2 / 3, parameters, output, kept)
+def layer(seconds: float, parameters: int = 0, output: int = 0, kept_bytes: int = 0) -> Layer:
+    return Layer("x", seconds / 3, seconds * 2 / 3, parameters, output, kept_bytes)
 
 
-def even_layers(count: int, parameters: int = 0, output: int = 0, kept: int = 0) -> list[Layer]:
-    return [replace(layer(0.003, parameters, output, kept), name=f"block{i}") for i in range(count)]
+def even_layers(count: int, parameters: int = 0, output: int = 0, kept_bytes: int = 0) -> list[Layer]:
+    return [replace(layer(0.003, parameters, output, kept_bytes), name=f"block{i}") for i in range(count)]
 
 
-def all_cuts(count: int, stages: int) -> Iterator[tuple[int, ...]]:
+def all_bounds(count: int, stages: int) -> Iterator[tuple[int, ...]]:
     for between in combinations(range(1, count), stages - 1):
         yield (0, *between, count)
 
 
-def test_even_layers_are_cut_evenly() -> None:
+def test_even_layers_are_divided_evenly() -> None:
     found = best_partition(even_layers(8), [Card()] * 4, running=BARE)
     assert found.cuts == (0, 2, 4, 6, 8)
     assert found.period_s == pytest.approx(0.006)
 
 
-def test_one_heavy_layer_stands_alone() -> None:
+def test_one_heavy_layer_is_a_stage_of_its_own() -> None:
     layers = [layer(seconds) for seconds in (1.0, 1.0, 5.0, 1.0, 1.0, 1.0)]
     assert best_partition(layers, [Card()] * 3, running=BARE).cuts == (0, 2, 3, 6)
 
@@ -59,8 +59,8 @@ def test_a_card_twice_as_fast_gets_twice_the_work() -> None:
     assert [stage.compute_s for stage in found.stages] == pytest.approx([0.012] * 4)
 
 
-def test_a_small_card_gets_what_fits() -> None:
-    """Each layer fills 4 bytes with gradient and Adam's moments: a card of 9 holds two of them."""
+def test_a_small_card_gets_layers_that_fit() -> None:
+    """A layer needs 4 bytes with gradient and Adam's moments, so a card of 9 bytes holds two."""
     cards = [Card(memory_bytes=40), Card(memory_bytes=9), Card(memory_bytes=40)]
     found = best_partition(even_layers(10, parameters=1), cards, running=replace(BARE, copies=3.0))
     assert [stage.memory.total for stage in found.stages] == [16, 8, 16]
@@ -77,17 +77,17 @@ def test_a_slow_link_moves_the_boundary_to_where_little_is_sent() -> None:
     assert found.period_s == pytest.approx(0.03)
 
 
-def test_a_line_is_hidden_behind_computing_only_with_overlap() -> None:
+def test_transfers_are_hidden_behind_computing_only_with_overlap() -> None:
     layers = [layer(0.01, output=10), layer(0.01)]
-    network = uniform_network(2, 5.0, 2000.0)  # latency is no part of the rhythm
+    network = uniform_network(2, 5.0, 2000.0)  # latency does not count for the period
     assert best_partition(layers, [Card()] * 2, network, BARE).period_s == pytest.approx(0.01)
     assert best_partition(
         layers, [Card()] * 2, network, replace(BARE, overlap=False)
     ).period_s == pytest.approx(0.015)
 
 
-def test_ends_of_home_lines_count_for_both_neighbours() -> None:
-    """The middle sends activations on and gradients back through one upload of 1 kB/s: 20 + 10 bytes."""
+def test_the_upload_of_a_stage_is_shared_by_both_neighbours() -> None:
+    """The middle stage sends activations and gradients through one upload of 1 kB/s: 20 + 10 bytes."""
     link = LinkModel(0.0)
     network = NetworkModel(lambda src, dst: link, (1000.0,) * 3, (1e9,) * 3)
     layers = [layer(0.001, output=10), layer(0.001, output=20), layer(0.001)]
@@ -98,37 +98,37 @@ def test_ends_of_home_lines_count_for_both_neighbours() -> None:
 @pytest.mark.parametrize(
     ("order", "rematerialise", "activations"),
     [
-        # 4 stages of one layer; 6 micro-batches of 2 samples; each layer: 1 byte in, 1 out, 10 kept;
-        # 2 bytes of gradients are worked on
+        # 4 stages of one layer; 6 micro-batches of 2 samples; each layer: 1 byte in, 1 out, 10 stored;
+        # 2 bytes of gradients in use
         (ScheduleKind.FILL_DRAIN, False, [2 * (6 * 12 + 2)] * 4),
         (ScheduleKind.FILL_DRAIN, True, [2 * (6 * 1 + 10 + 1 + 2)] * 4),
-        (ScheduleKind.ONE_F_ONE_B, False, [2 * (flying * 12 + 2) for flying in (4, 3, 2, 1)]),
-        (ScheduleKind.ONE_F_ONE_B, True, [2 * (flying + 10 + 1 + 2) for flying in (4, 3, 2, 1)]),
+        (ScheduleKind.ONE_F_ONE_B, False, [2 * (in_flight * 12 + 2) for in_flight in (4, 3, 2, 1)]),
+        (ScheduleKind.ONE_F_ONE_B, True, [2 * (in_flight + 10 + 1 + 2) for in_flight in (4, 3, 2, 1)]),
     ],
 )
-def test_what_is_kept_depends_on_schedule_and_rematerialisation(
+def test_stored_activations_depend_on_schedule_and_rematerialisation(
     order: ScheduleKind, rematerialise: bool, activations: list[int]
 ) -> None:
     running = replace(
         BARE, samples=2, micro_batches=6, order=order, rematerialise=rematerialise, input_bytes=1
     )
-    found = best_partition(even_layers(4, output=1, kept=10), [Card()] * 4, running=running)
+    found = best_partition(even_layers(4, output=1, kept_bytes=10), [Card()] * 4, running=running)
     assert [stage.memory.activations for stage in found.stages] == activations
     assert [stage.memory.transit for stage in found.stages] == [2 * 2 * n for n in (3, 4, 4, 2)]
 
 
-def test_the_flights_are_those_of_the_schedule() -> None:
+def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
     for order in ScheduleKind:
         for stages in range(1, 6):
             for number in (1, 2, 3, 8):
                 for ahead in (0.0, 0.5, 2.0):
                     running = replace(BARE, order=order, micro_batches=number, ahead=ahead)
                     schedule = running.schedule(stages)
-                    flights = [running.in_flight(stage, stages) for stage in range(stages)]
-                    assert flights == [schedule.max_in_flight(stage) for stage in range(stages)]
+                    in_flight = [running.in_flight(stage, stages) for stage in range(stages)]
+                    assert in_flight == [schedule.max_in_flight(stage) for stage in range(stages)]
 
 
-def test_a_second_forward_costs_time_where_it_happens() -> None:
+def test_rematerialisation_costs_a_second_forward_pass() -> None:
     layers = even_layers(2)
     for order, backwards in ((ScheduleKind.FILL_DRAIN, [3, 3]), (ScheduleKind.ONE_F_ONE_B, [3, 2])):
         running = replace(BARE, rematerialise=True, order=order, micro_batches=4)
@@ -136,10 +136,10 @@ def test_a_second_forward_costs_time_where_it_happens() -> None:
         assert [stage.backward_s / 0.001 for stage in found.stages] == pytest.approx(backwards)
 
 
-# -- proven against all cuts -----------------------------------------------------------------------
+# -- compared with all partitions ------------------------------------------------------------------
 
 
-def anything(rng: random.Random) -> tuple[list[Layer], list[Card], NetworkModel, ExecutionSettings]:
+def random_problem(rng: random.Random) -> tuple[list[Layer], list[Card], NetworkModel, ExecutionSettings]:
     """A model, cards, links and settings; small integers, so that ties are frequent."""
     count = rng.randint(1, 9)
     stages = rng.randint(1, min(count, 5))
@@ -183,14 +183,14 @@ def fullest(found: PartitionCost) -> float:
     return max(stage.memory.total / (stage.card.memory_bytes if limited else 1.0) for stage in found.stages)
 
 
-def test_no_cut_is_better(seeds: Seeds) -> None:
-    outcomes = {"cut": 0, "refused": 0, "decided by memory": 0}
+def test_no_partition_is_better(seeds: Seeds) -> None:
+    outcomes = {"partitioned": 0, "refused": 0, "decided by memory": 0}
     for seed in seeds(1500):
         rng = random.Random(seed)
-        layers, cards, network, running = anything(rng)
+        layers, cards, network, running = random_problem(rng)
         slack = rng.choice((0.0, 0.0, 0.1))
         costs = StageCostModel(layers, cards, network, running)
-        every = [partition_at(costs, cuts) for cuts in all_cuts(len(layers), len(cards))]
+        every = [partition_at(costs, bounds) for bounds in all_bounds(len(layers), len(cards))]
         fitting = [one for one in every if all(s.memory.total <= s.card.memory_bytes for s in one.stages)]
         assert fits(layers, cards, running) is bool(fitting), f"seed {seed}"
         if not fitting:
@@ -202,14 +202,14 @@ def test_no_cut_is_better(seeds: Seeds) -> None:
         bound_s = min(one.period_s for one in fitting) * (1 + slack)
         near = [one for one in fitting if one.period_s <= bound_s]
         assert found in near, f"seed {seed}: {found.cuts} takes {found.period_s}, possible is {bound_s}"
-        assert fullest(found) == min(fullest(one) for one in near), f"seed {seed}: fuller than need be"
-        outcomes["cut"] += 1
+        assert fullest(found) == min(fullest(one) for one in near), f"seed {seed}: fuller than necessary"
+        outcomes["partitioned"] += 1
         outcomes["decided by memory"] += len({fullest(one) for one in near}) > 1
     assert min(outcomes.values()) > 50 or sum(outcomes.values()) < 1500, outcomes
 
 
-def test_the_search_prunes_nothing_that_counts(seeds: Seeds) -> None:
-    """The same with no lower bound at all."""
+def test_pruning_does_not_change_the_result(seeds: Seeds) -> None:
+    """The search has no lower bound at all here."""
     for seed in seeds(200):
         rng = random.Random(seed)
         count, stages = rng.randint(3, 10), rng.randint(1, 3)
@@ -218,12 +218,12 @@ def test_the_search_prunes_nothing_that_counts(seeds: Seeds) -> None:
             count, stages, lambda s, i, j, t=table: t[s][i][j], lambda s, i, j: -1.0
         )
         assert cuts is not None
-        least = min(max(table[s][c[s]][c[s + 1]] for s in range(stages)) for c in all_cuts(count, stages))
+        least = min(max(table[s][c[s]][c[s + 1]] for s in range(stages)) for c in all_bounds(count, stages))
         assert max(table[s][cuts[s]][cuts[s + 1]] for s in range(stages)) == worst == least, f"seed {seed}"
 
 
-def test_a_narrow_search_finds_the_same_cut(seeds: Seeds) -> None:
-    """Also which of equal ones, whatever bound it begins with; and none where there is none."""
+def test_a_bounded_search_finds_the_same_partition(seeds: Seeds) -> None:
+    """Also among equal ones and for any initial bound; and none if there is none."""
     for seed in seeds(300):
         rng = random.Random(seed)
         count, stages = rng.randint(3, 12), rng.randint(1, 4)
@@ -248,15 +248,15 @@ def test_a_narrow_search_finds_the_same_cut(seeds: Seeds) -> None:
         assert bottleneck_cuts(count, stages, cost, least, plain[1] - 0.5) == (None, math.inf), f"seed {seed}"
 
 
-@pytest.mark.parametrize("line_Bps", [math.inf, 12.5e6])
-def test_many_blocks_are_cut_without_looking_at_most_stages_there_could_be(
-    line_Bps: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("link_Bps", [math.inf, 12.5e6])
+def test_many_layers_are_partitioned_without_evaluating_most_stages(
+    link_Bps: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator does nothing else meanwhile: of 8 x 256 x 256 / 2 stages it looks at one in 10."""
-    looked, compute_s = [0], StageCostModel.compute_s
+    """The coordinator is blocked meanwhile: of 8 x 256 x 256 / 2 stages it evaluates one in ten."""
+    evaluated, compute_s = [0], StageCostModel.compute_s
 
     def counted(self: StageCostModel, stage: int, start: int, stop: int) -> float:
-        looked[0] += 1
+        evaluated[0] += 1
         return compute_s(self, stage, start, stop)
 
     monkeypatch.setattr(StageCostModel, "compute_s", counted)
@@ -265,15 +265,15 @@ def test_many_blocks_are_cut_without_looking_at_most_stages_there_could_be(
         layer(rng.uniform(1e-3, 3e-3), rng.randint(1, 20), rng.randint(1, 8) * 10**5) for _ in range(256)
     ]
     cards = [Card(rng.choice((1.0, 1.5, 2.0)), 1e9) for _ in range(8)]
-    best_partition(layers, cards, uniform_network(8, 1e-3, line_Bps), slack=0.02)
-    assert looked[0] < 8 * 256 * 256 / 2 / 10
+    best_partition(layers, cards, uniform_network(8, 1e-3, link_Bps), slack=0.02)
+    assert evaluated[0] < 8 * 256 * 256 / 2 / 10
 
 
-# -- what cannot be --------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
-def test_a_model_that_does_not_fit_is_told_what_lacks_and_what_would_do() -> None:
-    layers = even_layers(8, parameters=10**9, output=10**6, kept=10**8)
+def test_a_model_that_does_not_fit_is_refused_with_the_shortage_and_a_remedy() -> None:
+    layers = even_layers(8, parameters=10**9, output=10**6, kept_bytes=10**8)
     cards = [Card(memory_bytes=8e9)] * 2
     running = ExecutionSettings(samples=4, micro_batches=8, rematerialise=False)
     with pytest.raises(ConfigError) as refused:
@@ -289,17 +289,17 @@ def test_a_model_that_does_not_fit_is_told_what_lacks_and_what_would_do() -> Non
 
 
 def test_micro_batches_of_one_sample_are_a_remedy() -> None:
-    """Of 10 kB that a sample keeps in a stage a card holds one and a half."""
-    layers = even_layers(2, kept=10_000)
+    """A sample needs 10 kB in a stage, and a card has room for one and a half."""
+    layers = even_layers(2, kept_bytes=10_000)
     running = ExecutionSettings(samples=2, micro_batches=1, rematerialise=True)
     with pytest.raises(ConfigError) as refused:
         best_partition(layers, [Card(memory_bytes=15_000)] * 2, running=running)
     assert refused.value.remedy == "use this: 2 micro-batches of 1 sample"
 
 
-def test_each_remedy_is_true_and_the_others_are_not_proposed() -> None:
-    """Little memory, for activations alone: every remedy but none of the cards."""
-    layers = even_layers(4, output=10, kept=1000)
+def test_only_remedies_that_work_are_proposed() -> None:
+    """Only activations need memory, so every remedy except larger cards works."""
+    layers = even_layers(4, output=10, kept_bytes=1000)
     running = ExecutionSettings(samples=4, micro_batches=8, rematerialise=False)
     cards = [Card(memory_bytes=60_000)] * 2
     with pytest.raises(ConfigError) as refused:
@@ -322,7 +322,7 @@ def test_a_layer_too_large_for_every_card_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "error"),
     [
         (lambda: best_partition(even_layers(3), [Card()] * 4), "3 layers cannot be divided into 4 stages"),
         (lambda: best_partition(even_layers(3), []), "cannot be divided into 0 stages"),
@@ -338,20 +338,20 @@ def test_a_layer_too_large_for_every_card_is_named() -> None:
         (lambda: ExecutionSettings(copies=-1.0), "-1 copies"),
     ],
 )
-def test_nonsense_is_refused(make: Callable[[], object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_arguments_are_refused(make: Callable[[], object], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
         make()
 
 
-@pytest.mark.parametrize("cuts", [(0, 3), (1, 2, 3), (0, 2, 2), (0, 2, 2, 3), (0, 4, 3)])
-def test_cuts_that_are_none_are_refused(cuts: tuple[int, ...]) -> None:
-    stages = 3 if len(cuts) == 4 else 2
+@pytest.mark.parametrize("bounds", [(0, 3), (1, 2, 3), (0, 2, 2), (0, 2, 2, 3), (0, 4, 3)])
+def test_invalid_bounds_are_refused(bounds: tuple[int, ...]) -> None:
+    stages = 3 if len(bounds) == 4 else 2
     costs = StageCostModel(even_layers(3), [Card()] * stages, uniform_network(stages, 0, 1), BARE)
     with pytest.raises(ConfigError, match="cuts"):
-        partition_at(costs, cuts)
+        partition_at(costs, bounds)
 
 
-def test_many_layers_and_stages_are_cut_too() -> None:
+def test_many_layers_and_stages_are_partitioned() -> None:
     rng = random.Random(0)
     layers = [layer(rng.random(), rng.randint(1, 100), rng.randint(1, 100)) for _ in range(200)]
     found = best_partition(layers, [Card()] * 16, running=BARE)
@@ -359,5 +359,5 @@ def test_many_layers_and_stages_are_cut_too() -> None:
     assert total_s / 16 <= found.period_s <= total_s / 16 + 1.0
 
 
-def test_bytes_for_people() -> None:
+def test_bytes_are_formatted() -> None:
     assert [format_bytes(n) for n in (0, 999, 1000, 8e9, 5e12)] == ["0 B", "999 B", "1 kB", "8 GB", "5 TB"]

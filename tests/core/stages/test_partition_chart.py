@@ -1,6 +1,6 @@
-"""The chart of a partition, as text and as SVG: partition_chart.svg is what it looks like.
+"""The chart of a partition, as text and as SVG (partition_chart.svg).
 
-After a meant change this writes the picture again:
+After an intended change this writes the picture again:
 
     PYTHONPATH=. python tests/core/stages/test_partition_chart.py
 """
@@ -17,8 +17,8 @@ from gridtrain.core.stages.step_time import StepEstimate, estimate_step
 
 PICTURE = Path(__file__).with_name("partition_chart.svg")
 LAYERS = [
-    Layer(name, forward_s, 2 * forward_s, parameters, 1_000, kept)
-    for name, forward_s, parameters, kept in (
+    Layer(name, forward_s, 2 * forward_s, parameters, 1_000, kept_bytes)
+    for name, forward_s, parameters, kept_bytes in (
         ("embedding", 0.0001, 4_000_000, 1_000),
         ("first", 0.002, 1_000_000, 40_000),
         ("second", 0.002, 1_000_000, 40_000),
@@ -33,24 +33,24 @@ stage 1  layers 1 to 2, "first" to "second"  24 ms   ########################  l
 stage 2  layer 3, "head"                     3 ms    ###.....................  link 2 ms  216 kB of 30 MB  #......................."""  # noqa: E501
 
 
-def outlook() -> StepEstimate:
-    """Three stages: a large one on a small card, a slow one, and one that is neither."""
+def estimate() -> StepEstimate:
+    """Three stages: a large one on a small card, a slow one, and an ordinary one."""
     cards = [Card(memory_bytes=20e6), Card(), Card(memory_bytes=30e6)]
     running = ExecutionSettings(
         samples=2, micro_batches=4, order=ScheduleKind.ONE_F_ONE_B, rematerialise=False, message_s=0.0
     )
     network = uniform_network(3, 0.001, 1e6)
-    cut = partition_at(StageCostModel(LAYERS, cards, network, running), (0, 1, 3, 4))
-    return estimate_step(LAYERS, cards, network, running, 8, cut)
+    partition = partition_at(StageCostModel(LAYERS, cards, network, running), (0, 1, 3, 4))
+    return estimate_step(LAYERS, cards, network, running, 8, partition)
 
 
-def test_the_text() -> None:
-    assert chart_text(LAYERS, outlook()) == TEXT
+def test_the_chart_as_text() -> None:
+    assert chart_text(LAYERS, estimate()) == TEXT
 
 
-def test_the_picture() -> None:
-    assert chart_svg(LAYERS, outlook()) == PICTURE.read_text(encoding="utf-8")
+def test_the_chart_as_a_picture() -> None:
+    assert chart_svg(LAYERS, estimate()) == PICTURE.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(chart_svg(LAYERS, outlook()), encoding="utf-8")
+    PICTURE.write_text(chart_svg(LAYERS, estimate()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Partitions, placements and times for drawn models and workers are those that were recorded
+"""Partitions, placements and times for random models and workers equal the recorded ones
 (`recorded_results`)."""
 
 from __future__ import annotations
@@ -78,26 +78,26 @@ def drawn_settings(random: Random, order: ScheduleKind) -> ExecutionSettings:
     )
 
 
-def or_error(make: object, *given: object, **named: object) -> object:
+def or_error(make: object, *arguments: object, **named: object) -> object:
     """What the function returns, or "refused"."""
     assert callable(make)
     try:
-        return make(*given, **named)
+        return make(*arguments, **named)
     except ConfigError:
         return "refused"
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_partitions(order: ScheduleKind, stages: int) -> None:
+def test_partitions_are_as_recorded(order: ScheduleKind, stages: int) -> None:
     random, found = Random(f"{order} {stages}"), []
     for _ in range(4):
         layers, network = drawn_layers(random, 7), drawn_network(random, stages)
         cards = [Card(random.uniform(0.5, 2.0), random.choice((math.inf, 9e5, 6e5))) for _ in range(stages)]
         running = drawn_settings(random, order)
         best = or_error(best_partition, layers, cards, network, running, slack=random.choice((0.0, 0.1)))
-        cuts = (0, *sorted(random.sample(range(1, 7), stages - 1)), 7)
-        at = partition_at(StageCostModel(layers, cards, network, running), cuts)
+        bounds = (0, *sorted(random.sample(range(1, 7), stages - 1)), 7)
+        at = partition_at(StageCostModel(layers, cards, network, running), bounds)
         costs = StageCostModel(layers, cards, network, running)
         fitting = memory_fit.find_fitting_partition(costs), memory_fit.fits(layers, cards, running)
         lack = memory_fit.smallest_shortfall(layers, cards, running)
@@ -107,7 +107,7 @@ def test_partitions(order: ScheduleKind, stages: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_micro_batches(order: ScheduleKind) -> None:
+def test_micro_batches_are_as_recorded(order: ScheduleKind) -> None:
     random, found = Random(str(order)), []
     for stages in (1, 2, 3):
         layers, network = drawn_layers(random, 5), drawn_network(random, stages)
@@ -123,7 +123,7 @@ def test_micro_batches(order: ScheduleKind) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_micro_batches_from_trials(order: ScheduleKind) -> None:
+def test_micro_batches_from_trials_are_as_recorded(order: ScheduleKind) -> None:
     random, found = Random(str(order)), []
     for stages, replicas, batch in ((2, 1, 32), (3, 2, 40), (2, 2, 3)):
         layout = RankLayout(stages, replicas)
@@ -145,7 +145,7 @@ def test_micro_batches_from_trials(order: ScheduleKind) -> None:
     compare(RECORDED, f"trials {order.value}", found)
 
 
-def test_schedules() -> None:
+def test_schedules_are_as_recorded() -> None:
     random, found = Random(1), []
     for stages in (1, 2, 4):
         for number in (1, 3, 6):
@@ -156,15 +156,15 @@ def test_schedules() -> None:
             ):
                 forward_s = [random.uniform(1, 2) for _ in range(stages)]
                 table = timetable(made, forward_s, 2.0, send_s=0.3, latency_s=0.7)
-                kept = [made.max_in_flight(stage) for stage in range(stages)]
+                in_flight = [made.max_in_flight(stage) for stage in range(stages)]
                 shown = [" ".join(map(str, actions)) for actions in made.actions]
-                found.append((shown, kept, table.makespan_s, table.busy_share(stages - 1)))
+                found.append((shown, in_flight, table.makespan_s, table.busy_share(stages - 1)))
     compare(RECORDED, "schedules", found)
 
 
-def drawn_setup(random: Random, layers: int, cuts: Sequence[int]) -> m.Setup:
+def drawn_setup(random: Random, layers: int, bounds: Sequence[int]) -> m.Setup:
     is_timed = random.random() < 0.5
-    blocks = tuple(
+    layer_costs = tuple(
         m.LayerCosts(
             random.randrange(500, 9000),
             random.randrange(500, 9000),
@@ -176,29 +176,33 @@ def drawn_setup(random: Random, layers: int, cuts: Sequence[int]) -> m.Setup:
         )
         for _ in range(layers)
     )
-    model = m.StagedModel(tuple(cuts), blocks, copies=2.0, micro_batches=4, fill_drain=is_timed)
-    return m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=len(cuts) - 1, model=model)
+    model = m.StagedModel(tuple(bounds), layer_costs, copies=2.0, micro_batches=4, fill_drain=is_timed)
+    return m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=len(bounds) - 1, model=model)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_repartitions(seed: int) -> None:
+def test_repartitions_are_as_recorded(seed: int) -> None:
     random = Random(seed)
     setup = drawn_setup(random, 8, (0, 2, 4, 6, 8))
     peers = peers_named("abcdefg"[: random.choice((2, 3, 3, 7))])
     cards = {peer: Card(random.choice((0.5, 1.0)), random.choice((6e4, 9e4, math.inf))) for peer in peers}
     ends = [sorted(random.sample(range(9), 2)) for _ in range(2 * len(peers))]
-    held = {peer: tuple(m.Span(*span) for span in ends[2 * n : 2 * n + 2]) for n, peer in enumerate(peers)}
-    held[peers[-1]] += (m.Span(0, 4), m.Span(4, 8))
-    recut = or_error(repartition.partition_over_fewer, setup, peers, cards, held)
-    found: list[object] = [recut]
-    if isinstance(recut, repartition.Repartition):
+    held_spans = {
+        peer: tuple(m.Span(*span) for span in ends[2 * n : 2 * n + 2]) for n, peer in enumerate(peers)
+    }
+    held_spans[peers[-1]] += (m.Span(0, 4), m.Span(4, 8))
+    repartitioned = or_error(repartition.partition_over_fewer, setup, peers, cards, held_spans)
+    found: list[object] = [repartitioned]
+    if isinstance(repartitioned, repartition.Repartition):
         disk = {peer: [0] for peer in peers[:1]}
         for locations in (
-            StateLocations(held_spans=held),
-            StateLocations({peers[-1]: 1}, disk, (), {}, held),
+            StateLocations(held_spans=held_spans),
+            StateLocations({peers[-1]: 1}, disk, (), {}, held_spans),
         ):
-            found.append(or_error(repartition.assembler_pieces, recut, recut.members, locations))
-            found.append(or_error(repartition.repartition_at, recut.cuts, peers, locations))
+            found.append(
+                or_error(repartition.assembler_pieces, repartitioned, repartitioned.members, locations)
+            )
+            found.append(or_error(repartition.repartition_at, repartitioned.cuts, peers, locations))
     found.append(
         or_error(
             device_assignment.assign_devices,
@@ -207,16 +211,16 @@ def test_repartitions(seed: int) -> None:
             cards | {peer: Card(1.5, 1.2e5) for peer in peers_named("xyz")},
         )
     )
-    cuts = setup.model.cuts if setup.model else ()
-    found.append(device_assignment.able_workers(setup, cuts, peers, cards))
+    bounds = setup.model.cuts if setup.model else ()
+    found.append(device_assignment.able_workers(setup, bounds, peers, cards))
     found.append(
-        [device_assignment.stage_bytes(setup, cuts), device_assignment.is_uniform(setup, cuts, cards)]
+        [device_assignment.stage_bytes(setup, bounds), device_assignment.is_uniform(setup, bounds, cards)]
     )
     compare(RECORDED, f"repartitions {seed}", found)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_placements(seed: int) -> None:
+def test_placements_are_as_recorded(seed: int) -> None:
     random = Random(seed)
     stages, peers = random.choice((1, 2, 3)), peers_named("abcdefghij"[: random.randrange(4, 10)])
     in_memory = {peer: random.randrange(stages) for peer in peers if random.random() < 0.5}
@@ -241,7 +245,7 @@ def test_placements(seed: int) -> None:
     compare(RECORDED, f"placements {seed}", found)
 
 
-def test_relative_speeds() -> None:
+def test_relative_speeds_are_as_recorded() -> None:
     random, found = Random(1), []
     for count in (1, 2, 5):
         speeds = {peer: random.choice((0.01, 1.0, 2.0, 900.0)) for peer in peers_named("abcde"[:count])}

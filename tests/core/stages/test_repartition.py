@@ -1,4 +1,4 @@
-"""Other partitions over the workers that are left, and uneven stages for uneven cards."""
+"""Repartitioning over the remaining workers, and uneven stages for uneven cards."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def spans(*ends: int) -> tuple[m.Span, ...]:
     return tuple(m.Span(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True))
 
 
-def setup(sizes: list[int], *cuts: int, fixed: bool = False) -> m.Setup:
-    """Blocks of so many bytes, held twice."""
-    blocks = tuple(m.LayerCosts(size, size) for size in sizes)
-    model = m.StagedModel(cuts, blocks, copies=1.0, micro_batches=8, fixed=fixed)
-    return m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=len(cuts) - 1, model=model)
+def setup(sizes: list[int], *bounds: int, fixed: bool = False) -> m.Setup:
+    """Layers of so many bytes, each held twice."""
+    layers = tuple(m.LayerCosts(size, size) for size in sizes)
+    model = m.StagedModel(bounds, layers, copies=1.0, micro_batches=8, fixed=fixed)
+    return m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=len(bounds) - 1, model=model)
 
 
-def test_gaps() -> None:
+def test_uncovered_spans_are_found() -> None:
     assert uncovered_spans(spans(0, 2, 4, 6), 8) == list(spans(2, 4, 6, 8))
     assert uncovered_spans(spans(0, 5, 3, 8), 8) == [] and uncovered_spans((), 3) == list(spans(0, 3))
     assert uncovered_spans(spans(0, 9), 8) == []
 
 
-def test_the_picture_of_the_module() -> None:
-    """Stage 1 of 3 is gone; its copy is on the last one's disk, and the last one's on the first one's."""
+def test_the_example_of_the_module() -> None:
+    """The worker of stage 1 of 3 is lost; the last one has a copy of stage 1, the first one of stage 2."""
     holds = {A: spans(0, 2, 4, 6), C: spans(4, 6, 2, 4)}
     cards = {A: Card(), C: Card()}
-    recut = repartition.partition_over_fewer(setup([1] * 6, 0, 2, 4, 6), [A, C], cards, holds)
-    assert recut.cuts == (0, 3, 6) and recut.assemblers == {A: 0, C: 1}
-    found = repartition.assembler_pieces(recut, (A, C), StateLocations(held_spans=holds))
+    repartitioned = repartition.partition_over_fewer(setup([1] * 6, 0, 2, 4, 6), [A, C], cards, holds)
+    assert repartitioned.cuts == (0, 3, 6) and repartitioned.assemblers == {A: 0, C: 1}
+    found = repartition.assembler_pieces(repartitioned, (A, C), StateLocations(held_spans=holds))
     assert found == {
         A: ((m.Span(0, 2), 0), (m.Span(2, 4), 1)),
         C: ((m.Span(2, 4), 1), (m.Span(4, 6), 1)),
@@ -55,30 +55,32 @@ def test_the_picture_of_the_module() -> None:
 
 @pytest.mark.parametrize("is_initial", [True, False])
 def test_members_create_the_initial_state_that_only_others_have(is_initial: bool) -> None:
-    """Only A has stage 0, and the plan leaves it out: before the first step B creates the stage."""
+    """Only A has stage 0, and it is no member: before the first step B initializes the stage."""
     holds = {A: spans(0, 1), B: spans(1, 4), C: spans(1, 4)}
     locations = StateLocations({A: 0, B: 1, C: 1}, held_spans=holds, is_initial=is_initial)
     plan = repartition.Repartition((0, 1, 4), (B, C), {B: 0, C: 1})
-    left = repartition.restricted_to(locations, plan.members)
-    assert set(left.initial_stages) == ({0} if is_initial else set()) and left.exact_stages == {1}
+    remaining = repartition.restricted_to(locations, plan.members)
+    assert set(remaining.initial_stages) == ({0} if is_initial else set()) and remaining.exact_stages == {1}
     if is_initial:
-        assert repartition.assembler_pieces(plan, (B, C), left) == {}
+        assert repartition.assembler_pieces(plan, (B, C), remaining) == {}
     else:
         with pytest.raises(LocalProtocolError, match="no member has layer 0 of stage 0"):
-            repartition.assembler_pieces(plan, (B, C), left)
+            repartition.assembler_pieces(plan, (B, C), remaining)
 
 
-def test_of_many_workers_those_are_taken_who_have_the_state() -> None:
-    """Eight with memory alike, too many to try all groups of three: the eldest ones have not all blocks."""
+def test_of_many_workers_those_with_the_state_are_chosen() -> None:
+    """Eight with equal memory are too many to try all groups of three; the eldest lack some layers."""
     peers = [bytes([number]) * 32 for number in range(8)]
     cards = {peer: Card(memory_bytes=30) for peer in peers}
     holds = {peers[0]: spans(0, 3), peers[4]: spans(3, 6), peers[7]: spans(6, 8)}
-    recut = repartition.partition_over_fewer(setup([2, 3, 4, 5, 5, 5, 5, 5], 0, 1, 5, 8), peers, cards, holds)
-    assert set(recut.members) == {peers[0], peers[4], peers[7]}
+    repartitioned = repartition.partition_over_fewer(
+        setup([2, 3, 4, 5, 5, 5, 5, 5], 0, 1, 5, 8), peers, cards, holds
+    )
+    assert set(repartitioned.members) == {peers[0], peers[4], peers[7]}
 
 
-def test_it_fits_whenever_it_can(seed: int = 5) -> None:
-    """Against all orders and all cuts; who holds what does not matter, as each has all."""
+def test_a_fitting_partition_is_found_if_there_is_one(seed: int = 5) -> None:
+    """Compared with all orders and partitions; each worker holds all layers."""
     random = Random(seed)
     fitted = 0
     for _ in range(150):
@@ -89,38 +91,41 @@ def test_it_fits_whenever_it_can(seed: int = 5) -> None:
         possible = any(
             all(
                 2 * sum(sizes[a:b]) <= cards[p].memory_bytes
-                for p, (a, b) in zip(line, pairwise(cuts), strict=True)
+                for p, (a, b) in zip(order, pairwise(bounds), strict=True)
             )
             for count in range(1, len(cards) + 1)
             for inner in combinations(range(1, len(sizes)), count - 1)
-            for cuts in [(0, *inner, len(sizes))]
-            for line in permutations(cards, count)
+            for bounds in [(0, *inner, len(sizes))]
+            for order in permutations(cards, count)
         )  # fmt: skip
         try:
-            recut = repartition.partition_over_fewer(run, list(cards), cards, holds)
+            repartitioned = repartition.partition_over_fewer(run, list(cards), cards, holds)
         except ConfigError:
             assert not possible, (seed, sizes, cards)
             continue
         fitted += 1
-        for peer, (a, b) in zip(recut.members, pairwise(recut.cuts), strict=True):
+        for peer, (a, b) in zip(repartitioned.members, pairwise(repartitioned.cuts), strict=True):
             assert 2 * sum(sizes[a:b]) <= cards[peer].memory_bytes
     assert 20 < fitted < 150
 
 
-def test_more_stages_pay_where_the_slowest_one_becomes_faster() -> None:
+def test_more_stages_pay_if_the_slowest_one_becomes_faster() -> None:
     even, lopsided = setup([1] * 6, 0, 2, 4, 6), setup([20, 1, 1], 0, 1, 2, 3)
     assert repartition.is_worth_more_stages(even, (0, 3, 6), 3)
-    assert not repartition.is_worth_more_stages(lopsided, (0, 1, 3), 3), "one block takes nearly all the time"
+    assert not repartition.is_worth_more_stages(lopsided, (0, 1, 3), 3), "one layer takes nearly all the time"
 
 
 def test_a_card_twice_as_fast_gets_twice_the_work() -> None:
     run = setup([4] * 8, 0, 3, 6, 8)
     speeds = device_assignment.relative_speeds({A: 10e12, B: 21e12, C: 11e12})
     assert speeds == pytest.approx({A: 1.0, B: 2.0, C: 1.0})
-    recut = device_assignment.assign_devices(
+    repartitioned = device_assignment.assign_devices(
         run, [A, B, C], {peer: Card(speed) for peer, speed in speeds.items()}
     )
-    sizes = {peer: recut.cuts[n + 1] - recut.cuts[n] for peer, n in recut.assemblers.items()}
+    sizes = {
+        peer: repartitioned.cuts[n + 1] - repartitioned.cuts[n]
+        for peer, n in repartitioned.assemblers.items()
+    }
     assert sizes[B] == 4 and sizes[A] == sizes[C] == 2
 
 
@@ -129,7 +134,7 @@ def test_measurements_of_equal_cards_make_no_difference() -> None:
 
 
 def test_a_speed_that_no_card_has_counts_as_a_bounded_one() -> None:
-    """The least float divided by any other is 0, and the most by the least infinite: neither has steps."""
+    """The smallest float divided by others is 0, and the largest divided by it is infinite."""
     least, most = 5e-324, 1e18
     speeds = device_assignment.relative_speeds({A: least, B: most, C: 1e12})
     assert speeds == pytest.approx({A: 2.0**-10, B: 2.0**10, C: 1.0})
@@ -139,36 +144,38 @@ def test_a_speed_that_no_card_has_counts_as_a_bounded_one() -> None:
     )
 
 
-def test_the_most_replicas_that_fit_are_found_in_few_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 cards 40 can hold a stage: the coordinator does not try 128 numbers in all orders."""
-    run, asked = setup([5] * 8, 0, 4, 8), []
+def test_the_largest_number_of_replicas_is_found_with_few_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 of 256 cards can hold a stage; the coordinator does not try 128 numbers in all orders."""
+    run, calls = setup([5] * 8, 0, 4, 8), []
     peers = [bytes([n]) * 32 for n in range(256)]
     cards = {peer: Card(memory_bytes=80.0 if n < 40 else 20.0) for n, peer in enumerate(peers)}
-    cut = repartition.partition.best_partition
+    partition = repartition.partition.best_partition
     monkeypatch.setattr(
-        repartition.partition, "best_partition", lambda *a, **k: asked.append(a) or cut(*a, **k)
+        repartition.partition, "best_partition", lambda *a, **k: calls.append(a) or partition(*a, **k)
     )
-    recut = device_assignment.assign_devices(run, peers, cards)
-    assert set(peers[:40]) <= set(recut.members)
-    needs = device_assignment.stage_bytes(run, recut.cuts)
-    assert all(needs[n] <= cards[peer].memory_bytes for peer, n in recut.assemblers.items())
-    assert len(asked) <= 4, "one for each pair of different rows"
+    repartitioned = device_assignment.assign_devices(run, peers, cards)
+    assert set(peers[:40]) <= set(repartitioned.members)
+    needs = device_assignment.stage_bytes(run, repartitioned.cuts)
+    assert all(needs[n] <= cards[peer].memory_bytes for peer, n in repartitioned.assemblers.items())
+    assert len(calls) <= 4, "one for each pair of different cards"
 
 
-def test_no_memory_is_exceeded_and_replicas_are_alike() -> None:
+def test_no_memory_is_exceeded_and_replicas_have_equal_stages() -> None:
     run = setup([5] * 8, 0, 4, 8)
     memory = {A: 20, B: 80, C: 20, D: 60}
     cards = {peer: Card(memory_bytes=nbytes) for peer, nbytes in memory.items()}
-    recut = device_assignment.assign_devices(run, [A, B, C, D], cards)
-    assert {recut.assemblers[A], recut.assemblers[B]} == {0, 1} and recut.assemblers[A] == recut.assemblers[C]
-    needs = device_assignment.stage_bytes(run, recut.cuts)
-    assert all(needs[n] <= cards[peer].memory_bytes for peer, n in recut.assemblers.items())
+    repartitioned = device_assignment.assign_devices(run, [A, B, C, D], cards)
+    assert {repartitioned.assemblers[A], repartitioned.assemblers[B]} == {0, 1} and repartitioned.assemblers[
+        A
+    ] == repartitioned.assemblers[C]
+    needs = device_assignment.stage_bytes(run, repartitioned.cuts)
+    assert all(needs[n] <= cards[peer].memory_bytes for peer, n in repartitioned.assemblers.items())
     with pytest.raises(ConfigError, match="no partition of 8 layers into 2 stages fits"):
         device_assignment.assign_devices(run, [A, C], {A: cards[A], C: cards[C]})
 
 
-def test_the_coordinator_cuts_for_the_cards_that_join() -> None:
-    """8 blocks of 2 bytes each; as it is defined two stages have 3 of them."""
+def test_the_coordinator_partitions_for_the_joined_cards() -> None:
+    """8 layers of 2 bytes each; by definition two stages have 3 of them."""
     model = setup([1] * 8, 0, 3, 6, 8).model
     run = StagedRun(3, A, B, C, model=model, memory={A: 4, B: 24, C: 4})
     sizes = {peer: run.layers_of(peer).stop - run.layers_of(peer).start for peer in (A, B, C)}
@@ -176,14 +183,14 @@ def test_the_coordinator_cuts_for_the_cards_that_join() -> None:
     assert "stages of" in run.core._planner.plan_reason and "memory" in run.core._planner.plan_reason
 
 
-def test_cards_that_cannot_hold_it_are_told_so() -> None:
+def test_the_reason_says_that_the_cards_cannot_hold_the_model() -> None:
     model = setup([1] * 8, 0, 4, 8).model
     run = StagedRun(2, A, B, model=model, memory={A: 6, B: 6}, start=False)
     assert run.core.phase is RunPhase.PAUSED
     assert "no partition of 8 layers into 2 stages fits" in run.core.reason
 
 
-def test_costs_that_cannot_be_are_refused() -> None:
+def test_a_model_with_fewer_layers_than_stages_is_refused() -> None:
     model = m.StagedModel((0, 1, 2), (m.LayerCosts(1, 1), m.LayerCosts(1, 1)))
     run = StagedRun(3, A, model=model, start=False)
     refused = sent(run.seen, m.Refused)
@@ -191,44 +198,46 @@ def test_costs_that_cannot_be_are_refused() -> None:
 
 
 def test_a_stage_with_nothing_to_train_is_refused() -> None:
-    """Else a newcomer would make the coordinator look for a cut that is not there."""
-    blocks = (m.LayerCosts(1, 1), m.LayerCosts(1, 0), m.LayerCosts(1, 0), m.LayerCosts(1, 1))
-    run = StagedRun(3, A, model=m.StagedModel((0, 1, 2, 4), blocks), start=False)
+    """Otherwise a newcomer would make the coordinator search for a partition that does not exist."""
+    layers = (m.LayerCosts(1, 1), m.LayerCosts(1, 0), m.LayerCosts(1, 0), m.LayerCosts(1, 1))
+    run = StagedRun(3, A, model=m.StagedModel((0, 1, 2, 4), layers), start=False)
     (refused,) = sent(run.seen, m.Refused)
     assert "no trainable parameters" in refused.reason
 
 
-def test_who_fits_into_no_stage_is_not_left_out_with_the_only_state() -> None:
-    """a alone has block 0, and its memory holds one block; the run as it is defined has two in each stage."""
+def test_the_only_holder_of_a_layer_gets_a_stage_that_fits_it() -> None:
+    """Only a has layer 0, and its memory holds one layer; by definition each stage has two."""
     at = m.LedgerState(step=10, cursor=40, consumed=40)
-    kept = {
+    stored = {
         A: (m.CheckpointInfo(9, b"h", at, m.Span(0, 1)),),
         B: (m.CheckpointInfo(9, b"h", at, m.Span(1, 6)),),
     }
     model = setup([1] * 6, 0, 2, 4, 6).model
-    run = StagedRun(3, A, B, C, D, model=model, memory={A: 2}, kept=kept)
+    run = StagedRun(3, A, B, C, D, model=model, memory={A: 2}, kept=stored)
     assert run.core.phase is RunPhase.TRAINING and run.core.run.view is not None
     assert run.layers_of(A) == m.Span(0, 1) and run.core.run.view.stage_bounds[-1] == 6
     assert run.core.run.view.applied == 9, "nothing is lost"
 
 
-def test_who_has_a_whole_stage_and_no_memory_for_it_pauses_the_run() -> None:
+def test_the_run_pauses_if_the_only_holder_of_a_stage_lacks_memory() -> None:
     at = m.LedgerState(step=10, cursor=40, consumed=40)
-    kept = {
+    stored = {
         A: (m.CheckpointInfo(9, b"h", at, m.Span(0, 2)),),
         B: (m.CheckpointInfo(9, b"h", at, m.Span(2, 6)),),
     }
     model = setup([1] * 6, 0, 2, 4, 6).model
-    run = StagedRun(3, A, B, C, D, model=model, memory={A: 1}, kept=kept, start=False)
+    run = StagedRun(3, A, B, C, D, model=model, memory={A: 1}, kept=stored, start=False)
     assert run.core.phase is RunPhase.PAUSED and "memory" in run.core.reason
 
 
-def test_a_recut_run_comes_back_from_the_journal() -> None:
-    kept = tuple(
+def test_a_repartitioned_run_is_recovered_from_the_journal() -> None:
+    stored = tuple(
         m.CheckpointInfo(9, b"h", m.LedgerState(step=10, cursor=40, consumed=40), span)
         for span in spans(0, 2, 2, 4, 4, 6)
     )
-    run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept={A: kept, B: kept, C: kept})
+    run = StagedRun(
+        3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept={A: stored, B: stored, C: stored}
+    )
     run.lose(B)
     run.report(A, C)
     assert "repartitioned" in run.core.reason
@@ -239,15 +248,17 @@ def test_a_recut_run_comes_back_from_the_journal() -> None:
     assert math.isfinite(run.now_s) and recover_run(entries).view is not None
 
 
-def cut_anew_without_b() -> StagedRun:
+def repartitioned_without_b() -> StagedRun:
     """a holds [0 2), c [4 6) and a copy of b's [2 4): two of three stages are left, [0 3) and [3 6)."""
     state = m.LedgerState(step=10, cursor=40, consumed=40)
     has = {A: spans(0, 2), B: spans(2, 4), C: spans(2, 4, 4, 6)}
-    kept = {
-        peer: tuple(m.CheckpointInfo(9, b"h", state, span, bytes([span.start]) * 32) for span in told)
-        for peer, told in has.items()
+    stored = {
+        peer: tuple(
+            m.CheckpointInfo(9, b"h", state, span, bytes([span.start]) * 32) for span in spans_of_peer
+        )
+        for peer, spans_of_peer in has.items()
     }
-    run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=kept)
+    run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=stored)
     run.lose(B)
     run.report(A, C)
     run.now_s += run.core.run.limits.recut_s
@@ -256,9 +267,9 @@ def cut_anew_without_b() -> StagedRun:
     return run
 
 
-def test_the_eldest_does_not_wait_for_ever_for_a_piece_that_nobody_gives() -> None:
-    """C tells of a checkpoint that it does not give; A, which serves longest, cannot be ready without it."""
-    run = cut_anew_without_b()
+def test_the_eldest_waits_a_limited_time_for_a_missing_piece() -> None:
+    """C reports a checkpoint that it does not send; A, the longest-serving one, needs it to be ready."""
+    run = repartitioned_without_b()
     view = run.core.run.view
     assert view is not None
     run.say(C, m.Ready(view.term, view.generation, view.history))
@@ -270,15 +281,15 @@ def test_the_eldest_does_not_wait_for_ever_for_a_piece_that_nobody_gives() -> No
     assert C not in run.core.run.workers and A in run.core.run.workers
 
 
-def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
-    """A puts [0 3) together from its own disk and C's; C has lost [2 4), and nobody else has it."""
-    run = cut_anew_without_b()
+def test_a_piece_that_is_no_longer_on_disk_is_not_awaited() -> None:
+    """A assembles [0 3) from its own disk and C's; C has lost [2 4), and no other worker has it."""
+    run = repartitioned_without_b()
     assert {x.name: x.pieces for x in run.core.run.member_list} == {
         "a": ((m.Span(0, 2), 0), (m.Span(2, 4), 1)),
         "c": ((m.Span(2, 4), 1), (m.Span(4, 6), 1)),
     }
     run.say(A, m.StageCheckpointList(run.checkpoints[A]))
-    assert not run.last_sent(C, m.Freeze), "A has what it is to give"
+    assert not run.last_sent(C, m.Freeze), "A has the pieces that it has to send"
     run.say(C, m.StageCheckpointList(run.checkpoints[C][1:]))
     (freeze,) = run.last_sent(A, m.Freeze)
     assert isinstance(freeze, m.Freeze)
@@ -293,56 +304,56 @@ def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
     assert run.core.phase is RunPhase.PAUSED and "no present worker holds" in run.core.reason
 
 
-def test_pieces_come_with_the_digests_that_their_holders_told() -> None:
-    run = cut_anew_without_b()
+def test_pieces_have_the_digests_that_their_holders_reported() -> None:
+    run = repartitioned_without_b()
     digests = {x.name: x.piece_digests for x in run.core.run.member_list}
     assert digests == {"a": (bytes(32), b"\2" * 32), "c": (b"\2" * 32, b"\4" * 32)}
     entries = [(e.kind, e.body) for e in run.effects + run.seen if isinstance(e, JournalEntry)]
     entries += [("generation", generation_entry(run.core.run.view, run.core.run.member_list))]
     assert recover_run(json.loads(json.dumps(entries))).roster == run.core.run.member_list, (
-        "and in the journal"
+        "also in the journal"
     )
 
 
-def test_a_shortage_that_all_have_left_asks_for_no_further_turns() -> None:
+def test_a_shortage_without_workers_sets_no_deadline() -> None:
     run = StagedRun(3)
-    run.core.run.view_change.deadline_s = run.now_s  # as a shortage sets it, before the first generation
+    run.core.run.view_change.deadline_s = run.now_s  # as set by a shortage before the first generation
     run.core.tick(run.now_s + 1.0)
     assert run.core.deadline_s > run.now_s + 1.0
 
 
 def short_of_one(run: StagedRun) -> None:
-    """B is gone; A and C, who have all of it on their disks, wait for another before it is repartitioned."""
+    """B is lost; A and C have all layers on disk and wait for another worker before repartitioning."""
     run.lose(B)
     run.report(A, C)
     assert "or, repartitioned over 2 workers, after 15 s" in run.core.reason
 
 
-def with_all_on_their_disks() -> tuple[StagedRun, tuple[m.CheckpointInfo, ...]]:
+def run_with_all_on_disk() -> tuple[StagedRun, tuple[m.CheckpointInfo, ...]]:
     state = m.LedgerState(step=10, cursor=40, consumed=40)
-    kept = tuple(m.CheckpointInfo(9, b"h", state, span) for span in spans(0, 2, 2, 4, 4, 6))
-    all_have = dict.fromkeys((A, B, C), kept)
-    return StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=all_have), kept
+    stored = tuple(m.CheckpointInfo(9, b"h", state, span) for span in spans(0, 2, 2, 4, 4, 6))
+    all_have = dict.fromkeys((A, B, C), stored)
+    return StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=all_have), stored
 
 
-def test_a_shortage_that_was_over_is_waited_for_anew() -> None:
-    """D makes the third, while nobody has the state; when D leaves, the wait begins again."""
-    run, kept = with_all_on_their_disks()
+def test_a_new_shortage_has_its_full_waiting_time() -> None:
+    """D is the third worker, while no worker has the state; when D leaves, the wait restarts."""
+    run, stored = run_with_all_on_disk()
     short_of_one(run)
     run.say(A, m.StageCheckpointList(())), run.say(C, m.StageCheckpointList(()))
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED and "no present worker holds" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.lose(D)
-    run.say(A, m.StageCheckpointList(kept)), run.say(C, m.StageCheckpointList(kept))
+    run.say(A, m.StageCheckpointList(stored)), run.say(C, m.StageCheckpointList(stored))
     assert run.core.phase is RunPhase.PAUSED and "over 2 workers, after 15 s" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
 
 
-def test_who_is_back_first_after_all_were_gone_waits_for_the_others() -> None:
-    run, _ = with_all_on_their_disks()
+def test_the_first_worker_to_return_waits_for_the_others() -> None:
+    run, _ = run_with_all_on_disk()
     short_of_one(run)
     run.lose(A), run.lose(C)
     run.now_s += 2 * run.core.run.limits.recut_s
@@ -352,11 +363,10 @@ def test_who_is_back_first_after_all_were_gone_waits_for_the_others() -> None:
     assert run.core.phase is RunPhase.PAUSED and "over 1 worker, after 15 s" in run.core.reason
 
 
-def test_newcomers_without_room_for_a_seat_stop_nobody() -> None:
-    """Stages of 26 and 40 bytes; two more workers come, with 33 each: there is room for them in stage 0, and
-    none in stage 1.  The run went on without them or not at all."""
-    blocks = tuple(m.LayerCosts(size, size) for size in (4, 9, 10, 10))
-    model = m.StagedModel((0, 2, 4), blocks, copies=1.0, fixed=True)
+def test_newcomers_without_room_for_a_stage_do_not_stop_the_run() -> None:
+    """Stages need 26 and 40 bytes; two more workers with 33 bytes join, which have room for stage 0 only."""
+    layers = tuple(m.LayerCosts(size, size) for size in (4, 9, 10, 10))
+    model = m.StagedModel((0, 2, 4), layers, copies=1.0, fixed=True)
     run = StagedRun(2, A, B, model=model, memory=dict.fromkeys((A, B), 66) | dict.fromkeys((C, D), 33))
     run.join(C), run.join(D)
     run.report(A, B, applied=0, history=b"h" * 32, ledger=m.LedgerState(step=1, cursor=8, consumed=8))
@@ -364,7 +374,7 @@ def test_newcomers_without_room_for_a_seat_stop_nobody() -> None:
     run.ready()
     assert run.core.phase is RunPhase.TRAINING
     made = run.core.generation
-    for _ in range(5):  # nobody is stopped again and again for the same two
+    for _ in range(5):  # the same two cause no further generations
         run.now_s += 10.0
         run.core.tick(run.now_s)
     assert run.core.generation == made and run.core.phase is RunPhase.TRAINING

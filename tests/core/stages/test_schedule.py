@@ -1,4 +1,4 @@
-"""Schedules as pictures: a newcomer can check them by eye."""
+"""Schedules, drawn as text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def draw_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 1, ho
     return "\n".join(lines)
 
 
-def test_fill_drain() -> None:
+def test_the_schedule_fill_drain() -> None:
     assert (
         draw_schedule(fill_drain(3, 4))
         == """\
@@ -54,7 +54,7 @@ stage 2     .   .  F0  F1  F2  F3  B0  B1  B2  B3   .   ."""
     )
 
 
-def test_one_forward_one_backward() -> None:
+def test_the_schedule_one_forward_one_backward() -> None:
     assert (
         draw_schedule(one_f_one_b(3, 4))
         == """\
@@ -64,7 +64,7 @@ stage 2     .   .  F0  B0  F1  B1  F2  B2  F3  B3   .   ."""
     )
 
 
-def test_a_backward_that_takes_twice_as_long() -> None:
+def test_a_schedule_with_backward_passes_of_twice_the_time() -> None:
     assert (
         draw_schedule(one_f_one_b(2, 3), backward=2)
         == """\
@@ -73,7 +73,7 @@ stage 1     .  F0  B0   =  F1  B1   =  F2  B2   =   .   ."""
     )
 
 
-def test_links_with_latency_and_micro_batches_ahead() -> None:
+def test_micro_batches_ahead_hide_the_latency_of_links() -> None:
     assert (
         draw_schedule(one_f_one_b(2, 4), hop=1)
         == """\
@@ -95,7 +95,7 @@ def test_one_stage_has_no_bubble() -> None:
     assert timetable(fill_drain(1, 3), 1, 2).busy_share(0) == 1.0
 
 
-def test_no_samples_are_no_actions() -> None:
+def test_a_schedule_without_samples_is_empty() -> None:
     assert divide_samples(0, 4) == ()
     assert fill_drain(3, 0).actions == ((), (), ())
     assert timetable(one_f_one_b(3, 0), 1, 1).makespan_s == 0.0
@@ -103,7 +103,7 @@ def test_no_samples_are_no_actions() -> None:
 
 
 @given(stages=counts, micro_batches=counts, forward_ms=counts, backward_ms=counts)
-def test_both_take_as_long_as_the_bubble_says(
+def test_both_schedules_have_the_time_of_the_bubble_formula(
     stages: int, micro_batches: int, forward_ms: int, backward_ms: int
 ) -> None:
     for schedule in (fill_drain(stages, micro_batches), one_f_one_b(stages, micro_batches)):
@@ -114,25 +114,27 @@ def test_both_take_as_long_as_the_bubble_says(
 
 
 @given(stages=counts, micro_batches=st.integers(0, 9), ahead=st.floats(0, 3))
-def test_every_micro_batch_goes_there_and_back_once_in_ascending_order(
+def test_every_micro_batch_has_one_forward_and_one_backward_pass_in_order(
     stages: int, micro_batches: int, ahead: float
 ) -> None:
     for schedule in (fill_drain(stages, micro_batches), one_f_one_b(stages, micro_batches, ahead=ahead)):
         for actions in schedule.actions:
             for kind in ActionKind:
                 assert [a.micro_batch for a in actions if a.kind is kind] == list(range(micro_batches))
-        timetable(schedule, 1, 2)  # raises if the stages waited for one another
+        timetable(schedule, 1, 2)  # raises if stages wait for each other
 
 
 @given(stages=counts, micro_batches=counts)
-def test_what_a_stage_keeps(stages: int, micro_batches: int) -> None:
+def test_the_number_of_micro_batches_in_flight(stages: int, micro_batches: int) -> None:
     for stage in range(stages):
         assert fill_drain(stages, micro_batches).max_in_flight(stage) == micro_batches
         assert one_f_one_b(stages, micro_batches).max_in_flight(stage) == min(micro_batches, stages - stage)
 
 
 @given(stages=counts, micro_batches=counts, hop_ms=st.integers(0, 40))
-def test_ahead_is_as_fast_as_keeping_everything(stages: int, micro_batches: int, hop_ms: int) -> None:
+def test_bounded_micro_batches_ahead_are_as_fast_as_unbounded_ones(
+    stages: int, micro_batches: int, hop_ms: int
+) -> None:
     ahead = plan.ahead_for(1, 2, hop_ms)
     bounded = timetable(one_f_one_b(stages, micro_batches, ahead=ahead), 1, 2, latency_s=hop_ms).makespan_s
     everything = timetable(
@@ -146,20 +148,20 @@ def test_ahead_is_as_fast_as_keeping_everything(stages: int, micro_batches: int,
 
 
 @given(samples=st.integers(0, 50), micro_batches=st.integers(1, 20))
-def test_divided_evenly_and_none_empty(samples: int, micro_batches: int) -> None:
+def test_samples_are_divided_evenly_into_micro_batches(samples: int, micro_batches: int) -> None:
     sizes = divide_samples(samples, micro_batches)
     assert sum(sizes) == samples and len(sizes) <= micro_batches
     assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
-def test_a_link_carries_one_payload_after_the_other() -> None:
-    """The activations of a fast stage queue up: 10 ms each on a link, 1 ms of computing."""
+def test_a_link_carries_one_payload_at_a_time() -> None:
+    """The activations of a fast stage queue: 10 ms each on a link, 1 ms of computing."""
     made = timetable(fill_drain(2, 3), [1, 1], [1, 1], send_s=10, latency_s=5)
     assert [slot.start_s for slot in made.slots[1][:3]] == [16, 26, 36]
 
 
-def test_a_schedule_that_waits_for_itself_is_told() -> None:
+def test_a_deadlocked_schedule_is_an_error() -> None:
     forward, backward = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
     with pytest.raises(LocalProtocolError, match="no stage can continue"):
         timetable(Schedule("wrong", 1, 1, ((backward, forward),)), 1, 1)
@@ -167,14 +169,14 @@ def test_a_schedule_that_waits_for_itself_is_told() -> None:
         timetable(fill_drain(1, 1), [1, 2], 1)
 
 
-def test_what_cannot_be_scheduled() -> None:
+def test_zero_stages_or_micro_batches_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 stages"):
         fill_drain(0, 1)
     with pytest.raises(ConfigError, match="cannot be divided"):
         divide_samples(3, 0)
 
 
-def test_channels_never_meet() -> None:
+def test_channels_are_distinct() -> None:
     made = [
         f(1)
         for f in (
@@ -187,25 +189,25 @@ def test_channels_never_meet() -> None:
     assert len(set(made)) == 4 and all(channel.kind for channel in made)
 
 
-def test_a_hop_that_takes_a_slot_delays_the_next_stage() -> None:
+def test_the_latency_of_a_link_delays_the_next_stage() -> None:
     assert draw_schedule(one_f_one_b(2, 4), hop=1) == (
         "stage 0    F0  F1   .   .   .  B0  F2  B1  F3   .   .  B2   .  B3\n"
         "stage 1     .   .  F0  B0  F1  B1   .   .  F2  B2  F3  B3   .   ."
     )
 
 
-def test_the_pictures_in_the_documentation_are_these() -> None:
+def test_the_documentation_shows_these_schedules() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "pipeline.md").read_text()
     assert f"```\n{draw_schedule(one_f_one_b(3, 4))}\n```" in page
     for picture in (draw_schedule(fill_drain(3, 4)), draw_schedule(one_f_one_b(3, 4))):
         assert textwrap.indent(picture, "    ") in (plan.__doc__ or "")
 
 
-def test_what_a_stage_keeps_is_counted_action_by_action() -> None:
+def test_micro_batches_in_flight_are_counted_action_by_action() -> None:
     kinds = [ActionKind.FORWARD, ActionKind.FORWARD, ActionKind.BACKWARD, *[ActionKind.FORWARD] * 2]
     actions = tuple(Action(kind, number) for number, kind in enumerate(kinds))
     assert Schedule("", 1, 5, (actions,)).max_in_flight(0) == 3
 
 
-def test_where_payloads_take_no_time_nothing_runs_ahead() -> None:
+def test_no_micro_batch_runs_ahead_without_latency() -> None:
     assert ahead_for(1.0, 2.0, 0.0) == 0.0 and ahead_for(1.0, 2.0, 1.5) == 2.0

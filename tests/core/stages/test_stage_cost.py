@@ -1,4 +1,4 @@
-"""What the cost model assumes of optimizers."""
+"""The cost model's assumptions about optimizers."""
 
 from __future__ import annotations
 

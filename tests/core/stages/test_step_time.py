@@ -1,4 +1,4 @@
-"""What a step of a pipeline takes, against formulas; and how many micro-batches are proposed."""
+"""The time of a pipeline step, compared with formulas, and the proposed number of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from gridtrain.errors import ConfigError
 from stages.timetable import timetable
 
 RUNNING = ExecutionSettings(message_s=0.0, rematerialise=False)
-NO_LINES = uniform_network(4, 0.0, math.inf)
+IDEAL_NETWORK = uniform_network(4, 0.0, math.inf)
 
 
 def layers(count: int = 4, output: int = 0, overhead_s: float = 0.0) -> list[Layer]:
-    """1 ms forward and 2 ms backward a sample."""
+    """Layers with 1 ms forward and 2 ms backward a sample."""
     return [Layer(f"layer{i}", 0.001, 0.002, 1000, output, 0, overhead_s) for i in range(count)]
 
 
-def look(each: list[Layer], network: NetworkModel, running: ExecutionSettings, batch: int) -> StepEstimate:
+def estimate(
+    each: list[Layer], network: NetworkModel, running: ExecutionSettings, batch: int
+) -> StepEstimate:
     stages = network.size
-    cuts = [s * len(each) // stages for s in range(stages + 1)]
+    bounds = [s * len(each) // stages for s in range(stages + 1)]
     cards = [Card()] * stages
     return estimate_step(
         each,
@@ -33,14 +35,14 @@ def look(each: list[Layer], network: NetworkModel, running: ExecutionSettings, b
         network,
         running,
         batch,
-        partition_at(StageCostModel(each, cards, network, running), cuts),
+        partition_at(StageCostModel(each, cards, network, running), bounds),
     )
 
 
 @pytest.mark.parametrize("order", list(ScheduleKind))
 @pytest.mark.parametrize("number", [1, 2, 3, 8, 24])
-def test_even_stages_take_what_gpipe_says(order: ScheduleKind, number: int) -> None:
-    found = look(layers(), NO_LINES, replace(RUNNING, order=order, micro_batches=number), number)
+def test_even_stages_take_the_time_of_gpipes_formula(order: ScheduleKind, number: int) -> None:
+    found = estimate(layers(), IDEAL_NETWORK, replace(RUNNING, order=order, micro_batches=number), number)
     assert found.step_s == pytest.approx((number + 3) * 0.003)
     assert found.bubble == pytest.approx(3 / (number + 3))
     assert found.ideal_bubble == pytest.approx(3 / (number + 3))
@@ -51,25 +53,25 @@ def test_even_stages_take_what_gpipe_says(order: ScheduleKind, number: int) -> N
 def test_the_simulation_is_the_timetable_of_the_schedule(
     order: ScheduleKind, alpha_s: float, bandwidth_Bps: float
 ) -> None:
-    """`timetable` has a separate link for each direction; so have two stages here."""
+    """`timetable` has a separate link for each direction, as two stages have here."""
     running = replace(RUNNING, order=order, micro_batches=6)
-    found = look(layers(2, output=1000), uniform_network(2, alpha_s, bandwidth_Bps), running, 6)
+    found = estimate(layers(2, output=1000), uniform_network(2, alpha_s, bandwidth_Bps), running, 6)
     table = timetable(running.schedule(2), 0.001, 0.002, send_s=1000 / bandwidth_Bps, latency_s=alpha_s)
     assert found.step_s == pytest.approx(table.makespan_s)
     assert found.sent_bytes == (6000, 6000)
 
 
-def test_a_middle_stage_sends_both_ways_through_one_line() -> None:
-    """A micro-batch computes 3 ms in a stage; its upload takes 2 x 4 ms in the middle: that is the rhythm."""
+def test_a_middle_stage_sends_in_both_directions_through_one_upload() -> None:
+    """A micro-batch computes 3 ms in a stage; the uploads of the middle stage take 2 x 4 ms, the period."""
     running = replace(RUNNING, order=ScheduleKind.ONE_F_ONE_B, micro_batches=64, ahead=6.0)
-    found = look(layers(3, output=4000), uniform_network(3, 0.0, 1e6), running, 64)
+    found = estimate(layers(3, output=4000), uniform_network(3, 0.0, 1e6), running, 64)
     assert found.cut.period_s == pytest.approx(0.008)
     assert found.step_s == pytest.approx(64 * 0.008, rel=0.1)
 
 
 def test_a_batch_need_not_divide_evenly() -> None:
-    """7 samples in 3: micro-batches of 3, 2, 2 on one stage are 7 samples' work."""
-    found = look(
+    """7 samples in 3 micro-batches of 3, 2 and 2 on one stage take the time of 7 samples."""
+    found = estimate(
         layers(1), uniform_network(1, 0.0, math.inf), replace(RUNNING, samples=3, micro_batches=3), 7
     )
     assert found.step_s == pytest.approx(7 * 0.003)
@@ -91,7 +93,7 @@ def proposed(
     ).micro_batches
 
 
-def test_without_overhead_more_is_better_until_it_hardly_is() -> None:
+def test_without_overhead_many_micro_batches_are_proposed() -> None:
     proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64, near=0.0)
     assert proposal.micro_batches == 64
     near = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64)
@@ -101,10 +103,10 @@ def test_without_overhead_more_is_better_until_it_hardly_is() -> None:
     )  # of 3 samples
 
 
-def test_the_proposal_is_the_best_that_was_walked() -> None:
-    cheap, dear = proposed(NO_LINES), proposed(NO_LINES, overhead_s=0.003)
-    assert dear < cheap == 64
-    proposal = propose_micro_batches(layers(8, 100, 0.003), [Card()] * 4, NO_LINES, RUNNING, 64)
+def test_the_proposal_is_among_the_fastest_alternatives() -> None:
+    cheap, expensive = proposed(IDEAL_NETWORK), proposed(IDEAL_NETWORK, overhead_s=0.003)
+    assert expensive < cheap == 64
+    proposal = propose_micro_batches(layers(8, 100, 0.003), [Card()] * 4, IDEAL_NETWORK, RUNNING, 64)
     fastest_s = min(each.step_s for each in proposal.alternatives)
     assert proposal.chosen.step_s <= 1.02 * fastest_s
     assert all(
@@ -112,23 +114,23 @@ def test_the_proposal_is_the_best_that_was_walked() -> None:
         for each in proposal.alternatives
         if each.settings.micro_batches < proposal.micro_batches
     )
-    assert proposal.reason.startswith(f"{dear} micro-batches of ")
+    assert proposal.reason.startswith(f"{expensive} micro-batches of ")
     assert "because each micro-batch adds overhead and latency" in proposal.reason
 
 
-def test_1f1b_runs_ahead_where_payloads_are_long_on_their_way() -> None:
+def test_1f1b_runs_ahead_on_links_with_latency() -> None:
     running = replace(RUNNING, order=ScheduleKind.ONE_F_ONE_B)
     slow = propose_micro_batches(layers(8, 100), [Card()] * 4, uniform_network(4, 0.05, 12.5e6), running, 64)
     assert slow.chosen.settings.ahead > 0
     assert "micro-batches ahead for each later stage" in slow.reason
-    stuck = replace(slow.chosen.settings, ahead=0.0)
+    without_ahead = replace(slow.chosen.settings, ahead=0.0)
     cards, network = [Card()] * 4, uniform_network(4, 0.05, 12.5e6)
-    without = estimate_step(layers(8, 100), cards, network, stuck, 64, slow.chosen.cut)
+    without = estimate_step(layers(8, 100), cards, network, without_ahead, 64, slow.chosen.cut)
     assert slow.chosen.step_s < 0.8 * without.step_s
 
 
-def test_what_does_not_fit_is_left_out() -> None:
-    """Everything of the whole batch is kept in fill-drain; only transit and work grow with the samples."""
+def test_alternatives_that_do_not_fit_are_omitted() -> None:
+    """Fill-drain stores the whole batch; only transit and working memory grow with the micro-batch."""
     each = [Layer(f"layer{i}", 0.001, 0.002, 0, 100) for i in range(2)]
     cards = [Card(memory_bytes=64 * 200 + 8 * 900)] * 2
     proposal = propose_micro_batches(each, cards, None, RUNNING, 64)
@@ -138,14 +140,14 @@ def test_what_does_not_fit_is_left_out() -> None:
         propose_micro_batches(each, [Card(memory_bytes=100)] * 2, None, RUNNING, 64)
 
 
-def test_cuts_that_stand_already_are_kept() -> None:
+def test_a_given_partition_is_kept() -> None:
     proposal = propose_micro_batches(layers(8), [Card()] * 2, None, RUNNING, 16, cuts=(0, 2, 8))
     assert {one.cut.cuts for one in proposal.alternatives} == {(0, 2, 8)}
     with pytest.raises(ConfigError, match="stage 1 needs"):
         propose_micro_batches(layers(8), [Card(memory_bytes=20_000)] * 2, None, RUNNING, 16, cuts=(0, 2, 8))
 
 
-def test_numbers_of_ones_own_are_compared() -> None:
+def test_given_numbers_are_compared() -> None:
     proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64, numbers=(4, 8, 16))
     assert [one.settings.micro_batches for one in proposal.alternatives] == [4, 8, 16]
     assert proposal.micro_batches == 16
@@ -157,9 +159,9 @@ def test_numbers_of_ones_own_are_compared() -> None:
 def test_each_stage_of_a_proposal_has_something_to_train() -> None:
     frozen = [replace(layer, trainable_bytes=0) for layer in layers(6)]
     two = [replace(layer, trainable_bytes=int(index < 2)) for index, layer in enumerate(frozen)]
-    for each, cuts in ((frozen, (0, 3, 6)), (two, (0, 1, 6))):
+    for each, bounds in ((frozen, (0, 3, 6)), (two, (0, 1, 6))):
         proposal = propose_micro_batches(each, [Card()] * 2, None, RUNNING, 8)
-        assert proposal.chosen.cut.cuts == cuts
+        assert proposal.chosen.cut.cuts == bounds
     with pytest.raises(
         ConfigError, match="6 layers, of which 2 are trained, cannot be divided into 3 stages"
     ):

@@ -1,4 +1,4 @@
-"""Workspaces: what each effect does to the numbers, and what they refuse."""
+"""Collective buffers: the result of each effect, and payloads that are refused."""
 
 from hashlib import blake2b, sha256
 
@@ -20,6 +20,7 @@ from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.core.planning.workload import ExchangeKind, Workload, slice_count
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.network.wire import elias_fano
 from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
@@ -56,7 +57,7 @@ def gather(rank, world_size, entries):
 # -- dense -------------------------------------------------------------------------------------
 
 
-def test_seven_elements_on_three_ranks_in_slices_of_two():
+def test_elements_are_divided_into_segments_and_slices():
     """Segments 0 1 | 2 3 | 4 5 6, each in two slices (the longest has 12 bytes): 0, 1, 2, 3, 4, 5 6."""
     buffer = DenseRingBuffer(floats(0, 1, 2, 3, 4, 5, 6), 3, slice_bytes=8)
     assert buffer.slices == 2
@@ -77,7 +78,7 @@ def test_slices_are_added_and_stored_in_place():
     assert contribution.tolist() == [11, 22, 7, 8]
 
 
-def test_payloads_are_views_that_nobody_can_write_to():
+def test_payloads_are_read_only_views():
     buffer = DenseRingBuffer(floats(1, 2), 1)
     view = buffer.payload(PayloadSlot(CollectivePhase.REDUCE))
     buffer.update_N[0] = 5
@@ -103,7 +104,7 @@ def test_a_slice_of_another_length_is_refused(nbytes):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.float32(1e38)])
 @pytest.mark.filterwarnings("error")
 @every_dense_buffer
-def test_what_no_honest_member_sends_is_refused_where_it_arrives(dense, bad, effect):
+def test_values_that_no_honest_member_sends_are_refused_on_arrival(dense, bad, effect):
     buffer = dense(floats(1, 2, 3, 4), 2)
     buffer.make_collective(0, 2, flags=0)
     payload = np.resize(floats(bad, 0), len(buffer.payload(PayloadSlot(CollectivePhase.REDUCE))) // 4)
@@ -115,7 +116,7 @@ def test_what_no_honest_member_sends_is_refused_where_it_arrives(dense, bad, eff
 @pytest.mark.parametrize("world_size", [2, 3, 16, 1000])
 @pytest.mark.filterwarnings("error")
 def test_the_largest_honest_sum_passes_each_hop_of_a_ring(world_size):
-    """All members bring the largest that they may, rounded up: every partial sum is within its bound."""
+    """All members contribute the largest allowed value, rounded up; every partial sum is within its bound."""
     largest = np.nextafter(np.float32(largest_summable(world_size)), np.float32(np.inf))
     partial = floats(largest)
     for members in range(1, world_size):
@@ -129,19 +130,19 @@ def test_the_largest_honest_sum_passes_each_hop_of_a_ring(world_size):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @every_dense_buffer
-def test_what_is_not_finite_is_not_sealed(dense, bad):
-    """Our own contribution is checked before it gets here: the last line of defence."""
+def test_no_digest_is_computed_of_values_that_are_not_finite(dense, bad):
+    """The own contribution is checked before; this is the last check."""
     buffer = dense(floats(bad, 2), 1)
     with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
         buffer.compute_digest()
 
 
-def test_what_is_hashed_ahead_is_what_the_seal_would_hash():
+def test_hashing_ahead_gives_the_same_digest():
     ahead, late = (DenseRingBuffer(floats(1, 2, 3, 4, 5, 6), 3, slice_bytes=4) for _ in range(2))
-    assert not ahead.hash_ahead(), "nothing is final yet"
+    assert not ahead.hash_ahead(), "no slice is final yet"
     for buffer in (ahead, late):
         buffer.apply(AddSlice(0, 0, floats(10).tobytes(), Provenance(1, 1, 3, 1)))
-        assert not buffer.hash_ahead(), "a partial sum is written to again"
+        assert not buffer.hash_ahead(), "a partial sum will change"
         buffer.apply(AddSlice(1, 0, floats(10).tobytes(), Provenance(1, 2, 3, 2)))
         buffer.apply(StoreSlice(0, 0, floats(20).tobytes(), Provenance(1, 3, 3, 3)))
     before = ahead.compute_digest()
@@ -165,7 +166,7 @@ def test_a_slice_of_a_direct_exchange_is_hashed_ahead_only_when_it_is_final(sums
 
 @pytest.mark.parametrize("n", [1, 17_000, 100_001, 1_000_000, 5_000_000])
 def test_slices_and_digest_of_a_star_are_as_in_the_protocol(n):
-    """As PROTOCOL.md 5.1 says: one segment of b = 4 n bytes."""
+    """PROTOCOL.md 5.1: one segment of b = 4 n bytes."""
     buffer = DenseStarBuffer(np.arange(n, dtype=np.float32), 4)
     longest = min(2**20, max(2**17, -(-4 * n // 8)))
     slices = max(1, -(-4 * n // longest))
@@ -180,7 +181,7 @@ def test_slices_and_digest_of_a_star_are_as_in_the_protocol(n):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.filterwarnings("error")
-def test_what_is_not_finite_is_told_by_the_seal_and_not_before(bad):
+def test_values_that_are_not_finite_are_reported_by_the_digest(bad):
     buffer = DenseRingBuffer(floats(bad, 1), 2)
     buffer.apply(AddSlice(0, 0, floats(1).tobytes(), FROM_1))
     buffer.hash_ahead()
@@ -192,18 +193,18 @@ def test_what_is_not_finite_is_told_by_the_seal_and_not_before(bad):
     ("n", "world_size", "slices"),
     [(1, 4, 1), (120_576, 4, 1), (128 * 1024, 2, 2), (2**20, 4, 8), (8 * 2**20, 4, 8), (25_600_000, 4, 25)],
 )
-def test_a_segment_has_some_slices_neither_tiny_nor_huge(n, world_size, slices):
-    """From 128 KiB to 1 MiB, and eight where that is possible; part of the protocol, like the hashes."""
+def test_slices_have_128_KiB_to_1_MiB(n, world_size, slices):
+    """A segment has eight slices where that is possible.  This is part of the protocol, like the hashes."""
     assert DenseRingBuffer(np.zeros(n, np.float32), world_size).slices == slices
 
 
-def test_the_seal_is_of_the_slices_in_their_order():
+def test_the_digest_is_that_of_the_slices_in_their_order():
     parts = floats(1), floats(2), floats(3), floats(4)
     expected = blake2b(b"".join(sha256(part.data).digest() for part in parts), digest_size=32).digest()
     assert DenseRingBuffer(floats(1, 2, 3, 4), 2, slice_bytes=4).compute_digest() == expected
 
 
-def test_one_who_skips_contributes_zeros():
+def test_a_skipping_rank_contributes_zeros():
     buffer = DenseRingBuffer(floats(np.nan, 1), 2)
     assert isinstance(buffer.make_collective(0, 2, flags=SKIP), RingAllReduce)
     assert buffer.update_N.tolist() == [0, 0]
@@ -211,7 +212,7 @@ def test_one_who_skips_contributes_zeros():
 
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]])
 @every_dense_buffer
-def test_a_contribution_of_another_form_is_our_bug(dense, wrong):
+def test_a_contribution_of_another_form_is_a_local_error(dense, wrong):
     with pytest.raises(LocalProtocolError, match="must be float32"):
         dense(wrong, 2)
 
@@ -237,7 +238,7 @@ def test_more_entries_than_k_are_refused():
 # -- butterfly ---------------------------------------------------------------------------------
 
 
-def test_a_merge_goes_on_with_the_largest_and_keeps_its_part_of_the_rest():
+def test_a_merge_keeps_the_largest_entries_and_its_part_of_the_truncated_ones():
     buffer = butterfly({0: 1.0, 5: 2.0})
     buffer.apply(MergePayload(payload({1: 9.0, 5: 3.0}), owner_modulus=2, owner_residue=0, provenance=FROM_1))
     assert shown(buffer.update) == {1: 9.0, 5: 5.0}
@@ -245,14 +246,29 @@ def test_a_merge_goes_on_with_the_largest_and_keeps_its_part_of_the_rest():
     assert buffer.payload(PayloadSlot(CollectivePhase.SWAP, 1)) == payload({1: 9.0, 5: 5.0})
 
 
-def test_the_other_side_keeps_the_other_part():
+def test_a_merge_that_is_not_forwarded_encodes_no_indices(monkeypatch):
+    """The merge of the last hop is not forwarded; a payload is encoded once."""
+    calls = []
+    encoded, encode_indices = payload({1: 9.0, 5: 3.0}), elias_fano.encode_indices
+    buffer = butterfly({0: 1.0, 5: 2.0})
+    monkeypatch.setattr(elias_fano, "encode_indices", lambda *args: calls.append(1) or encode_indices(*args))
+    buffer.apply(MergePayload(encoded, 1, 0, FROM_1))
+    digest = buffer.compute_digest()
+    assert not calls
+    assert buffer.payload(PayloadSlot(CollectivePhase.SWAP, 1)) == buffer.payload(
+        PayloadSlot(CollectivePhase.UNFOLD)
+    )
+    assert len(calls) == 1 and buffer.compute_digest() == digest
+
+
+def test_the_partner_keeps_the_other_part_of_the_truncated_entries():
     buffer = butterfly({1: 9.0, 5: 3.0})
     buffer.apply(MergePayload(payload({0: 1.0, 5: 2.0}), owner_modulus=2, owner_residue=1, provenance=FROM_1))
     assert shown(buffer.update) == {1: 9.0, 5: 5.0}
     assert [(i.tolist(), v.tolist()) for i, v in buffer.truncated] == [([], [])]
 
 
-def test_what_is_adopted_is_taken_bit_for_bit():
+def test_a_replaced_payload_is_used_bit_for_bit():
     buffer = butterfly({0: 1.0})
     buffer.apply(ReplacePayload(payload({3: 4.0}), FROM_1))
     assert shown(buffer.update) == {3: 4.0}
@@ -260,7 +276,7 @@ def test_what_is_adopted_is_taken_bit_for_bit():
     assert buffer.truncated == []
 
 
-def test_one_who_skips_sends_no_entries():
+def test_a_skipping_rank_sends_no_entries():
     buffer = butterfly({0: 1.0})
     assert isinstance(buffer.make_collective(0, 4, flags=SKIP), ButterflyExchange)
     assert buffer.payload(PayloadSlot(CollectivePhase.SWAP)) == payload({})
@@ -284,7 +300,7 @@ def test_another_update_has_another_digest(buffer, other):
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xff" * 20, payload({0: 1.0})[:-1], payload({0: 1.0}) + b"\x00"])
-def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
+def test_a_damaged_payload_is_a_remote_error_and_changes_nothing(damaged):
     buffer = butterfly({2: 1.0})
     with pytest.raises(RemoteProtocolError):
         buffer.apply(MergePayload(damaged, 1, 0, FROM_1))
@@ -304,12 +320,12 @@ def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
     ],
     ids=["dense", "gather", "butterfly", "star"],
 )
-def test_an_effect_of_another_core_is_our_bug(buffer, foreign):
+def test_an_effect_of_another_collective_is_a_local_error(buffer, foreign):
     with pytest.raises(LocalProtocolError, match="is not an effect of"):
         buffer.apply(foreign)
 
 
 @pytest.mark.parametrize("buffer", [DenseRingBuffer(floats(1, 2), 3), gather(0, 3, {})])
-def test_a_buffer_made_for_other_ranks_is_our_bug(buffer):
+def test_a_buffer_made_for_other_ranks_is_a_local_error(buffer):
     with pytest.raises(LocalProtocolError, match="a collective of 4 ranks was requested from a buffer"):
         buffer.make_collective(0, 4, flags=0)

@@ -1,4 +1,4 @@
-"""Dense buffers of rounded values.  What all collectives guarantee is in tests/core/collectives."""
+"""Dense buffers of rounded values.  Guarantees of all collectives are tested in tests/core/collectives."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def exact_sum(vectors: list[np.ndarray]) -> list[Fraction]:
 @every_kind
 @every_topology
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_contributions_are_the_update_and_the_rests_exactly(topology, kind, world_size, seeds):
-    """In rational numbers.  Float32 adds integers below 2**24 without rounding."""
+def test_contributions_equal_the_update_plus_the_remainders_exactly(topology, kind, world_size, seeds):
+    """Computed in rational numbers.  Float32 adds integers below 2**24 without rounding."""
     for seed in seeds(10):
         rng = np.random.default_rng(seed)
         n = int(rng.integers(1, 700))  # fewer elements than members, and more than one block of int8
@@ -63,7 +63,7 @@ def test_contributions_are_the_update_and_the_rests_exactly(topology, kind, worl
 
 @every_kind
 def test_each_member_of_a_ring_rounds_each_element_once(kind):
-    """Rank 0 rounds what it sends, rank 1 the sum: its rest is that of the sum of what it was sent."""
+    """Rank 0 rounds the values that it sends, rank 1 the sum of these and its own."""
     own = [floats(1.0, 1.001, -3.0001), floats(0.5, 0.25001, 100.003)]
     buffers = [RoundedRingBuffer(vector.copy(), 2, kind) for vector in own]
     group = CollectiveGroup(buffers, seed=1)
@@ -109,7 +109,7 @@ def test_a_slice_of_another_length_is_refused(topology, kind, effect, extra):
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_what_no_honest_member_sends_is_refused_where_it_arrives(kind, payload, match, effect):
+def test_values_that_no_honest_member_sends_are_refused_on_arrival(kind, payload, match, effect):
     buffer = RoundedRingBuffer(floats(1, 2), 2, kind)
     with pytest.raises(RemoteProtocolError, match=match):
         buffer.apply(effect(0, 0, payload, FROM_1))
@@ -120,12 +120,12 @@ def test_what_no_honest_member_sends_is_refused_where_it_arrives(kind, payload, 
 @pytest.mark.parametrize("world_size", [2, 3, 16, 1000])
 @pytest.mark.filterwarnings("error")
 def test_the_largest_honest_sum_passes_each_hop_of_a_ring(kind, world_size):
-    """All members bring the largest that they may, and each rounding increases it as far as it can."""
+    """All members contribute the largest allowed value, and each rounding increases it as far as possible."""
     largest = np.float32(largest_contribution(world_size, kind))
     partial_sum = floats(largest)
     for members in range(1, world_size):
         buffer = RoundedRingBuffer(floats(largest), world_size, kind)
-        at = 0 if buffer._slice_view(0, 0).size else world_size - 1  # where the one element is
+        at = 0 if buffer._slice_view(0, 0).size else world_size - 1  # the segment of the only element
         source = Provenance(0, members, world_size, members)
         buffer.apply(AddSlice(at, 0, encoded(partial_sum, kind), source))
         partial_sum = buffer.update_N.copy()
@@ -141,12 +141,12 @@ def test_a_forwarded_payload_is_the_received_one(kind):
     payload = encoded(floats(5.003, -7), kind)
     buffer.apply(StoreSlice(0, 0, payload, Provenance(1, 2, 2, 2)))
     assert buffer.payload(PayloadSlot(CollectivePhase.GATHER, 0, 0)) is payload
-    assert not buffer.rest_N.any(), "who stores a sum has not rounded it"
+    assert not buffer.rest_N.any(), "storing a sum does not round it"
 
 
 @every_kind
 def test_a_sum_is_rounded_before_it_is_hashed(kind):
-    """In a retry a sum may be sent long after it is complete."""
+    """In a retry a sum may be sent long after it was completed."""
     ahead, late = (RoundedRingBuffer(floats(1.003, 2, 3, 4), 2, kind) for _ in range(2))
     for buffer in (ahead, late):
         buffer.apply(AddSlice(0, 0, encoded(floats(0.1, 0.2), kind), FROM_1))
@@ -159,8 +159,8 @@ def test_a_sum_is_rounded_before_it_is_hashed(kind):
 
 @every_kind
 @every_topology
-def test_an_absent_member_keeps_what_it_rounds(topology, kind, seeds):
-    """It contributes zeros, and still rounds what it passes on: its I/O thread answers for its trainer."""
+def test_an_absent_member_keeps_its_rounding_remainders(topology, kind, seeds):
+    """It contributes zeros, and still rounds what it forwards: its I/O thread takes part for its trainer."""
     for seed in seeds(10):
         rng = np.random.default_rng(seed)
         vectors = [rng.integers(-5000, 5000, 300).astype(np.float32) for _ in range(4)]

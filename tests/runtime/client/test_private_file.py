@@ -1,4 +1,4 @@
-"""A private file is replaced as a whole, and what killed writers left is removed."""
+"""A private file is replaced as a whole, and files of killed writers are removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def leftover(folder: Path, name: str, age_s: float = 2 * LEFTOVER_AGE_S) -> Path
     return path
 
 
-def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+def test_the_next_write_removes_files_of_a_killed_writer(tmp_path: Path) -> None:
     path = tmp_path / "budget.json"
     leftover(tmp_path, ".budget.json.partial-0123abcd")
     replace_private_file(path, "whole")
@@ -28,7 +28,7 @@ def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> Non
 
 def test_files_of_live_writers_and_of_others_stay(tmp_path: Path) -> None:
     written = leftover(tmp_path, ".budget.json.partial-0123abcd")
-    kept = {
+    remaining = {
         written,
         leftover(tmp_path, ".budget.json.partial-4567abcd", age_s=1.0),  # just created
         leftover(tmp_path, ".other.json.partial-0123abcd"),
@@ -37,4 +37,4 @@ def test_files_of_live_writers_and_of_others_stay(tmp_path: Path) -> None:
     with written.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         replace_private_file(tmp_path / "budget.json", "whole")
-    assert {*tmp_path.iterdir()} == kept | {tmp_path / "budget.json"}
+    assert {*tmp_path.iterdir()} == remaining | {tmp_path / "budget.json"}

@@ -1,4 +1,4 @@
-"""Where a worker waits for the others: on the interface that leads to the coordinator."""
+"""A worker listens on the interface that leads to the coordinator."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ import pytest
 
 from gridtrain.runtime.client.worker_naming import default_listen_address
 
-WAYS = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}
-"""The coordinator's address, and ours on the way to it."""
+ROUTES = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}
+"""The coordinator's address, and the local address of the route to it."""
 
 
-class Route:
+class RoutedSocket:
     """A datagram socket of a machine with two interfaces; connecting it sends nothing."""
 
     def __init__(self, family: int, kind: int) -> None:
         assert kind == socket.SOCK_DGRAM
 
-    def __enter__(self) -> Route:
+    def __enter__(self) -> RoutedSocket:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         pass
 
-    def connect(self, place: tuple[str, int]) -> None:
-        self.place = place
+    def connect(self, address: tuple[str, int]) -> None:
+        self.address = address
 
     def getsockname(self) -> tuple[str, int]:
-        return WAYS[self.place[0]], 40000
+        return ROUTES[self.address[0]], 40000
 
 
 @pytest.mark.parametrize(
-    ("coordinator", "ours"),
+    ("coordinator", "expected"),
     [
         ("tcp://10.0.0.9:7700", "tcp://10.0.0.5:0"),
         ("tcp://[2001:db8::9]:7700", "tcp://[2001:db8::5]:0"),
     ],
 )
-def test_on_another_machine_a_worker_listens_where_the_coordinator_can_be_reached(
-    monkeypatch: pytest.MonkeyPatch, coordinator: str, ours: str
+def test_a_worker_listens_on_the_interface_of_its_route_to_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, coordinator: str, expected: str
 ) -> None:
-    monkeypatch.setattr(socket, "socket", Route)
-    assert default_listen_address(coordinator) == ours
+    monkeypatch.setattr(socket, "socket", RoutedSocket)
+    assert default_listen_address(coordinator) == expected
 
 
-def test_beside_its_coordinator_a_worker_listens_on_loopback() -> None:
+def test_a_worker_on_the_coordinators_machine_listens_on_loopback() -> None:
     assert default_listen_address("tcp://127.0.0.1:7700") == "tcp://127.0.0.1:0"
 
 
-def test_without_a_way_to_the_coordinator_it_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere(*_: object, **__: object) -> object:
+def test_a_worker_without_a_route_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_such_host(*_: object, **__: object) -> object:
         raise socket.gaierror("no such host")
 
-    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setattr(socket, "getaddrinfo", no_such_host)
     assert default_listen_address("tcp://coordinator.invalid:7700") == "tcp://127.0.0.1:0"

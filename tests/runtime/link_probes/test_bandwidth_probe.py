@@ -1,4 +1,4 @@
-"""Bursts between workers: what they tell, in virtual time, and what a peer may not do with them."""
+"""Bursts between workers: measured rates in virtual time, and limits for peers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FULL = bytes(BURST_MESSAGE_BYTES)
 ANNA, BERT = b"a" * 32, b"b" * 32
 
 
-class Sent:
-    """Takes what is sent; a peer in `broken` cannot be sent anything."""
+class RecordingTransport:
+    """Records sent messages; sending to a peer in `broken` fails."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[PeerId, Burst]] = []
@@ -34,111 +34,111 @@ class Sent:
         self.messages.append((peer, message))
 
 
-def answer_to(wire: Sent) -> BurstReceived:
-    """To the last burst that was sent."""
-    _, last = wire.messages[-1]
+def answer_to(transport: RecordingTransport) -> BurstReceived:
+    """The answer to the last burst."""
+    _, last = transport.messages[-1]
     return BurstReceived(last.nonce, last.payload[-8:])
 
 
-def test_both_ends_find_the_rate_of_the_line() -> None:
-    """A line of 1 MB/s and 10 ms each way: 256 KiB land after 10 + 262 ms, and the answer takes 10 more."""
-    line_Bps, one_way_s = 1e6, 0.010
-    sender, receiver, wire = BandwidthProbe(Random(1)), BandwidthProbe(Random(2)), Sent()
+def test_both_ends_measure_the_rate_of_the_link() -> None:
+    """A link of 1 MB/s and 10 ms each way: 256 KiB arrive after 10 + 262 ms, the answer 10 ms later."""
+    link_Bps, one_way_s = 1e6, 0.010
+    sender, receiver, transport = BandwidthProbe(Random(1)), BandwidthProbe(Random(2)), RecordingTransport()
     sender.begin({BERT: 2 * one_way_s}, until_s=100.0, now_s=0.0)
-    assert sender.advance(wire, 0.0)  # type: ignore[arg-type]
-    assert [peer for peer, _ in wire.messages] == [BERT] * BURST_MESSAGES
+    assert sender.advance(transport, 0.0)  # type: ignore[arg-type]
+    assert [peer for peer, _ in transport.messages] == [BERT] * BURST_MESSAGES
     answers = []
-    for index, (_, burst) in enumerate(wire.messages):
-        there_s = one_way_s + (index + 1) * BURST_MESSAGE_BYTES / line_Bps
-        answers.append(receiver.handle_burst(ANNA, burst, there_s))
+    for index, (_, burst) in enumerate(transport.messages):
+        arrival_s = one_way_s + (index + 1) * BURST_MESSAGE_BYTES / link_Bps
+        answers.append(receiver.handle_burst(ANNA, burst, arrival_s))
     assert answers[:-1] == [None] * (BURST_MESSAGES - 1)
     answer = answers[-1]
     assert isinstance(answer, BurstReceived)
-    assert answer == answer_to(wire)
+    assert answer == answer_to(transport)
     assert sender.take_new_rates() is None
-    sender.handle_acknowledgement(BERT, answer, there_s + one_way_s)
-    assert not sender.advance(wire, 1.0)  # type: ignore[arg-type]
-    assert sender.take_new_rates() == ((BERT, pytest.approx(line_Bps), 0.0),)
-    assert receiver.take_new_rates() == ((ANNA, 0.0, pytest.approx(line_Bps)),)
+    sender.handle_acknowledgement(BERT, answer, arrival_s + one_way_s)
+    assert not sender.advance(transport, 1.0)  # type: ignore[arg-type]
+    assert sender.take_new_rates() == ((BERT, pytest.approx(link_Bps), 0.0),)
+    assert receiver.take_new_rates() == ((ANNA, 0.0, pytest.approx(link_Bps)),)
     assert sender.take_new_rates() is None and receiver.take_new_rates() is None
 
 
-def test_a_round_trip_that_a_busy_loop_lengthened_makes_no_line_endlessly_fast() -> None:
-    """Pings took 20 ms, as both ends' loops were busy; the burst of 100 Mbit/s is answered after 19 ms."""
-    sender, wire = BandwidthProbe(Random(1)), Sent()
+def test_a_round_trip_lengthened_by_a_busy_loop_does_not_exaggerate_the_rate() -> None:
+    """Pings took 20 ms because loops were busy; the burst of 100 Mbit/s is answered after 19 ms."""
+    sender, transport = BandwidthProbe(Random(1)), RecordingTransport()
     sender.begin({BERT: 0.020}, until_s=100.0, now_s=0.0)
-    sender.advance(wire, 0.0)  # type: ignore[arg-type]
-    sender.handle_acknowledgement(BERT, answer_to(wire), 0.019)
-    ((_, told_Bps, _),) = sender.take_new_rates() or ()
-    assert told_Bps <= 4 * BURST_MESSAGES * BURST_MESSAGE_BYTES / 0.019, "and not 26 GB/s"
+    sender.advance(transport, 0.0)  # type: ignore[arg-type]
+    sender.handle_acknowledgement(BERT, answer_to(transport), 0.019)
+    ((_, reported_Bps, _),) = sender.take_new_rates() or ()
+    assert reported_Bps <= 4 * BURST_MESSAGES * BURST_MESSAGE_BYTES / 0.019, "not 26 GB/s"
 
 
-def test_one_burst_at_a_time_and_no_more_than_a_sample() -> None:
+def test_a_bounded_sample_of_peers_is_probed_one_at_a_time() -> None:
     peers = {bytes([i]) * 32: 0.001 for i in range(40)}
-    bursts, wire = BandwidthProbe(Random(3)), Sent()
+    bursts, transport = BandwidthProbe(Random(3)), RecordingTransport()
     bursts.begin(peers, until_s=100.0, now_s=0.0)
-    asked = []
-    while bursts.advance(wire, 0.0):  # type: ignore[arg-type]
-        assert len(wire.messages) == BURST_MESSAGES
-        peer, _ = wire.messages[-1]
-        asked.append(peer)
-        bursts.handle_acknowledgement(peer, answer_to(wire), 0.5)
-        wire.messages.clear()
-    assert len(asked) == len(set(asked)) == MOST_TARGETS and asked == sorted(asked), "in the order given"
+    probed = []
+    while bursts.advance(transport, 0.0):  # type: ignore[arg-type]
+        assert len(transport.messages) == BURST_MESSAGES
+        peer, _ = transport.messages[-1]
+        probed.append(peer)
+        bursts.handle_acknowledgement(peer, answer_to(transport), 0.5)
+        transport.messages.clear()
+    assert len(probed) == len(set(probed)) == MOST_TARGETS and probed == sorted(probed), "in the given order"
     other = BandwidthProbe(Random(4))
     other.begin(peers, until_s=100.0, now_s=0.0)
-    other.advance(wire, 0.0)  # type: ignore[arg-type]
-    assert wire.messages[0][0] != asked[0], "another worker draws others"
+    other.advance(transport, 0.0)  # type: ignore[arg-type]
+    assert transport.messages[0][0] != probed[0], "another worker draws another sample"
 
 
-def test_time_is_bounded_and_a_broken_peer_is_left_out() -> None:
-    bursts, wire = BandwidthProbe(Random(5)), Sent()
-    wire.broken = {ANNA}
+def test_time_is_bounded_and_a_broken_peer_is_omitted() -> None:
+    bursts, transport = BandwidthProbe(Random(5)), RecordingTransport()
+    transport.broken = {ANNA}
     bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=1.0, now_s=0.0)
-    assert bursts.advance(wire, 0.0)  # type: ignore[arg-type]
-    assert {peer for peer, _ in wire.messages} == {BERT}
-    assert not bursts.advance(wire, 1.0)  # type: ignore[arg-type]
+    assert bursts.advance(transport, 0.0)  # type: ignore[arg-type]
+    assert {peer for peer, _ in transport.messages} == {BERT}
+    assert not bursts.advance(transport, 1.0)  # type: ignore[arg-type]
     bursts.begin({BERT: 0.0}, until_s=9.0, now_s=1.0)
-    assert bursts.advance(wire, 2.0)  # type: ignore[arg-type]
+    assert bursts.advance(transport, 2.0)  # type: ignore[arg-type]
     bursts.remove_peer(BERT)
-    assert not bursts.advance(wire, 2.1)  # type: ignore[arg-type]
+    assert not bursts.advance(transport, 2.1)  # type: ignore[arg-type]
 
 
-def test_who_is_admitted_anew_tells_again_and_measures_what_is_new() -> None:
+def test_a_worker_admitted_again_reports_known_rates_and_measures_new_peers() -> None:
     """A coordinator that restarts knows no rates, and its workers are admitted every few seconds."""
-    bursts, wire = BandwidthProbe(Random(5)), Sent()
+    bursts, transport = BandwidthProbe(Random(5)), RecordingTransport()
     bursts.begin({ANNA: 0.0}, until_s=9.0, now_s=0.0)
-    bursts.advance(wire, 0.0)  # type: ignore[arg-type]
-    bursts.handle_acknowledgement(ANNA, answer_to(wire), 0.5)
-    (told,) = bursts.take_new_rates() or ()
-    wire.messages.clear()
+    bursts.advance(transport, 0.0)  # type: ignore[arg-type]
+    bursts.handle_acknowledgement(ANNA, answer_to(transport), 0.5)
+    (reported,) = bursts.take_new_rates() or ()
+    transport.messages.clear()
     bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=9.0, now_s=3.0)
-    assert bursts.advance(wire, 3.0)  # type: ignore[arg-type]
-    assert {peer for peer, _ in wire.messages} == {BERT}
-    bursts.handle_acknowledgement(BERT, answer_to(wire), 4.0)
+    assert bursts.advance(transport, 3.0)  # type: ignore[arg-type]
+    assert {peer for peer, _ in transport.messages} == {BERT}
+    bursts.handle_acknowledgement(BERT, answer_to(transport), 4.0)
     assert [peer for peer, *_ in bursts.take_new_rates() or ()] == [ANNA, BERT]
     bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=9.0, now_s=5.0)
-    assert not bursts.advance(wire, 5.0)  # type: ignore[arg-type]
-    assert told in (bursts.take_new_rates() or ())
+    assert not bursts.advance(transport, 5.0)  # type: ignore[arg-type]
+    assert reported in (bursts.take_new_rates() or ())
     bursts.begin({ANNA: 0.0}, until_s=999.0, now_s=RATE_LIFETIME_S + 1.0)
-    assert bursts.advance(wire, RATE_LIFETIME_S + 1.0)  # type: ignore[arg-type]
+    assert bursts.advance(transport, RATE_LIFETIME_S + 1.0)  # type: ignore[arg-type]
 
 
-def test_what_is_not_awaited_tells_nothing() -> None:
+def test_unexpected_bursts_and_answers_are_ignored() -> None:
     bursts = BandwidthProbe(Random(6))
     bursts.handle_acknowledgement(ANNA, BurstReceived(1, bytes(8)), 0.1)
-    assert bursts.handle_burst(ANNA, Burst(7, BURST_MESSAGES - 1, FULL), 0.0) is None  # it never began
+    assert bursts.handle_burst(ANNA, Burst(7, BURST_MESSAGES - 1, FULL), 0.0) is None  # its start is missing
     bursts.handle_burst(ANNA, Burst(8, 0, FULL), 0.0)
-    assert bursts.handle_burst(ANNA, Burst(9, BURST_MESSAGES - 1, FULL), 0.1) is None  # another one began
+    assert bursts.handle_burst(ANNA, Burst(9, BURST_MESSAGES - 1, FULL), 0.1) is None  # another burst began
     assert bursts.take_new_rates() is None
 
 
 @pytest.mark.parametrize(
     "indices",
     [
-        [0, 15],  # 14 left out
+        [0, 15],  # 14 is missing
         [*range(14), 15],
-        [1, *range(1, 16)],  # the first left out
+        [1, *range(1, 16)],  # the first is missing
         [*range(8), *range(7, 16)],  # one twice
         [*range(7), 8, 7, *range(9, 16)],
     ],
@@ -151,51 +151,51 @@ def test_a_burst_with_gaps_is_not_answered(indices: list[int]) -> None:
     assert bursts.take_new_rates() is None
 
 
-def test_an_answer_before_the_last_message_is_there_tells_nothing() -> None:
-    """Whoever sees the first message knows the nonce, but not how the last one ends."""
-    bursts, wire = BandwidthProbe(Random(7)), Sent()
+def test_an_answer_before_the_last_message_is_ignored() -> None:
+    """A peer that has the first message knows the nonce, but not the end of the last message."""
+    bursts, transport = BandwidthProbe(Random(7)), RecordingTransport()
     bursts.begin({ANNA: 0.05}, until_s=100.0, now_s=0.0)
-    bursts.advance(wire, 0.0)  # type: ignore[arg-type]
-    _, first = wire.messages[0]
+    bursts.advance(transport, 0.0)  # type: ignore[arg-type]
+    _, first = transport.messages[0]
     bursts.handle_acknowledgement(ANNA, BurstReceived(first.nonce, first.payload[-8:]), 0.05)
-    bursts.handle_acknowledgement(BERT, answer_to(wire), 0.05)
-    assert bursts.take_new_rates() is None and bursts.advance(wire, 0.06)  # type: ignore[arg-type]
-    bursts.handle_acknowledgement(ANNA, answer_to(wire), 0.1)
+    bursts.handle_acknowledgement(BERT, answer_to(transport), 0.05)
+    assert bursts.take_new_rates() is None and bursts.advance(transport, 0.06)  # type: ignore[arg-type]
+    bursts.handle_acknowledgement(ANNA, answer_to(transport), 0.1)
     assert bursts.take_new_rates() is not None
 
 
-def test_nonces_cannot_be_foretold() -> None:
+def test_nonces_cannot_be_predicted() -> None:
     nonces = set()
     for seed in range(20):
-        bursts, wire = BandwidthProbe(Random(seed)), Sent()
+        bursts, transport = BandwidthProbe(Random(seed)), RecordingTransport()
         bursts.begin({ANNA: 0.0, BERT: 0.0}, until_s=100.0, now_s=0.0)
-        bursts.advance(wire, 0.0)  # type: ignore[arg-type]
-        bursts.remove_peer(wire.messages[-1][0])
-        bursts.advance(wire, 0.0)  # type: ignore[arg-type]
-        nonces |= {burst.nonce for _, burst in wire.messages}
+        bursts.advance(transport, 0.0)  # type: ignore[arg-type]
+        bursts.remove_peer(transport.messages[-1][0])
+        bursts.advance(transport, 0.0)  # type: ignore[arg-type]
+        nonces |= {burst.nonce for _, burst in transport.messages}
     assert len(nonces) == 40
 
 
-def test_who_never_answers_leaves_the_others_their_time() -> None:
-    """8 peers and 40 s: the silent first one has 5 s of them, and all others are measured."""
-    bursts, wire = BandwidthProbe(Random(9)), Sent()
+def test_a_peer_that_does_not_answer_leaves_time_for_the_others() -> None:
+    """8 peers and 40 s: the first one, which does not answer, uses 5 s, and all others are measured."""
+    bursts, transport = BandwidthProbe(Random(9)), RecordingTransport()
     bursts.begin({bytes([i]) * 32: 0.0 for i in range(8)}, until_s=40.0, now_s=0.0)
-    bursts.advance(wire, 0.0)  # type: ignore[arg-type]
-    silent, late = wire.messages[-1][0], answer_to(wire)
-    bursts.advance(wire, 4.9)  # type: ignore[arg-type]
-    assert {peer for peer, _ in wire.messages} == {silent}
-    now_s, heard = 5.0, set()
-    while bursts.advance(wire, now_s):  # type: ignore[arg-type]
-        bursts.handle_acknowledgement(silent, late, now_s)  # too late: another one is under way
-        peer, _ = wire.messages[-1]
+    bursts.advance(transport, 0.0)  # type: ignore[arg-type]
+    unanswered, late = transport.messages[-1][0], answer_to(transport)
+    bursts.advance(transport, 4.9)  # type: ignore[arg-type]
+    assert {peer for peer, _ in transport.messages} == {unanswered}
+    now_s, measured = 5.0, set()
+    while bursts.advance(transport, now_s):  # type: ignore[arg-type]
+        bursts.handle_acknowledgement(unanswered, late, now_s)  # too late: another burst is in flight
+        peer, _ = transport.messages[-1]
         now_s += 0.5
-        bursts.handle_acknowledgement(peer, answer_to(wire), now_s)
-        heard.add(peer)
-    assert len(heard) == 7 and silent not in heard
-    assert {peer for peer, *_ in bursts.take_new_rates() or ()} == heard
+        bursts.handle_acknowledgement(peer, answer_to(transport), now_s)
+        measured.add(peer)
+    assert len(measured) == 7 and unanswered not in measured
+    assert {peer for peer, *_ in bursts.take_new_rates() or ()} == measured
 
 
-def test_a_peer_that_floods_is_named() -> None:
+def test_too_many_bursts_are_a_violation() -> None:
     bursts = BandwidthProbe(Random(7))
     for i in range(MOST_BURSTS * BURST_MESSAGES):
         assert not isinstance(
@@ -206,6 +206,6 @@ def test_a_peer_that_floods_is_named() -> None:
     assert not isinstance(bursts.handle_burst(ANNA, Burst(9, 0, FULL), BURST_WINDOW_S), str)
 
 
-def test_a_burst_of_another_length_is_named() -> None:
-    says = BandwidthProbe(Random(8)).handle_burst(ANNA, Burst(1, 0, b"short"), 0.0)
-    assert says == "sent a Burst of 5 bytes; it must have 16384 bytes"
+def test_a_burst_of_another_length_is_a_violation() -> None:
+    violation = BandwidthProbe(Random(8)).handle_burst(ANNA, Burst(1, 0, b"short"), 0.0)
+    assert violation == "sent a Burst of 5 bytes; it must have 16384 bytes"

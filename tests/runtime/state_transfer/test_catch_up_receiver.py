@@ -1,4 +1,4 @@
-"""A follower's side of the updates: what it applies is what the members voted for, whoever sends it."""
+"""The receiver of catch-up applies only updates that the members voted for, whichever source sends them."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def history_after(step: int) -> bytes:
     return history
 
 
-class Wire:
-    """As much of a transport as a donor needs; what it sent is in `sent`."""
+class RecordingTransport:
+    """The part of a transport that a source needs; messages are recorded in `sent`."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[m.PeerId, m.Message]] = []
@@ -70,82 +70,82 @@ class Wire:
         self.sent.append((peer, message))
 
 
-class Donor:
+class Source:
     """A state source with a snapshot of step 4 and the updates up to `latest`."""
 
     def __init__(self, latest: int = 11) -> None:
-        self.donating = CatchUpSource(None, lambda call: call())
-        self.donating.set_receivers(io.TakeSnapshot(4, (A,)))
-        self.donating._snapshot_sender.store(StateSnapshot.build(*START, b"own", COMMON))
+        self.catch_up = CatchUpSource(None, lambda call: call())
+        self.catch_up.set_receivers(io.TakeSnapshot(4, (A,)))
+        self.catch_up._snapshot_sender.store(StateSnapshot.build(*START, b"own", COMMON))
         for update in STEPS:
             if update.step <= latest:
-                self.donating.record_step(update, N)
-        self.wire: Any = Wire()
+                self.catch_up.record_step(update, N)
+        self.transport: Any = RecordingTransport()
 
-    def answers(self, asks: list[tuple[m.PeerId, m.Message]]) -> list[m.Message]:
-        told = [answer for _, ask in asks for answer in self.donating.handle_request(A, ask)]
-        told += [message for _, message in self.donating.send_due(self.wire, 0.0)]
-        sent, self.wire.sent = self.wire.sent, []
-        return told + [message for _, message in sent]
+    def answers(self, requests: list[tuple[m.PeerId, m.Message]]) -> list[m.Message]:
+        answers = [answer for _, request in requests for answer in self.catch_up.handle_request(A, request)]
+        answers += [message for _, message in self.catch_up.send_due(self.transport, 0.0)]
+        sent, self.transport.sent = self.transport.sent, []
+        return answers + [message for _, message in sent]
 
 
-def follow(following: CatchUpReceiver, donor: Donor, peer: m.PeerId = A) -> None:
-    """Until nothing is asked or answered any more; the trainer does its work at once."""
-    asks = following.source_up(peer)
+def catch_up(receiver: CatchUpReceiver, source: Source, peer: m.PeerId = A) -> None:
+    """Exchanges messages until there are none; the trainer does its work at once."""
+    requests = receiver.source_up(peer)
     for _ in range(50):
-        answers = donor.answers(asks)
-        asks = [
-            ask for answer in answers for ask in following.handle_message(peer, answer, 0.0)
-        ] + following.tick(0.0)
-        while following.has_work:
-            following.finish_work(following.take_work())
+        answers = source.answers(requests)
+        requests = [
+            request for answer in answers for request in receiver.handle_message(peer, answer, 0.0)
+        ] + receiver.tick(0.0)
+        while receiver.has_work:
+            receiver.finish_work(receiver.take_work())
 
 
 @pytest.mark.parametrize("others", [True, False])
 def test_a_source_that_sends_no_updates_is_replaced_if_there_is_another(others: bool) -> None:
-    """The membership view names step 11; a sends its snapshot and nothing more, b all."""
+    """The membership view names step 11; a sends only its snapshot, b also the updates."""
     session = CatchUpSession(Mailbox(lambda: None, lambda: False), BlobReceiver(), idle_s=5.0)
     session.set_limits(1 << 30, N)
     session.execute(io.BeginCatchUp())
-    donors = {A: Donor(), B: Donor()} if others else {A: Donor()}
-    asks = [ask for peer in donors for ask in session.execute(io.SourceConnected(peer))]
+    sources = {A: Source(), B: Source()} if others else {A: Source()}
+    requests = [request for peer in sources for request in session.execute(io.SourceConnected(peer))]
     session.execute(io.SetCatchUpTarget(11, history_after(11)))
     now_s, status = 0.0, None
     while now_s < 30.0 and (status is None or not (status.is_complete or status.event)):
-        pending, asks = asks, []
-        for peer, donor in donors.items():
-            for answer in donor.answers([ask for ask in pending if ask[0] == peer]):
+        pending, requests = requests, []
+        for peer, source in sources.items():
+            for answer in source.answers([request for request in pending if request[0] == peer]):
                 if peer == B or not isinstance(answer, m.UpdateLogEntry):
-                    asks += session.handle_message(peer, answer, now_s)
+                    requests += session.handle_message(peer, answer, now_s)
         while (work := session.take_work()) is not None:
             session.finish_work(work)
         now_s += 0.5
         status = session.poll(now_s, is_member=True, synced=False)
         assert status is not None
-        asks += status.requests
+        requests += status.requests
     assert status is not None and 5.0 <= now_s < 9.0
     assert status.is_complete is others and isinstance(status.event, io.CatchUpFailed) is not others
 
 
-def test_it_loads_the_image_then_replays_what_was_voted_for() -> None:
-    following, donor = CatchUpReceiver(1 << 30, N), Donor()
+def test_the_snapshot_is_loaded_and_then_the_voted_updates_are_replayed() -> None:
+    receiver, source = CatchUpReceiver(1 << 30, N), Source()
     done: list[Any] = []
-    asks = following.source_up(A)
+    requests = receiver.source_up(A)
     for _ in range(20):
-        answers = donor.answers(asks)
-        asks = [
-            ask for answer in answers for ask in following.handle_message(A, answer, 0.0)
-        ] + following.tick(0.0)
-        while following.has_work:
-            work = following.take_work()
-            assert not following.has_work, "one thing at a time"
+        answers = source.answers(requests)
+        requests = [
+            request for answer in answers for request in receiver.handle_message(A, answer, 0.0)
+        ] + receiver.tick(0.0)
+        while receiver.has_work:
+            work = receiver.take_work()
+            assert not receiver.has_work, "one piece of work at a time"
             done.append(work)
-            following.finish_work(work)
-    image, *replayed = done
+            receiver.finish_work(work)
+    snapshot, *replayed = done
     assert (
-        isinstance(image, SnapshotWork)
-        and bytes(image.shared_part) == COMMON
-        and bytes(image.private_part) == b"own"
+        isinstance(snapshot, SnapshotWork)
+        and bytes(snapshot.shared_part) == COMMON
+        and bytes(snapshot.private_part) == b"own"
     )
     steps = [step for work in replayed if isinstance(work, ReplayWork) for step in work.steps]
     assert [step.step for step in steps] == [5, 6, 7, 8, 9, 10, 11]
@@ -153,41 +153,41 @@ def test_it_loads_the_image_then_replays_what_was_voted_for() -> None:
         assert got.digest == expected.digest and got.flags == expected.flags
         if got.update is not None and expected.update is not None:
             assert got.update.values.tobytes() == expected.update.values.tobytes()
-    assert following.position == (11, history_after(11)) and following.is_caught_up
-    following.set_target(11, history_after(11))
-    assert following.has_reached_target and not following.failure
+    assert receiver.position == (11, history_after(11)) and receiver.is_caught_up
+    receiver.set_target(11, history_after(11))
+    assert receiver.has_reached_target and not receiver.failure
 
 
-def test_it_goes_on_with_another_donor_where_the_first_one_ended() -> None:
-    following = CatchUpReceiver(1 << 30, N)
-    follow(following, Donor(latest=8))
-    assert following.position == (8, history_after(8))
-    asks = following.source_down(A) + following.source_up(B)
-    assert asks == [(B, m.UpdatesRequest(8))]
-    for answer in Donor().answers([(B, m.UpdatesRequest(8))]):
-        following.handle_message(B, answer, 0.0)
-    while following.has_work:
-        following.finish_work(following.take_work())
-    assert following.position == (11, history_after(11))
+def test_catch_up_continues_with_another_source_at_the_same_step() -> None:
+    receiver = CatchUpReceiver(1 << 30, N)
+    catch_up(receiver, Source(latest=8))
+    assert receiver.position == (8, history_after(8))
+    requests = receiver.source_down(A) + receiver.source_up(B)
+    assert requests == [(B, m.UpdatesRequest(8))]
+    for answer in Source().answers([(B, m.UpdatesRequest(8))]):
+        receiver.handle_message(B, answer, 0.0)
+    while receiver.has_work:
+        receiver.finish_work(receiver.take_work())
+    assert receiver.position == (11, history_after(11))
 
 
-def test_only_what_waits_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is always one more to replay, for as long as the run lasts."""
-    following, donor = CatchUpReceiver(1 << 30, N), Donor()
-    follow(following, donor)
+def test_only_pending_updates_count_as_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is always one more update to replay while the run lasts."""
+    receiver, source = CatchUpReceiver(1 << 30, N), Source()
+    catch_up(receiver, source)
     payload = update_log.encode_update(STEPS[0], N)
     monkeypatch.setattr(
         "gridtrain.runtime.state_transfer.catch_up_receiver.MOST_PENDING_BYTES", 3 * len(payload)
     )
-    following.handle_message(A, m.UpdateLogEntry(12, 12, payload), 0.0)
+    receiver.handle_message(A, m.UpdateLogEntry(12, 12, payload), 0.0)
     for step in range(13, 60):
-        work = following.take_work()
-        following.handle_message(A, m.UpdateLogEntry(step, step, payload), 0.0)
-        following.finish_work(work)
-        assert following.has_work and not following.failure
+        work = receiver.take_work()
+        receiver.handle_message(A, m.UpdateLogEntry(step, step, payload), 0.0)
+        receiver.finish_work(work)
+        assert receiver.has_work and not receiver.failure
     for step in (60, 61, 62):
-        following.handle_message(A, m.UpdateLogEntry(step, step, payload), 0.0)
-    assert f"{4 * len(payload)} bytes of updates are pending" in following.failure
+        receiver.handle_message(A, m.UpdateLogEntry(step, step, payload), 0.0)
+    assert f"{4 * len(payload)} bytes of updates are pending" in receiver.failure
 
 
 def changed(update: StepUpdate) -> StepUpdate:
@@ -199,37 +199,37 @@ def changed(update: StepUpdate) -> StepUpdate:
     )
 
 
-def replay_a_lie() -> CatchUpReceiver:
-    following = CatchUpReceiver(1 << 30, N)
-    follow(following, Donor(latest=8))
-    lie = m.UpdateLogEntry(9, 9, update_log.encode_update(changed(STEPS[4]), N))
-    following.handle_message(A, lie, 0.0)
-    while following.has_work:
-        following.finish_work(following.take_work())
-    following.set_target(9, history_after(9))
-    return following
+def replay_a_changed_update() -> CatchUpReceiver:
+    receiver = CatchUpReceiver(1 << 30, N)
+    catch_up(receiver, Source(latest=8))
+    entry = m.UpdateLogEntry(9, 9, update_log.encode_update(changed(STEPS[4]), N))
+    receiver.handle_message(A, entry, 0.0)
+    while receiver.has_work:
+        receiver.finish_work(receiver.take_work())
+    receiver.set_target(9, history_after(9))
+    return receiver
 
 
-def test_a_donor_that_changes_an_update_is_found_out() -> None:
-    following = replay_a_lie()
-    assert not following.has_reached_target and "differ from the updates of the group" in following.failure
+def test_a_changed_update_is_detected() -> None:
+    receiver = replay_a_changed_update()
+    assert not receiver.has_reached_target and "differ from the updates of the group" in receiver.failure
 
 
-def test_without_the_votes_it_would_be_believed() -> None:
+def test_without_the_voted_digests_a_changed_update_is_accepted() -> None:
     with disable_defences("vote-digest"):
-        following = replay_a_lie()
-        assert following.has_reached_target and not following.failure
+        receiver = replay_a_changed_update()
+        assert receiver.has_reached_target and not receiver.failure
 
 
-def test_a_donor_that_changes_a_block_is_found_out() -> None:
+def test_a_changed_block_is_detected() -> None:
     def attack() -> CatchUpReceiver:
-        following = CatchUpReceiver(1 << 30, N)
-        donor = Donor()
-        asks = following.source_up(A)
-        for answer in donor.answers(asks):
-            asks = following.handle_message(A, answer, 0.0)
-        following.handle_message(A, m.SnapshotBlock(4, 0, bytes(BLOCK_BYTES)), 0.0)
-        return following
+        receiver = CatchUpReceiver(1 << 30, N)
+        source = Source()
+        requests = receiver.source_up(A)
+        for answer in source.answers(requests):
+            requests = receiver.handle_message(A, answer, 0.0)
+        receiver.handle_message(A, m.SnapshotBlock(4, 0, bytes(BLOCK_BYTES)), 0.0)
+        return receiver
 
     with pytest.raises(RemoteProtocolError, match="block 0 of the snapshot of step 4"):
         attack()
@@ -238,41 +238,41 @@ def test_a_donor_that_changes_a_block_is_found_out() -> None:
 
 
 @pytest.mark.parametrize(("request_", "answers"), [(m.UpdatesRequest(4), 7), (m.SnapshotRequest(), 1)])
-def test_nothing_is_sent_again_and_again(request_: m.Message, answers: int) -> None:
-    donor = Donor()
+def test_repeated_requests_are_limited(request_: m.Message, answers: int) -> None:
+    source = Source()
     for _ in range(MAX_REQUESTS):
-        assert len(donor.answers([(A, request_)])) == answers
-    (refused,) = donor.answers([(A, request_)])[:1]
+        assert len(source.answers([(A, request_)])) == answers
+    (refused,) = source.answers([(A, request_)])[:1]
     assert isinstance(refused, m.SnapshotUnavailable)
     with disable_defences("update-asks"):
-        assert len(donor.answers([(A, request_)])) == answers
+        assert len(source.answers([(A, request_)])) == answers
 
 
-def test_who_is_no_follower_any_more_gets_no_updates() -> None:
-    donor = Donor(latest=8)
-    donor.answers([(A, m.UpdatesRequest(4))])
-    donor.donating.set_receivers(io.TakeSnapshot(-1, ()))
-    donor.donating.record_step(STEPS[4], N)
-    assert donor.answers([]) == []
+def test_a_worker_that_no_longer_catches_up_gets_no_updates() -> None:
+    source = Source(latest=8)
+    source.answers([(A, m.UpdatesRequest(4))])
+    source.catch_up.set_receivers(io.TakeSnapshot(-1, ()))
+    source.catch_up.record_step(STEPS[4], N)
+    assert source.answers([]) == []
 
 
-def test_what_the_log_does_not_hold_is_not_followed() -> None:
-    following = CatchUpReceiver(1 << 30, N)
-    donor = Donor(latest=4)
-    donor.donating.record_step(STEPS[3], N)  # step 8: steps 5 to 7 are not here
-    follow(following, donor)
-    assert following.failure == "the updates after step 4 are not available"
+def test_catch_up_fails_if_the_log_lacks_updates() -> None:
+    receiver = CatchUpReceiver(1 << 30, N)
+    source = Source(latest=4)
+    source.catch_up.record_step(STEPS[3], N)  # step 8, without steps 5 to 7
+    catch_up(receiver, source)
+    assert receiver.failure == "the updates after step 4 are not available"
 
 
-def test_a_script_that_cannot_be_replayed_says_so() -> None:
-    following, donor = CatchUpReceiver(1 << 30, N), Donor()
-    donor.donating.disable("its script changes updates")
-    follow(following, donor)
-    assert following.failure == "its script changes updates"
+def test_a_script_that_cannot_be_replayed_gives_the_reason() -> None:
+    receiver, source = CatchUpReceiver(1 << 30, N), Source()
+    source.catch_up.disable("its script changes updates")
+    catch_up(receiver, source)
+    assert receiver.failure == "its script changes updates"
 
 
-def test_settings_of_many_groups_are_followed() -> None:
-    """One group for each of 500 parameters is honest, and no fault of the donor."""
+def test_settings_of_many_parameter_groups_are_encoded() -> None:
+    """An honest source may have a group for each of 500 parameters."""
     update = replace(STEPS[0], settings=b"x" * 250 * 500)
     assert (
         update_log.decode_update(update.step, update_log.encode_update(update, N), N).settings
@@ -281,22 +281,22 @@ def test_settings_of_many_groups_are_followed() -> None:
 
 
 def test_settings_that_fit_into_no_update_are_not_sent() -> None:
-    following, donor = CatchUpReceiver(1 << 30, N), Donor()
-    donor.donating.record_step(replace(STEPS[-1], step=12, settings=b"x" * (2 << 20)), N)
-    follow(following, donor)
-    assert "settings have 2097152 bytes" in following.failure
+    receiver, source = CatchUpReceiver(1 << 30, N), Source()
+    source.catch_up.record_step(replace(STEPS[-1], step=12, settings=b"x" * (2 << 20)), N)
+    catch_up(receiver, source)
+    assert "settings have 2097152 bytes" in receiver.failure
 
 
 def test_an_update_that_fits_into_no_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would end the donor's loop, and with it the donor."""
+    """Sending it would end the source's I/O loop."""
     monkeypatch.setattr(catch_up_source, "MOST_UPDATE_BYTES", 10)
-    following, donor = CatchUpReceiver(1 << 30, N), Donor()
-    follow(following, donor)
-    assert "does not fit into a message" in following.failure
+    receiver, source = CatchUpReceiver(1 << 30, N), Source()
+    catch_up(receiver, source)
+    assert "does not fit into a message" in receiver.failure
 
 
 @pytest.mark.parametrize("update", STEPS, ids=lambda u: f"step {u.step}")
-def test_an_update_is_the_same_after_its_way(update: StepUpdate) -> None:
+def test_an_update_survives_the_round_trip(update: StepUpdate) -> None:
     got = update_log.decode_update(update.step, update_log.encode_update(update, N), N)
     assert got.digest == update.digest and update_log.encode_update(got, N) == update_log.encode_update(
         update, N
@@ -315,7 +315,7 @@ def test_an_update_is_the_same_after_its_way(update: StepUpdate) -> None:
         b"\0\0\0\0\0\0",
     ],
 )
-def test_what_is_no_update_is_refused(payload: bytes) -> None:
+def test_an_invalid_update_is_refused(payload: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         update_log.decode_update(5, payload, N)
 
@@ -336,10 +336,10 @@ def test_the_log_is_bounded_and_has_no_gap() -> None:
     small = UpdateLog(max_bytes=1)
     for update in STEPS:
         small.add(update)
-    assert small.has_all_after(10) and not small.has_all_after(9), "the latest is always kept"
+    assert small.has_all_after(10) and not small.has_all_after(9), "the latest update always stays"
 
 
-def test_progress_in_words() -> None:
+def test_progress_is_shown_as_text() -> None:
     assert progress_line((0, 0, -1, -1)) == "waiting for a snapshot of the state"
     assert progress_line((5, 10, -1, 7), width=4) == "[##..] 5 of 10 blocks of the state"
     assert progress_line((10, 10, 6, 9)) == "at step 6; the other workers are at step 9"

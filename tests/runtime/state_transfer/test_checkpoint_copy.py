@@ -1,4 +1,4 @@
-"""Checkpoints of a stage go from file to file, one block at a time, and only whole ones are kept."""
+"""Checkpoints of a stage are copied from file to file, block by block, and only complete ones are kept."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES, RESIDUAL_FILE, CheckpointCopier
 
-HELD = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), layers=m.Span(1, 2))
+CHECKPOINT = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), layers=m.Span(1, 2))
 PEER = b"p" * 32
 SIZES = (100, 2 * BLOCK_BYTES + 5)
 
 
 class Disk:
-    """Two folders: what is kept, and what comes."""
+    """A folder with a checkpoint, and one for received copies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.adopted, self.looked_at = threading.Event(), threading.Event()
+        self.adopted, self.checked = threading.Event(), threading.Event()
         for name, size in zip(FILES, SIZES, strict=True):
             (folder / name).write_bytes(
                 bytes(i % 251 for i in range(256)) * (size // 256) + b"e" * (size % 256)
             )
 
-    def make_copy_folder(self, held: m.CheckpointInfo) -> Path:
+    def make_copy_folder(self, checkpoint: m.CheckpointInfo) -> Path:
         (self.folder / "copy").mkdir(exist_ok=True)
         return self.folder / "copy"
 
-    def files_to_copy(self, held: m.CheckpointInfo) -> list[Path]:
+    def files_to_copy(self, checkpoint: m.CheckpointInfo) -> list[Path]:
         return [self.folder / name for name in FILES]
 
-    def is_intact(self, held: m.CheckpointInfo) -> bool:
-        assert held.layers == HELD.layers
-        self.looked_at.set()
+    def is_intact(self, checkpoint: m.CheckpointInfo) -> bool:
+        assert checkpoint.layers == CHECKPOINT.layers
+        self.checked.set()
         return False
 
-    def adopt_copy(self, held: m.CheckpointInfo, folder: Path) -> None:
-        assert held == HELD
+    def adopt_copy(self, checkpoint: m.CheckpointInfo, folder: Path) -> None:
+        assert checkpoint == CHECKPOINT
         self.adopted.set()
 
 
-class Line:
-    """A transport of which only this much is asked."""
+class RecordingTransport:
+    """The part of a transport that a copier needs."""
 
     def __init__(self) -> None:
         self.sent: list[m.CheckpointBlock] = []
@@ -67,105 +67,105 @@ class Line:
         self.sent.append(message)
 
 
-def sent_by(copies: CheckpointCopier, line: Any, generation: int = 1) -> list[m.CheckpointBlock]:
-    copies.send(io.SendCheckpoint(PEER, 1, 1, HELD))
+def sent_by(copies: CheckpointCopier, transport: Any, generation: int = 1) -> list[m.CheckpointBlock]:
+    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
     for now_s in range(20):
-        copies.send_next(line, float(now_s), generation)
-    return list(line.sent)
+        copies.send_next(transport, float(now_s), generation)
+    return list(transport.sent)
 
 
-def test_what_the_group_waits_for_and_is_pruned_while_it_is_sent_is_looked_at(tmp_path: Path) -> None:
-    """So that the coordinator is told what is there, and plans without the rest."""
-    disk, line = Disk(tmp_path), Line()
+def test_an_awaited_checkpoint_that_was_pruned_is_checked(tmp_path: Path) -> None:
+    """The coordinator then learns which checkpoints exist, and plans without the others."""
+    disk, transport = Disk(tmp_path), RecordingTransport()
     copies = CheckpointCopier(disk, None, 10**8)
     (tmp_path / FILES[0]).unlink()
-    copies.send(io.SendCheckpoint(PEER, 1, 1, HELD, is_awaited=True))
-    copies.send_next(line, 0.0, 1)  # type: ignore[arg-type]
-    assert line.sent == [] and disk.looked_at.wait(WITHIN_S)
+    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT, is_awaited=True))
+    copies.send_next(transport, 0.0, 1)  # type: ignore[arg-type]
+    assert transport.sent == [] and disk.checked.wait(WITHIN_S)
 
 
-def test_all_blocks_come_and_the_files_are_equal(tmp_path: Path) -> None:
-    disk, line = Disk(tmp_path), Line()
-    blocks = sent_by(CheckpointCopier(disk, None, 10**8), line)
+def test_all_blocks_arrive_and_the_files_are_equal(tmp_path: Path) -> None:
+    disk, transport = Disk(tmp_path), RecordingTransport()
+    blocks = sent_by(CheckpointCopier(disk, None, 10**8), transport)
     assert [len(block.payload) for block in blocks] == [16, 100, BLOCK_BYTES, BLOCK_BYTES, 5]
     assert [(block.index, block.total) for block in blocks] == [(i, 5) for i in range(5)]
-    taker = CheckpointCopier(disk, None, 10**8)
+    receiver = CheckpointCopier(disk, None, 10**8)
     for block in blocks:
-        taker.receive(block)
+        receiver.receive(block)
     assert disk.adopted.wait(WITHIN_S)
     for name in FILES:
         assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-def test_what_the_group_waits_for_goes_first_and_fast_and_with_the_residual(tmp_path: Path) -> None:
-    """The receiver takes the blocks over; one that keeps a copy alone must not send what others have not."""
-    disk, line = Disk(tmp_path), Line()
+def test_an_awaited_checkpoint_is_sent_first_at_full_rate_with_the_residual(tmp_path: Path) -> None:
+    """The receiver takes over the stage; a mere copy of a checkpoint must not include the residual."""
+    disk, transport = Disk(tmp_path), RecordingTransport()
     (tmp_path / RESIDUAL_FILE).write_bytes(b"unsent")
     copies = CheckpointCopier(disk, rate_Bps=1.0, max_bytes=10**8)
-    copies.send(io.SendCheckpoint(PEER, 1, 1, HELD))
-    for _ in range(2):  # asked for again, as a connection broke
-        copies.send(io.SendCheckpoint(PEER, 1, 1, HELD, is_awaited=True))
+    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
+    for _ in range(2):  # requested again after a broken connection
+        copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT, is_awaited=True))
     for _ in range(8):
-        copies.send_next(line, 0.0, 1)  # type: ignore[arg-type]
-    assert [len(block.payload) for block in line.sent] == [24, 100, BLOCK_BYTES, BLOCK_BYTES, 5, 6, 16]
-    taker = CheckpointCopier(disk, None, 10**8)
-    for block in line.sent[:6]:
-        taker.receive(block)
+        copies.send_next(transport, 0.0, 1)  # type: ignore[arg-type]
+    assert [len(block.payload) for block in transport.sent] == [24, 100, BLOCK_BYTES, BLOCK_BYTES, 5, 6, 16]
+    receiver = CheckpointCopier(disk, None, 10**8)
+    for block in transport.sent[:6]:
+        receiver.receive(block)
     assert disk.adopted.wait(WITHIN_S)
     assert (tmp_path / "copy" / RESIDUAL_FILE).read_bytes() == b"unsent"
 
 
-def test_what_the_group_waits_for_does_not_wait_for_a_slow_copy_that_is_under_way(tmp_path: Path) -> None:
-    disk, line = Disk(tmp_path), Line()
+def test_an_awaited_checkpoint_does_not_wait_for_a_slow_copy(tmp_path: Path) -> None:
+    disk, transport = Disk(tmp_path), RecordingTransport()
     copies = CheckpointCopier(disk, rate_Bps=1.0, max_bytes=10**8)
-    copies.send(io.SendCheckpoint(PEER, 1, 1, HELD))
-    assert copies.send_next(line, 0.0, 1) == 1 and copies.due_s == 16.0  # type: ignore[arg-type]
-    copies.send(io.SendCheckpoint(b"q" * 32, 1, 1, HELD, is_awaited=True))
+    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
+    assert copies.send_next(transport, 0.0, 1) == 1 and copies.due_s == 16.0  # type: ignore[arg-type]
+    copies.send(io.SendCheckpoint(b"q" * 32, 1, 1, CHECKPOINT, is_awaited=True))
     for _ in range(8):
-        copies.send_next(line, 0.0, 1)  # type: ignore[arg-type]
-    assert [len(block.payload) for block in line.sent] == [16, 16, 100, BLOCK_BYTES, BLOCK_BYTES, 5, 16]
-    assert copies.due_s == 16.0, "the slow one begins again"
+        copies.send_next(transport, 0.0, 1)  # type: ignore[arg-type]
+    assert [len(block.payload) for block in transport.sent] == [16, 16, 100, BLOCK_BYTES, BLOCK_BYTES, 5, 16]
+    assert copies.due_s == 16.0, "the slow copy restarts"
 
 
-def test_rounds_go_first_and_no_more_than_the_rate(tmp_path: Path) -> None:
-    disk, line = Disk(tmp_path), Line()
+def test_copies_yield_to_rounds_and_respect_the_rate(tmp_path: Path) -> None:
+    disk, transport = Disk(tmp_path), RecordingTransport()
     copies = CheckpointCopier(disk, rate_Bps=float(BLOCK_BYTES), max_bytes=10**8)
-    copies.send(io.SendCheckpoint(PEER, 1, 1, HELD))
-    line.waiting_bytes = 1
-    assert copies.send_next(line, 0.0, 1) == 0  # type: ignore[arg-type]
-    line.waiting_bytes = 0
+    copies.send(io.SendCheckpoint(PEER, 1, 1, CHECKPOINT))
+    transport.waiting_bytes = 1
+    assert copies.send_next(transport, 0.0, 1) == 0  # type: ignore[arg-type]
+    transport.waiting_bytes = 0
     assert copies.due_s == pytest.approx(0.02)
     for now_s in (0.02, 0.03, 0.04):
-        copies.send_next(line, now_s, 1)  # type: ignore[arg-type]
-    assert len(line.sent) == 3, "16 + 100 bytes are nothing"
+        copies.send_next(transport, now_s, 1)  # type: ignore[arg-type]
+    assert len(transport.sent) == 3, "16 + 100 bytes cause no delay"
     assert copies.due_s == pytest.approx(1.04)
-    assert copies.send_next(line, 0.5, 1) == 0  # type: ignore[arg-type]
+    assert copies.send_next(transport, 0.5, 1) == 0  # type: ignore[arg-type]
 
 
-def test_another_generation_or_a_broken_line_gives_it_up(tmp_path: Path) -> None:
-    disk, line = Disk(tmp_path), Line()
-    assert sent_by(CheckpointCopier(disk, None, 10**8), line, generation=2) == []
-    line.broken = True
+def test_another_generation_or_a_broken_connection_ends_a_copy(tmp_path: Path) -> None:
+    disk, transport = Disk(tmp_path), RecordingTransport()
+    assert sent_by(CheckpointCopier(disk, None, 10**8), transport, generation=2) == []
+    transport.broken = True
     copies = CheckpointCopier(disk, None, 10**8)
-    assert sent_by(copies, line) == [] and copies.due_s == float("inf")
+    assert sent_by(copies, transport) == [] and copies.due_s == float("inf")
 
 
-def test_a_checkpoint_that_is_gone_is_not_sent(tmp_path: Path) -> None:
-    disk, line = Disk(tmp_path), Line()
+def test_a_missing_checkpoint_is_not_sent(tmp_path: Path) -> None:
+    disk, transport = Disk(tmp_path), RecordingTransport()
     (tmp_path / FILES[0]).unlink()
     copies = CheckpointCopier(disk, None, 10**8)
-    assert sent_by(copies, line) == [] and copies.due_s == float("inf")
+    assert sent_by(copies, transport) == [] and copies.due_s == float("inf")
 
 
-def test_after_a_gap_nothing_is_kept(tmp_path: Path) -> None:
-    disk, line = Disk(tmp_path), Line()
-    blocks = sent_by(CheckpointCopier(disk, None, 10**8), line)
-    taker = CheckpointCopier(disk, None, 10**8)
+def test_a_copy_with_a_gap_is_not_kept(tmp_path: Path) -> None:
+    disk, transport = Disk(tmp_path), RecordingTransport()
+    blocks = sent_by(CheckpointCopier(disk, None, 10**8), transport)
+    receiver = CheckpointCopier(disk, None, 10**8)
     for block in (*blocks[:2], *blocks[3:]):
-        taker.receive(block)
+        receiver.receive(block)
     assert not disk.adopted.is_set()
-    for block in blocks:  # the next one begins anew
-        taker.receive(block)
+    for block in blocks:  # the next copy starts from the beginning
+        receiver.receive(block)
     assert disk.adopted.wait(WITHIN_S)
 
 
@@ -178,16 +178,16 @@ def test_after_a_gap_nothing_is_kept(tmp_path: Path) -> None:
         (struct.pack("<2Q", 10, 10), 7, "at most 100000000 bytes in total, in 3 blocks"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused(tmp_path: Path, table: bytes, total: int, words: str) -> None:
-    taker = CheckpointCopier(Disk(tmp_path), None, 10**8)
+def test_an_impossible_table_is_refused(tmp_path: Path, table: bytes, total: int, words: str) -> None:
+    receiver = CheckpointCopier(Disk(tmp_path), None, 10**8)
     with pytest.raises(RemoteProtocolError, match=words):
-        taker.receive(m.CheckpointBlock(1, 1, HELD, 0, total, table))
+        receiver.receive(m.CheckpointBlock(1, 1, CHECKPOINT, 0, total, table))
 
 
 def test_a_block_of_another_length_is_refused(tmp_path: Path) -> None:
-    disk, line = Disk(tmp_path), Line()
-    blocks = sent_by(CheckpointCopier(disk, None, 10**8), line)
-    taker = CheckpointCopier(disk, None, 10**8)
-    taker.receive(blocks[0])
+    disk, transport = Disk(tmp_path), RecordingTransport()
+    blocks = sent_by(CheckpointCopier(disk, None, 10**8), transport)
+    receiver = CheckpointCopier(disk, None, 10**8)
+    receiver.receive(blocks[0])
     with pytest.raises(RemoteProtocolError, match="block 1 of a checkpoint has 99 bytes; it must have 100"):
-        taker.receive(replace(blocks[1], payload=blocks[1].payload[:-1]))
+        receiver.receive(replace(blocks[1], payload=blocks[1].payload[:-1]))

@@ -1,4 +1,4 @@
-"""Tasks of the training thread: each is of one generation, is done once, and blocks no other."""
+"""Tasks of the training thread: each belongs to one generation, is done once, and blocks no other."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LEDGER = m.LedgerState(step=10)
 K1, K2 = m.CheckpointInfo(9, b"h", LEDGER, m.Span(1, 2)), m.CheckpointInfo(4, b"g", LEDGER, m.Span(1, 2))
 
 
-class Line:
-    """A transport over which nothing comes."""
+class IdleTransport:
+    """A transport that receives nothing."""
 
     me = A
 
@@ -39,12 +39,12 @@ class Line:
     def send(self, peer: m.PeerId, message: m.Message) -> None: ...
 
 
-class Scene:
-    """An I/O loop that is turned by hand; its core is a member of a pipeline of two, as a."""
+class ManualLoop:
+    """An I/O loop that tests run by hand; its core is member a of a pipeline of two."""
 
     def __init__(self) -> None:
         config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex(), identity="x", run="r", name="a")
-        self.loop: Any = IoLoop(Line(), config, PeerAllowlist(COORDINATOR))  # type: ignore[arg-type]
+        self.loop: Any = IoLoop(IdleTransport(), config, PeerAllowlist(COORDINATOR))  # type: ignore[arg-type]
         self.core = MemberCore(A, COORDINATOR, m.Join("r", "a", ""), Deadlines())
         self.loop._core = self.core
         self.hear(io.PeerConnected(COORDINATOR))
@@ -69,12 +69,12 @@ class Scene:
         )
         self.say(view)
 
-    def ask(self, peer: m.PeerId, generation: int, kept: m.CheckpointInfo | None = None) -> None:
-        self.loop._execute_one(io.SendState(peer, 1, generation, True, kept, 0, False))
+    def request(self, peer: m.PeerId, generation: int, stored: m.CheckpointInfo | None = None) -> None:
+        self.loop._execute_one(io.SendState(peer, 1, generation, True, stored, 0, False))
 
     @property
     def snapshot(self) -> WorkerSnapshot:
-        """As the loop publishes it, once it has done what the trainer has submitted."""
+        """The snapshot that the loop publishes after the trainer's commands."""
         self.loop._run_commands()
         self.loop._publish()
         return self.loop.mailbox.snapshot
@@ -84,47 +84,47 @@ class Scene:
         return self.snapshot.tasks
 
 
-def test_requests_of_an_earlier_generation_lapse() -> None:
-    """Otherwise the state at the present rank would be sent under the name of the earlier one."""
-    scene = Scene()
-    scene.view(5, A, B)
-    scene.ask(B, 5)
-    scene.ask(B, 5, K1)
-    assert scene.tasks == (ReadCheckpoint(5, K1), CaptureState(5, True))
-    scene.view(6, A, C)
-    assert scene.tasks == ()
-    scene.ask(C, 6, K2)
-    assert scene.tasks == (ReadCheckpoint(6, K2),), "it waits behind nothing"
+def test_requests_of_an_earlier_generation_are_dropped() -> None:
+    """Otherwise the state of the present rank would be sent as that of the earlier one."""
+    worker = ManualLoop()
+    worker.view(5, A, B)
+    worker.request(B, 5)
+    worker.request(B, 5, K1)
+    assert worker.tasks == (ReadCheckpoint(5, K1), CaptureState(5, True))
+    worker.view(6, A, C)
+    assert worker.tasks == ()
+    worker.request(C, 6, K2)
+    assert worker.tasks == (ReadCheckpoint(6, K2),), "no other task precedes it"
 
 
-def test_a_state_that_was_captured_for_an_earlier_generation_is_sent_to_nobody() -> None:
-    scene = Scene()
-    scene.view(5, A, B)
-    scene.ask(B, 5)
-    (task,) = scene.tasks
+def test_a_state_captured_for_an_earlier_generation_is_not_sent() -> None:
+    worker = ManualLoop()
+    worker.view(5, A, B)
+    worker.request(B, 5)
+    (task,) = worker.tasks
     assert isinstance(task, CaptureState)
-    scene.view(6, A, B)
-    scene.ask(B, 6)
-    scene.loop.state_sender.supply_state(task, [b"own", b"common"])
-    assert scene.tasks == (CaptureState(6, True),)
-    assert scene.loop.state_sender._state_sender._captured[1] == []
+    worker.view(6, A, B)
+    worker.request(B, 6)
+    worker.loop.state_sender.supply_state(task, [b"own", b"common"])
+    assert worker.tasks == (CaptureState(6, True),)
+    assert worker.loop.state_sender._state_sender._captured[1] == []
 
 
-def test_a_standby_gives_nobody_its_state_and_holds_none() -> None:
-    scene = Scene()
-    scene.view(5, A, B)
-    scene.ask(B, 5)
-    assert scene.tasks == (CaptureState(5, True),)
-    sender = scene.loop.state_sender._state_sender
+def test_a_standby_sends_and_stores_no_state() -> None:
+    worker = ManualLoop()
+    worker.view(5, A, B)
+    worker.request(B, 5)
+    assert worker.tasks == (CaptureState(5, True),)
+    sender = worker.loop.state_sender._state_sender
     sender.store(5, [b"own", b"common"])
-    scene.ask(C, 5)
-    scene.say(m.StandbyNotice(1, 6, 9, b"h", LEDGER, "spare"))
-    assert scene.tasks == ()
+    worker.request(C, 5)
+    worker.say(m.StandbyNotice(1, 6, 9, b"h", LEDGER, "standby"))
+    assert worker.tasks == ()
     assert sender._captured[1] == [] and not sender._queues
 
 
 class Disk:
-    """K1 cannot be read, and is no longer listed then."""
+    """K1 cannot be read, and is not listed afterwards."""
 
     def __init__(self) -> None:
         self.states = (K1, K2)
@@ -135,74 +135,74 @@ class Disk:
 
     def discard_after(self, after: int) -> None: ...
 
-    def read_for_peer(self, held: m.CheckpointInfo) -> list[bytes]:
-        self.read.append(held)
-        if held == K1:
+    def read_for_peer(self, checkpoint: m.CheckpointInfo) -> list[bytes]:
+        self.read.append(checkpoint)
+        if checkpoint == K1:
             self.states = (K2,)
             raise ConfigError("its tensors differ from those that were written", remedy="")
         return [b"own", b"common"]
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_a_disk_that_is_full_is_reported_to_the_core(full: bool) -> None:
-    """The checkpoint has a digest, as it is on the disk, and the one that was to be written has none."""
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_full_disk_is_reported_to_the_core(is_full: bool) -> None:
+    """The checkpoint on disk has a digest, the one to be written has none."""
     written = replace(K1, digest=b"d" * 32)
 
     class FullDisk:
-        def save_now(self, held: m.CheckpointInfo) -> None:
-            if full:
+        def save_now(self, checkpoint: m.CheckpointInfo) -> None:
+            if is_full:
                 raise OSError(28, "No space left on device")
 
         def stored_checkpoints(self) -> tuple[m.CheckpointInfo, ...]:
-            return () if full else (written,)
+            return () if is_full else (written,)
 
-    scene = Scene()
-    tasks = TrainerTasks(scene.loop)
+    worker = ManualLoop()
+    tasks = TrainerTasks(worker.loop)
     tasks.attach_stage_checkpoints(FullDisk())  # type: ignore[arg-type]
-    scene.loop._execute_one(io.SaveCheckpoint(K1))
-    snapshot = scene.snapshot
+    worker.loop._execute_one(io.SaveCheckpoint(K1))
+    snapshot = worker.snapshot
     assert tasks.next_task(snapshot) == io.SaveCheckpoint(K1)
     tasks.run(io.SaveCheckpoint(K1), snapshot, is_pipeline=True)
-    events = [command for command in scene.loop.mailbox.take_commands() if not callable(command)]
+    events = [command for command in worker.loop.mailbox.take_commands() if not callable(command)]
     assert events == [
-        io.StageCheckpointsChanged((), K1) if full else io.StageCheckpointsChanged((written,), None)
+        io.StageCheckpointsChanged((), K1) if is_full else io.StageCheckpointsChanged((written,), None)
     ]
 
 
 def test_a_checkpoint_that_cannot_be_read_blocks_no_other() -> None:
-    scene, disk = Scene(), Disk()
-    tasks = TrainerTasks(scene.loop)
+    worker, disk = ManualLoop(), Disk()
+    tasks = TrainerTasks(worker.loop)
     tasks.attach_stage_checkpoints(disk)  # type: ignore[arg-type]
-    scene.view(5, A, B)
-    scene.ask(B, 5, K1)
-    scene.ask(C, 5, K2)
-    while (task := tasks.next_task(snapshot := scene.snapshot)) is not None:
+    worker.view(5, A, B)
+    worker.request(B, 5, K1)
+    worker.request(C, 5, K2)
+    while (task := tasks.next_task(snapshot := worker.snapshot)) is not None:
         tasks.run(task, snapshot, is_pipeline=True)
     assert disk.read == [K1, K2]
-    senders = scene.loop.state_sender._checkpoint_senders
-    assert scene.tasks == () and len(senders[K2]._queues) == 1 and not senders[K1]._queues
-    scene.ask(B, 5, K1)
-    assert scene.tasks == (), "it is not read again for whoever repeats its request"
+    senders = worker.loop.state_sender._checkpoint_senders
+    assert worker.tasks == () and len(senders[K2]._queues) == 1 and not senders[K1]._queues
+    worker.request(B, 5, K1)
+    assert worker.tasks == (), "a repeated request does not read it again"
 
 
-def test_a_finished_task_is_not_done_twice_and_is_offered_again_when_it_is_due_again() -> None:
-    scene = Scene()
-    mailbox, task = scene.loop.mailbox, io.SaveCheckpoint(K1)
-    scene.loop._execute_one(task)
-    assert scene.tasks == (task,)
-    computed = scene.loop._snapshot_builder.build(scene.core)
-    scene.loop.checkpoint_requests.finish(task)
+def test_a_finished_task_is_offered_again_only_when_it_is_due_again() -> None:
+    worker = ManualLoop()
+    mailbox, task = worker.loop.mailbox, io.SaveCheckpoint(K1)
+    worker.loop._execute_one(task)
+    assert worker.tasks == (task,)
+    computed = worker.loop._snapshot_builder.build(worker.core)
+    worker.loop.checkpoint_requests.finish(task)
     mailbox.finish_task(task)
     assert mailbox.read().tasks == ()
     mailbox.publish(computed)
-    assert mailbox.read().tasks == (), "it was computed before the loop could know"
-    assert scene.tasks == ()
-    scene.loop._execute_one(task)
-    assert scene.tasks == (task,)
+    assert mailbox.read().tasks == (), "this snapshot precedes the end of the task"
+    assert worker.tasks == ()
+    worker.loop._execute_one(task)
+    assert worker.tasks == (task,)
 
 
-def test_what_others_need_of_its_memory_is_written_before_a_worker_leaves() -> None:
-    """It is needed elsewhere, and the model is being repartitioned."""
+def test_a_state_that_others_need_is_written_before_a_worker_leaves() -> None:
+    """The worker is leaving while the model is repartitioned."""
     snapshots = [WorkerSnapshot(tasks=(io.SaveCheckpoint(K1),)), WorkerSnapshot()]
     done: list[object] = []
 
@@ -224,8 +224,8 @@ def test_what_others_need_of_its_memory_is_written_before_a_worker_leaves() -> N
     assert done == [io.SaveCheckpoint(K1)]
 
 
-def test_a_worker_that_has_dropped_its_batch_asks_nobody_for_a_mean() -> None:
-    """The others are at a step in which it takes no part: they would wait for one another."""
+def test_a_worker_that_dropped_its_batch_requests_no_mean() -> None:
+    """The others are at a step in which it takes no part, so both sides would wait."""
     session: Any = GroupSession.__new__(GroupSession)
     session._is_dropping_batch = True
     assert session.average(2.5) == 2.5

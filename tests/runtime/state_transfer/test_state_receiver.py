@@ -1,4 +1,4 @@
-"""The training thread takes a state, while the I/O thread may be a generation further on."""
+"""The training thread takes a state, while the I/O thread may be in a later generation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gridtrain.runtime.trainer_tasks import TrainerTasks
 COORDINATOR = b"c" * 32
 
 
-class Scene:
-    """A trainer with an I/O loop that nobody turns."""
+class IdleWorker:
+    """A trainer with an I/O loop that does not run."""
 
     def __init__(self) -> None:
-        wire: Any = SimpleNamespace(me=b"w" * 32, traffic=TrafficCounters(), wake=lambda: None)
+        transport: Any = SimpleNamespace(me=b"w" * 32, traffic=TrafficCounters(), wake=lambda: None)
         config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex())
-        self.loop = IoLoop(wire, config, PeerAllowlist(COORDINATOR))
+        self.loop = IoLoop(transport, config, PeerAllowlist(COORDINATOR))
         self.tasks = TrainerTasks(self.loop)
         self.loaded: list[Any] = []
         self.tasks.attach_state(lambda snapshot, whole: None, self.loaded.append)
@@ -39,40 +39,40 @@ class Scene:
             self.loop.state_receiver.receive_block(message, vouched=True, is_forwarding=False)
 
     def run(self, task: Any) -> list[io.MemberEvent]:
-        """The events that follow."""
+        """Runs a task; returns the resulting events."""
         self.tasks.run(task, WorkerSnapshot(tasks=(task,)), is_pipeline=False)
         return [command for command in self.loop.mailbox.take_commands() if not callable(command)]
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def worker() -> IdleWorker:
+    return IdleWorker()
 
 
-def test_the_next_generations_state_may_be_there_when_this_ones_is_loaded(scene: Scene) -> None:
-    """A worker hung until it was dismissed: it waited for the offer to end, the loop for it to be taken."""
-    scene.receive(1, b"old")
-    assert scene.run(LoadState(1)) == [io.StateLoaded(1, 1)]
-    scene.receive(2, b"new")
-    assert scene.run(LoadState(2)) == [io.StateLoaded(1, 2)]
-    assert scene.loaded == [[b"old"], [b"new"]]
+def test_the_next_generations_state_may_arrive_before_this_ones_is_loaded(worker: IdleWorker) -> None:
+    """Otherwise trainer and I/O loop would wait for each other."""
+    worker.receive(1, b"old")
+    assert worker.run(LoadState(1)) == [io.StateLoaded(1, 1)]
+    worker.receive(2, b"new")
+    assert worker.run(LoadState(2)) == [io.StateLoaded(1, 2)]
+    assert worker.loaded == [[b"old"], [b"new"]]
 
 
-def test_a_state_that_is_replaced_before_it_is_taken_is_not_loaded_for_another_generation(
-    scene: Scene,
+def test_a_replaced_state_is_not_loaded_for_another_generation(
+    worker: IdleWorker,
 ) -> None:
-    scene.receive(1, b"old")
-    scene.receive(2, b"new")
-    assert scene.run(LoadState(1)) == [] and scene.loaded == []
-    assert scene.run(LoadState(2)) == [io.StateLoaded(1, 2)] and scene.loaded == [[b"new"]]
+    worker.receive(1, b"old")
+    worker.receive(2, b"new")
+    assert worker.run(LoadState(1)) == [] and worker.loaded == []
+    assert worker.run(LoadState(2)) == [io.StateLoaded(1, 2)] and worker.loaded == [[b"new"]]
 
 
-def test_a_residual_that_comes_while_another_is_added_is_added_too(scene: Scene) -> None:
+def test_a_residual_received_while_another_is_added_is_added_too(worker: IdleWorker) -> None:
     added: list[Any] = []
-    scene.tasks.attach_residual(4, lambda peer, entries: added.append(entries))
+    worker.tasks.attach_residual(4, lambda peer, entries: added.append(entries))
     confirmed: Any = [(b"p", "entries")]
     for count in (1, 2):
-        scene.loop.residuals.incoming.confirmed = list(confirmed)
-        assert scene.tasks.next_task(WorkerSnapshot(tasks=(AddResiduals(),))) == AddResiduals()
-        scene.run(AddResiduals())
+        worker.loop.residuals.incoming.confirmed = list(confirmed)
+        assert worker.tasks.next_task(WorkerSnapshot(tasks=(AddResiduals(),))) == AddResiduals()
+        worker.run(AddResiduals())
         assert added == ["entries"] * count

@@ -374,8 +374,9 @@ class ZeroMQTransport:
 
     def _read_router(self) -> bool:
         """Read at most one batch from all accepted connections; return whether no message is left."""
-        for _ in range(BATCH_MESSAGES):
-            incoming = self._listener.read() if sockets.is_readable(self._listener.router) else None
+        for count in range(BATCH_MESSAGES):
+            is_ready = not count or sockets.is_readable(self._listener.router)  # the first: says `wait`
+            incoming = self._listener.read() if is_ready else None
             if incoming is None:
                 return True
             connection = self._listener.connection_of(incoming)
@@ -388,11 +389,11 @@ class ZeroMQTransport:
 
     def _read_outgoing(self, dial: OutgoingConnection) -> bool:
         """Read at most one batch from an outgoing connection; return whether no message is left."""
-        for _ in range(BATCH_MESSAGES):
+        for count in range(BATCH_MESSAGES):
             if dial.socket is None:
                 return True  # the connection was closed while messages were handled
             incoming = None
-            if sockets.is_readable(dial.socket):
+            if not count or sockets.is_readable(dial.socket):  # the first: says `wait`
                 incoming = sockets.read(dial.socket, encrypted=self._encrypted)
             if incoming is None:
                 return True

@@ -1,9 +1,9 @@
-"""Writes down what each process of a group hands over to be sent, and what it is handed: for test_secrecy.py.
+"""Records what each process of a group sends and receives, for test_secrecy.py.
 
-On PYTHONPATH, Python imports this by itself in every process: coordinator, agents, training scripts.
+Python imports this module from PYTHONPATH in every process: coordinator, agents, training scripts.
 
-    $LAB_SPY/<member>-<pid>.sent        one line a payload: its kind, and some bytes of it in hexadecimal
-    $LAB_SPY/<member>-<pid>.received    all frames, decrypted, as they came
+    $LAB_SPY/<member>-<pid>.sent        a line for each payload: its message, and some bytes in hexadecimal
+    $LAB_SPY/<member>-<pid>.received    all received frames, decrypted
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import random
 
 SAMPLE_BYTES = 24
 VARIED = 12
-"""A sample has so many different bytes, else chance may find it elsewhere (zeros, say)."""
+"""Least number of different bytes in a sample, so that it (zeros, for example) is not found by chance."""
 
 
 def install(folder: str) -> None:
     from gridtrain.network.wire import codec
 
-    member = os.path.basename(os.environ.get("XDG_STATE_HOME", "nobody")).removeprefix("state-")
+    member = os.path.basename(os.environ.get("XDG_STATE_HOME", "unknown")).removeprefix("state-")
     stem = os.path.join(folder, f"{member}-{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     as_frame, decode = codec._as_frame, codec.decode
@@ -45,7 +45,7 @@ def install(folder: str) -> None:
 
 
 def sample_of(payload: bytes) -> bytes:
-    """Some bytes of it, from anywhere; empty if none are varied enough."""
+    """Return some bytes of the payload, from a random position; empty if no varied bytes were found."""
     for _ in range(10):
         start = random.randrange(max(1, len(payload) - SAMPLE_BYTES))
         sample = payload[start : start + SAMPLE_BYTES]

@@ -1,4 +1,4 @@
-"""Delay, loss and congestion control of the lab's lines; skipped where the kernel has no means for them."""
+"""Delay, loss and congestion control of the lab's links; skipped where the kernel does not support them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ DATAGRAMS = 2000
 
 
 @pytest.fixture
-def lines(net: Net) -> Net:
+def shaped_net(net: Net) -> Net:
+    """A network whose links can have a delay and a loss."""
     if reason := arrivals.why_not():
-        pytest.skip(f"no delay and loss here: {reason}")
+        pytest.skip(f"delay and loss are not available: {reason}")
     return net
 
 
 def round_trip_s(dialler: Host, listener: Host, times: int = 12) -> float:
-    """Of TCP's handshake; the quickest of several, as these cores have other work too."""
+    """Return the shortest of several TCP handshakes, because the cores have other work, too."""
     took_s = []
     with listener.listen() as waiting:
         for _ in range(times):
@@ -52,7 +53,7 @@ def datagram_sockets(sender: Host, receiver: Host) -> tuple[socket.socket, socke
     return sender.inside(bound), receiver.inside(bound)
 
 
-def holders(net: Net) -> int:
+def delay_processes(net: Net) -> int:
     return sum(process.poll() is None for process in net._processes)
 
 
@@ -60,81 +61,81 @@ def holders(net: Net) -> int:
 
 
 @pytest.mark.parametrize("milliseconds", [5, 40])
-def test_a_round_trip_takes_the_delays_of_both(lines: Net, milliseconds: int) -> None:
-    anna, bert = lines.host("anna"), lines.host("bert")
+def test_a_round_trip_takes_the_delays_of_both(shaped_net: Net, milliseconds: int) -> None:
+    anna, bert = shaped_net.host("anna"), shaped_net.host("bert")
     at_once_s = round_trip_s(anna, bert)
     for host in (anna, bert):
         host.shape(delay_s=milliseconds / 1e3)
     took_s = round_trip_s(anna, bert)
-    print(f"{1e3 * at_once_s:.2f} ms without, {1e3 * took_s:.2f} ms with {milliseconds} ms each")
-    assert took_s > 2 * milliseconds / 1e3 - 0.001  # of the whole: a busy machine's own share varies
-    assert took_s - at_once_s < 3 * milliseconds / 1e3, "each delay once"
+    print(f"{1e3 * at_once_s:.2f} ms without delays, {1e3 * took_s:.2f} ms with {milliseconds} ms each")
+    assert took_s > 2 * milliseconds / 1e3 - 0.001  # not of the difference: a busy machine's share varies
+    assert took_s - at_once_s < 3 * milliseconds / 1e3, "each delay applies once"
 
 
-def test_a_delay_is_of_one_direction(lines: Net) -> None:
-    """anna hears late; what she says goes at once."""
-    anna, bert = lines.host("anna"), lines.host("bert")
+def test_a_delay_applies_to_one_direction(shaped_net: Net) -> None:
+    """Packets to anna are late, those from anna are not."""
+    anna, bert = shaped_net.host("anna"), shaped_net.host("bert")
     anna.shape(delay_s=0.03)
-    ears = {"anna": datagram_sockets(bert, anna), "bert": datagram_sockets(anna, bert)}
+    sockets = {"anna": datagram_sockets(bert, anna), "bert": datagram_sockets(anna, bert)}
     took_s = {}
-    for name, (sender, receiver) in ears.items():
+    for name, (sender, receiver) in sockets.items():
         with sender, receiver:
-            address = (lines.hosts[name].address, receiver.getsockname()[1])
-            few_s = []
+            address = (shaped_net.hosts[name].address, receiver.getsockname()[1])
+            samples_s = []
             for _ in range(5):
                 began_s = time.perf_counter()
                 sender.sendto(b"?", address)
                 receiver.recv(1)
-                few_s.append(time.perf_counter() - began_s)
-            took_s[name] = min(few_s)
+                samples_s.append(time.perf_counter() - began_s)
+            took_s[name] = min(samples_s)
     assert took_s["anna"] >= 0.029
     assert took_s["bert"] < 0.01
 
 
-def test_packets_stay_in_order_and_none_is_lost(lines: Net) -> None:
-    anna, bert = lines.host("anna"), lines.host("bert")
+def test_packets_stay_in_order_and_none_is_lost(shaped_net: Net) -> None:
+    anna, bert = shaped_net.host("anna"), shaped_net.host("bert")
     bert.shape(delay_s=0.02)
     sender, receiver = datagram_sockets(anna, bert)
     with sender, receiver:
         for number in range(DATAGRAMS):
             sender.sendto(number.to_bytes(4, "big"), (bert.address, receiver.getsockname()[1]))
-        heard = [int.from_bytes(receiver.recv(4), "big") for _ in range(DATAGRAMS)]
-    assert heard == list(range(DATAGRAMS))
+        received = [int.from_bytes(receiver.recv(4), "big") for _ in range(DATAGRAMS)]
+    assert received == list(range(DATAGRAMS))
 
 
-def test_a_delay_changes_and_goes(lines: Net) -> None:
-    anna, bert = lines.host("anna"), lines.host("bert")
+def test_a_delay_can_be_changed_and_removed(shaped_net: Net) -> None:
+    anna, bert = shaped_net.host("anna"), shaped_net.host("bert")
     for delay_s in (0.03, 0.01, 0.0):
         bert.shape(delay_s=delay_s)
         assert delay_s - 0.001 < round_trip_s(anna, bert) < delay_s + 0.008
-    assert holders(lines) == 0
+    assert delay_processes(shaped_net) == 0
 
 
-def test_nobody_can_have_a_delay_without_its_holder(lines: Net) -> None:
-    """A line whose holder has died is a hole, and not a line without a delay."""
+def test_a_link_whose_delay_process_died_drops_packets(shaped_net: Net) -> None:
+    """It must not become a link without a delay."""
     if not arrivals.netem_why_not():
-        pytest.skip("the kernel's own netem holds the packets here")
-    anna, bert = lines.host("anna"), lines.host("bert")
+        pytest.skip("this kernel has netem, which needs no process")
+    anna, bert = shaped_net.host("anna"), shaped_net.host("bert")
     bert.shape(delay_s=0.001)
     with bert.listen() as waiting:
         port = waiting.getsockname()[1]
         anna.dial(bert.address, port).close()
-        (holder,) = lines._processes
-        holder.kill()
-        holder.wait()
+        (process,) = shaped_net._processes
+        process.kill()
+        process.wait()
         with pytest.raises(OSError):
             anna.dial(bert.address, port, timeout_s=0.3)
 
 
-def test_a_router_delays_both_ways(lines: Net) -> None:
-    hub, home = lines.host("hub"), lines.router("home")
+def test_a_router_delays_both_ways(shaped_net: Net) -> None:
+    hub, home = shaped_net.host("hub"), shaped_net.router("home")
     anna = home.host("anna")
     home.shape(delay_s=0.01)
     assert 0.019 < round_trip_s(anna, hub) < 0.028
 
 
-def test_a_rate_holds_beside_a_delay(lines: Net) -> None:
-    anna, bert = lines.host("anna"), lines.host("bert")
+def test_a_rate_holds_beside_a_delay(shaped_net: Net) -> None:
+    anna, bert = shaped_net.host("anna"), shaped_net.host("bert")
     bert.shape(down="20Mbit", delay_s=0.005)
     nbytes = 1_250_000
     with bert.listen() as waiting:
@@ -154,7 +155,7 @@ def test_a_rate_holds_beside_a_delay(lines: Net) -> None:
 
 
 def longer_than_mtu(host: Host) -> bool:
-    """Whether the host may send frames that the kernel has not cut yet (ETHTOOL_GTSO)."""
+    """Return whether the host may send frames longer than its MTU (ETHTOOL_GTSO)."""
 
     def ask() -> bool:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
@@ -165,8 +166,8 @@ def longer_than_mtu(host: Host) -> bool:
     return host.inside(ask)
 
 
-def test_a_slow_line_that_becomes_fast_gets_its_long_frames_back(net: Net) -> None:
-    """Else 1 Gbit/s would cost ten times the CPU after a measurement at 100 Mbit/s."""
+def test_a_higher_rate_switches_offloads_on_again(net: Net) -> None:
+    """Without, 1 Gbit/s would cost ten times the CPU after a measurement at 100 Mbit/s."""
     anna = net.host("anna")
     seen = []
     for rate in ("1Gbit", "100Mbit", "1Gbit"):
@@ -179,24 +180,24 @@ def test_a_slow_line_that_becomes_fast_gets_its_long_frames_back(net: Net) -> No
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005])
-def test_as_many_are_lost_as_was_said(lines: Net, delay_s: float) -> None:
-    """2,000 datagrams at 10 %: 200 lost, give or take 13; five times that is never reached by chance."""
-    anna, bert = lines.host("anna"), lines.host("bert")
+def test_the_share_of_lost_packets_is_the_loss(shaped_net: Net, delay_s: float) -> None:
+    """Of 2,000 datagrams at 10 %, 200 are lost with a standard deviation of 13; five of these are allowed."""
+    anna, bert = shaped_net.host("anna"), shaped_net.host("bert")
     bert.shape(loss=0.1, delay_s=delay_s)
     sender, receiver = datagram_sockets(anna, bert)
     with sender, receiver:
         port = receiver.getsockname()[1]
         for number in range(DATAGRAMS):
             sender.sendto(number.to_bytes(4, "big"), (bert.address, port))
-        for _ in range(30):  # the end; one of them arrives
+        for _ in range(30):  # marks the end; at least one arrives
             sender.sendto(DATAGRAMS.to_bytes(4, "big"), (bert.address, port))
-        heard = 0
+        received = 0
         while int.from_bytes(receiver.recv(4), "big") < DATAGRAMS:
-            heard += 1
-    assert 0.9 * DATAGRAMS - 67 < heard < 0.9 * DATAGRAMS + 67
+            received += 1
+    assert 0.9 * DATAGRAMS - 67 < received < 0.9 * DATAGRAMS + 67
 
 
-# -- settings that make no sense -----------------------------------------------------------------
+# -- invalid settings ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,29 +205,29 @@ def test_as_many_are_lost_as_was_said(lines: Net, delay_s: float) -> None:
     [
         ({"delay_s": -0.01}, "delay_s is -0.01; it must be from 0 to 1 seconds"),
         ({"delay_s": 20.0}, "delay_s is 20.0; it must be from 0 to 1 seconds"),
-        ({"loss": 1.0}, "loss is 1.0; it is a share of the frames"),
-        ({"loss": 5.0}, "loss is 5.0; it is a share of the frames"),
+        ({"loss": 1.0}, "loss is 1.0; it must be a share of the frames"),
+        ({"loss": 5.0}, "loss is 5.0; it must be a share of the frames"),
         ({"up": "20"}, "is not a rate such as 20Mbit"),
     ],
 )
-def test_what_makes_no_sense_is_refused(net: Net, settings: dict[str, float], message: str) -> None:
+def test_invalid_settings_are_refused(net: Net, settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         net.host("anna").shape(**settings)
 
 
-def test_the_reason_why_there_is_no_delay(lab: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_of_a_delay_are_reported(lab: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "netem_why_not", lambda: "no netem")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: None)
         assert arrivals.why_not.__wrapped__().startswith("no netem in this kernel, and no iptables-restore")
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "which", lambda name: name)  # it is asked for after the program has begun
+        patch.setattr(shutil, "which", lambda name: name)  # the lookup happens after the program has started
         patch.setattr(arrivals, "_PROGRAM", Path("/nonexistent.py"))
-        assert "its substitute does not work: nothing delays packets in" in arrivals.why_not.__wrapped__()
+        assert "its substitute does not work: delay.py did not start in" in arrivals.why_not.__wrapped__()
 
 
-def test_a_queue_is_one_process_s(lines: Net, tmp_path: Path) -> None:
-    anna = lines.host("anna")
+def test_only_one_process_can_bind_a_queue(shaped_net: Net, tmp_path: Path) -> None:
+    anna = shaped_net.host("anna")
     first = anna.inside(lambda: delay.Queue(7))
     with first.socket:
         second = anna.run([sys.executable, "-I", "-S", delay.__file__, "7", "0.01"], tmp_path)
@@ -251,7 +252,7 @@ def test_a_lab_has_its_own_congestion_control(lab: None, name: str) -> None:
     assert here.read_text() == machine_s
 
 
-def test_a_congestion_control_that_is_none_is_refused(lab: None) -> None:
+def test_an_unknown_congestion_control_is_refused(lab: None) -> None:
     with (
         pytest.raises(LabError, match="this kernel has no congestion control 'hope'"),
         Net(congestion="hope"),

@@ -1,12 +1,12 @@
-// What is wrong with a page's looks, as a list of sentences: text that is cut, that overlaps, that leaves the page.
+// Returns the faults of a page's layout as sentences: text that is cut, that overlaps, that leaves the page.
 (() => {
   const wrong = [];
   const name = (node) => `${node.tagName.toLowerCase()}${node.id ? `#${node.id}` : ""}.${node.getAttribute("class") ?? ""}`;
   const page = document.documentElement;
   if (page.scrollWidth > innerWidth + 1) wrong.push(`the page is ${page.scrollWidth} wide, the window ${innerWidth}`);
 
-  // A rectangle, as far as what scrolls or clips around it lets it be seen.
-  function seen(node, rect) {
+  // The visible part of a rectangle, after scrolling and clipping by its ancestors; null if there is none.
+  function visible(node, rect) {
     let { left, top, right, bottom } = rect;
     for (let up = node; up && up !== document.body; up = up.parentElement) {
       const style = getComputedStyle(up);
@@ -21,7 +21,7 @@
   }
 
   const texts = [];
-  const dialog = document.querySelector("dialog[open]"); // what is behind it is not read
+  const dialog = document.querySelector("dialog[open]"); // text behind it is not checked
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const text = walker.currentNode, node = text.parentElement;
@@ -35,7 +35,7 @@
     for (const rect of range.getClientRects()) {
       if (card && !node.closest(".scroll") && (rect.right > card.right + 1 || rect.left < card.left - 1))
         wrong.push(`"${text.textContent.trim().slice(0, 40)}" leaves its box`);
-      const box = seen(node, rect);
+      const box = visible(node, rect);
       if (box) texts.push({ node, box, words: text.textContent.trim().slice(0, 30) });
     }
     const inSvg = node.closest("svg");

@@ -1,6 +1,6 @@
-"""A real browser without a window, spoken to over a pipe (Chrome DevTools Protocol): pages, keys, pictures.
+"""A browser without a window, controlled over a pipe with the Chrome DevTools Protocol.
 
-Decides nothing.  Needs a Chromium or Chrome on the path, and nothing else.
+It needs a Chromium or Chrome on the path, and nothing else.
 
     Browser() --pipe--> chromium --headless      page = browser.page(width=390, dark=True); page.open(url)
 """
@@ -25,19 +25,19 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 ANSWER_S = 60.0
 _ALIVE = "document.getElementById('live').textContent === 'live'"
 LOADED = f"{_ALIVE} && document.querySelectorAll('#body tr').length > 0"
-"""The dashboard shows a run."""
+"""A condition in JavaScript: the dashboard shows a run."""
 
-LOOKS = (Path(__file__).parent / "looks.js").read_text(encoding="utf-8")
-"""What is wrong with a page's looks, as a list."""
+LAYOUT_CHECK = (Path(__file__).parent / "layout_check.js").read_text(encoding="utf-8")
+"""JavaScript that returns the faults of a page's layout as a list of sentences."""
 
 
 def found() -> str | None:
-    """The path of a browser; None: there is none."""
+    """Return the path of a browser, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One process; a context manager."""
+    """One browser process; a context manager."""
 
     def __init__(self) -> None:
         path = found()
@@ -94,7 +94,7 @@ class Browser:
         mobile: bool = False,
         scale: float = 1,
     ) -> Page:
-        """A new page in a context of its own: nothing is left of others' storage."""
+        """Open a page in a new context, without the storage of other pages."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -112,50 +112,51 @@ class Browser:
         return page
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Raises `RuntimeError` with the browser's words."""
+        """Call a method of the protocol; return the result.  Raises `RuntimeError` if it fails."""
         self._number += 1
         number, answer = self._number, queue.Queue[dict[str, Any]]()
         self._answers[number] = answer
-        told = {"id": number, "method": method, "params": params} | (
+        request = {"id": number, "method": method, "params": params} | (
             {"sessionId": session} if session else {}
         )
-        os.write(self._write, json.dumps(told).encode() + b"\0")
+        os.write(self._write, json.dumps(request).encode() + b"\0")
         try:
-            said = answer.get(timeout=ANSWER_S)
+            response = answer.get(timeout=ANSWER_S)
         except queue.Empty:
-            raise RuntimeError(f"{method}: the browser has not answered") from None
-        if "error" in said:
-            raise RuntimeError(f"{method}: {said['error']}")
-        result: dict[str, Any] = said["result"]
+            raise RuntimeError(f"{method}: the browser did not answer within {ANSWER_S:.0f} s") from None
+        if "error" in response:
+            raise RuntimeError(f"{method}: {response['error']}")
+        result: dict[str, Any] = response["result"]
         return result
 
     def _listen(self) -> None:
-        left = b""
+        rest = b""
         with os.fdopen(self._read, "rb", buffering=0) as pipe:
             while block := pipe.read(1 << 20):
-                *whole, left = (left + block).split(b"\0")
-                for line in whole:
-                    self._hear(json.loads(line))
+                *messages, rest = (rest + block).split(b"\0")
+                for message in messages:
+                    self._receive(json.loads(message))
 
-    def _hear(self, said: dict[str, Any]) -> None:
-        if "id" in said:
-            self._answers.pop(said["id"]).put(said)
-        elif (page := self._pages.get(said.get("sessionId", ""))) is not None:
-            page.hear(said["method"], said["params"])
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "id" in message:
+            self._answers.pop(message["id"]).put(message)
+        elif (page := self._pages.get(message.get("sessionId", ""))) is not None:
+            page.handle_event(message["method"], message["params"])
 
 
 class Page:
     """One tab.
 
     Attributes:
-        complaints: errors of scripts and of the console, and requests that failed.
-        received_bytes: of all answers, as they came over the wire.
+        errors: errors of scripts and of the console, and requests that failed.
+        requests: URLs of all requests.
+        received_bytes: bytes of all responses on the wire.
     """
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
         self._session = session
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         self.requests: list[str] = []
         self.received_bytes = 0
         self._loaded = threading.Event()
@@ -163,17 +164,17 @@ class Page:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
 
-    def hear(self, method: str, params: dict[str, Any]) -> None:
+    def handle_event(self, method: str, params: dict[str, Any]) -> None:
         match method:
             case "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
-                told = details.get("exception", {}).get("description") or details["text"]
-                self.complaints.append(f"{told} {details.get('url', '')}:{details['lineNumber']}")
+                text = details.get("exception", {}).get("description") or details["text"]
+                self.errors.append(f"{text} {details.get('url', '')}:{details['lineNumber']}")
             case "Log.entryAdded" if params["entry"]["level"] in ("error", "warning"):
                 entry = params["entry"]
-                self.complaints.append(f"{entry['text']} {entry.get('url', '')}")
+                self.errors.append(f"{entry['text']} {entry.get('url', '')}")
             case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning", "assert"):
-                self.complaints.append(str([each.get("value") for each in params["args"]]))
+                self.errors.append(str([each.get("value") for each in params["args"]]))
             case "Page.loadEventFired":
                 self._loaded.set()
             case "Network.requestWillBeSent":
@@ -186,35 +187,35 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, url: str) -> None:
-        """Returns when it is loaded."""
+        """Open a page and wait until it is loaded.  Raises `TimeoutError`."""
         self._loaded.clear()
         self.call("Page.navigate", url=url)
         if not self._loaded.wait(ANSWER_S):
-            raise TimeoutError(f"{url} is not loaded within {ANSWER_S:.0f} s")
+            raise TimeoutError(f"{url} was not loaded within {ANSWER_S:.0f} s")
 
     def run(self, script: str) -> Any:
-        """The value of an expression, awaited.  Raises `RuntimeError`."""
-        said = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in said:
-            raise RuntimeError(f"{script[:200]}: {said['exceptionDetails']}")
-        return said["result"].get("value")
+        """Evaluate an expression and return its awaited value.  Raises `RuntimeError`."""
+        response = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in response:
+            raise RuntimeError(f"{script[:200]}: {response['exceptionDetails']}")
+        return response["result"].get("value")
 
     def until(self, script: str, within_s: float = ANSWER_S) -> Any:
-        """Ask until the expression is true; returns its value.  Raises `TimeoutError`."""
+        """Evaluate the expression until it is true; return its value.  Raises `TimeoutError`."""
         return until(lambda: self.run(script), script, within_s)
 
     def press(self, key: str, code: int, *, shift: bool = False, text: str = "") -> None:
-        """One key, down and up, as from a keyboard."""
+        """Press and release a key."""
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """A PNG of the page."""
-        said = self.call(
+    def screenshot(self, path: Path, *, whole: bool = True) -> None:
+        """Write a PNG of the page, or only of its visible part."""
+        response = self.call(
             "Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole)
         )
-        path.write_bytes(base64.b64decode(said["data"]))
+        path.write_bytes(base64.b64decode(response["data"]))
 
     def _clip(self, whole: bool) -> dict[str, Any]:
         if not whole:
@@ -223,11 +224,11 @@ class Page:
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
 
-def until(ask: Callable[[], Any], what: str, within_s: float) -> Any:
-    """Ask until the answer is true.  Raises `TimeoutError`."""
+def until(condition: Callable[[], Any], what: str, within_s: float) -> Any:
+    """Evaluate the condition until it is true; return its value.  Raises `TimeoutError`."""
     end_s = time.monotonic() + within_s
     while time.monotonic() < end_s:
-        if answer := ask():
-            return answer
-        time.sleep(0.05)  # between two looks, not instead of one
+        if value := condition():
+            return value
+        time.sleep(0.05)  # the interval of polling
     raise TimeoutError(f"not within {within_s:.0f} s: {what}")

@@ -1,8 +1,6 @@
-"""The real dashboard over a simulated run, for whoever looks at it: tests, pictures, measurements.
+"""The real dashboard over a simulated run.
 
-Decides nothing.  `steps` of them are played at once, further ones when they are asked for.
-
-    with Stage(Run(40)) as stage:  browser.page().open(stage.url);  stage.play(5)
+with DemoServer(Run(40)) as demo:  browser.page().open(demo.url);  demo.advance(5)
 """
 
 from __future__ import annotations
@@ -15,21 +13,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dashboard_demo.simulated_run import Run
 from gridtrain.core.messages import OperatorReply, RemoveWorker, Unban
 from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
 from gridtrain_coordinator.dashboard.listen_address import bind, load_token, parse_address, url
 from gridtrain_coordinator.log import silent
-from showing.simulated import Run
 
 RecordedTick = tuple[float, Mapping[str, Any], Sequence[tuple[float, str, str, dict[str, Any]]]]
 
 
-class Stage:
-    """A context manager.
+class DemoServer:
+    """The dashboard's service with a simulated run; a context manager.
+
+    Args:
+        past: the seconds of the run that are shown at the start.
 
     Attributes:
-        url: with the token.
-        orders: what was ordered on the page, and answered with a plain yes.
+        url: the address of the page, with the token.
+        orders: the operator's orders, each of which was accepted.
     """
 
     def __init__(self, run: Run, *, past: int = 600, listen: str = "127.0.0.1:0", token: str = "") -> None:
@@ -42,13 +43,13 @@ class Stage:
         self.service = DashboardService(bound, token, silent)
         run.started_s = time.time() - past
         run.events = [(run.started_s, *event[1:]) for event in run.events]
-        self._pictures = run.pictures(10_000_000)
+        self._statuses = run.statuses(10_000_000)
         self._past = past
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> DemoServer:
         self.service.start()
-        self._replay([next(self._pictures) for _ in range(self._past)])
-        self.play()
+        self._replay([next(self._statuses) for _ in range(self._past)])
+        self.advance()
         return self
 
     def __exit__(
@@ -60,23 +61,23 @@ class Stage:
         """Add recorded statuses and events with their own times, in the dashboard's thread."""
         done: Future[None] = Future()
 
-        def take() -> None:
+        def replay() -> None:
             for at_s, status, events in ticks:
                 for event in events:
                     self.service._board.add_event(*event)
                 self.service._board.update(status, at_s)
             done.set_result(None)
 
-        self.service._call(take)
+        self.service._call(replay)
         done.result(300.0)
 
-    def play(self, pictures: int = 1) -> None:
-        """The next seconds of the run, now; and the daemon's part, which looks for orders."""
-        for _ in range(pictures):
-            _, picture, events = next(self._pictures)
+    def advance(self, seconds: int = 1) -> None:
+        """Show the next seconds of the run at once, and answer the operator's orders as the daemon does."""
+        for _ in range(seconds):
+            _, status, events = next(self._statuses)
             for _, level, event, fields in events:
                 self.service.note(level, event, fields)
-            self.service.publish(picture)
+            self.service.publish(status)
             for order, answer in self.service.take_orders():
                 self.orders.append(order)
-                answer.set_result(OperatorReply("nobody is there who could go: this run is simulated"))
+                answer.set_result(OperatorReply("accepted; this run is simulated and has no workers"))

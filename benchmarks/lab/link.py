@@ -1,10 +1,8 @@
-"""A host's cable: its rate in each direction, its delay, its loss.
+"""A host's link: its rate in each direction, its delay, its loss.
 
-Sets each of them at the right end and in the right order, for this host's cable alone.
-
-                      up: tbf on the host's end       delay, loss: see arrivals.py
-    host  eth0 ============================= cable ============================= port of the bridge
-                                                     down: tbf on the port
+                  up: tbf on the host's end       delay, loss: see arrivals.py
+host  eth0 ============================= link ============================== port of the bridge
+                                                 down: tbf on the port
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from lab.ns import LabError
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """An interface, by the namespace that it is in."""
+    """An end of a link: an interface in a namespace."""
 
     namespace: str
     interface: str
@@ -26,7 +24,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Rates such as "20Mbit"; empty: no limit.  `loss`: the share of frames that never arrive."""
+    """Rates such as "20Mbit" (empty: no limit), the delay, and the share of frames that are lost."""
 
     up: str = ""
     down: str = ""
@@ -41,16 +39,16 @@ class Settings:
             bound = f"from 0 to {arrivals.LONGEST_DELAY_S:g} seconds"
             raise ValueError(f"delay_s is {self.delay_s}; it must be {bound}")
         if not 0 <= self.loss < 1:
-            raise ValueError(f"loss is {self.loss}; it is a share of the frames: at least 0, below 1")
+            raise ValueError(f"loss is {self.loss}; it must be a share of the frames, at least 0 and below 1")
 
 
-class Line:
-    """One cable.
+class Link:
+    """The link between a host and a bridge.
 
     Args:
-        near, far: its ends: at the host, at the bridge.
-        inner: a router's other interface; what leaves its home is then delayed too.
-        start: see `arrivals.Start`.
+        near, far: its ends at the host and at the bridge.
+        inner: a router's other interfaces, so that packets that leave its home are delayed, too.
+        start: starts a program on the host.
     """
 
     def __init__(self, near: End, far: End, inner: Sequence[str], start: arrivals.Start) -> None:
@@ -61,7 +59,7 @@ class Line:
     def change(
         self, up: str = "", down: str = "", delay_s: float | None = None, loss: float | None = None
     ) -> None:
-        """Change the given settings; those that are empty or None stay.  Raises `LabError`, `ValueError`."""
+        """Change the settings that are not empty or None.  Raises `LabError`, `ValueError`."""
         was = self.settings
         delay_s = was.delay_s if delay_s is None else delay_s
         loss = was.loss if loss is None else loss

@@ -1,9 +1,9 @@
-"""One file of results from several: suites are run in pieces, so that a machine need not be quiet for long.
+"""Merges result files of one program into one, so that a suite can be run in pieces.
 
-Decides nothing about figures: lists of the same name are put together, the later of two entries of the same
-thing is kept, and each piece's command and date stay beside them.
+Lists of the same name are joined; of two entries for the same case the later one counts; the command and date
+of each piece are recorded.
 
-    python pieces.py results/accuracy_lstm.json first.json second.json
+    python merge_results.py results/accuracy_lstm.json first.json second.json
 
     first.json    {"command": A, "date": D, "runs": [a, b]}
     second.json   {"command": B, "date": D, "runs": [c]}
@@ -26,14 +26,14 @@ MEASURED = {
     "outcomes": ("case", "order"),
     "tried": ("workload", "family", "gathered", "rate", "seed"),
 }
-"""Of each list, what an entry is a figure of."""
+"""The keys that name the case of an entry, by list."""
 
 
 def merged(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One document of pieces with the same list.  Raises `ValueError`: they have none, or different ones."""
+    """Merge documents with the same list.  Raises `ValueError` if they have none, or different ones."""
     names = {name for piece in pieces for name in LISTS if name in piece}
     if len(names) != 1:
-        raise ValueError(f"the pieces hold {sorted(names) or 'no list'}; all must hold one of {LISTS}")
+        raise ValueError(f"the pieces have {sorted(names) or 'no list'}; all must have the same of {LISTS}")
     (name,) = names
     entries: dict[str, dict[str, Any]] = {}
     for piece in pieces:
@@ -47,7 +47,7 @@ def merged(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) < 2:
-        print("usage: python pieces.py RESULT PIECE...", file=sys.stderr)
+        print("usage: python merge_results.py RESULT PIECE...", file=sys.stderr)
         return 2
     target, *paths = map(Path, arguments)
     pieces = [json.loads(path.read_text(encoding="utf-8")) for path in paths]

@@ -1,6 +1,6 @@
-"""What a page with so many workers costs the browser, and what the dashboard costs the daemon.
+"""Measures what a page with many workers costs the browser, and what the dashboard costs the daemon.
 
-cd benchmarks && python -m showing.measure --workers 300 --seconds 30
+cd benchmarks && python -m dashboard_demo.measure --workers 300 --seconds 30
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import argparse
 import json
 import time
 
+from dashboard_demo.chromium import LOADED, Browser
+from dashboard_demo.server import DemoServer
+from dashboard_demo.simulated_run import Run
 from gridtrain_coordinator.dashboard.board import Board
 from gridtrain_coordinator.dashboard.dashboard_service import encoded
-from showing.chromium import LOADED, Browser
-from showing.simulated import Run
-from showing.stage import Stage
 
-WATCH = """
+RECORD_FRAMES = """
 window.seen = {long: [], frames: []};
 new PerformanceObserver((list) => list.getEntries().forEach((each) => seen.long.push(each.duration)))
   .observe({entryTypes: ['longtask']});
@@ -25,24 +25,21 @@ true
 """
 
 
-def part(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
 def in_browser(workers: int, seconds: int) -> dict[str, float]:
-    """Milliseconds; the page gets one update a second, as a real one."""
-    with Browser() as browser, Stage(Run(workers), past=120) as stage:
+    """Measure a page that receives one update a second; times are in milliseconds."""
+    with Browser() as browser, DemoServer(Run(workers), past=120) as demo:
         page = browser.page()
-        page.open(stage.address)
+        page.open(demo.address)
         page.until(LOADED)
         page.call("Performance.enable")
-        page.run(WATCH)
+        page.run(RECORD_FRAMES)
         busy_s = task_s(page.call("Performance.getMetrics"))
-        showing_ms = []
         for _ in range(seconds):
-            began_s = time.perf_counter()
-            stage.play()
-            showing_ms.append(1e3 * (time.perf_counter() - began_s))
+            demo.advance()
             time.sleep(1.0)
         busy_s = task_s(page.call("Performance.getMetrics")) - busy_s
         seen = page.run("seen")
@@ -51,8 +48,8 @@ def in_browser(workers: int, seconds: int) -> dict[str, float]:
         "long_tasks": len(seen["long"]),
         "longest_task_ms": max(seen["long"], default=0.0),
         "frames": len(frames),
-        "frame_median_ms": part(frames, 0.5),
-        "frame_p99_ms": part(frames, 0.99),
+        "frame_median_ms": percentile(frames, 0.5),
+        "frame_p99_ms": percentile(frames, 0.99),
         "frame_longest_ms": max(frames),
         "main_thread_busy_ms_per_update": 1e3 * busy_s / seconds,
     }
@@ -63,17 +60,17 @@ def task_s(metrics: dict[str, list[dict[str, float]]]) -> float:
 
 
 def in_the_daemon(workers: int) -> dict[str, float]:
-    """Per second of the run: processor time of the dashboard's thread, bytes for each page."""
+    """Measure the CPU time of the dashboard's thread and the bytes for each page, per second of the run."""
     board, spent_s, sizes = Board(), 0.0, []
-    for at_s, picture, _ in Run(workers).pictures(60):
+    for at_s, status, _ in Run(workers).statuses(60):
         began_s = time.process_time()
-        board.update(picture, at_s)
+        board.update(status, at_s)
         frame = encoded(board.take_changes())
         spent_s += time.process_time() - began_s
         sizes.append(len(frame))
     return {
         "board_ms_per_update": 1e3 * spent_s / 60,
-        "bytes_per_update": part([float(size) for size in sizes[2:]], 0.5),
+        "bytes_per_update": percentile([float(size) for size in sizes[2:]], 0.5),
         "bytes_at_opening": float(len(encoded(board.full_state()))),
     }
 

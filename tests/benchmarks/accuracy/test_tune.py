@@ -1,4 +1,4 @@
-"""The grid of learning rates: every family learns, from the same start, and the best is marked."""
+"""The search of learning rates: each family learns from the same start, and the best trial is marked."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from accuracy.tune import RATES, Tried, keep, run, run_local, table
+from accuracy.tune import RATES, Trial, run, run_local, save, table
 from accuracy.workloads import WORKLOADS, Settings, Workload
 
 
 class Line(Workload):
-    """A linear model of an exact line."""
+    """A linear model of an exactly linear function."""
 
     name, batch_size, target = "line", 4, 0.05
     settings: ClassVar = {
@@ -46,33 +46,33 @@ class Line(Workload):
 @pytest.mark.parametrize(
     ("family", "values"), [("dense", ""), ("dense", "int8"), ("sparse", ""), ("adamw", ""), ("adamw", "bf16")]
 )
-def test_every_family_gets_to_the_target_and_a_rate_of_nothing_does_not(family: str, values: str) -> None:
+def test_each_family_reaches_the_target_unless_the_rate_is_nearly_zero(family: str, values: str) -> None:
     good = run(Line(), family, 0.05, steps=400, values=values)
     assert good.reached is not None and good.least <= Line.target
     assert run(Line(), family, 0.05, steps=400, values=values) == good
-    still = run(Line(), family, 1e-9, steps=20)
-    assert still.reached is None and still.least > 1.0
+    unchanged = run(Line(), family, 1e-9, steps=20)
+    assert unchanged.reached is None and unchanged.least > 1.0
 
 
-def test_local_steps_are_tuned_by_the_loop_that_workers_run(
+def test_local_steps_are_tuned_with_the_script_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setitem(WORKLOADS, "line", Line)
     good = run_local(Line(), "local-sgd", 0.05, 80, "2:0.5", seed=0)
     assert good.reached is not None and good.reached % 2 == 0 and good.least <= Line.target
-    keep(tmp_path / "tried.json", [good])
-    keep(tmp_path / "tried.json", [good, Tried("line", "dense", 0.1, None, 2.0)])
-    kept = json.loads((tmp_path / "tried.json").read_text())["tried"]
-    assert [one["family"] for one in kept] == ["dense", "local-sgd"]
+    save(tmp_path / "tried.json", [good])
+    save(tmp_path / "tried.json", [good, Trial("line", "dense", 0.1, None, 2.0)])
+    saved = json.loads((tmp_path / "tried.json").read_text())["tried"]
+    assert [one["family"] for one in saved] == ["dense", "local-sgd"]
 
 
 def test_the_best_of_each_family_is_marked() -> None:
     tried = [
-        Tried("gpt", "dense", 0.1, 200, 2.3),
-        Tried("gpt", "dense", 0.2, 150, 2.34),
-        Tried("gpt", "sparse", 0.1, None, 2.5),
-        Tried("gpt", "sparse", 0.4, None, 2.4),
+        Trial("gpt", "dense", 0.1, 200, 2.3),
+        Trial("gpt", "dense", 0.2, 150, 2.34),
+        Trial("gpt", "sparse", 0.1, None, 2.5),
+        Trial("gpt", "sparse", 0.4, None, 2.4),
     ]
     marked = [line for line in table(tried).splitlines() if line.endswith("| best |")]
     assert marked == [
@@ -81,7 +81,7 @@ def test_the_best_of_each_family_is_marked() -> None:
     ]
 
 
-def test_what_is_set_is_in_the_grid() -> None:
+def test_the_settings_of_workloads_are_in_the_grid() -> None:
     for workload in WORKLOADS.values():
         for family, settings in workload.settings.items():
             assert settings.learning_rate in RATES[family], (workload, family)

@@ -1,4 +1,4 @@
-"""Results in pieces: one file of them, the later figure of the same thing counts."""
+"""Result files of a suite that was run in pieces are merged; later entries of the same case count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import pieces
+import merge_results
 
 FIRST = {
     "command": "a",
@@ -24,16 +24,16 @@ SECOND = {
 }
 
 
-def test_entries_of_all_pieces_stay_with_their_commands(tmp_path: Path) -> None:
+def test_entries_are_merged_and_commands_are_recorded(tmp_path: Path) -> None:
     for name, piece in (("1.json", FIRST), ("2.json", SECOND)):
         (tmp_path / name).write_text(json.dumps(piece))
     paths = [str(tmp_path / name) for name in ("whole.json", "1.json", "2.json")]
-    assert pieces.main(paths) == 0
+    assert merge_results.main(paths) == 0
     whole = json.loads((tmp_path / "whole.json").read_text())
     assert [run["seconds"] for run in whole["runs"]] == [2, 3]
     assert whole["date"] == "D" and whole["pieces"] == [{"command": "a"}, {"command": "b"}]
 
 
-def test_pieces_of_different_kinds_are_refused() -> None:
+def test_pieces_with_different_lists_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\['rows', 'runs'\]"):
-        pieces.merged([FIRST, {"rows": []}])
+        merge_results.merged([FIRST, {"rows": []}])

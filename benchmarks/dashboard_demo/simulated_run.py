@@ -1,7 +1,6 @@
-"""Pictures of a run as the daemon gives them, once a second, without a run.
+"""A simulated run: its status and events once a second, as the daemon passes them to the dashboard.
 
-Decides what happens in it: members differ in speed, one is slow, some leave and come back, one is hostile.
-The same seed gives the same run.  Never touches a socket or a clock.
+Members differ in speed, one is slow, some leave and return, one is hostile.  Equal seeds give equal runs.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ EXCHANGES = {
     "all-gather": "TopK(density=0.001, values=fp16)",
 }
 PARAMETERS = 24_800_000
-DENSE_PARAMETERS = 438_000  # a dense exchange of more would take minutes a step on these lines
+DENSE_PARAMETERS = 438_000  # a dense exchange of more takes minutes on these links
 SLOW_TIMES = 2.6
 TURN_S = 100
-"""From here on the run is in the phase that was asked for."""
+"""The second from which the run is in the requested state."""
 
 REASONS = {
     "waiting": "waiting for 64 workers",
-    "away": "all {} members are away; waiting for them to come back",
-    "standstill": DiskFullMode(
+    "away": "all {} members are disconnected; waiting for them to come back",
+    "disk-full": DiskFullMode(
         "the journal /var/lib/gridtrain/byte-gpt/journal.sqlite has no room: No space left on device",
         (), began_s=0.0, core_s=0.0,
     ).reason,
     "finished": "{} workers reached the end of the run",
 }  # fmt: skip
-"""By the state that a run may be played in; besides `training`, and `resting`: a worker has paused."""
+"""The reasons of all states but `training` and `resting`, in which a worker has paused."""
 
 Event = tuple[float, str, str, dict[str, Any]]
 
@@ -62,12 +61,13 @@ class _Worker:
 
 @dataclass
 class Run:
-    """A simulated run; `seconds` of it are played by `pictures`.
+    """A simulated run, which `statuses` advances.
 
     Args:
-        stages: of a model that is cut.
-        state: what the run comes to after `TURN_S` seconds: `training`, `resting`, or one of `REASONS`.
-        hostile: one of the names is an attempt to break the page.
+        shape: the topology, one of `EXCHANGES`.
+        stages: the number of stages of a partitioned model.
+        state: the state of the run after `TURN_S` seconds: `training`, `resting`, or one of `REASONS`.
+        hostile: whether one worker has a violation and a name that attacks the page.
     """
 
     workers: int
@@ -81,7 +81,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
-        self._group = [self._born(number) for number in range(self.workers)]
+        self._group = [self._make_worker(number) for number in range(self.workers)]
         if self.workers > 2:
             slow = self._group[self.workers // 3]
             slow.compute_s *= SLOW_TIMES
@@ -91,12 +91,12 @@ class Run:
         self._steps = 0.0
         self._since = 0
         self._parameters = DENSE_PARAMETERS if EXCHANGES[self.shape] == "Dense()" else PARAMETERS
-        self._say(0, "info", "started", {"term": 3, "run": "byte-gpt"})
+        self._add_event(0, "info", "started", {"term": 3, "run": "byte-gpt"})
         for worker in self._group[:12]:
-            self._say(0, "info", "joined", {"name": worker.name, "peer": worker.peer[:12]})
-        self._generated(0, "enough workers are there")
+            self._add_event(0, "info", "joined", {"name": worker.name, "peer": worker.peer[:12]})
+        self._begin_generation(0, "enough workers are there")
 
-    def _born(self, number: int) -> _Worker:
+    def _make_worker(self, number: int) -> _Worker:
         rng = self._rng
         name = FIRST[number % len(FIRST)] + (f"-{number // len(FIRST) + 1}" if number >= len(FIRST) else "")
         device = rng.choice(DEVICES)
@@ -104,97 +104,99 @@ class Run:
         rate_Bps = rng.choice((2.5e6, 12.5e6, 12.5e6, 125e6)) * rng.uniform(0.7, 1.0)
         return _Worker(name, peer, rng.uniform(0.09, 0.13), device, rate_Bps, rng.random() < 0.2)
 
-    def _say(self, second: float, level: str, event: str, fields: dict[str, Any]) -> None:
+    def _add_event(self, second: float, level: str, event: str, fields: dict[str, Any]) -> None:
         self.events.append((self.started_s + second, level, event, fields))
 
-    def _generated(self, second: int, reason: str) -> None:
-        here = len(self._here(second))
+    def _begin_generation(self, second: int, reason: str) -> None:
+        workers = len(self._present(second))
         self._since = self._step
-        fields = {"generation": self._generation, "workers": here, "step": self._step, "reason": reason}
-        self._say(second, "info", "generation", fields | {"verdict": "COMMIT", "plan": ""})
-        self._say(second + 0.4, "info", "training", {"generation": self._generation, "workers": here})
+        fields = {"generation": self._generation, "workers": workers, "step": self._step, "reason": reason}
+        self._add_event(second, "info", "generation", fields | {"verdict": "COMMIT", "plan": ""})
+        self._add_event(
+            second + 0.4, "info", "training", {"generation": self._generation, "workers": workers}
+        )
 
-    def _here(self, second: int) -> list[_Worker]:
+    def _present(self, second: int) -> list[_Worker]:
         return [worker for worker in self._group if worker.away_until <= second]
 
-    def pictures(self, seconds: int) -> Iterator[tuple[float, dict[str, Any], list[Event]]]:
-        """(time of the wall clock, picture, events before it), one a second."""
+    def statuses(self, seconds: int) -> Iterator[tuple[float, dict[str, Any], list[Event]]]:
+        """Yield for each second: time of the wall clock, status, events before it."""
         for second in range(seconds):
-            self._happen(second)
-            told, self.events = self.events, []
-            yield self.started_s + second, self._picture(second), told
+            self._change_members(second)
+            events, self.events = self.events, []
+            yield self.started_s + second, self._status(second), events
 
-    def _happen(self, second: int) -> None:
+    def _change_members(self, second: int) -> None:
         rng = self._rng
-        if self._stands(second):
+        if self._has_stopped(second):
             return
         for worker in self._group:
             if worker.away_until == second > 0:
                 self._generation += 1
-                self._say(second, "info", "joined", {"name": worker.name, "peer": worker.peer[:12]})
-                self._generated(second, f"{worker.name} joins")
+                self._add_event(second, "info", "joined", {"name": worker.name, "peer": worker.peer[:12]})
+                self._begin_generation(second, f"{worker.name} joins")
         if self.state == "resting" and second == TURN_S:
             self._pause(second, self._group[-1])
         if second and second % 97 == 0 and self.workers > 2 and self.stages == 1:
-            gone = rng.choice(self._here(second)[1:] or self._group)
+            gone = rng.choice(self._present(second)[1:] or self._group)
             gone.away_until = second + 23
             self._generation += 1
-            self._say(second, "warning", "lost", {"name": gone.name, "reason": "silent for 10.0 s"})
-            self._generated(second, f"{gone.name} was lost")
+            self._add_event(second, "warning", "lost", {"name": gone.name, "reason": "silent for 10.0 s"})
+            self._begin_generation(second, f"{gone.name} was lost")
         if second and second % 241 == 0:
-            struck = rng.choice(self._group)
-            struck.strikes += 1
-            self._say(
+            violator = rng.choice(self._group)
+            violator.strikes += 1
+            self._add_event(
                 second,
                 "warning",
                 "violation",
-                {"peer": struck.peer[:12], "reason": "a Data of no open round"},
+                {"peer": violator.peer[:12], "reason": "a Data of no open round"},
             )
 
     def _pause(self, second: int, worker: _Worker) -> None:
         worker.away_until = 1 << 40
         worker.reason = "paused by its owner: the computer is in use"
         self._generation += 1
-        self._say(second, "info", "left", {"name": worker.name, "reason": f"left: {worker.reason}"})
-        self._generated(second, f"{worker.name} left")
+        self._add_event(second, "info", "left", {"name": worker.name, "reason": f"left: {worker.reason}"})
+        self._begin_generation(second, f"{worker.name} left")
 
-    def _stands(self, second: int) -> bool:
+    def _has_stopped(self, second: int) -> bool:
         return second >= TURN_S and self.state in REASONS
 
-    def _phase(self, second: int, here: int) -> tuple[str, str]:
-        """The run's phase, and the reason."""
-        if not self._stands(second):
-            return "training", f"{here} workers since step {self._since}"
-        phase = "paused" if self.state in ("away", "standstill") else self.state
-        return phase, REASONS[self.state].format(here)
+    def _phase(self, second: int, workers: int) -> tuple[str, str]:
+        """Return the run's phase and its reason."""
+        if not self._has_stopped(second):
+            return "training", f"{workers} workers since step {self._since}"
+        phase = "paused" if self.state in ("away", "disk-full") else self.state
+        return phase, REASONS[self.state].format(workers)
 
     def _payload_bytes(self) -> float:
-        """Of one worker in one step."""
+        """Return the payload of one worker in one step."""
         if self.shape == "ring":
             return 8.0 * self._parameters * (1 - 1 / self.workers)
         return self._parameters * 0.001 * 4 * math.log2(max(self.workers, 2))
 
-    def _picture(self, second: int) -> dict[str, Any]:
-        here = self._here(second)
-        slowest_s = max(worker.compute_s for worker in here)
-        moving_s = self._payload_bytes() / min(worker.up_Bps for worker in here)
-        stopped = self._stands(second) and self.state != "standstill"
-        steps_per_s = 0.0 if stopped else 1 / (slowest_s * 1.05 + moving_s + 0.02)
+    def _status(self, second: int) -> dict[str, Any]:
+        present = self._present(second)
+        slowest_s = max(worker.compute_s for worker in present)
+        communicating_s = self._payload_bytes() / min(worker.up_Bps for worker in present)
+        stopped = self._has_stopped(second) and self.state != "disk-full"
+        steps_per_s = 0.0 if stopped else 1 / (slowest_s * 1.05 + communicating_s + 0.02)
         before = self._step
         self._steps += steps_per_s
         self._step = int(self._steps)
         members = [
-            self._member(worker, rank, (slowest_s, moving_s), self._step - before)
-            for rank, worker in enumerate(here)
+            self._member(worker, rank, (slowest_s, communicating_s), self._step - before)
+            for rank, worker in enumerate(present)
         ]
-        picture = self._whole(second, here, members, steps_per_s)
-        if self._stands(second) and self.state in ("waiting", "finished"):
-            picture |= {"world_size": 0, "links": [], "relayed": [], "stages": 1, "plan_reason": ""}
-            picture["members"] = self._unranked(members) if self.state == "waiting" else []
+        status = self._status_of_members(second, present, members, steps_per_s)
+        if self._has_stopped(second) and self.state in ("waiting", "finished"):
+            status |= {"world_size": 0, "links": [], "relayed": [], "stages": 1, "plan_reason": ""}
+            status["members"] = self._unranked(members) if self.state == "waiting" else []
         elif stopped:
             for member in members:
                 member |= {"state": "suspect", "last_heard_s": float(second - TURN_S)}
-        return picture
+        return status
 
     def _unranked(self, members: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [
@@ -212,30 +214,31 @@ class Run:
             if worker.reason
         ]  # fmt: skip
 
-    def _whole(
-        self, second: int, here: list[_Worker], members: list[dict[str, Any]], steps_per_s: float
+    def _status_of_members(
+        self, second: int, present: list[_Worker], members: list[dict[str, Any]], steps_per_s: float
     ) -> dict[str, Any]:
-        phase, reason = self._phase(second, len(here))
+        phase, reason = self._phase(second, len(present))
         return {
             "run": "byte-gpt", "phase": phase, "reason": reason, "term": 3,
-            "generation": self._generation, "step": self._step, "world_size": len(here),
+            "generation": self._generation, "step": self._step, "world_size": len(present),
             "finished": phase == "finished",
             "facts": {
                 "model": f"{self._parameters} parameters, digest 3f9a1c22", "exchange": EXCHANGES[self.shape],
                 "optimizer": "SGD(lr=0.4)", "data": "65536 samples of bytes",
             },
-            "plan_reason": f"{self.shape} of {len(here)} ordered by predicted time: 18.2 ms an exchange "
+            "plan_reason": f"{self.shape} of {len(present)} ordered by predicted time: 18.2 ms an exchange "
             "instead of 31.5 ms in join order",
-            "stages": self.stages, "links": self._links(here), "relayed": self._relayed(here), "drifts": 0,
+            "stages": self.stages, "links": self._links(present), "relayed": self._relayed(present),
+            "drifts": 0,
             "members": members, "resting": self._resting(second), "events": [],
             "software": "gridtrain (simulated)", "address": "",
             "now_s": float(second), "uptime_s": float(second), "steps_per_s": steps_per_s,
         }  # fmt: skip
 
-    def _member(self, worker: _Worker, rank: int, usual_s: tuple[float, float], steps: int) -> dict[str, Any]:
+    def _member(self, worker: _Worker, rank: int, times_s: tuple[float, float], steps: int) -> dict[str, Any]:
         rng = self._rng
         payload = self._payload_bytes()
-        slowest_s, moving_s = usual_s
+        slowest_s, communicating_s = times_s
         worker.sent += payload * steps
         worker.received += payload * steps
         computing_s = worker.compute_s * rng.uniform(0.97, 1.04)
@@ -251,7 +254,7 @@ class Run:
             "about": {"device": worker.device, "torch": "2.13.0", "python": "3.11.9"},
             "figures": {
                 "loss": loss, "computing_s": computing_s, "selecting_s": rng.uniform(0.002, 0.005),
-                "communicating_s": moving_s * rng.uniform(0.98, 1.1),
+                "communicating_s": communicating_s * rng.uniform(0.98, 1.1),
                 "waiting_s": max(slowest_s - computing_s, 0.0),
                 "applying_s": 0.001, "sent_bytes": worker.sent, "received_bytes": worker.received,
                 "exchanged_bytes": worker.sent, "accuracy": 0.4 + 0.0001 * self._step,
@@ -259,8 +262,8 @@ class Run:
             "sent_Bps": payload * steps, "received_Bps": payload * steps,
         }  # fmt: skip
 
-    def _links(self, here: list[_Worker]) -> list[list[float | int]]:
-        shown = list(enumerate(here[:32]))
+    def _links(self, present: list[_Worker]) -> list[list[float | int]]:
+        shown = list(enumerate(present[:32]))
         return [
             [a, b, 0.001 + 0.00021 * ((a * 7 + b * 7) % 11), min(one.up_Bps, other.up_Bps)]
             for a, one in shown
@@ -268,7 +271,7 @@ class Run:
             if a != b
         ]
 
-    def _relayed(self, here: list[_Worker]) -> list[list[int]]:
-        nat = [rank for rank, worker in enumerate(here[:32]) if worker.nat]
-        helper = next((rank for rank, worker in enumerate(here) if not worker.nat), -1)
-        return [[a, b, helper] for a in nat for b in nat if a < b]
+    def _relayed(self, present: list[_Worker]) -> list[list[int]]:
+        nat = [rank for rank, worker in enumerate(present[:32]) if worker.nat]
+        relay = next((rank for rank, worker in enumerate(present) if not worker.nat), -1)
+        return [[a, b, relay] for a in nat for b in nat if a < b]

@@ -1,7 +1,4 @@
-"""The variables that real processes of a measured or troubled group are started with.
-
-Decides which of this process's own they inherit.  Used by the lab, the storms and the hostile runs alike.
-"""
+"""The environment variables of the processes of the lab, of `chaos` and of `hostile`."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ TESTS = BENCHMARKS.parent / "tests"
 
 
 def environment(state: Path, **more: str) -> dict[str, str]:
-    """Return our variables without the settings of another run, and with one thread for each worker, because
-    they share the cores.  Scripts find the modules of this folder's parent."""
+    """Return this process's variables without gridtrain's settings, with paths, the state folder and `more`.
+
+    Scripts use one thread, because the workers share the cores, and can import the modules of benchmarks/.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRIDTRAIN_")}
     path = os.pathsep.join(
         filter(None, (str(BENCHMARKS), str(TESTS / "common"), str(TESTS), inherited.get("PYTHONPATH", "")))

@@ -1,4 +1,4 @@
-"""Time to accuracy: what a run's lines say, and that everybody is given the same thing to train."""
+"""Time to accuracy: the evaluation of a run's records, and the same model and data for all contenders."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accuracy.__main__ import THEIRS, extrapolated, options_of, read, steps_of, summary, table
-from accuracy.train import ROADS, exchange_of, parse
+from accuracy.__main__ import RIVALS, extrapolated, options_of, read, steps_of, summary, table
+from accuracy.train import EXCHANGES, exchange_of, parse
 from accuracy.workloads import (
     WORKLOADS,
     ByteLSTM,
@@ -32,7 +32,7 @@ LINES = [
 ]
 
 
-def test_a_run_arrives_where_its_held_out_loss_is_at_the_target(tmp_path: Path) -> None:
+def test_a_run_ends_where_its_held_out_loss_reaches_the_target(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in LINES) + '\n{"step": 6, "sec')
     run = summary(read(path), Gpt(), "20Mbit", "gtopk")
@@ -42,37 +42,37 @@ def test_a_run_arrives_where_its_held_out_loss_is_at_the_target(tmp_path: Path) 
     assert slow.seconds is None and slow.last_loss == 2.6
     shown = table([slow, run], "gloo").splitlines()
     assert "not in 3 s: 2.60" in shown[2]
-    assert "| 4.0 | 4 | 4.0 |  | 1000 |" in shown[3]  # no ratio to what did not arrive
+    assert "| 4.0 | 4 | 4.0 |  | 1000 |" in shown[3]  # no ratio to a run without a time
 
 
-def test_the_ratio_is_how_much_sooner() -> None:
+def test_the_ratio_compares_times_to_the_target() -> None:
     slow = summary([dict(line, seconds=3 * line["seconds"]) for line in LINES], Gpt(), "20Mbit", "gloo")
     quick = summary(LINES, Gpt(), "20Mbit", "gtopk")
     assert "| gtopk | 4.0 | 4 | 4.0 | 3.0 |" in table([slow, quick], "gloo")
 
 
-def test_a_short_run_says_how_long_the_whole_one_takes(tmp_path: Path) -> None:
+def test_the_time_of_a_whole_run_is_extrapolated_from_a_short_one(tmp_path: Path) -> None:
     records = [dict(LINES[0], step=i, seconds=2.0 + i, sent_bytes=1_000_000 * i) for i in range(1, 13)]
     short = summary(records, Gpt(), "20Mbit", "gloo")
     whole = extrapolated(records, short, 400)
     assert (whole.seconds, whole.step, whole.megabytes, whole.timed_steps) == (402.0, 400, 400.0, 10)
     assert "| 402.0 (of 10 steps) | 400 | 400.0 |" in table([whole], "")
-    assert extrapolated(records[:3], short, 400) is short  # nothing to average
+    assert extrapolated(records[:3], short, 400) is short  # no steps to average
     path = tmp_path / "steps.json"
     path.write_text(json.dumps({"runs": [asdict(whole), asdict(short)]}))
     assert steps_of(path) == {("gpt", "gloo"): 400}
 
 
 @pytest.mark.parametrize("workload", [Gpt, Lstm])
-def test_the_same_seed_is_the_same_model_everywhere(workload: type[Gpt]) -> None:
+def test_equal_seeds_give_equal_models(workload: type[Gpt]) -> None:
     one, other = workload().model(3), workload().model(3)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     x, y = workload().train[0]
     loss = workload().loss(one, x.unsqueeze(0), y.unsqueeze(0))
-    assert 4.0 < loss.item() < 7.0  # about ln 256: it knows nothing yet
+    assert 4.0 < loss.item() < 7.0  # about ln 256, as it is untrained
 
 
-def test_sizes_are_what_the_table_says() -> None:
+def test_models_have_the_documented_sizes() -> None:
     assert sum(p.numel() for p in Gpt10M().model(0).parameters()) == 10_770_432
     assert sum(p.numel() for p in Llama30M().model(0).parameters()) == 30_942_720
     lora = Lora114M().model(0)
@@ -83,16 +83,16 @@ def test_sizes_are_what_the_table_says() -> None:
     assert ResNet20()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_every_road_has_settings_and_an_exchange(road: str) -> None:
-    options = parse(["--workload", "gpt", "--road", road, "--folder", "unused"])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_each_exchange_has_settings(name: str) -> None:
+    options = parse(["--workload", "gpt", "--exchange", name, "--folder", "unused"])
     family, exchange = exchange_of(options)
     assert exchange is not None
-    for workload in WORKLOADS.values():  # language models are trained with AdamW only
+    for workload in WORKLOADS.values():  # language models have only settings for AdamW
         assert family in workload.settings or set(workload.settings) == {"adamw", "local"}
 
 
-def test_rivals_train_with_the_same_families() -> None:
-    families = {family for _, family in THEIRS.values()}
+def test_each_workload_has_settings_for_rivals() -> None:
+    families = {family for _, family in RIVALS.values()}
     assert all(families & set(workload.settings) for workload in WORKLOADS.values())
     assert options_of([]).baseline == "gloo"

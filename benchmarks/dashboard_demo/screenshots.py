@@ -1,6 +1,6 @@
-"""The dashboard's pictures in docs/images: `cd benchmarks && python -m showing.pictures`.
+"""Makes the dashboard's screenshots in docs/images, with a Chromium; with Pillow the files are smaller.
 
-Decides which views are shown.  Needs a Chromium; with Pillow the files become a third as large.
+cd benchmarks && python -m dashboard_demo.screenshots
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import contextlib
 import sys
 from pathlib import Path
 
-from showing.chromium import LOADED, LOOKS, Browser
-from showing.simulated import Run
-from showing.stage import Stage
+from dashboard_demo.chromium import LAYOUT_CHECK, LOADED, Browser
+from dashboard_demo.server import DemoServer
+from dashboard_demo.simulated_run import Run
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 VIEWS = (  # workers, shape, stages, name, width, height, dark
@@ -31,24 +31,27 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with Browser() as browser:
         for workers, shape, stages, name, width, height, dark in VIEWS:
-            with Stage(
+            with DemoServer(
                 Run(workers, shape, stages=stages, hostile=False), past=300 if workers > 40 else 700
-            ) as stage:
+            ) as demo:
                 page = browser.page(width=width, height=height, dark=dark, mobile=width < 600)
-                page.open(stage.address)
+                page.open(demo.address)
                 page.until(LOADED)
-                stage.play(2)
+                demo.advance(2)
                 page.run("new Promise((drawn) => setTimeout(drawn, 700))")
                 path = folder / f"dashboard-{name}.png"
-                page.picture(path, whole=False)
-                smaller(path)
+                page.screenshot(path, whole=False)
+                compress(path)
                 print(
-                    f"{path.name} {path.stat().st_size} bytes", page.run(LOOKS), page.complaints, flush=True
+                    f"{path.name} {path.stat().st_size} bytes",
+                    page.run(LAYOUT_CHECK),
+                    page.errors,
+                    flush=True,
                 )
 
 
-def smaller(path: Path) -> None:
-    """256 colours are enough for it."""
+def compress(path: Path) -> None:
+    """Reduce the number of colours, if Pillow is installed."""
     with contextlib.suppress(ImportError):
         from PIL import Image
 

@@ -1,0 +1,1 @@
+"""The dashboard with a simulated run: to look at, for screenshots, measurements and tests."""

@@ -1,0 +1,124 @@
+"""Keeps what a worker fetches within its owner's download limit and byte budget.
+
+    exchanges   sockets' received, moved bytes --+
+    readers     fetched bytes of each process ---+--> request(n): wait for the limit; at most n; BudgetSpent
+
+A script and the processes that read its data ahead share one meter.  The download limit of the sockets is
+the transport's (`network.transport.rate_limiter`); a fetch waits also for what the sockets have received, so
+that both together stay within the limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from multiprocessing import context, sharedctypes
+from typing import Any
+
+from gridtrain.errors import BudgetSpent
+from gridtrain.network.transport.rate_limiter import DownloadLimiter
+
+PIECE_S = 0.1
+"""With a download limit, as much is read at once as this many seconds allow."""
+
+MIN_PIECE_BYTES = 4096
+MAX_READERS = 128
+_DOWNLOAD_BPS, _MOST_BYTES, _RECEIVED_BYTES, _MOVED_BYTES, _FIRST_READER = range(5)
+
+
+class FetchMeter:
+    """Counts the bytes that a worker fetches, and bounds them; without `limit` they are unbounded.
+
+    Each field of the shared memory has one writer: the script's process, or one reader.
+
+    Args:
+        clock, sleep: the time and how to wait for it.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        *,
+        fields: Any = None,
+    ) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._fields = fields or sharedctypes.RawArray("d", _FIRST_READER + 1 + MAX_READERS)
+        if fields is None:
+            self.limit(None, math.inf)
+        self._reader = 0
+        self._limiter = DownloadLimiter(None)
+        self._charged_bytes = self._received_bytes
+        self._Bps = math.inf
+
+    def __reduce__(self) -> Any:
+        if context.get_spawning_popen() is None:
+            return FetchMeter, ()  # a copy in this process, or on a disk, shares nothing
+        return _attached, (self._clock, self._sleep, self._fields)
+
+    # -- the script's process --------------------------------------------------------------------------
+
+    def limit(self, download_Bps: float | None, most_bytes: float) -> None:
+        """Set the limits: bytes per second, and the bytes that the worker may move in total."""
+        self._fields[_DOWNLOAD_BPS] = download_Bps or math.inf
+        self._fields[_MOST_BYTES] = most_bytes
+
+    def note_exchanges(self, received_bytes: int, moved_bytes: int) -> None:
+        """Record what the sockets have received, and received and sent, so far."""
+        self._fields[_RECEIVED_BYTES], self._fields[_MOVED_BYTES] = received_bytes, moved_bytes
+
+    @property
+    def fetched_bytes(self) -> int:
+        """What all processes of this worker have fetched."""
+        return int(sum(self._fields[_FIRST_READER:]))
+
+    # -- whoever reads -----------------------------------------------------------------------------------
+
+    def is_reader(self, number: int) -> None:
+        """Declare that this process is the given reader, from 0, of the script."""
+        self._reader = 1 + number % MAX_READERS
+
+    def request(self, nbytes: int) -> int:
+        """Wait until the limit allows it; return how many bytes may be read now, at most `nbytes`.
+
+        Raises:
+            BudgetSpent: no byte is left of the budget.
+        """
+        self._follow_limit()
+        while (wait_s := self._limiter.free_s - self._clock()) > 0:
+            self._sleep(min(wait_s, 1.0))
+            self._follow_limit()
+        left = self._fields[_MOST_BYTES] - self._fields[_MOVED_BYTES] - self.fetched_bytes
+        if left < 1:
+            raise BudgetSpent(
+                "the data set's files need more bytes than the traffic budget has left",
+                remedy="wait until more bytes are allowed, or raise the budget; what has arrived is kept",
+            )
+        most = left if self._Bps == math.inf else min(left, max(MIN_PIECE_BYTES, self._Bps * PIECE_S))
+        return int(min(nbytes, most))
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that have arrived."""
+        self._fields[_FIRST_READER + self._reader] += nbytes
+        self._charge()
+
+    def _follow_limit(self) -> None:
+        if (rate_Bps := self._fields[_DOWNLOAD_BPS]) != self._Bps:
+            self._Bps, self._charged_bytes = rate_Bps, self._received_bytes
+            self._limiter = DownloadLimiter(None if rate_Bps == math.inf else rate_Bps)
+        self._charge()
+
+    def _charge(self) -> None:
+        """Account for what this worker has received since the last call, in whatever way."""
+        received_bytes = self._received_bytes
+        self._limiter.charge(max(0, received_bytes - self._charged_bytes), self._clock())
+        self._charged_bytes = received_bytes
+
+    @property
+    def _received_bytes(self) -> int:
+        return int(self._fields[_RECEIVED_BYTES]) + self.fetched_bytes
+
+
+def _attached(clock: Callable[[], float], sleep: Callable[[float], None], fields: Any) -> FetchMeter:
+    return FetchMeter(clock, sleep, fields=fields)
