@@ -121,12 +121,7 @@ def test_an_index_of_urls_is_made(server: Server, cache: ShardCache) -> None:
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_shown(
-    is_terminal: bool,
-    server: Server,
-    cache: ShardCache,
-    expected: ShardFile,
-    capsys: Any,
-    monkeypatch: Any,
+    is_terminal: bool, server: Server, cache: ShardCache, expected: ShardFile, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("GRIDTRAIN_PROGRESS", "terminal" if is_terminal else "")
     monkeypatch.setattr(shard_fetch, "LINES_EVERY_S", 0.0)
