@@ -1,4 +1,4 @@
-"""What a checkpoint lacks."""
+"""The frozen parameters that a checkpoint does not contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups in one process whose workers keep their checkpoints, so that another group continues from them."""
+"""Groups in one process whose workers store checkpoints, from which another group continues."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A whole group's exchange in one process: the real cores and workspaces on the virtual network.
+"""A whole group's exchange in one process: the real cores and buffers on the virtual network.
 
-Decides nothing: it does what the worker's loop does with effects, for all ranks at once.
+It executes effects as a worker's I/O loop does, for all ranks.
 
-    group = CollectiveGroup([DenseWorkspace(x, 3) for x in contributions], seed=7)
+    group = CollectiveGroup([DenseRingBuffer(x, 3) for x in contributions], seed=7)
     group.run()
     group.flags           # of all contributions, as each rank knows them; None: did not complete
 
-`lockstep` runs cores alone, without numbers, all messages taking one tick: a schedule to look at.
+`run_lockstep` runs cores without numbers, each message taking one tick, to show the schedule.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ MAX_EVENTS = 1_000_000
 
 
 class CollectiveGroup:
-    """Ranks 0 .. P-1, one workspace each.
+    """Ranks 0 .. P-1, one buffer each.
 
     Args:
         skipping: ranks whose gradient is not finite.
-        seed: of the delays, and of the moments at which the ranks start (some are late, so that
-            they are sent payloads before they begin).
+        seed: of the delays, and of the times at which the ranks start (some are late, and receive payloads
+            before they begin).
     """
 
     def __init__(
         self,
-        workspaces: Sequence[CollectiveBuffer],
+        buffers: Sequence[CollectiveBuffer],
         *,
         seed: int,
         skipping: Collection[int] = (),
         link: LinkProperties | None = None,
     ) -> None:
-        world_size = len(workspaces)
-        self.buffers = workspaces
+        world_size = len(buffers)
+        self.buffers = buffers
         self.cores = [
-            w.make_collective(r, world_size, SKIP if r in skipping else 0) for r, w in enumerate(workspaces)
+            w.make_collective(r, world_size, SKIP if r in skipping else 0) for r, w in enumerate(buffers)
         ]
         self.flags: list[int | None] = [None] * world_size
         self.sent: list[tuple[int, int, PayloadSlot]] = []
@@ -73,7 +73,7 @@ class CollectiveGroup:
             self.network.call_at(starts.uniform(0.0, 0.02), partial(self._start, rank), node=rank)
 
     def run(self) -> None:
-        """Until nothing is in flight any more."""
+        """Run until no message is in flight."""
         for _ in range(MAX_EVENTS):
             if self.network.idle:
                 return
@@ -101,7 +101,7 @@ class CollectiveGroup:
                     self.buffers[rank].apply(effect)
 
     def find_blamed(self, rank: int) -> set[int]:
-        """Whom `rank` waits for, whom those wait for, and so on."""
+        """The ranks for which `rank` waits, those for which they wait, and so on."""
         blamed: set[int] = set()
         asked = [rank]
         while asked:
@@ -114,7 +114,7 @@ class CollectiveGroup:
 def assert_crash_is_blamed(
     group: CollectiveGroup, undisturbed: CollectiveGroup, seed: int, *, within_s: float = 0.05
 ) -> None:
-    """Run both, a rank of `group` dying within `within_s`: the others blame it, or end with the same bits."""
+    """Run both; a rank of `group` dies within `within_s`: the others blame it, or end with the same bits."""
     undisturbed.run()
     ranks = range(len(group.buffers))
     dead = Random(seed).randrange(len(ranks))
@@ -130,7 +130,7 @@ def assert_crash_is_blamed(
 
 
 def run_lockstep(cores: Sequence[Collective], *, max_ticks: int = 1000) -> list[list[tuple[int, SendTo]]]:
-    """For each tick, who sends what: (rank, SendTo).  A payload is the name of its sender."""
+    """For each tick, (rank, SendTo) of all sent payloads.  A payload is the name of its sender."""
     ticks: list[list[tuple[int, SendTo]]] = []
     sends = [(rank, send) for rank, core in enumerate(cores) for send in _sends(core.start(0.0))]
     while sends and len(ticks) < max_ticks:
@@ -150,7 +150,7 @@ def _sends(effects: Iterable[CollectiveEffect]) -> list[SendTo]:
 def select_locally(
     residual_N: FloatArray, contribution_N: FloatArray, k: int, kind: ValueKind
 ) -> tuple[bytes, FloatArray]:
-    """What a member sends, and its residual after a commit, before what it keeps of merges.
+    """A member's payload, and its residual after a commit without residuals of merges.
 
     The reference in numpy for the selection on the device: the k largest |residual + contribution|,
     ties by index; the rounding of the wire stays in the residual.
@@ -165,10 +165,10 @@ def select_locally(
 
 @dataclass(frozen=True)
 class SparseInputs:
-    """One step of a group: k of n elements travel; `members` holds (residual_N, contribution_N).
+    """One step of a group that sends k of n elements; `members` has (residual_N, contribution_N).
 
     `scale` None: floats.  Else all inputs are small integers times this power of two, so that
-    every sum is exact, and so must be the books.
+    every sum is exact, and residuals and updates must add up exactly.
     """
 
     n: int
@@ -178,7 +178,7 @@ class SparseInputs:
     members: list[tuple[FloatArray, FloatArray]]
 
     def select(self) -> tuple[list[bytes], list[FloatArray]]:
-        """Each member's payload, and what stays behind of its vector."""
+        """Each member's payload, and the rest of its vector."""
         selected = [select_locally(r, c, self.k, self.kind) for r, c in self.members]
         return [payload for payload, _ in selected], [residual_N for _, residual_N in selected]
 
@@ -206,7 +206,7 @@ def random_inputs(
 ) -> SparseInputs:
     """Any n, k and kind of values; many ties among integers, a wide range among floats.
 
-    `integers` and `dense` (k = n, and values that lose nothing on the wire) fix what else is drawn.
+    `integers` and `dense` (k = n, and values without loss on the wire) replace drawn choices.
     """
     n = int(rng.integers(1, 150))
     k = n if dense or rng.random() < 0.1 else int(rng.integers(1, n + 1))
@@ -219,14 +219,14 @@ def random_inputs(
 
 @dataclass(frozen=True)
 class DenseInputs:
-    """One dense step of a group: each rank's vector; `exact`: their sum is, in any order."""
+    """One dense step of a group: each rank's vector; `exact`: whether their sum is exact in any order."""
 
     vectors: list[FloatArray]
     exact: bool
 
     def assert_sum(self, buffers: Sequence[DenseRingBuffer], skipping: Collection[int], says: str) -> None:
-        """The update, and the rests of all who rounded, are the sum of those who do not skip: within what the
-        additions of float32 may be off, each by half a unit in the last place of the largest partial sum."""
+        """The update and all rounding rests are the sum of the vectors not skipped, within the error of
+        float32 additions: each half a unit in the last place of the largest partial sum."""
         terms = [v * 0 if rank in skipping else v for rank, v in enumerate(self.vectors)]
         rests = [buffer.rest_N for buffer in buffers if buffer.rest_N is not None]
         found_N = np.sum([buffers[0].update_N, *rests], axis=0, dtype=np.float64)
@@ -247,5 +247,5 @@ def random_vectors(rng: np.random.Generator, world_size: int) -> DenseInputs:
 def _vector(rng: np.random.Generator, n: int, scale: float | None) -> FloatArray:
     if scale is None:
         return np.asarray(rng.standard_normal(n) * 2.0 ** rng.integers(-30, 30, n), np.float32)
-    largest = int(rng.choice([2, 20, 5000]))  # few different values: many ties
+    largest = int(rng.choice([2, 20, 5000]))  # few different values, so many ties
     return np.asarray(rng.integers(-largest, largest + 1, n) * scale, np.float32)

@@ -1,15 +1,14 @@
-"""Switches that take one defence away, so that a test can show what it was for.
+"""Switches that disable one defence, so that a test can show its effect.
 
-Decides nothing that the product decides: the product has no such switch.  A defence is a small named
-function or constant of a module, which is looked up whenever it is needed; `without` puts something
-in its place that lets everything through, and puts it back.
+The product has no such switch.  A defence is a small named function or constant of a module, which is looked
+up at each use; `disable_defences` replaces it by one that allows everything, and restores it afterwards.
 
-    with without("turn"):          gridtrain.core.collectives.collective._is_due = lambda event, due: True
+    with disable_defences("turn"): gridtrain.core.collectives.collective._is_due = lambda event, due: True
         attack()                   now succeeds: a payload of the wrong rank is summed
                                    gridtrain.core.collectives.collective._is_due is again what it was
 
-A test of an attack comes twice: defended, and with its switch.  The second shows that the first is not
-green for another reason.
+A test of an attack runs twice: with all defences, and without one.  The second run shows that the first
+does not pass for another reason.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _disabled: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Defence:
-    """One place of the product that keeps one attack out.
+    """A function or constant of the product that prevents one attack.
 
     Attributes:
-        attack: what succeeds without it.
-        module, attribute: where it is; an attribute of a class is "Class.name".
-        replacement: what takes its place.
+        attack: the attack that succeeds without it.
+        module, attribute: its place; an attribute of a class is "Class.name".
+        replacement: its replacement while disabled.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Defence:
     replacement: Any
 
     def resolve(self) -> tuple[Any, str]:
-        """The object that holds the defence, and the attribute's own name.
+        """The module or class of the defence, and the attribute's own name.
 
         Raises `AttributeError` or `ImportError` if the product has no such defence (any more).
         """
@@ -57,10 +56,10 @@ class Defence:
 
 @contextmanager
 def disable_defences(*names: str) -> Iterator[None]:
-    """Take these defences away inside of the block.  For one thread: modules are changed for all.
+    """Disable these defences inside of the block, for all threads.
 
     Raises:
-        ConfigError: a name is unknown, or its defence is away already.
+        ConfigError: a name is unknown, or its defence is already disabled.
     """
     for name in names:
         if name not in DEFENCES:
@@ -76,7 +75,9 @@ def disable_defences(*names: str) -> Iterator[None]:
 @contextmanager
 def _disabled_defence(defence: Defence) -> Iterator[None]:
     if defence.name in _disabled:
-        raise ConfigError(f"the defence {defence.name!r} is away already", remedy="do not nest the same name")
+        raise ConfigError(
+            f"the defence {defence.name!r} is disabled already", remedy="do not nest the same name"
+        )
     holder, attribute = defence.resolve()
     own = vars(holder)
     inherited, original = (
@@ -96,7 +97,7 @@ def _disabled_defence(defence: Defence) -> Iterator[None]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of a check that raises."""
+    """Replaces a check that raises."""
 
 
 def _yes(*_: Any, **__: Any) -> bool:
@@ -107,7 +108,7 @@ def _no(*_: Any, **__: Any) -> bool:
     return False
 
 
-def _nobody(*_: Any, **__: Any) -> list[Any]:
+def _none(*_: Any, **__: Any) -> list[Any]:
     return []
 
 
@@ -115,12 +116,12 @@ def _every_key(gate: Any, domain: bytes, mechanism: bytes, credentials: list[byt
     return credentials[0].hex()
 
 
-def _as_it_came(_: Any, value: Any) -> Any:
+def _unchanged(_: Any, value: Any) -> Any:
     return value
 
 
 def _unbox_without_tag(box: bytes, nonce: bytes, key: bytes) -> bytes:
-    """Decrypts whatever it is, as if there were no proof of who made it."""
+    """Decrypts without authentication."""
     from nacl import bindings
 
     stream = bindings.crypto_secretbox_easy(bytes(len(box) - 16), nonce, key)[16:]
@@ -132,17 +133,17 @@ _WIDE_OPEN = dict.fromkeys(
 )
 
 
-# module: rows of name, attribute, what takes its place, and the attack that then succeeds
+# module: rows of name, attribute, replacement, and the attack that then succeeds
 _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain.network.wire.codec": [
-        ("frame-count", "_check_count", _nothing, "frames that nobody measures ride along"),
+        ("frame-count", "_check_count", _nothing, "frames of unchecked sizes are accepted"),
         ("frame-size", "_check_sizes", _nothing, "a header or a payload of any size"),
         ("parse-limits", "_PARSE_LIMITS", _WIDE_OPEN, "long strings and maps are built, then refused"),
     ],
     "gridtrain.core.messages.declaration": [
         ("plain-text", "TextField._forbidden", re.compile("(?!)"), "a name that moves a terminal's cursor"),
-        ("number-bounds", "IntField.pack", _as_it_came, "counts that are negative or no SQLite integer"),
-        ("finite-figures", "FloatField.unpack", _as_it_came, "NaN in figures and averages"),
+        ("number-bounds", "IntField.pack", _unchanged, "counts that are negative or no SQLite integer"),
+        ("finite-figures", "FloatField.unpack", _unchanged, "NaN in figures and averages"),
     ],
     "gridtrain.network.wire.schema": [
         (
@@ -189,12 +190,17 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
             "state-asks",
             "_exceeds_request_limit",
             _no,
-            "60 bytes, again and again, each answered with the model",
+            "60 bytes, repeated, each answered with the model",
         ),
     ],
     "gridtrain.runtime.state_transfer.residual_pieces": [
         ("residual-size", "_check_total", _nothing, "a residual of more pieces than the model makes"),
-        ("residual-values", "_check_values", _nothing, "values that keep the heir from ever sending again"),
+        (
+            "residual-values",
+            "_check_values",
+            _nothing,
+            "values that prevent the recipient from ever sending again",
+        ),
     ],
     "gridtrain.core.member.residual_transfer": [
         ("heir", "_check_recipient", _nothing, "any member fills any other with residuals"),
@@ -204,7 +210,7 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
             "update-asks",
             "exceeds_request_limit",
             _no,
-            "a few bytes, again and again, each answered with all updates",
+            "a few bytes, repeated, each answered with all updates",
         ),
     ],
     "gridtrain.runtime.state_transfer.state_snapshot": [
@@ -212,12 +218,22 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
             "image-asks",
             "exceeds_request_limit",
             _no,
-            "a few bytes, again and again, answered with a mebibyte",
+            "a few bytes, repeated, each answered with a mebibyte",
         ),
-        ("image-block", "matches_digest", _yes, "a donor puts its own numbers into a newcomer's model"),
+        (
+            "image-block",
+            "matches_digest",
+            _yes,
+            "a state source puts its own numbers into a newcomer's model",
+        ),
     ],
     "gridtrain.runtime.state_transfer.update_log": [
-        ("vote-digest", "matches_history", _yes, "a donor lets a newcomer replay what nobody voted for"),
+        (
+            "vote-digest",
+            "matches_history",
+            _yes,
+            "a state source lets a newcomer replay updates without votes",
+        ),
     ],
     "gridtrain.core.collectives.collective": [
         ("turn", "_is_expected", _yes, "a payload twice, or of a rank whose turn it is not"),
@@ -228,11 +244,16 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("one-vote", "_is_same_vote", _yes, "a vote that is changed afterwards"),
     ],
     "gridtrain.core.commit.attempts": [
-        ("commit-proof", "_proves_commit", _yes, "one member makes another apply what nobody else applies"),
-        ("generation-fence", "_is_foreign", _no, "messages of a generation that never comes are held"),
+        (
+            "commit-proof",
+            "_proves_commit",
+            _yes,
+            "one member makes another apply an update that no other applies",
+        ),
+        ("generation-fence", "_is_foreign", _no, "messages of a generation that never begins are stored"),
         ("stale-flood", "exceeds_stale_limit", _no, "old messages at line rate cost as much as new ones"),
-        ("stale", "_is_over", _no, "messages of rounds that are over are held"),
-        ("reach", "_check_not_ahead", _nothing, "messages of a step that never comes are held"),
+        ("stale", "_is_over", _no, "messages of rounds that are over are stored"),
+        ("reach", "_check_not_ahead", _nothing, "messages of a step that never begins are stored"),
         ("held-room", "_check_early_limits", _nothing, "one member fills another's memory"),
     ],
     "gridtrain.core.member.scalar_means": [
@@ -246,39 +267,39 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("invite-hashed", "invitation_digest", bytes.hex, "the journal names the invitations' keys"),
     ],
     "gridtrain_coordinator.access.authorization_rules": [
-        ("invite-expiry", "has_expired", _no, "an expired invitation lets in"),
+        ("invite-expiry", "has_expired", _no, "an expired invitation admits"),
         ("invite-uses", "is_used_up", _no, "a used invitation is replayed for a second key"),
-        ("ban", "is_banned", _no, "a banned key comes in with an invitation"),
-        ("kick", "predates_removal", _no, "a kicked key comes back with one kept in reserve"),
+        ("ban", "is_banned", _no, "a banned key joins with an invitation"),
+        ("kick", "predates_removal", _no, "a kicked key rejoins with a reserved invitation"),
         ("operator-only", "is_operator", _yes, "a member bans another"),
         ("enrol-rate", "exceeds_enrolment_rate", _no, "one household uses up an invitation for many"),
         ("join-rate", "exceeds_join_rate", _no, "a key joins a thousand times a second"),
     ],
     "gridtrain_coordinator.access.violations": [
         ("three-strikes", "exceeds_limit", _no, "an offender stays for ever"),
-        ("liar", "is_common_accuser", _no, "one member gets rid of all others by accusing them"),
+        ("liar", "is_common_accuser", _no, "one member removes all others by accusing them"),
     ],
     "gridtrain.network.transport.zmq.handshake": [
-        ("zap", "authenticate", _every_key, "any key there is finishes the handshake"),
+        ("zap", "authenticate", _every_key, "any key completes the handshake"),
     ],
     "gridtrain.network.transport.access_control": [
-        ("user-id", "is_key_match", _yes, "a member greets and speaks as another"),
-        ("revocation", "is_still_admitted", _yes, "a removed member goes on sending"),
+        ("user-id", "is_key_match", _yes, "a member impersonates another"),
+        ("revocation", "is_still_admitted", _yes, "a removed member continues to send"),
     ],
     "gridtrain.network.transport.zmq.sockets": [
         ("receive-queue", "RECEIVE_MESSAGES", 2, "a full queue, a ping and a reset end the process"),
     ],
     "gridtrain.network.transport.zmq.half_open": [
-        ("half-open", "connections_to_close", _nobody, "silent connections keep descriptors"),
+        ("half-open", "connections_to_close", _none, "silent connections keep descriptors"),
     ],
     "gridtrain.network.transport.zmq.dialer": [
         ("hoard", "exceeds_unread", _no, "a message that never ends fills the memory"),
     ],
     "gridtrain.network.transport.rate_limiter": [
-        ("flood", "is_flood", _no, "a peer talks without end, and what it says is all kept"),
+        ("flood", "is_flood", _no, "a peer sends without end, and all messages are stored"),
     ],
     "gridtrain.network.transport.secure_channel": [
-        ("seal", "decrypt", _unbox_without_tag, "a relay alters what it passes on"),
+        ("seal", "decrypt", _unbox_without_tag, "a relay alters forwarded messages"),
         ("replay", "is_replayed", _no, "a relay repeats a packet"),
     ],
     "gridtrain.network.transport.flow_control": [

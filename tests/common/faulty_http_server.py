@@ -2,7 +2,7 @@
 
     python faulty_http_server.py FOLDER     prints its port, then a line for each request: PATH RANGE
 
-/plain/NAME knows ranges.  The others: see `Handler.do_GET`.
+/plain/NAME supports ranges.  `Handler.do_GET` lists the faults.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, fault: str, number: int, rest: bytes, declared: int) -> None:
         if fault in ("breaks", "no-ranges") and number < 2:
-            rest = rest[:PIECE]  # and the connection ends
+            rest = rest[:PIECE]  # and close the connection
         elif fault in ("often", "deaf", "wrong-range"):
             rest = rest[:PIECE]
         elif fault == "stalls":
@@ -98,7 +98,7 @@ class Server:
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
 
     def stop(self) -> list[tuple[str, str]]:
-        """End the process; return the paths and ranges that were asked for."""
+        """End the process; return the requested paths and ranges."""
         self._process.kill()
         out, _ = self._process.communicate(timeout=60.0)
         return [(path, asked) for path, asked in map(str.split, out.splitlines())]

@@ -2,20 +2,20 @@
 
     with Client().forking():                         subprocess.Popen((sys.executable, "/path/train.py", ...))
 
-Importing torch and gridtrain takes 2 s of CPU, a fork 10 ms.  Inside `forking`, `subprocess` asks a server
-for `python [-u] /SCRIPT.py ...` and `python [-u] -m gridtrain...`, and executes all other programs.
-What is started is what an executed program would be: a child of the process that asked, in its process group
-or in one of its own, with its own pid, argv, environment, working directory and standard streams, no other
-open file, default signal handlers, `__main__` run to the interpreter's regular end.  A module that was forked
-may itself ask: it gets a server of its own.
+Importing torch and gridtrain takes 2 s of CPU, a fork 10 ms.  Inside `forking`, `subprocess` requests
+`python [-u] /SCRIPT.py ...` and `python [-u] -m gridtrain...` from a server, and executes all other programs.
+A forked program is as an executed one: a child of the requesting process, in its process group or in its
+own, with its own pid, argv, environment, working directory and standard streams, no other open file, default
+signal handlers, and `__main__` run to the interpreter's regular end.  A forked module can request programs
+itself: it has its own server.
 
-Different from an executed program: the hash seed is the server's, and modules are loaded already.  Where that
-matters, and for a part of the tests of the command line, a test executes (`pytest.mark.executed`); `make
-test-all` executes everything.
+It differs from an executed program in the hash seed, which is the server's, and in modules that are loaded
+already.  If that matters, and for a part of the tests of the command line, a test executes
+(`pytest.mark.executed`); `make test-all` executes everything.
 
-The server is executed once and has no thread.  It never forks for a caller whose Python settings, locale or
-namespaces are not its own.  It forks twice, so that the program is adopted by the process that asked, which
-is a subreaper for that moment.
+The server is executed once and has no thread.  It does not fork for a caller with other Python settings,
+locale or namespaces.  It forks twice, so that the requesting process, a subreaper for that moment, adopts the
+program.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ PRELOADED = (
     "gridtrain_worker.agent",
 )
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-REQUEST_BYTES = 150_000  # what one datagram of a Unix socket may hold
-COMMAND_LINE_BYTES = 8192  # room that the server keeps for what `ps` shows of its children
+REQUEST_BYTES = 150_000  # limit of a datagram of a Unix socket
+COMMAND_LINE_BYTES = 8192  # reserved for the command lines of its children, as `ps` shows them
 PR_SET_CHILD_SUBREAPER = 36
 DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 NAMESPACES = ("net", "mnt", "uts", "pid", "user")
@@ -59,7 +59,7 @@ NAMESPACES = ("net", "mnt", "uts", "pid", "user")
 _execute: Any = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
-# -- in the process that asks ----------------------------------------------------------------------
+# -- in the requesting process ---------------------------------------------------------------------
 
 
 class Client:
@@ -73,7 +73,7 @@ class Client:
         self._owner = os.getpid()
 
     def close(self) -> None:
-        """End the server, if we have started one."""
+        """End the server, if this client has started one."""
         if self._connection is not None and self._server is not None:
             self._connection.close()
             self._server.wait()
@@ -83,7 +83,7 @@ class Client:
         args: list[str | bytes],
         executables: tuple[bytes, ...],
         close_fds: bool,
-        kept: tuple[int, ...],
+        kept_fds: tuple[int, ...],
         cwd: str | bytes | os.PathLike[str] | None,
         environment: list[bytes] | None,
         *rest: Any,
@@ -93,7 +93,10 @@ class Client:
         words = [os.fsdecode(word) for word in args]
         variables = _variables(environment)
         plain = (
-            close_fds and kept == (report,) and restores and tuple(others[:5]) == (None, None, None, -1, None)
+            close_fds
+            and kept_fds == (report,)
+            and restores
+            and tuple(others[:5]) == (None, None, None, -1, None)
         )
         request = {
             "words": words,
@@ -102,27 +105,27 @@ class Client:
             "session": session,
             "group": os.getpgid(0) if group == -1 else group,
         }
-        told = json.dumps(request).encode()
+        message = json.dumps(request).encode()
         if not (
             plain
             and os.getpid() == self._owner
             and executables == (os.fsencode(sys.executable),)
             and _program(words) is not None
-            and len(told) < REQUEST_BYTES
+            and len(message) < REQUEST_BYTES
             and os.path.isdir(request["folder"])
             and _settings(variables) == self._settings
         ):
-            return int(_execute(args, executables, close_fds, kept, cwd, environment, *rest))
+            return int(_execute(args, executables, close_fds, kept_fds, cwd, environment, *rest))
         streams = [given if given != -1 else own for own, given in enumerate((stdin, stdout, stderr))]
-        return self._ask(told, streams)
+        return self._ask(message, streams)
 
-    def _ask(self, told: bytes, streams: list[int]) -> int:
+    def _ask(self, message: bytes, streams: list[int]) -> int:
         with self._lock:
             connection = self._connection = self._connection or self._start()
             libc = ctypes.CDLL(None, use_errno=True)
             libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
-                socket.send_fds(connection, [told], streams)
+                socket.send_fds(connection, [message], streams)
                 answer = connection.recv(64)
             finally:
                 libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -145,14 +148,14 @@ class Client:
 
     @contextlib.contextmanager
     def forking(self) -> Iterator[None]:
-        """Within it, `subprocess` forks Python programs (the module's text)."""
+        """In this context `subprocess` forks Python programs."""
         with _starting_by(self.fork_exec):
             yield
 
 
 @contextlib.contextmanager
 def executing() -> Iterator[None]:
-    """Within it, `subprocess` executes all programs."""
+    """In this context `subprocess` executes all programs."""
     with _starting_by(_execute):
         yield
 
@@ -175,7 +178,7 @@ def _variables(environment: list[bytes] | None) -> dict[str, str]:
 
 
 def _settings(environment: dict[str, str]) -> dict[str, str]:
-    """What an interpreter or a library reads when it starts, of an environment; and our namespaces."""
+    """Variables that an interpreter or a library reads when it starts, and this process's namespaces."""
     read = ("PYTHON", "LC_", "LANG", "CUDA", "TORCH", "LD_")
     chosen = {name: value for name, value in environment.items() if name.startswith(read)}
     chosen.pop("PYTHONUNBUFFERED", None)
@@ -183,7 +186,7 @@ def _settings(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _program(words: list[str]) -> tuple[list[str], bool] | None:
-    """What `python` is to run and its arguments, and whether unbuffered; None: not ours to fork."""
+    """What `python` is to run and its arguments, and whether unbuffered; None: not to be forked."""
     unbuffered = words[1:2] == ["-u"]
     program = words[2 if unbuffered else 1 :]
     named = program[:1] == ["-m"] and len(program) > 1 and program[1].startswith("gridtrain")
@@ -204,7 +207,7 @@ def main() -> None:
     while True:
         program, unbuffered = _program(request["words"]) or _end()
         prepare(request, unbuffered)
-        if program[0] == "-m":  # such a program starts others
+        if program[0] == "-m":  # this program may start others
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             if os.fork() == 0:
                 ours.close()
@@ -218,10 +221,10 @@ def main() -> None:
 
 
 def serve(connection: socket.socket) -> dict[str, Any]:
-    """Answer requests until whoever asks has ended; returns in each forked process, with its request."""
+    """Answer requests until the requesting process ends; return in each forked process, with its request."""
     while True:
-        told, streams, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 3)
-        if not told:
+        message, streams, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 3)
+        if not message:
             _end()
         read, write = os.pipe()
         adopted, adopt = os.pipe()
@@ -231,14 +234,14 @@ def serve(connection: socket.socket) -> dict[str, Any]:
                 os.write(write, b"%d" % pid)
                 _end()
             os.close(adopt)
-            os.read(adopted, 1)  # from then on our parent is the process that asked
+            os.read(adopted, 1)  # from now on this process's parent is the requesting process
             for fd in (read, write, adopted):
                 os.close(fd)
             connection.close()
             for own, given in enumerate(streams):
                 os.dup2(given, own)
                 os.close(given)
-            return dict(json.loads(told))
+            return dict(json.loads(message))
         started = os.read(read, 64)
         os.waitpid(middle, 0)
         for fd in (read, write, adopted, adopt, *streams):
@@ -274,7 +277,7 @@ def prepare(request: dict[str, Any], unbuffered: bool) -> None:
 
 
 def _leave_group() -> None:
-    """A server's own group: neither a signal to its owner's nor a question who is in it concerns it."""
+    """Move the server into its own process group, which its owner's signals and queries do not reach."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -298,7 +301,7 @@ def _open_streams(unbuffered: bool) -> None:
 
 
 def _show_command_line(words: list[str]) -> None:
-    """What /proc and `ps` show of this process."""
+    """Set the command line that /proc and `ps` show."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     line = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
@@ -306,7 +309,7 @@ def _show_command_line(words: list[str]) -> None:
 
 
 def run(program: list[str]) -> None:
-    """As `python` runs it: in a new `__main__`; what it raises goes to the interpreter."""
+    """Run it as `python` does: in a new `__main__`; exceptions go to the interpreter."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module

@@ -57,7 +57,7 @@ class LiveCoordinator:
     def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
         self._thread.join(10)
-        assert not self._thread.is_alive(), "the daemon notices a stop"
+        assert not self._thread.is_alive(), "the daemon ends after a stop"
 
     def invitation(self, uses: int = 1) -> Invitation:
         return self.operator_client().invite(uses, 600.0)

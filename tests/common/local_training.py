@@ -92,7 +92,7 @@ class Loop:
 
 
 def run_named(names: Sequence[str], work: Callable[[LocalGroup, str], Any], **options: Any) -> dict[str, Any]:
-    """What `work(group, name)` returned or raised in a thread for each name."""
+    """Run `work(group, name)` in a thread for each name; return each result or exception."""
     ends: dict[str, Any] = {}
 
     def run(name: str) -> None:

@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class _SharedChannel:
-    """What all links of one pipeline share."""
+    """State that all links of one pipeline share."""
 
     def __init__(self, stages: int, latency_s: float, bandwidth_Bps: float | None) -> None:
         self.stages, self.latency_s, self.bandwidth_Bps = stages, latency_s, bandwidth_Bps
         self.lock = threading.Lock()
-        self.arrived = [threading.Condition(self.lock) for _ in range(stages)]  # each wakes one stage alone
+        self.arrived = [threading.Condition(self.lock) for _ in range(stages)]  # each wakes one stage
         self.arriving: dict[tuple[int, int, Channel], tuple[float, PayloadBuffers]] = {}
         self.free_s: dict[tuple[int, int], float] = {}
         self.broken: tuple[str, int | None] | None = None
@@ -43,7 +43,7 @@ class _SharedChannel:
 
 
 class MemoryStageLink:
-    """One stage's end; `memory_stage_links` makes those of a pipeline."""
+    """One stage's end of the links; `memory_stage_links` makes those of a pipeline."""
 
     def __init__(self, shared: _SharedChannel, stage: int) -> None:
         self._shared, self.stage = shared, stage

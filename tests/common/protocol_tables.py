@@ -1,9 +1,9 @@
-"""Write what the tables of PROTOCOL.md say of kinds, records and messages from their declarations.
+"""Writes the tables of kinds, records and messages in PROTOCOL.md from their declarations.
 
     PYTHONPATH=.:tests/common python tests/common/protocol_tables.py
 
-A row keeps its last column, which says what the record or message means; a message is found by its code, a
-record by its name.  A new message gets its row by hand, with its code alone.
+A row's last column, the meaning of the record or message, stays; a message is found by its code, a record by
+its name.  The row of a new message is added by hand, with its code alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fields(record: schema.RecordField) -> str:
 
 
 def inner_types(kind: Any) -> Iterator[Any]:
-    """Every field type inside of this one, and it; inner ones first."""
+    """This field type and those inside of it, inner ones first."""
     match kind:
         case schema.RecordField(field_types=inners):
             inners = list(inners.values())

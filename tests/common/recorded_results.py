@@ -1,7 +1,7 @@
 """Results of pure functions for drawn inputs, compared with those that were recorded.
 
-`GRIDTRAIN_RECORD=1 pytest FILE` records them anew, where a change is meant.  The difference of the recorded
-file then shows what the change does.
+`GRIDTRAIN_RECORD=1 pytest FILE` records them again, if a change is meant.  The difference of the
+recorded file then shows the effect of the change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TEXTS = {"reason", "name"}
 
 
 def compare(path: Path, name: str, found: Any) -> None:
-    """Fails where `found` is not what the file has under this name."""
+    """Fail if `found` differs from the file's value of this name."""
     recorded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     shown = json.loads(json.dumps(plain(found)))
     if os.environ.get("GRIDTRAIN_RECORD"):

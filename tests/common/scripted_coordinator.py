@@ -1,4 +1,4 @@
-"""A coordinator's core, and workers that say what a test lets them say."""
+"""A coordinator's core, and workers whose messages a test chooses."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class ScriptedCoordinator:
     """A coordinator's core with its effects and its journal.  Workers are keys of 32 equal letters.
 
     Args:
-        event_s: how much time passes before each event.
-        journal: of the coordinator before this one.
+        event_s: seconds that pass before each event.
+        journal: of the previous coordinator.
 
     Attributes:
         effects: of the latest event.
@@ -102,7 +102,7 @@ class ScriptedCoordinator:
     def join(
         self, peer: m.PeerId, *, reachable: bool = True, generation: int = 0, setup: m.Setup | None = SETUP
     ) -> list[Effect]:
-        """Args: generation: the one that the worker was in before; setup: None says nothing more."""
+        """Args: generation: the worker's previous one; setup: None: no set-up is sent."""
         name, address = peer[:1].decode(), "memory://" + peer[:1].decode()
         effects = self.say(peer, m.Join("r", name, address, True, generation > 0, generation))
         effects += self.hear(DialBackResult(peer, address if reachable else ""))
@@ -128,11 +128,11 @@ class ScriptedCoordinator:
         assert self.core.phase is RunPhase.TRAINING
 
     def report(self, *peers: m.PeerId, synced: bool = True) -> None:
-        """Each is where the latest view was."""
+        """Each of `peers` reports the state of the latest view."""
         view = self.view
-        told = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
+        state = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
         for peer in peers:
-            self.say(peer, m.FreezeReport(*told, None, b"", 0))
+            self.say(peer, m.FreezeReport(*state, None, b"", 0))
 
     def notes(self, event: str) -> list[LogEvent]:
         return [e for e in self.seen if isinstance(e, LogEvent) and e.event == event]

@@ -10,7 +10,7 @@ from typing import Any
 from gridtrain.training.data.shard_index import build_index, write_index
 
 SIZES = (31, 5, 47, 12, 1, 60, 29, 55)
-"""240 samples in shards that are as unequal as can be."""
+"""240 samples in shards of very unequal sizes."""
 
 
 def write_shards(folder: Path, sizes: Sequence[int] = SIZES) -> Path:

@@ -1,15 +1,14 @@
-"""An eavesdropper: every frame that crosses the internet's bridge, and where given bytes are in them.
+"""An eavesdropper: captures every frame that crosses the internet's bridge, and finds given bytes in them.
 
-Decides what a TCP stream was, from its segments.  Never sends a frame, and never sees what stays behind one
-router.
+It assembles TCP streams from their segments.  It does not send, and does not see frames behind a router.
 
     bridge (promiscuous) -> packet socket -> thread -> capture file (pcap: tcpdump and Wireshark open it too)
                                                           |
     found(pattern) <- TCP: segments in order, one byte string for each direction of each connection
                    <- all else (UDP, ARP, ...): frame by frame
 
-A capture says what it missed: `dropped` frames that the kernel had no room for, `over_limit` frames after
-`limit_bytes`.  "Not found" counts only if both are 0 (`complete`).
+A capture counts missed frames: `dropped` by the kernel, and `over_limit` frames after `limit_bytes`.  "Not
+found" counts only if both are 0 (`complete`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lab.net import BRIDGE, Net
 from lab.ns import LabError, inside
 
 DEFAULT_LIMIT_BYTES = 256 << 20
-"""Of the file; a search holds all of it in memory."""
+"""Of the capture file, which a search reads into memory."""
 
 KERNEL_BUFFER_BYTES = 64 << 20
 LONGEST_FRAME_BYTES = 1 << 17  # with segmentation offload a "frame" has up to 64 KiB and its headers
@@ -40,7 +39,7 @@ _SYN = 0x02
 _SO_RCVBUFFORCE = 33
 _SOL_PACKET, _ADD_MEMBERSHIP, _PROMISCUOUS, _STATISTICS = 263, 1, 1, 6
 _PCAP_HEADER = struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, LONGEST_FRAME_BYTES, 1)
-_PCAP_FRAME = struct.Struct("<IIII")  # seconds, microseconds, bytes kept, bytes there were
+_PCAP_FRAME = struct.Struct("<IIII")  # seconds, microseconds, captured bytes, original bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Where:
 
 
 class Sniffer:
-    """Captures while its `with` is open; can be asked afterwards.
+    """Captures inside its `with`; searches afterwards.
 
     Args:
         path: the capture file; it must fit `limit_bytes`.
@@ -73,7 +72,7 @@ class Sniffer:
 
     @property
     def complete(self) -> bool:
-        """Nothing was missed, so that "not found" means "not there"."""
+        """No frame was missed, so that "not found" means "not sent"."""
         return not self.dropped and not self.over_limit
 
     def __enter__(self) -> Sniffer:
@@ -86,7 +85,7 @@ class Sniffer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """What was sent before is still captured.  Raises `LabError` if the capture failed."""
+        """End the capture, with all frames sent before.  Raises `LabError` if the capture failed."""
         assert self._thread is not None
         self._wake_in.send(b"x")
         self._thread.join()
@@ -96,7 +95,7 @@ class Sniffer:
             raise LabError(f"the capture failed: {self._error}") from self._error
 
     def found(self, pattern: bytes) -> list[Where]:
-        """Everywhere that `pattern` was seen; to be asked after the `with`.
+        """All places of `pattern`; to be called after the `with`.
 
         Raises `ValueError` if it is so short that chance would find it.
         """
@@ -115,7 +114,7 @@ class Sniffer:
                 buffer = bytearray(LONGEST_FRAME_BYTES)
                 while not self._stopping(packets):
                     self._read_some(packets, buffer, file)
-                until_s = time.monotonic() + DRAIN_S  # somebody may be sending still
+                until_s = time.monotonic() + DRAIN_S  # frames may still arrive
                 while self._read_some(packets, buffer, file) and time.monotonic() < until_s:
                     pass
                 _, self.dropped = struct.unpack("=II", packets.getsockopt(_SOL_PACKET, _STATISTICS, 8))
@@ -123,12 +122,12 @@ class Sniffer:
             self._error = error
 
     def _stopping(self, packets: socket.socket) -> bool:
-        """Waits for a frame (False) or for the end (True)."""
+        """Wait for a frame (False) or for the end (True)."""
         ready, _, _ = select.select([packets, self._wake_out], [], [])
         return self._wake_out in ready
 
     def _read_some(self, packets: socket.socket, buffer: bytearray, file: IO[bytes]) -> bool:
-        """Up to a batch; False: there are no more at the moment.  Once full, nothing more is kept."""
+        """Read up to a batch; False: no more at the moment.  Frames beyond the limit are only counted."""
         for _ in range(_BATCH_FRAMES):
             try:
                 nbytes = packets.recv_into(buffer, 0, socket.MSG_DONTWAIT | socket.MSG_TRUNC)
@@ -148,7 +147,7 @@ class Sniffer:
 
 def _packet_socket() -> socket.socket:
     """Sees each frame that the bridge forwards once: on the bridge itself, not on its ports."""
-    packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # protocol 0: silent until it is bound
+    packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # protocol 0: no frames until it is bound
     packets.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, KERNEL_BUFFER_BYTES)
     number = socket.if_nametoindex(BRIDGE)
     packets.setsockopt(_SOL_PACKET, _ADD_MEMBERSHIP, struct.pack("=iHH8x", number, _PROMISCUOUS, 0))
@@ -160,7 +159,7 @@ def _packet_socket() -> socket.socket:
 
 
 def frames_of(path: Path) -> Iterator[bytes]:
-    """The frames in a capture file of ours."""
+    """The frames in a capture file of `Sniffer`."""
     with path.open("rb") as file:
         file.seek(len(_PCAP_HEADER))
         while header := file.read(_PCAP_FRAME.size):
@@ -185,7 +184,7 @@ def segment_of(frame: bytes) -> Segment | None:
     header_bytes, total_bytes, fragment = (ip[0] & 15) * 4, *struct.unpack_from(">H2xH", ip, 2)
     if ip[9] != _TCP or fragment & 0x3FFF or len(ip) < header_bytes + 20:
         return None
-    tcp = ip[header_bytes : total_bytes or None]  # behind it: padding of short frames; 0: longer than 64 KiB
+    tcp = ip[header_bytes : total_bytes or None]  # followed by padding of short frames; 0: longer than 64 KiB
     source_port, target_port, sequence = struct.unpack_from(">HHI", tcp)
     source, target = socket.inet_ntoa(ip[12:16]), socket.inet_ntoa(ip[16:20])
     begins = bool(tcp[13] & _SYN)
@@ -203,14 +202,14 @@ class Stream:
     _parts: list[tuple[int, bytes]] = field(default_factory=list)
 
     def add(self, sequence: int, payload: bytes) -> None:
-        # The 32 bits wrap around: of all offsets that fit, it is the one nearest to the segment before.
+        # The 32 bits wrap around: of all offsets that fit, take the one nearest to the previous segment.
         step = (sequence - self.first - self._last + 2**31) % 2**32 - 2**31
         self._last += step
         if payload:
             self._parts.append((self._last, payload))
 
     def pieces(self) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of what is without a gap."""
+        """(offset, bytes) of each part without a gap."""
         start, text = 0, bytearray()
         for offset, payload in sorted(self._parts, key=lambda part: part[0]):
             end = start + len(text)
@@ -226,7 +225,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Conversations:
-    """All that a capture says, put in order."""
+    """All streams of a capture, in order."""
 
     streams: list[Stream] = field(default_factory=list)
     others: list[tuple[int, bytes]] = field(default_factory=list)
@@ -249,7 +248,7 @@ class Conversations:
         return all_of_it
 
     def find(self, pattern: bytes) -> list[Where]:
-        if not self._texts:  # put in order once, for all questions
+        if not self._texts:  # assembled once, for all searches
             self._texts = [(stream.name, *piece) for stream in self.streams for piece in stream.pieces()]
             self._texts += [(f"frame {number}", 0, frame) for number, frame in self.others]
         return [

@@ -1,6 +1,6 @@
-"""A coordinator's core with workers of a model in stages that do as they are told, for tests.
+"""A coordinator's core with workers of a model in stages whose messages a test chooses.
 
-Decides nothing; time passes one virtual second after the other.
+Time advances by one virtual second for each event.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class StagedRun(ScriptedCoordinator):
 
     Args:
         stages: of the model.
-        peers: who joins at once; with `start` they are ready as soon as they have a generation.
-        kept: checkpoints that a worker brings, by its key; `memory`: bytes that it declares.
+        peers: workers that join at once; with `start` they are ready as soon as they have a generation.
+        kept: checkpoints of a worker, by its key; `memory`: bytes that it declares.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StagedRun(ScriptedCoordinator):
             self.ready()
 
     def join(self, peer: m.PeerId) -> list[Effect]:
-        """Whoever was in the latest generation has it."""
+        """Join; a worker of the latest generation has its state."""
         setup = replace(
             self.setup,
             stage_checkpoints=self.checkpoints.get(peer, ()),
@@ -56,12 +56,12 @@ class StagedRun(ScriptedCoordinator):
         return super().join(peer, generation=self.core.generation, setup=setup)
 
     def lose(self, peer: m.PeerId) -> list[Effect]:
-        """Its connection broke and did not come back."""
+        """Its connection broke and was not restored."""
         effects = self.hear(PeerDisconnected(peer, "died"))
         return effects + self.tick(self.core.run.limits.regreet_s)
 
     def ready(self, *peers: m.PeerId) -> None:
-        """All members, or these."""
+        """All members, or these, are ready."""
         super().ready(*(peers or [member.peer for member in self.core.run.member_list]))
 
     def report(
@@ -73,7 +73,7 @@ class StagedRun(ScriptedCoordinator):
         prepared: m.RoundId | None = None,
         digest: bytes = b"",
     ) -> None:
-        """Each holds its seat's stage, after the View's step or `applied`."""
+        """Each reports its rank's stage, after the view's step or `applied`."""
         view = self.view
         for peer in peers:
             report = m.FreezeReport(
@@ -100,5 +100,5 @@ class StagedRun(ScriptedCoordinator):
         return " ".join(worker.name for worker in self.core.run.workers.values() if worker.standby_reason)
 
     def last_sent(self, peer: m.PeerId, kind: type[m.Message]) -> list[m.Message]:
-        """Of the latest answer."""
+        """Messages of a kind to a worker in the latest effects."""
         return sent(self.effects, kind, peer)

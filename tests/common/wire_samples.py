@@ -13,7 +13,7 @@ from gridtrain.network.wire import schema
 
 
 def repair(drawn: Any) -> Any:
-    """The value itself, or one like it that satisfies the `find_problem` of its class."""
+    """The value itself, or a similar one that satisfies the `find_problem` of its class."""
     match drawn:
         case m.Span(start, stop):
             return m.Span(min(start, stop), max(start, stop))
@@ -56,7 +56,7 @@ def _with_index(block: Any, max_blocks: int) -> Any:
 
 
 def layout(kind: declaration.FieldType) -> Any:
-    """Which values and bytes a field may hold, without any name, as JSON."""
+    """The values and bytes that a field allows, without names, as JSON."""
     match kind:
         case declaration.IntField(low=low, high=high):
             return f"int {low} .. {high}"
@@ -84,7 +84,7 @@ def layout(kind: declaration.FieldType) -> Any:
 
 
 def sample(kind: declaration.FieldType, random: Random) -> Any:
-    """A value within the bounds; the same for the same state of `random`, whatever fields are called."""
+    """A value within the bounds; it depends on the state of `random`, but not on names of fields."""
     match kind:
         case declaration.IntField(low=low, high=high):
             return random.choice((low, high, min(high, 300)))

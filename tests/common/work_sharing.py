@@ -2,10 +2,10 @@
 
     GRIDTRAIN_HALF=plain      runs the files that start no process, from the front
     GRIDTRAIN_HALF=process    runs the tests marked `integration`, then files of the other half, from its back
-    GRIDTRAIN_CLAIMS=FOLDER   who runs a file makes one of its name here first, or finds that the other did
+    GRIDTRAIN_CLAIMS=FOLDER   before it runs a file, a process makes one of its name here
 
-Tests with real processes stay one at a time, as they need the processors; both processors are busy until the
-end, as the first half to end takes what is left of the other.  Every file of a half is run, or claimed, by
+Tests with real processes run one at a time, as they need the processors.  Both processors are busy until the
+end, as the first half to end continues with files of the other.  Every file of a half is run, or claimed, by
 its owner: if both exit with 0, all tests have passed.
 """
 
@@ -33,7 +33,7 @@ class WorkSharing:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """As pytest's own, over the batches that are ours."""
+        """As pytest's own, over the batches of this process."""
         if session.testsfailed or session.config.option.collectonly:
             return None
         before: pytest.Item | None = None
@@ -46,7 +46,7 @@ class WorkSharing:
         return True
 
     def batches(self, items: list[pytest.Item]) -> Iterator[Batch]:
-        """Those that we run, each claimed when the one before has begun its last test."""
+        """The batches to run, each claimed when the previous one has begun its last test."""
         plain, process = split(items)
         for batch in process + plain[::-1] if self._half == PROCESS else plain:
             if self._claim(batch):
@@ -71,13 +71,13 @@ def split(items: list[pytest.Item]) -> tuple[list[Batch], list[Batch]]:
 
 
 def plugin() -> WorkSharing | None:
-    """For the half that the environment names, once: a pytest that a test starts is none."""
+    """The plugin for the half that the environment names; none in a pytest that a test starts."""
     half, claims = os.environ.pop(HALF, ""), os.environ.pop(CLAIMS, "")
     return WorkSharing(half, Path(claims)) if half else None
 
 
-def _run(session: pytest.Session, item: pytest.Item, following: pytest.Item | None) -> None:
-    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+def _run(session: pytest.Session, item: pytest.Item, next_item: pytest.Item | None) -> None:
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:

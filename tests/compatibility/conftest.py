@@ -1,4 +1,4 @@
-"""`oldformats` is no installed package: it lies beside the tests that use it."""
+"""`oldformats` is not an installed package: it is imported from beside its tests."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Checkpoints that workers of commit 330f465 wrote are what the models were, and training goes on from them.
+"""Checkpoints of commit 330f465 contain the models as they were, and training continues from them.
 
 <variant>/worker-N/step-00000003      one for each kind of exchange and optimizer; see data/scripts/train.py
 stages/worker-N/blocks-.../...        of a model in two stages, each worker with a copy of the other's
-known.json                            what the training loop held at that step
+known.json                            the state of the training loop at that step
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXCHANGES = {
     "of at least 8 elements",
 }
 RESIDUALS: dict[str, list[str]] = {"dense": [], "gtopk": ["residual", "u"]}
-"""Of the others what was not sent alone: they have no momentum of their own."""
+"""The others have only a residual, as they have no momentum of their own."""
 
 
 def copy_of(variant: str, tmp_path: Path) -> Path:
@@ -127,7 +127,7 @@ def test_a_damaged_residual_is_left_out(tmp_path: Path) -> None:
     assert read_checkpoint(path).residual == {}
 
 
-# -- going on --------------------------------------------------------------------------------------
+# -- continuing a run ------------------------------------------------------------------------------
 
 
 def together(count: int, folder: Path, work: Callable[[Any, int], None]) -> None:
@@ -157,7 +157,7 @@ def together(count: int, folder: Path, work: Callable[[Any, int], None]) -> None
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_goes_on_from_a_checkpoint(variant: str, tmp_path: Path) -> None:
-    """The worker describes its training in the words of that time, or the checkpoint would be left alone."""
+    """The worker describes its training in the same words, or the checkpoint would not be used."""
     folder, training = copy_of(variant, tmp_path), script("train")
     seen: list[tuple[int, Any, Any]] = []
 
@@ -180,13 +180,13 @@ def test_training_goes_on_from_a_checkpoint(variant: str, tmp_path: Path) -> Non
 
 
 def stores(folder: Path) -> list[StageCheckpointStore]:
-    """As two workers open theirs."""
+    """The stores of two workers."""
     found = []
     for path in sorted(folder.glob("worker-*")):
         facts = read_checkpoint_head(next(path.glob("blocks-*/step-*")))[1]
         found.append(
             StageCheckpointStore(
-                path, facts, every=3, keep=2, report=lambda held: None, load_state=lambda *_: None
+                path, facts, every=3, keep=2, report=lambda info: None, load_state=lambda *_: None
             )
         )
     return found
@@ -194,24 +194,24 @@ def stores(folder: Path) -> list[StageCheckpointStore]:
 
 def test_each_worker_has_both_stages(tmp_path: Path) -> None:
     for store in stores(copy_of("stages", tmp_path)):
-        held = store.stored_checkpoints()
-        assert [(one.applied, one.layers) for one in held] == [(STEP - 1, Span(0, 2)), (STEP - 1, Span(2, 4))]
-        assert all(store.is_intact(one) for one in held)
+        info = store.stored_checkpoints()
+        assert [(one.applied, one.layers) for one in info] == [(STEP - 1, Span(0, 2)), (STEP - 1, Span(2, 4))]
+        assert all(store.is_intact(one) for one in info)
 
 
 def test_checkpoints_of_stages_are_read(tmp_path: Path) -> None:
     known = {each["stage"]: each for each in known_of("stages").values()}
     for store in stores(copy_of("stages", tmp_path)):
         own = 0
-        for stage, held in enumerate(store.stored_checkpoints()):
-            found = store.load(held)
+        for stage, info in enumerate(store.stored_checkpoints()):
+            found = store.load(info)
             assert described(model_tensors(found.document, found.tensors)) == known[stage]["model"]
             assert described(found.residual) in ({}, known[stage]["residual"])
             own += bool(found.residual)
-        assert own == 1, "a residual stays with the worker whose it is"
+        assert own == 1, "a residual stays with its worker"
 
 
-def test_a_residual_that_was_left_is_the_workers(tmp_path: Path) -> None:
+def test_a_residual_that_was_left_is_read_back(tmp_path: Path) -> None:
     folder = copy_of("stages", tmp_path)
     for name, known in known_of("stages").items():
         path = next((folder / name).glob("blocks-*/left")).parent
@@ -222,7 +222,7 @@ def test_a_residual_that_was_left_is_the_workers(tmp_path: Path) -> None:
         assert left.residual_N.astype("<f4").tobytes().hex() == residual[2]
 
 
-def test_the_stages_are_put_together(tmp_path: Path) -> None:
+def test_the_stages_are_assembled(tmp_path: Path) -> None:
     exported = export_model(copy_of("stages", tmp_path), tmp_path / "model.safetensors")
     assert exported.step == STEP
     whole = {name: value for each in known_of("stages").values() for name, value in each["model"].items()}
@@ -247,7 +247,7 @@ def test_training_in_stages_goes_on(tmp_path: Path) -> None:
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    """The parts of the model as the finished run has exported them."""
+    """The exported parts of the model of the finished run."""
     parts = sorted(folder.glob("final*.safetensors"))
     assert len(parts) == 2
     return {name: value for part in parts for name, value in safetensors.torch.load_file(part).items()}

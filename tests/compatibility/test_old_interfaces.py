@@ -1,7 +1,7 @@
-"""What other programs read keeps its names: the status, the dashboard's JSON, Prometheus, the log.
+"""Interfaces to other programs keep their names: the status, the dashboard's JSON, Prometheus, the log.
 
-What is recorded is the status of a real run, with members, a worker that rests, bans and strikes.  That later
-code gives such a status itself is tested in test_old_runs.py.
+Recorded is the status of a real run, with members, a paused worker, bans and violations.  test_old_runs.py
+tests that later code gives such a status itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGES = ("gridtrain", "gridtrain_coordinator", "gridtrain_worker")
 
 @pytest.fixture
 def board() -> Any:
-    """What the dashboard makes of the recorded status."""
+    """The dashboard of the recorded status."""
     from oldformats.dashboard import Board
 
     made = Board()
@@ -46,7 +46,7 @@ def test_an_old_status_is_shown(board: Any) -> None:
     assert rows["anna"]["loss"] and rows["bert"]["loss"] and rows["gina"]["loss"] is None
 
 
-def test_the_dashboard_tells_what_it_told(board: Any) -> None:
+def test_the_dashboard_shows_the_same_as_before(board: Any) -> None:
     whole = board.full_state()
     assert set(KNOWN["board"]) <= keys_of(whole)
     assert set(KNOWN["columns"]) <= set(whole["columns"])
@@ -78,12 +78,12 @@ def test_the_json_interface_has_its_paths_and_fields() -> None:
         assert name in schemas and set(properties) <= set(schemas[name].get("properties", {})), name
 
 
-def test_lines_of_the_log_have_their_names() -> None:
-    """They are the label `event` of a metric, and what people search for."""
+def test_lines_of_the_log_keep_their_names() -> None:
+    """They are the label `event` of a metric, and users search for them."""
     sources = [
         path.read_text(encoding="utf-8")
         for package in PACKAGES
         for path in Path(str(resources.files(package))).rglob("*.py")
     ]
-    told = {name for text in sources for name in re.findall(r'"(?:info|warning|error)",\s*"(\w+)"', text)}
-    assert set(recorded("interfaces/events.json")) <= told
+    logged = {name for text in sources for name in re.findall(r'"(?:info|warning|error)",\s*"(\w+)"', text)}
+    assert set(recorded("interfaces/events.json")) <= logged

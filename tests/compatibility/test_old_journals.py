@@ -1,9 +1,9 @@
-"""A coordinator's folder that commit 330f465 wrote says to later code what it said to that one.
+"""Later code reads the folder of a coordinator of commit 330f465 as that commit did.
 
-interrupted   two terms, invitations of all sorts, a kick, a ban, a pardon, three strikes; killed
+interrupted   two terms, invitations of all kinds, a kick, a ban, an unban, three violations; killed
 finished      the same run, later: a third term, and the end
-stages        a model in two stages: checkpoints that were told of, a rollback; killed
-judgements    strikes by members, a liar who was found out, a member that was let in again
+stages        a model in two stages: reported checkpoints, a rollback; killed
+judgements    violations reported by members, a false accuser that was found, a member that was readmitted
 invented      entries of a run with every field in use, which real runs leave at their defaults
 """
 
@@ -29,8 +29,8 @@ from oldformats.library import (
     JournalStore,
     Membership,
     MessageReceived,
+    access_of_journal,
     dashboard_token,
-    door_of_journal,
     operator_identity,
     parse_invitation,
     read_checkpoint_head,
@@ -49,7 +49,7 @@ def state_of(name: str, tmp_path: Path) -> Path:
 
 
 def rows_of(journal: Path) -> list[tuple[int, str, Any]]:
-    """What lies in the file, read without the library."""
+    """The rows of the file, read without the library."""
     connection = sqlite3.connect(journal)
     rows = connection.execute("SELECT id, kind, body FROM journal ORDER BY id").fetchall()
     connection.close()
@@ -65,7 +65,7 @@ def entries_of(state: Path) -> list[tuple[str, Any]]:
 
 
 def key_of(name: str) -> str:
-    """Of a worker of the run "whole", in hexadecimal."""
+    """The key of a worker of the run "whole", in hexadecimal."""
     enrolled = [body["peer"] for kind, body in _bodies() if kind == "enrolled"]
     (key,) = {peer for peer in enrolled if peer.startswith(KNOWN["keys"][name])}
     return str(key)
@@ -120,22 +120,22 @@ def test_the_run_is_recovered_wherever_the_coordinator_was_killed(name: str, tmp
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_keys_may_come_in(name: str, tmp_path: Path) -> None:
+def test_the_same_keys_are_admitted(name: str, tmp_path: Path) -> None:
     state = state_of(name, tmp_path)
     store = JournalStore.open(state / "journal.sqlite")
     operator = operator_identity(state / "journal.sqlite").public
-    door = door_of_journal(store, name, operator, store.identity().public)
+    access = access_of_journal(store, name, operator, store.identity().public)
     store.close()
     wall_s, standings = READ[name]["wall_s"], READ[name]["standings"]
-    assert door.status(wall_s) == READ[name]["door"]
-    assert {peer: door.access_role(bytes.fromhex(peer), wall_s).value for peer in standings} == standings
+    assert access.status(wall_s) == READ[name]["door"]
+    assert {peer: access.access_role(bytes.fromhex(peer), wall_s).value for peer in standings} == standings
     assert plain(operator) == READ[name]["operator"]
-    assert door.is_operator(operator) and door.access_role(operator, wall_s).value == "peer"
+    assert access.is_operator(operator) and access.access_role(operator, wall_s).value == "peer"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_journal_has_the_tables_of_an_old_one(name: str, tmp_path: Path) -> None:
-    """Once it was opened, which brings it up to date."""
+    """Once it was opened, which migrates it."""
     query = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
     schemas = []
     for path in (tmp_path / "new.sqlite", state_of(name, tmp_path) / "journal.sqlite"):
@@ -188,46 +188,52 @@ def test_facts_that_its_version_did_not_record_are_those_of_the_first_worker_tha
     assert [e.body["facts"] for e in effects if isinstance(e, JournalEntry)] == [dict(facts)]
 
 
-def test_who_was_put_out_stays_out(tmp_path: Path) -> None:
+def test_a_removed_worker_stays_removed(tmp_path: Path) -> None:
     state = state_of("interrupted", tmp_path)
     store = JournalStore.open(state / "journal.sqlite")
-    door = door_of_journal(
+    access = access_of_journal(
         store, "whole", operator_identity(state / "journal.sqlite").public, store.identity().public
     )
     store.close()
     wall_s = READ["interrupted"]["wall_s"]
-    standings = {name: door.access_role(bytes.fromhex(key_of(name)), wall_s).value for name in KNOWN["keys"]}
+    standings = {
+        name: access.access_role(bytes.fromhex(key_of(name)), wall_s).value for name in KNOWN["keys"]
+    }
     assert standings == {
         **dict.fromkeys(("anna", "bert", "gina"), "peer"),
         **dict.fromkeys(("clara", "dora", "erik"), "stranger"),
     }
-    told = {}
+    replies = {}
     crew = Identity.from_secret(parse_invitation(KNOWN["invitations"]["crew"]).token).public
     for name in ("clara", "dora", "erik"):
-        told[name] = door.enrol(crew, bytes.fromhex(key_of(name)), "127.0.0.1", wall_s).reply
-    assert [getattr(reply, "code", "") for reply in told.values()] == ["kicked", "banned", "kicked"]
+        replies[name] = access.enrol(crew, bytes.fromhex(key_of(name)), "127.0.0.1", wall_s).reply
+    assert [getattr(reply, "code", "") for reply in replies.values()] == ["kicked", "banned", "kicked"]
     assert (
-        "too slow" in str(told["clara"]) and "spam" in str(told["dora"]) and "3 strikes" in str(told["erik"])
+        "too slow" in str(replies["clara"])
+        and "spam" in str(replies["dora"])
+        and "3 strikes" in str(replies["erik"])
     )
-    assert KNOWN["struck out"] == key_of("erik") and door.violation_count(bytes.fromhex(key_of("erik"))) == 3
+    assert (
+        KNOWN["struck out"] == key_of("erik") and access.violation_count(bytes.fromhex(key_of("erik"))) == 3
+    )
     pardoned = bytes.fromhex(KNOWN["pardoned"])
-    assert door.access_role(pardoned, wall_s).value == "stranger"
-    assert KNOWN["pardoned"] not in str(door.status(wall_s)["banned"])
+    assert access.access_role(pardoned, wall_s).value == "stranger"
+    assert KNOWN["pardoned"] not in str(access.status(wall_s)["banned"])
 
 
-def test_invitations_are_as_good_as_they_were(tmp_path: Path) -> None:
+def test_invitations_are_as_valid_as_before(tmp_path: Path) -> None:
     state = state_of("interrupted", tmp_path)
     store = JournalStore.open(state / "journal.sqlite")
-    door = door_of_journal(
+    access = access_of_journal(
         store, "whole", operator_identity(state / "journal.sqlite").public, store.identity().public
     )
     store.close()
     wall_s = READ["interrupted"]["wall_s"]
-    guests = {
+    pending = {
         name: Identity.from_secret(parse_invitation(text).token).public
         for name, text in KNOWN["invitations"].items()
     }
-    refusals = {name: door.invitation_refusal(key, wall_s) for name, key in guests.items()}
+    refusals = {name: access.invitation_refusal(key, wall_s) for name, key in pending.items()}
     assert {name: refusal and refusal.reason for name, refusal in refusals.items()} == {
         "crew": None,
         "expired": "this invitation has expired",
@@ -236,7 +242,7 @@ def test_invitations_are_as_good_as_they_were(tmp_path: Path) -> None:
         "used up": "this invitation is used up",
         "kept": None,
     }
-    assert {door.access_role(key, wall_s + 400 * 86_400).value for key in guests.values()} == {"stranger"}
+    assert {access.access_role(key, wall_s + 400 * 86_400).value for key in pending.values()} == {"stranger"}
 
 
 def test_the_finished_run_is_finished(tmp_path: Path) -> None:
@@ -244,23 +250,25 @@ def test_the_finished_run_is_finished(tmp_path: Path) -> None:
     assert run.is_finished and run.view is not None and run.view.term == 3
 
 
-def test_checkpoints_of_stages_that_the_run_came_by_are_those_on_the_disks(tmp_path: Path) -> None:
+def test_recorded_checkpoints_of_stages_are_those_on_the_disks(tmp_path: Path) -> None:
     run = recover_run(entries_of(state_of("stages", tmp_path)))
     assert run.definition is not None and run.definition.stages == 2 and run.view is not None
     assert run.definition.model is not None and run.definition.model.cuts == (0, 2, 4)
-    assert len(run.view.stage_bounds) == 3 and run.view.stage_bounds[-1] == 4, "it may have been cut anew"
-    told = {
+    assert len(run.view.stage_bounds) == 3 and run.view.stage_bounds[-1] == 4, (
+        "it may have been repartitioned"
+    )
+    replies = {
         (applied, history.hex(), (blocks.start, blocks.stop)): {digest.hex() for digest in digests}
         for (applied, history, _), stages in run.checkpoints.items()
         for blocks, digests in stages.items()
     }
     found: dict[tuple[int, str, tuple[int, int]], set[str]] = {}
     for path in (DATA / "workers").glob("*/gridtrain/stages/checkpoints/*/*/blocks-*/step-*"):
-        held, _ = read_checkpoint_head(path)
+        info, _ = read_checkpoint_head(path)
         _, start, stop = path.parent.name.split("-")
-        key = held.applied, held.history.hex(), (int(start), int(stop))
-        found.setdefault(key, set()).add(held.digest.hex())
-    assert told == found and sorted({applied for applied, *_ in told}) == [19, 39]
+        key = info.applied, info.history.hex(), (int(start), int(stop))
+        found.setdefault(key, set()).add(info.digest.hex())
+    assert replies == found and sorted({applied for applied, *_ in replies}) == [19, 39]
 
 
 def test_every_field_of_a_generation_is_recovered(tmp_path: Path) -> None:
@@ -291,10 +299,10 @@ def test_every_field_of_a_generation_is_recovered(tmp_path: Path) -> None:
     assert plain(bert)[5:7] == [0, [[[0, 1], 0], [[1, 3], 1]]]
     assert [digest.hex() for digest in bert.piece_digests] == ["", bytes(range(32, 64)).hex()]
     (checkpoint,) = run.checkpoints
-    assert checkpoint[0] == 19, "that of step 40 came after the step to which the run went back"
+    assert checkpoint[0] == 19, "the one of step 40 is later than the step to which the run went back"
 
 
-def test_a_member_that_a_liar_had_put_out_is_a_member(tmp_path: Path) -> None:
+def test_a_member_that_was_falsely_accused_is_a_member(tmp_path: Path) -> None:
     kinds = [(kind, body.get("cause", "")) for kind, body in entries_of(state_of("judgements", tmp_path))]
     assert ("expelled", "liar") in kinds and ("expelled", "strikes") in kinds
     standings = {bytes.fromhex(peer).rstrip(b"."): s for peer, s in READ["judgements"]["standings"].items()}
@@ -330,7 +338,7 @@ def test_programs_find_the_coordinator_by_its_contact_file(tmp_path: Path) -> No
     ]
 
 
-def test_the_token_of_the_dashboard_stays(tmp_path: Path) -> None:
+def test_the_token_of_the_dashboard_does_not_change(tmp_path: Path) -> None:
     state = state_of("interrupted", tmp_path)
     assert dashboard_token(state) == (state / "dashboard.token").read_text().strip()
 

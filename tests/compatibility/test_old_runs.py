@@ -1,7 +1,6 @@
 """Runs that were interrupted under commit 330f465 are finished by later code, in real processes.
 
-The coordinator's folder and the workers' are copies of those that the old programs left when they were
-killed.
+The folders of the coordinator and the workers are copies of those of the old programs, which were killed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ COORDINATOR = Path(__file__).parent / "oldformats" / "brisk_coordinator.py"
 WITHIN_S = 120.0
 KNOWN = recorded("coordinator/known.json")
 WHOLE_STEPS, STAGES_STEPS = 700, 150
-"""As many as the recorded runs were to have."""
+"""The steps of the recorded runs."""
 
 
 class Programs:
@@ -60,7 +59,7 @@ class Programs:
             )
 
     def coordinate(self, *words: str) -> None:
-        """At a free port; what stood in the contact file was another one."""
+        """Start the coordinator at a free port; the contact file has another one."""
         place = ("--listen", "tcp://127.0.0.1:0", "--state", str(self.state), "--min-workers", "2")
         self.start("coordinator", sys.executable, str(COORDINATOR), *place, "--no-dashboard", *words)
         self.wait(lambda: "coordinated at tcp://" in self.log("coordinator"), "the coordinator listens")
@@ -99,7 +98,7 @@ class Programs:
         return found
 
     def finish(self) -> None:
-        """All have to end well."""
+        """Wait until all programs have ended with exit code 0."""
         for name, process in list(self.running.items()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(WITHIN_S)
@@ -123,7 +122,7 @@ def programs(folder: Path, state: str, *workers: str) -> Iterator[Programs]:
 
 
 def test_an_interrupted_run_is_finished(tmp_path: Path) -> None:
-    """anna has the bundle on her disk, bert has to fetch it; both have accepted it, and are let in."""
+    """anna has the bundle on its disk, bert has to fetch it; both have accepted it, and are admitted."""
     with programs(tmp_path, "interrupted", "anna", "bert") as run:
         (tmp_path / "pause").write_text("0.05")
         for name in ("train.py", "run.toml"):
@@ -146,21 +145,23 @@ def test_an_interrupted_run_is_finished(tmp_path: Path) -> None:
 
 
 def latest_step(name: str) -> int:
-    """Of the checkpoints that the recorded worker had."""
+    """The latest step of the recorded worker's checkpoints."""
     return max(int(path.name[5:]) for path in (DATA / "workers" / name).glob("**/step-*"))
 
 
 def training(run: Programs, *names: str) -> dict[str, Any] | None:
-    """The status as soon as these train and have told their figures."""
+    """The status as soon as these workers train and have reported their figures."""
     shown = run.status()
     members = {each["name"]: each for each in shown["members"] if each["rank"] is not None}
     here = shown["phase"] == "training" and set(members) == set(names)
-    told = all("loss" in each["figures"] and each["sent_Bps"] is not None for each in members.values())
-    return shown if here and told else None
+    have_reported = all(
+        "loss" in each["figures"] and each["sent_Bps"] is not None for each in members.values()
+    )
+    return shown if here and have_reported else None
 
 
 def assert_status_has_its_names(shown: dict[str, Any]) -> None:
-    """Events have fields of their own, and nobody rests here."""
+    """Events have their own fields, and no worker is paused here."""
     known = keys_of(recorded("interfaces/status.json")["status"])
     varying = ("events[].", "resting[].", "backup")
     missing = {key for key in known - keys_of(shown) if not key.startswith(varying)}
@@ -197,7 +198,7 @@ def test_an_interrupted_run_in_stages_is_finished(tmp_path: Path) -> None:
         pytest.param("stages", ("--run", "whole"), "stages", id="another run's folder"),
     ],
 )
-def test_a_journal_that_cannot_go_on_is_refused_with_what_to_do(
+def test_a_journal_that_cannot_continue_is_refused_with_a_remedy(
     state: str, words: tuple[str, ...], what: str, tmp_path: Path
 ) -> None:
     with programs(tmp_path, state) as run:

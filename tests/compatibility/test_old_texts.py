@@ -1,4 +1,4 @@
-"""Texts that people and programs keep mean what they meant: invitations, facts, options, files."""
+"""Stored texts keep their meaning: invitations, facts, options, files."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_an_old_invitation_is_read_and_written_as_it_was(known: dict[str, Any]) 
 @pytest.mark.parametrize(
     "known", recorded("texts/invitations.json"), ids=lambda known: known["parts"][3][:10]
 )
-def test_an_invitation_opens_the_door_by_the_key_that_it_had(known: dict[str, Any]) -> None:
-    guest = Identity.from_secret(parse_invitation(known["text"]).token).public
-    assert guest.hex() == known["guest"]
-    assert invitation_digest(guest) == known["stored"]
+def test_an_invitation_has_the_same_key(known: dict[str, Any]) -> None:
+    pending = Identity.from_secret(parse_invitation(known["text"]).token).public
+    assert pending.hex() == known["guest"]
+    assert invitation_digest(pending) == known["stored"]
 
 
 def test_a_damaged_invitation_is_refused_with_what_to_do() -> None:
@@ -92,7 +92,7 @@ def test_a_damaged_invitation_is_refused_with_what_to_do() -> None:
 # -- digests ---------------------------------------------------------------------------------------
 
 
-def test_keys_and_histories_hash_to_what_they_did() -> None:
+def test_keys_and_histories_have_the_same_hashes() -> None:
     known = recorded("texts/digests.json")
     key, stored = known["stored form of an invitation"]
     assert invitation_digest(bytes.fromhex(key)) == stored
@@ -103,12 +103,12 @@ def test_keys_and_histories_hash_to_what_they_did() -> None:
     assert extend_history(EMPTY_HISTORY, bytes.fromhex(step)).hex() == history
 
 
-def test_folders_of_runs_have_their_names() -> None:
+def test_folders_of_runs_keep_their_names() -> None:
     known = recorded("texts/digests.json")["folders"]
     assert {run: run_folder_name(run) for run in known} == known
 
 
-def test_samples_hash_to_what_they_did() -> None:
+def test_samples_have_the_same_hashes() -> None:
     values: list[Any] = [
         None,
         True,
@@ -126,12 +126,12 @@ def test_samples_hash_to_what_they_did() -> None:
     ]
 
 
-def test_samples_come_in_the_order_in_which_they_came() -> None:
+def test_samples_are_in_the_same_order() -> None:
     found = [permutation(7, seed, number).tolist() for seed, number in ((0, 0), (5, 1), (2**40, 2**33))]
     assert found == recorded("texts/digests.json")["order of samples"]
 
 
-def test_layers_draw_with_the_seeds_with_which_they_drew() -> None:
+def test_layers_draw_from_the_same_seeds() -> None:
     known = recorded("texts/digests.json")
     assert [derive_step_seed(3, 4, 5), derive_layer_seed(derive_step_seed(3, 4, 5), 1, 2)] == known["seeds"]
 
@@ -145,7 +145,7 @@ def test_layers_draw_with_the_seeds_with_which_they_drew() -> None:
     assert [weight.flatten().tolist() for weight in weights] == known["initial values"]
 
 
-# -- facts: whoever joins an old run must describe its training in the same words -------------------
+# -- facts: a worker that joins an old run must describe its training in the same words --------------
 
 EXCHANGES = (
     gridtrain.Dense(),
@@ -165,14 +165,14 @@ EXCHANGES = (
 )
 
 
-def test_exchanges_are_described_as_they_were() -> None:
+def test_exchanges_have_the_same_descriptions() -> None:
     known = recorded("texts/facts.json")
     assert [exchange.describe() for exchange in EXCHANGES] == known["exchanges"]
     overlaps = [gridtrain.Overlap(), gridtrain.Overlap(buckets=7, least=1000, adaptive=False)]
     assert [overlap.describe() for overlap in overlaps] == known["overlaps"]
 
 
-def test_a_coordinator_understands_descriptions_of_exchanges_as_it_did() -> None:
+def test_a_coordinator_parses_descriptions_of_exchanges_as_before() -> None:
     known = recorded("texts/facts.json")
     assert [plain(Auto.parse(text)) for text in known["exchanges"]] == known["chosen by the coordinator"]
     model = ("model", "1000 parameters in 4 tensors, digest 0123456789ab")
@@ -184,7 +184,7 @@ def test_a_coordinator_understands_descriptions_of_exchanges_as_it_did() -> None
     assert {load[5] for load in loads if load} == {"fp32"}
 
 
-def test_models_optimizers_and_data_are_described_as_they_were() -> None:
+def test_models_optimizers_and_data_have_the_same_descriptions() -> None:
     known, model, frozen = recorded("texts/facts.json"), tiny_model(), tiny_model()
     next(frozen.parameters()).requires_grad_(False)
     assert [model_digest(model)[0], model_digest(frozen)[0]] == known["models"]
@@ -202,7 +202,7 @@ def test_models_optimizers_and_data_are_described_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("program", ["coordinator", "worker"])
-def test_no_option_of_that_time_is_gone_or_means_something_else(program: str) -> None:
+def test_no_option_was_removed_or_changed_its_meaning(program: str) -> None:
     here = {
         one.name: {
             "name": one.name,
@@ -220,7 +220,7 @@ def test_no_option_of_that_time_is_gone_or_means_something_else(program: str) ->
         assert here.get(known["name"]) == known
 
 
-def test_variables_of_that_time_still_mean_something() -> None:
+def test_environment_variables_still_exist() -> None:
     known = set(recorded("texts/options.json")["variables"])
     assert known <= known_variables() | set(OTHER_VARIABLES)
 
@@ -243,7 +243,7 @@ def commands() -> dict[str, click.Command]:
     return found
 
 
-def test_commands_of_that_time_take_the_same_words() -> None:
+def test_commands_still_accept_the_same_arguments() -> None:
     known, here = dict(recorded("texts/command_line.json")), commands()
     known.pop("of the package")
     for name, words in known.items():
@@ -258,18 +258,18 @@ def test_commands_of_that_time_take_the_same_words() -> None:
         assert sum(word.startswith("<") for word in words) == arguments, name
 
 
-def test_the_package_offers_what_it_offered() -> None:
+def test_the_package_still_exports_the_same_names() -> None:
     assert set(recorded("texts/command_line.json")["of the package"]) <= set(gridtrain.__all__)
     assert all(hasattr(gridtrain, name) for name in gridtrain.__all__)
 
 
-def test_a_script_reads_what_an_old_agent_puts_into_its_environment() -> None:
+def test_a_script_reads_the_environment_of_an_old_agent() -> None:
     known = recorded("texts/environment.json")
     found = plain(JoinConfig.from_environment(known["variables"]))
     assert found[: len(known["read"])] == known["read"] and found[-1] == known["defaults"]
 
 
-# -- files that people write -----------------------------------------------------------------------
+# -- files that users write ------------------------------------------------------------------------
 
 
 def test_an_old_run_toml_is_read() -> None:
@@ -301,7 +301,7 @@ def test_a_bundle_has_the_digest_that_volunteers_have_accepted() -> None:
     assert sorted(opened.files) == files and opened.run == made.run
 
 
-def test_layers_and_networks_that_people_have_written_are_read() -> None:
+def test_files_of_layers_and_networks_are_read() -> None:
     known = recorded("texts/files.json")
     for name in ("layers.toml", "profile.toml"):
         assert plain(read_layers(TEXTS / name)) == known[name]

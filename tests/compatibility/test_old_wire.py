@@ -1,4 +1,4 @@
-"""Bytes that members of one run send each other are those that commit 330f465 sent, in both directions."""
+"""The bytes that members of a run exchange are those of commit 330f465, in both directions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from oldformats.library import (
     capture_state,
     choose_residual,
     content_digest,
-    cut_state,
     decode_sparse,
     encode_sparse,
     hyperparameter_digest,
@@ -42,6 +41,7 @@ from oldformats.library import (
     replica_digest,
     restore_state,
     sparse_digest,
+    split_state,
     state_digest,
     write_update,
 )
@@ -127,7 +127,7 @@ def test_a_state_is_described_as_it_was() -> None:
 def test_digests_of_a_state_are_what_they_were() -> None:
     known, (model, optimizer, trackers) = recorded("wire/states.json"), tiny_training()
     own, common = bytes.fromhex(known["own"]), bytes.fromhex(known["common"])
-    assert bytes(cut_state([own, common])[0]).hex() == known["first block"]
+    assert bytes(split_state([own, common])[0]).hex() == known["first block"]
     assert state_digest([own, common]).hex() == known["digest of blocks"]
     assert StateSnapshot.build(41, bytes(range(32)), own, common).table.hex() == known["image table"]
     assert content_digest(*pack_state(model, optimizer, trackers)).hex() == known["content digest"]

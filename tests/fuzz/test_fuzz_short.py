@@ -1,6 +1,6 @@
 """A short run of `make fuzz` over the corpus and new inputs; and a check that it finds planted faults.
 
-make fuzz MINUTES=10 SEED=1        more of the same
+make fuzz MINUTES=10 SEED=1        a longer run
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ TARGETS = [
 def short_run(name: str, inputs: int, seed: int = SEED) -> tuple[Trial, list[bytes]]:
     target = registry.find(name)
     tried = Trial(target)
-    kept = list(corpus.load(name).values())
-    pool = own.fuzz(tried, Reach(target.watched), kept, seed, lambda: tried.inputs >= inputs)
+    stored = list(corpus.load(name).values())
+    pool = own.fuzz(tried, Reach(target.watched), stored, seed, lambda: tried.inputs >= inputs)
     return tried, pool
 
 
-def told(tried: Trial) -> str:
+def text_of(tried: Trial) -> str:
     return "\n".join(f"{f.signature} ({f.data.hex()})\n{f.text}" for f in tried.findings.values())
 
 
@@ -52,27 +52,27 @@ def told(tried: Trial) -> str:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_kept_inputs_find_nothing(name: str) -> None:
-    kept = corpus.load(name)
-    assert kept, f"corpus/{name} is empty: python tests/fuzz --grow --target {name}"
+def test_inputs_of_the_corpus_have_no_findings(name: str) -> None:
+    stored = corpus.load(name)
+    assert stored, f"corpus/{name} is empty: python tests/fuzz --grow --target {name}"
     tried = Trial(registry.find(name), measured_every=1)
-    found = {file: finding.text for file, data in kept.items() if (finding := tried.one(data)) is not None}
+    found = {file: finding.text for file, data in stored.items() if (finding := tried.one(data)) is not None}
     assert not found, "\n".join(f"--replay tests/fuzz/corpus/{name}/{file}\n{t}" for file, t in found.items())
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_new_inputs_find_nothing(name: str) -> None:
+def test_new_inputs_have_no_findings(name: str) -> None:
     target, random = registry.find(name), Random(f"{SEED} {name}")
     pool = list(corpus.load(name).values())
     tried = Trial(target)
     for _ in range(60 if name in SLOW else 800):
         tried.one(own.mutated(target, random, pool))
-    assert not tried.findings, f"seed {SEED}: {told(tried)}"
+    assert not tried.findings, f"seed {SEED}: {text_of(tried)}"
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_honest_ones_do_is_accepted(name: str) -> None:
-    """Otherwise the targets would only reach the first check of each decoder."""
+def test_valid_inputs_are_accepted(name: str) -> None:
+    """Otherwise the targets would reach only the first check of each decoder."""
     target, random = registry.find(name), Random(f"{SEED} {name}")
     tried = Trial(target)
     for _ in range(30):
@@ -80,7 +80,7 @@ def test_what_honest_ones_do_is_accepted(name: str) -> None:
     assert tried.accepted >= 3, f"{tried.accepted} of 30"
 
 
-# -- that it finds what there is: a defence is taken away, and the fuzzer says so -------------------
+# -- planted faults: a defence is disabled, and the fuzzer finds it ----------------------------------
 
 PLANTED = {
     "codec": ("gridtrain.core.messages.declaration.IntField.pack", lambda self, value: value, 20000),
@@ -140,7 +140,7 @@ def made_up(run: Callable[[bytes], bool]) -> Target:
 def test_a_seed_repeats_its_inputs() -> None:
     seen: dict[int, list[bytes]] = {}
 
-    def play(seed: int) -> list[bytes]:
+    def inputs_of(seed: int) -> list[bytes]:
         inputs: list[bytes] = []
         base = registry.find("sparse")
         tried = Trial(replace(base, run=lambda data: inputs.append(data) is None and base.run(data)))
@@ -148,8 +148,8 @@ def test_a_seed_repeats_its_inputs() -> None:
         return inputs
 
     for seed in (1, 2):
-        seen[seed] = play(seed)
-        assert play(seed) == seen[seed]
+        seen[seed] = inputs_of(seed)
+        assert inputs_of(seed) == seen[seed]
     assert seen[1] != seen[2]
 
 
@@ -167,7 +167,7 @@ def run(data):
 """
 
 
-def test_what_reaches_further_leads_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_reach_new_lines_are_mutated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four nested conditions: the last is only found if inputs that reach one are mutated."""
     (tmp_path / "stairs.py").write_text(STAIRS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -175,18 +175,18 @@ def test_what_reaches_further_leads_further(tmp_path: Path, monkeypatch: pytest.
         "stairs", "", import_module("stairs").run, lambda random: bytes(8), ("stairs",), max_bytes=8
     )
 
-    def inputs_to_the_top(kept: bool) -> int:
+    def inputs_to_the_top(guided: bool) -> int:
         tried, reach = Trial(target), Reach(target.watched)
-        if not kept:
+        if not guided:
             monkeypatch.setattr(reach, "add", lambda steps: False)
         own.fuzz(tried, reach, [], SEED, lambda: bool(tried.findings) or tried.inputs > 30_000)
         return tried.inputs
 
-    guided_by_lines, blind = inputs_to_the_top(kept=True), inputs_to_the_top(kept=False)
+    guided_by_lines, blind = inputs_to_the_top(guided=True), inputs_to_the_top(guided=False)
     assert guided_by_lines < 10_000 and guided_by_lines < blind
 
 
-def test_time_memory_and_endlessness_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_time_or_memory_and_hangs_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(data: bytes) -> bool:
         match data:
             case b"slow":
@@ -215,10 +215,10 @@ def test_time_memory_and_endlessness_are_findings(monkeypatch: pytest.MonkeyPatc
     assert hang is not None and hang.signature.startswith("Hang in ")
 
 
-def test_a_finding_is_made_small() -> None:
+def test_a_finding_is_minimised() -> None:
     def run(data: bytes) -> bool:
         if b"\xff\xfe" in data:
-            raise RemoteProtocolError("a target lets nothing through")
+            raise RemoteProtocolError("the target refuses every input")
         return True
 
     target = made_up(run)
@@ -227,7 +227,7 @@ def test_a_finding_is_made_small() -> None:
     assert trial.minimised(target, finding).data == b"\xff\xfe"
 
 
-def test_findings_are_written_down_with_how_to_see_them_again(
+def test_findings_are_written_with_the_command_that_replays_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(corpus, "FINDINGS", tmp_path / "findings")
@@ -241,24 +241,21 @@ def test_findings_are_written_down_with_how_to_see_them_again(
     command = said.strip().splitlines()[-1]
     (written,) = (path for path in (tmp_path / "findings").iterdir() if not path.suffix)
     assert command.endswith(f"--replay findings/{written.name}") and written.read_bytes() == b"\1\2"
-    assert commands.main(["--replay", str(written)]) == 0  # in truth it is a payload like any other
+    assert commands.main(["--replay", str(written)]) == 0  # it is a valid payload
 
 
-@pytest.mark.parametrize("road", ["own", "atheris"])
-def test_the_command_as_make_runs_it(road: str) -> None:
-    if road == "atheris" and not guided.available():
+@pytest.mark.parametrize("fuzzer", ["own", "atheris"])
+def test_the_command_of_make_fuzz(fuzzer: str) -> None:
+    if fuzzer == "atheris" and not guided.available():
         pytest.skip("atheris is not installed: pip install atheris")
     command = [sys.executable, str(corpus.HERE), "--target", "merge", "--inputs", "300", "--seed", "1"]
     done = subprocess.run(
-        [*command, "--road", road, "--jobs", "1"], capture_output=True, text=True, timeout=120
+        [*command, "--fuzzer", fuzzer, "--jobs", "1"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
     first, _, line, last = done.stdout.splitlines()
-    assert (
-        first
-        == f"seed 1, 1 processes, guided by {'atheris (libFuzzer)' if road == 'atheris' else 'lines reached'}"
-        or ("atheris is not installed" in first)
-    )
+    guide = "atheris (libFuzzer)" if fuzzer == "atheris" else "lines reached"
+    assert first == f"seed 1, 1 processes, guided by {guide}" or "atheris is not installed" in first
     assert line.split()[:2] == ["merge", "300"] and int(line.split()[5]) > 50  # lines reached
     assert last.split()[:3] == ["all", "300", "inputs"] and last.endswith("0 findings")
 

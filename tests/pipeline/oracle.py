@@ -51,7 +51,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 class Seeded(nn.Module):
-    """Some layers, each with the random numbers of its place and of the micro-batch: forwards are counted."""
+    """Some layers, each with random numbers of its position and of the micro-batch: it counts forwards."""
 
     def __init__(self, layers: list[nn.Module], first: int) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ def gradients_of(stages: int, micro_batches: int, schedule: str, stage: int) -> 
         "input_args": rows.clone().requires_grad_(stage > 0),
         "output_args": rows.clone().requires_grad_(),
     }
-    held = PipelineStage(module, stage, stages, torch.device("cpu"), **agreed)
+    stage_module = PipelineStage(module, stage, stages, torch.device("cpu"), **agreed)
     made = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[schedule]
 
     def loss(out: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(out, target) * (len(out) / SAMPLES)
 
-    runner = made(held, micro_batches, loss_fn=loss, scale_grads=False)
+    runner = made(stage_module, micro_batches, loss_fn=loss, scale_grads=False)
     inputs, targets = batch()
     runner.step(*([inputs] if stage == 0 else []), target=targets if stage == stages - 1 else None)
     names = {f"{start + int(i)}": layer for i, layer in enumerate(module.layers)}

@@ -1,9 +1,9 @@
-"""Workers of one pipeline in threads, by name, that are held back, killed, paused and looked at.
+"""Workers of one pipeline in threads, by name, which a test can delay, kill, pause and inspect.
 
 with Workers(tmp_path, 2, checkpoint_every=5) as workers:
     workers.before = lambda seen, grid, pipe: ...      before each step, in the worker's thread
     workers.add("anna"); workers.add("bert")
-    workers.wait(lambda: ...)                          until it is true
+    workers.wait(lambda: ...)                          until this is true
     workers.finish("anna", "bert")
 """
 
@@ -43,7 +43,7 @@ def layers() -> list[nn.Module]:
 
 
 class Seen:
-    """What one worker saw: by step its loss and its stage."""
+    """What one worker recorded: by step its loss and its stage."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -57,12 +57,12 @@ class Seen:
 
     @property
     def step(self) -> int:
-        """The last committed one, -1: none."""
+        """The last committed step; -1: none."""
         return max(self.losses, default=-1)
 
 
 class Workers:
-    """See the module's text."""
+    """Workers in threads, as the module shows; started by `add`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Workers:
         self.group = LocalGroup(min_workers=min_workers, deadlines=deadlines)
         self.seen: dict[str, Seen] = {}
         self.threads: dict[str, threading.Thread] = {}
-        self.urls: dict[str, str] = {}  # where they upload checkpoints, by name
+        self.urls: dict[str, str] = {}  # URLs of the workers' checkpoints, by name
         self.changed = threading.Condition()
         self.made: Callable[[Seen, gridtrain.Grid, Pipeline], None] = lambda seen, grid, pipe: None
         self.before: Callable[[Seen, gridtrain.Grid, Pipeline], Any] = lambda seen, grid, pipe: None
@@ -102,12 +102,12 @@ class Workers:
         self.group.hub.kill(self.group.keys[name])
 
     def wait(self, true: Callable[[], bool], dead: Sequence[str] = ()) -> None:
-        """Until it is true; looked at after each step of anybody, and ten times a second."""
+        """Wait until `true()`; it is checked after each step of a worker, and ten times a second."""
         until_s = time.monotonic() + WITHIN_S
         with self.changed:
             while not self.changed.wait_for(true, 0.1):
                 ends = {n: (s.end, s.step) for n, s in self.seen.items() if n not in dead}
-                assert time.monotonic() < until_s, f"it does not come: {ends}"
+                assert time.monotonic() < until_s, f"not within the limit: {ends}"
 
     def finish(self, *names: str) -> None:
         for name in names:
@@ -115,12 +115,12 @@ class Workers:
             assert not self.threads[name].is_alive(), f"{name} hangs at step {self.seen[name].step}"
 
     def snapshot(self) -> dict[str, Any]:
-        """What the coordinator shows."""
+        """The coordinator's status."""
         shown: dict[str, Any] = self.group.snapshot()
         return shown
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """The model, put together from all stages."""
+    def assembled(self) -> dict[str, torch.Tensor]:
+        """The model, assembled from all stages."""
         return {name: value for seen in self.seen.values() for name, value in seen.state.items()}
 
     def _work(self, name: str) -> None:
@@ -143,14 +143,14 @@ class Workers:
                 self.changed.notify_all()
 
     def _train(self, seen: Seen, grid: gridtrain.Grid) -> None:
-        given: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "stages": 2,
             "loss_fn": loss_fn,
             "micro_batches": 2,
             "exchange": gridtrain.Dense(),
             "seed": 3,
         }
-        pipe = grid.pipeline(self.model, lambda p: torch.optim.SGD(p, lr=0.05), **(given | self.options))
+        pipe = grid.pipeline(self.model, lambda p: torch.optim.SGD(p, lr=0.05), **(defaults | self.options))
         self.made(seen, grid, pipe)
         for inputs, targets in grid.batches(DATA, batch_size=4, steps=self.steps, seed=3):
             self.before(seen, grid, pipe)
@@ -167,9 +167,9 @@ class Workers:
 
 
 def undisturbed(folder: Path, **options: Any) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Losses by step and the final model of two workers with whom nothing happens."""
+    """Losses by step and the final model of two workers without faults."""
     with Workers(folder, 2, **options) as workers:
         workers.add("anna")
         workers.add("bert")
         workers.finish("anna", "bert")
-        return workers.seen["anna"].losses, workers.whole()
+        return workers.seen["anna"].losses, workers.assembled()

@@ -1,7 +1,7 @@
-"""Small models of nine layers, cut in every way, and the same without a cut.
+"""Small models of nine layers, partitioned in every way, and unpartitioned.
 
-`unpartitioned` is written with nothing of gridtrain's but the seeds: layer after layer, micro-batch after
-micro-batch, plain autograd.
+`unpartitioned` uses only the seeds of gridtrain: layer after layer, micro-batch after micro-batch, plain
+autograd.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def unpartitioned(layers: Sequence[nn.Module], sizes: Sequence[int], seed: int =
 
 
 def bounds_of(stages: int) -> list[tuple[int, int]]:
-    """Which layers each stage holds: the larger pieces first."""
+    """The layers of each stage: the larger stages first."""
     starts = [0]
     for size in divide_samples(LAYERS, stages):
         starts.append(starts[-1] + size)
@@ -138,7 +138,7 @@ def stages_of(
     specs: Sequence[TensorTreeSpec] | None = None,
     bounds: Sequence[tuple[int, int]] | None = None,
 ) -> list[Stage]:
-    """Every stage with parameters of its own, as on machines of their own."""
+    """All stages, each with its own parameters, as on separate machines."""
     specs = specs or infer_boundary_specs(layers, tokens(1)[0], wire=wire)
     tied = layers[0].weight is layers[-1].weight and stages > 1
     made = []
@@ -164,17 +164,17 @@ def run(
     sizes: Sequence[int],
     *,
     schedule: ScheduleFactory = one_forward_one_backward,
-    lines: Sequence[Any] | None = None,
+    links: Sequence[Any] | None = None,
     seed: int = SEED,
 ) -> list[StepResult]:
     count = len(stages)
-    lines = lines or memory_stage_links(count)
+    links = links or memory_stage_links(count)
     inputs, targets = tokens(sum(sizes))
 
     def work(s: int) -> StepResult:
         runner = StageExecutor(stages[s], s, count, schedule=schedule)
         return runner.run(
-            lines[s],
+            links[s],
             seed=seed,
             sizes=sizes,
             inputs=inputs if s == 0 else None,

@@ -1,4 +1,4 @@
-"""A model that is built stage by stage: the same for every cut, and never in memory as a whole."""
+"""A model that is built stage by stage: the same for every partition, and never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 32
 
 
 class Residual(nn.Module):
-    """Attention's and MLP's kinds of parameters, and a buffer of each kind."""
+    """The kinds of parameters of attention and MLP, and a buffer of each kind."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def test_every_cut_begins_with_the_same_model() -> None:
-    """All 128 cuts of 8 blocks."""
+def test_every_partition_begins_with_the_same_model() -> None:
+    """All 128 partitions of 8 blocks."""
     whole = values(Blueprint(tied_model, seed=7).build(0, 8))
     blueprint = Blueprint(tied_model, seed=7)
     for count in range(8):
@@ -72,7 +72,7 @@ def test_every_cut_begins_with_the_same_model() -> None:
             cuts = (0, *between, 8)
             union: dict[str, Tensor] = {}
             for start, stop in pairwise(cuts):
-                torch.manual_seed(len(union))  # whatever a worker has drawn before
+                torch.manual_seed(len(union))  # as if a worker had drawn before
                 union |= values(blueprint.build(start, stop), start)
             assert_equal(whole, union)
     assert not torch.equal(whole["1.inner.0.weight"], whole["4.inner.0.weight"])
@@ -81,7 +81,7 @@ def test_every_cut_begins_with_the_same_model() -> None:
     )
 
 
-def test_building_leaves_the_generator_alone() -> None:
+def test_building_does_not_change_the_generator() -> None:
     blueprint = Blueprint(tied_model)
     torch.manual_seed(3)
     expected = torch.rand(4)
@@ -91,7 +91,7 @@ def test_building_leaves_the_generator_alone() -> None:
 
 
 def test_values_are_those_of_the_ordinary_constructor() -> None:
-    """Distribution and order of draws: the same seed gives what `nn` gives."""
+    """Distribution and order of draws: the same seed gives the values of `nn`."""
     from gridtrain.pipeline.blueprint import _seeded_generator
 
     for make in (
@@ -123,7 +123,7 @@ def test_built_blocks_compute() -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_a_stage_alone_has_memory() -> None:
+def test_building_a_stage_takes_memory_for_that_stage_only() -> None:
     def make() -> list[nn.Module]:
         embed = nn.Embedding(200, WIDTH)
         return [embed, *(Residual() for _ in range(14)), Head(embed.weight)]
@@ -134,20 +134,20 @@ def test_a_stage_alone_has_memory() -> None:
     for stage, (start, stop) in enumerate(pairwise(cuts)):
         with TensorMemoryMeter() as meter:
             built = blueprint.build(start, stop)
-        held = sum(t.nbytes for t in values(built).values())
-        assert held <= meter.peak_bytes <= held + 1.25 * max(sizes) + 1000, (
+        stage_bytes = sum(t.nbytes for t in values(built).values())
+        assert stage_bytes <= meter.peak_bytes <= stage_bytes + 1.25 * max(sizes) + 1000, (
             f"stage {stage}"
-        )  # 1/4: is it NaN?
+        )  # 1/4: the check for NaN
         assert meter.peak_bytes < 0.45 * sum(sizes)
-        assert meter.live_bytes() <= held + 100
+        assert meter.live_bytes() <= stage_bytes + 100
         del built
     with TensorMemoryMeter() as meter:
         whole = blueprint.build(0, 16)
-    assert meter.peak_bytes >= sum(sizes) - 200 * WIDTH * 4 - 1000, "the meter sees what is held"
+    assert meter.peak_bytes >= sum(sizes) - 200 * WIDTH * 4 - 1000, "the meter counts all tensors"
     del whole
 
 
-def test_a_blueprint_has_no_memory() -> None:
+def test_a_blueprint_takes_no_memory() -> None:
     with TensorMemoryMeter() as meter:
         Blueprint(lambda: [nn.Linear(10_000, 10_000) for _ in range(100)])
     assert meter.peak_bytes < 10_000
@@ -165,7 +165,7 @@ def test_tied_parameters_are_found_on_the_meta_model() -> None:
     assert [tied.stages((0, 3, 8)) for tied in blueprint.tied] == [(0, 1), (1,)]
 
 
-def test_a_stage_is_told_what_it_shares() -> None:
+def test_a_stage_knows_its_tied_parameters() -> None:
     blueprint = Blueprint(tied_model)
     cuts = (0, 2, 4, 6, 8)
     built = [blueprint.build(cuts[s], cuts[s + 1]) for s in range(4)]
@@ -188,11 +188,11 @@ def test_ties_within_a_stage_stay_one_parameter() -> None:
     assert inside[0].weight is inside[1].weight
 
 
-# -- what has no values ----------------------------------------------------------------------------
+# -- parameters without values --------------------------------------------------------------------
 
 
 class Scale(nn.Module):
-    """No reset_parameters: an ordinary constructor, of which nothing is left on the meta device."""
+    """No reset_parameters: values of an ordinary constructor, which the meta device drops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Scale(nn.Module):
 
 
 class Small(nn.Module):
-    """GPT-2's kind of constructor: another distribution than reset_parameters has."""
+    """A constructor as GPT-2's, with another distribution than reset_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_a_block_without_reset_parameters_is_refused_with_the_remedy() -> None:
     assert refused.value.remedy.startswith("pass init=, a function of (block, its number)")
 
 
-def test_init_gives_what_is_missing() -> None:
+def test_init_sets_missing_values() -> None:
     def init(block: nn.Module, number: int) -> None:
         if isinstance(block, Scale):
             block.gain.data.normal_()
@@ -241,7 +241,7 @@ def test_init_gives_what_is_missing() -> None:
     assert_equal(values(built[2:], 2), values(Blueprint(make, init=init).build(2, 3), 2))
 
 
-def test_a_value_that_is_only_partly_set_is_refused() -> None:
+def test_a_partly_set_value_is_refused() -> None:
     def init(block: nn.Module, number: int) -> None:
         block.gain.data[:2] = 1.0
         block.steps.zero_()
@@ -251,7 +251,7 @@ def test_a_value_that_is_only_partly_set_is_refused() -> None:
         Blueprint(lambda: [Scale()], init=init).build(0, 1)
 
 
-def test_values_of_a_constructor_are_not_lost_in_silence() -> None:
+def test_values_of_a_constructor_are_not_lost_without_an_error() -> None:
     with pytest.raises(ConfigError, match=r'the constructor gives "linear.weight" of block 1'):
         Blueprint(lambda: [nn.Linear(4, 4), Small()])
     plain = Blueprint(lambda: [Small()], init=lambda block, number: None).build(0, 1)[0]
@@ -274,7 +274,7 @@ def test_values_of_a_constructor_are_not_lost_in_silence() -> None:
         (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(1, 1), "has 1 blocks, so blocks 1 to 0 cannot"),
     ],
 )
-def test_what_cannot_be_built_is_refused(make: Callable[[], object], says: str) -> None:
+def test_a_model_that_cannot_be_built_is_refused(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
 
@@ -304,7 +304,7 @@ def test_a_tensor_that_would_stay_on_the_meta_device_is_refused() -> None:
 
 
 class Outer(nn.Module):
-    """With its part under a name of its own."""
+    """A module with its part under another name."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which stage a worker of a pipeline gives to one that asks, and writes down before it goes."""
+"""The stage that a worker of a pipeline sends on request, and writes before it leaves."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from gridtrain.pipeline.stage_state import PipelineOptions
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.model_state import ModelStateOptions
 
-ASKED, ANOTHER, SPARE = (
+REQUESTED, OTHER, STANDBY = (
     WorkerSnapshot(rank=rank, world_size=size, applied=5) for rank, size in ((0, 2), (1, 2), (0, 0))
 )
 
 
-def asked() -> tuple[Any, Pipeline]:
+def worker_of_two_stages() -> tuple[Any, Pipeline]:
     session: Any = SimpleNamespace(
-        snapshot=ASKED,
+        snapshot=REQUESTED,
         tasks=SimpleNamespace(resize_residual=lambda n: None),
         report_figures=lambda figures: None,
     )
@@ -40,30 +40,30 @@ def asked() -> tuple[Any, Pipeline]:
     return session, pipe
 
 
-def test_the_stage_of_the_seat_in_which_it_was_asked_for_or_none() -> None:
-    """A MembershipView that comes between the question and the copy drops nothing of what is in memory."""
-    session, pipe = asked()
-    before = pipe.held.capture_state(ASKED)
+def test_the_stage_of_the_requested_rank_is_sent_or_none() -> None:
+    """A MembershipView between the request and the copy drops nothing from memory."""
+    session, pipe = worker_of_two_stages()
+    before = pipe.held.capture_state(REQUESTED)
     module = pipe.module
-    for session.snapshot in (ANOTHER, SPARE):
-        assert pipe.held.capture_state(ASKED) == before and before is not None
-        assert pipe.held.capture_state(ANOTHER) is None, "that one is not in memory"
+    for session.snapshot in (OTHER, STANDBY):
+        assert pipe.held.capture_state(REQUESTED) == before and before is not None
+        assert pipe.held.capture_state(OTHER) is None, "that stage is not in memory"
         assert pipe.held.current is not None and pipe.held.current.module is module and pipe.held.stage == 0
 
 
-def test_before_the_first_step_a_stage_is_built_for_who_asks() -> None:
-    """What was built for another seat is of no use any more, and a newcomer waits for this one."""
-    begun = replace(ANOTHER, applied=-1)
-    session, pipe = asked()
-    pipe.held.capture_state(ASKED)
+def test_before_the_first_step_the_requested_stage_is_built() -> None:
+    """A stage built for another rank is not needed any more, and a newcomer waits for this one."""
+    begun = replace(OTHER, applied=-1)
+    session, pipe = worker_of_two_stages()
+    pipe.held.capture_state(REQUESTED)
     session.snapshot = begun
     assert pipe.held.capture_state(begun) is not None and pipe.held.stage == 1
 
 
 @pytest.mark.parametrize("stage", [MemberPhase.RUNNING, MemberPhase.FROZEN])
-def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) -> None:
-    """Two stages of two: the other stage's workers died, and the owners of both replicas pause them."""
-    picture = WorkerSnapshot(phase=stage, rank=0, world_size=4, applied=6, is_synced=True)
+def test_a_paused_run_counts_on_no_replica(stage: MemberPhase) -> None:
+    """2 x 2: the other stage's workers died, and the owners of both replicas of this stage pause them."""
+    snapshot = WorkerSnapshot(phase=stage, rank=0, world_size=4, applied=6, is_synced=True)
     written: list[Span] = []
     held: Any = SimpleNamespace(
         layers=Span(0, 2),
@@ -78,7 +78,7 @@ def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) 
     store: Any = SimpleNamespace(write_now=lambda blocks, snapshot: written.append(blocks) or True)
     tasks = SimpleNamespace(**dict.fromkeys(("attach_state", "attach_residual"), lambda *_: None))
     tasks.settle_absences = lambda timeout_s: None
-    session: Any = SimpleNamespace(snapshot=picture, tasks=tasks)
+    session: Any = SimpleNamespace(snapshot=snapshot, tasks=tasks)
     state = StageModelState(session, held, ModelStateOptions(Path(), every=10, keep=2))
     state._store = store
     state.rest(0)

@@ -1,4 +1,4 @@
-"""LoRA on a pipeline: each worker loads what is frozen, which is compared once, and neither sent nor saved.
+"""LoRA on a pipeline: each worker loads the frozen base, which is compared once, and neither sent nor saved.
 
 base.safetensors --init=--> every block, on every worker       adapters: states, checkpoints, exports
 """
@@ -62,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path) -> Callable[[nn.Module, int], None]:
-    """The `init` of a block reads what is the block's from the file."""
+    """The `init` of a block reads the block's values from the file."""
 
     def init(block: nn.Module, number: int) -> None:
         with safetensors.safe_open(path, "pt") as file:
@@ -79,7 +79,7 @@ def staging(base: Path, *cuts: int) -> ModelStages:
 
 
 def in_plain_torch(base: Path, batches: dict[int, Any]) -> tuple[dict[int, float], dict[str, Tensor]]:
-    """The losses by step and the final model of an ordinary loop over the same batches in two pieces."""
+    """The losses by step and the final model of an ordinary loop over the same batches in two parts."""
     model = nn.Sequential(*Blueprint(adapted, seed=3, init=load(base)).build(0, 4))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = {}
@@ -95,17 +95,17 @@ def in_plain_torch(base: Path, batches: dict[int, Any]) -> tuple[dict[int, float
 
 
 class Adapters(Workers):
-    """Workers of which the one that holds stage 1 may be killed."""
+    """Workers of which the one with stage 1 may be killed."""
 
     def __init__(self, folder: Path, base: Path, stages: int = 2, **options: Any) -> None:
-        given = {
+        defaults = {
             "steps": STEPS,
             "checkpoint_every": 4,
             "model": adapted,
             "init": load(base),
             "stages": stages,
         }
-        super().__init__(folder, stages, **(given | options))
+        super().__init__(folder, stages, **(defaults | options))
         self.before, self.after = self._die, self._capture
         self.killed: list[str] = []
         self.captured: set[str] = set()  # the parameters in the states for newcomers
@@ -152,7 +152,7 @@ def check_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["a newcomer takes the stage", "two stages take its layers"])
-def test_a_killed_stage_goes_on_with_adapters_from_checkpoints_and_a_base_of_its_own(
+def test_a_killed_stage_is_continued_with_adapters_from_checkpoints(
     tmp_path: Path, base: Path, how: str
 ) -> None:
     is_replaced = how == "a newcomer takes the stage"
@@ -171,7 +171,7 @@ def test_a_killed_stage_goes_on_with_adapters_from_checkpoints_and_a_base_of_its
 
 @pytest.mark.parametrize("sends_all", [False, True], ids=["", "of-an-earlier-version"])
 def test_a_run_continues_from_checkpoints(tmp_path: Path, base: Path, sends_all: bool) -> None:
-    """Those of an earlier version contain the base."""
+    """Checkpoints of an earlier version contain the base."""
     batches: dict[int, Any] = {}
     for steps in (8, STEPS):
         options = {"send_frozen": "*"} if sends_all and steps == 8 else {}
@@ -192,7 +192,7 @@ def changed(base: Path, folder: Path) -> Path:
     return folder / "other.safetensors"
 
 
-def test_a_worker_with_another_base_is_refused_before_it_holds_a_stage(tmp_path: Path, base: Path) -> None:
+def test_a_worker_with_another_base_is_refused_before_it_has_a_stage(tmp_path: Path, base: Path) -> None:
     digests = []
     for path in (base, changed(base, tmp_path)):
         stages = staging(path, 0, 2, 4)
@@ -216,8 +216,8 @@ def test_a_worker_with_another_base_is_refused_before_it_holds_a_stage(tmp_path:
     assert f"base is {digests[1]} here and {digests[0]} in the run" in refusal.reason
 
 
-def test_what_another_base_is_found_by(base: Path, tmp_path: Path) -> None:
-    """A checkpoint of an earlier version contains its base; `init` may draw other values each time."""
+def test_another_base_is_found_in_checkpoints_and_stages(base: Path, tmp_path: Path) -> None:
+    """A checkpoint of an earlier version contains its base; `init` may draw new values each time."""
     stages = staging(base, 0, 4)
     module, held = stages.build(0)[0], FrozenBase(stages.whole, pieces=stages.frozen_blocks)
     held.digest()

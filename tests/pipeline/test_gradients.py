@@ -1,8 +1,8 @@
-"""GPipe's promise: gradients do not depend on the number of stages.
+"""GPipe's guarantee: gradients do not depend on the number of stages.
 
-Bit for bit those of the unpartitioned model, micro-batch by micro-batch with the same random numbers: the
-same operations on the same values, added up in ascending order of the micro-batches.  A tied parameter in two
-stages is the exception: there each stage adds up its own uses first, so the order of the sum is another.
+They are bit for bit those of the unpartitioned model, micro-batch by micro-batch with the same random
+numbers: the same operations on the same values, added in ascending order of the micro-batches.  The exception
+is a tied parameter in two stages: each stage adds its own uses first, so the order of the sum differs.
 
 `pytest -s` prints the largest differences.
 """
@@ -44,17 +44,17 @@ from gridtrain.pipeline.tensor_tree import TensorTreeSpec
 STAGES = (1, 2, 3, 4, 8)
 MICRO_BATCHES = (1, 2, 3, 8)
 ROUNDING = 8 * 2.0**-23  # a few roundings of the largest gradient
-SAMPLES = 12  # eight micro-batches are then of 2 and of 1 samples, three of 4
+SAMPLES = 12  # eight micro-batches then have 2 and 1 samples, three have 4
 
 
 def further_ahead(stages: int, micro_batches: int) -> Schedule:
     return one_forward_one_backward(stages, micro_batches, ahead=0.7)
 
 
-WAYS: dict[str, tuple[ScheduleFactory, bool]] = {  # the schedule, and whether to re-materialise
+VARIANTS: dict[str, tuple[ScheduleFactory, bool]] = {  # the schedule, and whether to re-materialise
     "fill-drain": (fill_drain, True),
     "1F1B": (one_forward_one_backward, True),
-    "1F1B, all kept": (one_forward_one_backward, False),
+    "1F1B, all stored": (one_forward_one_backward, False),
     "1F1B, ahead": (further_ahead, True),
 }
 MODELS = {
@@ -67,11 +67,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_as_unpartitioned_micro_batch_by_micro_batch(model: str, way: str) -> None:
+def test_gradients_are_those_of_the_unpartitioned_model(model: str, variant: str) -> None:
     layers, largest = layers_of(**MODELS[model]), 0.0
-    specs, (schedule, rematerialise) = infer_boundary_specs(layers, tokens(1)[0]), WAYS[way]
+    specs, (schedule, rematerialise) = infer_boundary_specs(layers, tokens(1)[0]), VARIANTS[variant]
     for micro_batches in MICRO_BATCHES:
         sizes = divide_samples(SAMPLES, micro_batches)
         expected = unpartitioned(layers, sizes)
@@ -87,7 +87,7 @@ def test_as_unpartitioned_micro_batch_by_micro_batch(model: str, way: str) -> No
                 assert torch.equal(got.gradients["0.weight"], got.gradients["8.weight"])
             else:
                 assert difference == 0.0, (count, micro_batches)
-    print(f"\n{model}, {way}: largest difference {largest:g}, largest gradient of all {scale:g}")
+    print(f"\n{model}, {variant}: largest difference {largest:g}, largest gradient of all {scale:g}")
 
 
 @hypothesis.settings(max_examples=40)
@@ -98,7 +98,9 @@ def test_as_unpartitioned_micro_batch_by_micro_batch(model: str, way: str) -> No
     ahead=st.sampled_from([0.0, 0.3, 2.0, math.inf]),
     rematerialise=st.booleans(),
 )
-def test_any_cut(cuts: set[int], samples: int, micro_batches: int, ahead: float, rematerialise: bool) -> None:
+def test_gradients_of_any_partition_are_those_of_the_unpartitioned_model(
+    cuts: set[int], samples: int, micro_batches: int, ahead: float, rematerialise: bool
+) -> None:
     layers, sizes = layers_of(dropout=True, batch_norm=True), divide_samples(samples, micro_batches)
     bounds = list(itertools.pairwise([0, *sorted(cuts), 9]))
     stages = stages_of(layers, len(bounds), rematerialise=rematerialise, specs=specs_of_all(), bounds=bounds)
@@ -113,7 +115,7 @@ def specs_of_all() -> tuple[TensorTreeSpec, ...]:
 
 
 @pytest.mark.parametrize("rematerialise", [True, False])
-def test_under_autocast_activations_travel_as_bfloat16(rematerialise: bool) -> None:
+def test_under_autocast_activations_are_sent_as_bfloat16(rematerialise: bool) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8)]
     x, y = torch.randn(6, 8), torch.randn(6, 8)
@@ -134,12 +136,12 @@ def test_under_autocast_activations_travel_as_bfloat16(rematerialise: bool) -> N
         Stage(layers[:2], output=cut, rematerialise=rematerialise),
         Stage(layers[2:], input=cut, loss=loss, first_layer=2, rematerialise=rematerialise),
     ]
-    lines = memory_stage_links(2)
+    links = memory_stage_links(2)
 
     def work(s: int) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             runner = StageExecutor(stages[s], s, 2, schedule=fill_drain)
-            runner.run(lines[s], seed=0, sizes=(2, 2, 2), inputs=x, targets=y)
+            runner.run(links[s], seed=0, sizes=(2, 2, 2), inputs=x, targets=y)
 
     run_in_threads([lambda s=s: work(s) for s in range(2)])  # type: ignore[misc]
     for got, expected in zip(named(layers).values(), named(plain).values(), strict=True):
@@ -155,7 +157,7 @@ def whole_mini_batch(layers: list[nn.Module]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in named(layers).items() if p.grad is not None}
 
 
-def test_as_the_whole_mini_batch_to_float32_rounding() -> None:
+def test_gradients_are_those_of_the_whole_mini_batch_to_float32_rounding() -> None:
     layers = layers_of()
     specs, expected = infer_boundary_specs(layers, tokens(1)[0]), whole_mini_batch(layers)
     scale, largest = max(g.abs().max().item() for g in expected.values()), 0.0
@@ -201,7 +203,7 @@ def test_a_mini_batch_of_other_size_needs_no_new_agreement() -> None:
         assert largest_difference(got, unpartitioned(layers, sizes)) == 0.0
 
 
-def test_gradients_that_were_there_are_added_to() -> None:
+def test_gradients_are_added_to_existing_ones() -> None:
     layers, sizes = layers_of(), divide_samples(6, 3)
     stages = stages_of(layers, 2)
     once = result_of(stages, run(stages, sizes))
@@ -210,7 +212,7 @@ def test_gradients_that_were_there_are_added_to() -> None:
     assert all(torch.equal(twice.gradients[name], 2 * g) for name, g in once.gradients.items())
 
 
-def test_the_generators_of_the_process_are_left_as_they_were() -> None:
+def test_the_random_generators_of_the_process_do_not_change() -> None:
     stages = stages_of(layers_of(dropout=True), 3)
     torch.manual_seed(9)
     expected = torch.rand(4)
@@ -269,29 +271,29 @@ def test_running_statistics_are_those_of_the_mini_batch(momentum: float | None) 
         assert int(norm.num_batches_tracked) == 1
 
 
-def test_an_aborted_step_leaves_running_statistics_alone() -> None:
+def test_an_aborted_step_does_not_change_running_statistics() -> None:
     stages = stages_of(layers_of(batch_norm=True), 2)
     run(stages, (2, 2))
-    run(stages, (2, 2))  # the first one was not committed
+    run(stages, (2, 2))  # the first step was not committed
     for stage in stages:
         stage.commit()
-        stage.commit()  # a second word about the same step changes nothing
+        stage.commit()  # a second commit of the same step changes nothing
     for _, norm in batch_norms([layer for stage in stages for layer in stage.layers]):
         assert int(norm.num_batches_tracked) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rematerialise", [True, False])
-def test_on_cuda(rematerialise: bool) -> None:
+def test_gradients_are_the_same_on_cuda(rematerialise: bool) -> None:
     layers = [layer.cuda() for layer in layers_of(dropout=True)]
     sizes = divide_samples(7, 3)
-    whole, cut = stages_of(layers, 1, rematerialise=False), stages_of(layers, 3, rematerialise=rematerialise)
-    expected, got = result_of(whole, run(whole, sizes)), result_of(cut, run(cut, sizes))
+    one, three = stages_of(layers, 1, rematerialise=False), stages_of(layers, 3, rematerialise=rematerialise)
+    expected, got = result_of(one, run(one, sizes)), result_of(three, run(three, sizes))
     assert largest_difference(got, expected) == 0.0
 
 
 class Moving(nn.Module):
-    """A layer whose forward depends on buffers that it writes: in place, as new tensors, unseen."""
+    """A layer whose forward depends on buffers that it writes: in place, as new tensors, and hidden."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -325,15 +327,15 @@ MOVED_Y = torch.randn(8, 1, generator=torch.Generator().manual_seed(5))
 MOVED_SIZES = (2, 2, 2, 2)
 
 
-def moved(stages: list[Stage], lines: Any = None) -> None:
-    lines = lines or memory_stage_links(2)
+def moved(stages: list[Stage], links: Any = None) -> None:
+    links = links or memory_stage_links(2)
     runners = [StageExecutor(stage, s, 2, schedule=fill_drain) for s, stage in enumerate(stages)]
-    given = {"seed": 1, "sizes": MOVED_SIZES, "inputs": MOVED_X, "targets": MOVED_Y}
-    run_in_threads([lambda s=s: runners[s].run(lines[s], **given) for s in range(2)])  # type: ignore[misc]
+    arguments = {"seed": 1, "sizes": MOVED_SIZES, "inputs": MOVED_X, "targets": MOVED_Y}
+    run_in_threads([lambda s=s: runners[s].run(links[s], **arguments) for s in range(2)])  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("rematerialise", [True, False])
-def test_buffers_that_a_forward_writes_move_once_and_gradients_are_the_model_s(rematerialise: bool) -> None:
+def test_buffers_that_a_forward_writes_change_once_per_step(rematerialise: bool) -> None:
     layers, whole = moving_layers(), moving_layers()
     cut = infer_boundary_specs(layers, MOVED_X)[2]
     stages = [
@@ -342,11 +344,11 @@ def test_buffers_that_a_forward_writes_move_once_and_gradients_are_the_model_s(r
     ]
     for step in range(2):
         begun = [buffer.clone() for layer in layers for buffer in layer.buffers()]
-        moved(stages)  # finished, and not committed: as an attempt that the vote aborts
+        moved(stages)  # finished and not committed, as an attempt that the vote aborts
         for stage in stages:
             stage.abort()
         after = [buffer for layer in layers for buffer in layer.buffers()]
-        assert all(map(torch.equal, begun, after)), f"step {step}: an aborted attempt leaves a trace"
+        assert all(map(torch.equal, begun, after)), f"step {step}: an aborted attempt has changed a buffer"
         for layer in (*layers, *whole):
             layer.zero_grad()
         moved(stages)
@@ -364,18 +366,18 @@ def test_buffers_that_a_forward_writes_move_once_and_gradients_are_the_model_s(r
 
 
 def masked(logits_BTV: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-    """As docs/pipeline.md says it."""
+    """A masked loss as in docs/pipeline.md."""
     y_BT, weights_BT = targets
     each_BT = F.cross_entropy(logits_BTV.transpose(1, 2), y_BT, reduction="none")
     return (each_BT * weights_BT).sum(1).mean()
 
 
-def test_weights_that_know_the_batch_make_masked_losses_the_batch_s() -> None:
+def test_weights_of_the_batch_give_its_masked_loss() -> None:
     torch.manual_seed(6)
     layers = [nn.Embedding(7, 5), nn.Linear(5, 7)]
     x_BT, y_BT = torch.randint(0, 7, (2, 7, 4))
     mask_BT = torch.rand(7, 4) > 0.6
-    mask_BT[:3] = False  # the first micro-batch of three has nothing
+    mask_BT[:3] = False  # the first micro-batch of three has no targets
     plain = F.cross_entropy(layers[1](layers[0](x_BT))[mask_BT], y_BT[mask_BT])
     plain.backward()  # type: ignore[no-untyped-call]
     wanted = [p.grad for layer in layers for p in layer.parameters()]
@@ -383,16 +385,16 @@ def test_weights_that_know_the_batch_make_masked_losses_the_batch_s() -> None:
         layer.zero_grad()
     cut = infer_boundary_specs(layers, x_BT)[0]
     stages = [Stage(layers[:1], output=cut), Stage(layers[1:], input=cut, loss=masked, first_layer=1)]
-    lines, targets = memory_stage_links(2), (y_BT, mask_BT * (len(mask_BT) / mask_BT.sum()))
-    given = {"seed": 1, "sizes": divide_samples(7, 3), "inputs": x_BT, "targets": targets}
-    works = [lambda s=s: StageExecutor(stages[s], s, 2).run(lines[s], **given) for s in range(2)]
+    links, targets = memory_stage_links(2), (y_BT, mask_BT * (len(mask_BT) / mask_BT.sum()))
+    arguments = {"seed": 1, "sizes": divide_samples(7, 3), "inputs": x_BT, "targets": targets}
+    works = [lambda s=s: StageExecutor(stages[s], s, 2).run(links[s], **arguments) for s in range(2)]
     assert run_in_threads(works)[1].loss == pytest.approx(float(plain.detach()), rel=1e-6)
     for one, other in zip(wanted, [p.grad for layer in layers for p in layer.parameters()], strict=True):
         assert one is not None and other is not None
         assert (one - other).abs().max() <= ROUNDING * one.abs().max()
 
 
-def test_a_batch_norm_may_be_called_by_the_name_of_its_input() -> None:
+def test_a_batch_norm_may_be_called_with_a_keyword_argument() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -403,7 +405,7 @@ def test_a_batch_norm_may_be_called_by_the_name_of_its_input() -> None:
             return y
 
     stage = Stage([Named(), nn.Linear(4, 1)], loss=F.mse_loss)
-    given = {"seed": 1, "sizes": (4, 4), "inputs": MOVED_X, "targets": MOVED_Y}
-    StageExecutor(stage, 0, 1, schedule=fill_drain).run(memory_stage_links(1)[0], **given)  # type: ignore[arg-type]
+    arguments = {"seed": 1, "sizes": (4, 4), "inputs": MOVED_X, "targets": MOVED_Y}
+    StageExecutor(stage, 0, 1, schedule=fill_drain).run(memory_stage_links(1)[0], **arguments)  # type: ignore[arg-type]
     stage.commit()
     assert torch.allclose(stage.layers[0].norm.running_mean, 0.1 * MOVED_X.mean(0))

@@ -1,8 +1,8 @@
-"""Pipelines over the real runtime: a coordinator and S x R workers in threads, memory between them.
+"""Pipelines over the real runtime: a coordinator and S x R workers in threads, in-memory links.
 
          replica 0   replica 1
 stage 0   worker      worker       the same losses everywhere; replicas of a stage bit-identical;
-stage 1   worker      worker       R = 1: parameters bit-identical with the model in one piece
+stage 1   worker      worker       R = 1: parameters bit-identical with the unpartitioned model
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ DATA = data()
 
 
 class Seen:
-    """What one worker saw and ended with."""
+    """What one worker recorded, and its result."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -92,7 +92,7 @@ def run(grid: gridtrain.Grid, model: Layers, **options: Any) -> Seen:
 
 
 def divided(samples: int, most: int) -> Iterator[slice]:
-    """Written anew: near-equal, the larger ones first."""
+    """An independent implementation: near-equal parts, the larger ones first."""
     start = 0
     for i in range(min(samples, most)):
         length = samples // min(samples, most) + (i < samples % min(samples, most))
@@ -100,7 +100,7 @@ def divided(samples: int, most: int) -> Iterator[slice]:
         start += length
 
 
-def in_one_piece(model: Layers, batches: list[Any], micro_batches: int) -> tuple[list[float], nn.Module]:
+def unpartitioned(model: Layers, batches: list[Any], micro_batches: int) -> tuple[list[float], nn.Module]:
     """An ordinary loop over the unpartitioned model, micro-batch by micro-batch."""
     whole = built(model)
     optimizer = sgd(whole.parameters())
@@ -119,7 +119,7 @@ def in_one_piece(model: Layers, batches: list[Any], micro_batches: int) -> tuple
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("exchange", [gridtrain.Dense(), gridtrain.GTopK(density=1.0, values="fp32")])
-def test_parameters_are_those_of_the_model_in_one_piece(
+def test_parameters_are_those_of_the_unpartitioned_model(
     tmp_path: Path, stages: int, exchange: gridtrain.Dense | gridtrain.GTopK
 ) -> None:
     def train(grid: gridtrain.Grid) -> Seen:
@@ -127,7 +127,7 @@ def test_parameters_are_those_of_the_model_in_one_piece(
 
     found = local(train, workers=stages, export_dir=str(tmp_path))
     assert sorted(seen.stage for seen in found) == list(range(stages))
-    losses, whole = in_one_piece(layers, found[0].batches, 3)
+    losses, whole = unpartitioned(layers, found[0].batches, 3)
     state = {name: value for seen in found for name, value in seen.state.items()}
     for name, value in whole.state_dict().items():
         assert torch.equal(state[name], value), f"{name} differs by {(state[name] - value).abs().max()}"
@@ -162,7 +162,7 @@ def test_replicas_of_a_stage_are_bit_identical(tmp_path: Path, exchange: Any) ->
     assert [{found[i].stage, found[j].stage} for i, j in pairs] == [{0, 1}, {0, 1}]  # two pipelines
 
 
-def test_dense_replicas_train_as_one_piece_on_all_samples(tmp_path: Path) -> None:
+def test_dense_replicas_train_as_the_unpartitioned_model(tmp_path: Path) -> None:
     def train(grid: gridtrain.Grid) -> Seen:
         return run(grid, layers, stages=2, exchange=gridtrain.Dense())
 
@@ -172,7 +172,7 @@ def test_dense_replicas_train_as_one_piece_on_all_samples(tmp_path: Path) -> Non
         tuple(torch.cat(parts) for parts in zip(*step, strict=True))
         for step in zip(*(seen.batches for seen in firsts), strict=True)
     ]
-    losses, whole = in_one_piece(layers, together, 1)
+    losses, whole = unpartitioned(layers, together, 1)
     state = {name: value for seen in found for name, value in seen.state.items()}
     assert found[0].losses == pytest.approx(losses, abs=1e-5)
     for name, value in whole.state_dict().items():
@@ -191,7 +191,7 @@ def test_the_final_model_is_written_stage_by_stage_with_an_index(tmp_path: Path)
 
 
 class Explodes(nn.Module):
-    """Its third output is infinite once: the gradients of all layers are then not finite."""
+    """Its third output is infinite, so that the gradients of all layers are not finite once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,8 +230,8 @@ def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:
     assert moved.norm().item() == pytest.approx(0.3 * limit, rel=1e-3)
 
 
-def test_what_is_written_is_the_turn_s_stage_though_the_group_has_moved_on() -> None:
-    """Else a checkpoint of another stage would have the values with which that stage begins."""
+def test_a_checkpoint_has_the_stage_of_its_turn_after_a_change_of_members() -> None:
+    """Otherwise a checkpoint of another stage would have that stage's initial values."""
     options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
     session = SimpleNamespace(
         snapshot=WorkerSnapshot(rank=0, world_size=2), tasks=SimpleNamespace(resize_residual=lambda n: None)
@@ -270,7 +270,7 @@ def test_what_is_written_is_the_turn_s_stage_though_the_group_has_moved_on() -> 
         ({"seed": 2**70}, "seed is"),
     ],
 )
-def test_misuse_is_refused_before_anybody_is_waited_for(option: dict[str, Any], text: str) -> None:
+def test_misuse_is_refused_before_waiting_for_others(option: dict[str, Any], text: str) -> None:
     grid = gridtrain.Grid.__new__(gridtrain.Grid)
     grid._optimizer, grid._session = None, None  # type: ignore[assignment]
     options = {
@@ -306,7 +306,7 @@ def test_a_tied_parameter_counts_once_in_the_norm(
     assert moved.norm().item() == pytest.approx(0.3 * limit, rel=1e-3)
 
 
-def test_a_volunteer_is_told_what_its_stage_has_trained(tmp_path: Path) -> None:
+def test_the_contribution_of_a_stage_is_reported(tmp_path: Path) -> None:
     def train(grid: gridtrain.Grid) -> Contribution | None:
         path = tmp_path / f"{threading.get_ident()}.json"
         session = grid._session
@@ -316,11 +316,11 @@ def test_a_volunteer_is_told_what_its_stage_has_trained(tmp_path: Path) -> None:
         grid.close()
         return Contribution.read(path)
 
-    for told in local(train, workers=2, export_dir=str(tmp_path)):
-        assert told is not None and (told.steps, told.samples) == (STEPS, 8 * STEPS)
+    for contribution in local(train, workers=2, export_dir=str(tmp_path)):
+        assert contribution is not None and (contribution.steps, contribution.samples) == (STEPS, 8 * STEPS)
 
 
-def test_a_whole_model_is_refused(tmp_path: Path) -> None:
+def test_a_model_in_memory_is_refused(tmp_path: Path) -> None:
     def train(grid: gridtrain.Grid) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
         grid.pipeline(model, sgd, stages=2, loss_fn=loss_fn)
@@ -330,7 +330,7 @@ def test_a_whole_model_is_refused(tmp_path: Path) -> None:
 
 
 class Learned(nn.Module):
-    """A loss that has something to learn."""
+    """A loss with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,12 +340,12 @@ class Learned(nn.Module):
         return (output * self.temperature - targets).square().mean()
 
 
-def test_a_loss_with_parameters_is_refused_as_nobody_would_train_them() -> None:
+def test_a_loss_with_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="Learned with parameters, which no stage's optimizer would update"):
         PipelineOptions(2, 1, gridtrain.Dense(), Learned())
 
 
-def test_an_optimizer_may_go_through_the_parameters_more_than_once() -> None:
+def test_an_optimizer_may_iterate_over_the_parameters_twice() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         decayed = [p for p in parameters if p.dim() > 1]
         return torch.optim.AdamW([{"params": decayed}, {"params": [p for p in parameters if p.dim() < 2]}])
@@ -355,6 +355,6 @@ def test_an_optimizer_may_go_through_the_parameters_more_than_once() -> None:
 
 
 @pytest.mark.parametrize("ahead", [-1.0, math.inf, math.nan])
-def test_what_is_too_far_ahead_is_refused_here_and_not_when_it_is_told(ahead: float) -> None:
+def test_an_invalid_ahead_is_refused_at_once(ahead: float) -> None:
     with pytest.raises(ConfigError, match="fill-drain"):
         schedule_for("1f1b", ahead)

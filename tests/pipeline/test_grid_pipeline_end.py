@@ -27,7 +27,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(tmp_path: Path
     assert done.step == 12 and all(torch.equal(exported[name], value) for name, value in whole.items())
     assert sorted(part.part for part in RemoteStore(url).complete(12)) == ["blocks-000-002", "blocks-002-004"]
     with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5) as workers:
-        workers.urls["carl"] = url  # dora gets her stage from him
+        workers.urls["carl"] = url  # dora receives its stage from carl
         workers.add("carl")
         workers.add("dora")
         workers.finish("carl", "dora")
@@ -35,7 +35,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(tmp_path: Path
         assert all(torch.equal(calm[name], value) for name, value in workers.whole().items())
 
 
-def test_the_parts_that_a_disk_lacks_are_fetched(tmp_path: Path) -> None:
+def test_missing_parts_of_a_checkpoint_are_downloaded(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/storage"
     with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
         for name in ("anna", "bert"):
@@ -52,7 +52,7 @@ def test_the_parts_that_a_disk_lacks_are_fetched(tmp_path: Path) -> None:
         assert [min(workers.seen[name].losses) for name in ("anna", "dora")] == [12, 12]
 
 
-def test_what_lost_processes_have_not_uploaded_is_uploaded_later(tmp_path: Path) -> None:
+def test_checkpoints_that_lost_processes_have_not_uploaded_are_uploaded_later(tmp_path: Path) -> None:
     url, names = f"file://{tmp_path}/storage", ("anna", "bert")
     with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
         for name in names:

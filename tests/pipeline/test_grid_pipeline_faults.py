@@ -1,4 +1,4 @@
-"""Pipelines in which something goes wrong: an attempt fails, a stage raises, a stage dies."""
+"""Pipelines with faults: an attempt fails, a stage raises, a stage dies."""
 
 from __future__ import annotations
 
@@ -31,11 +31,17 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def pipeline(grid: gridtrain.Grid, **options: Any) -> Any:
-    given = {"stages": 2, "loss_fn": loss_fn, "micro_batches": 4, "exchange": gridtrain.Dense(), "seed": SEED}
-    return grid.pipeline(layers, sgd, **(given | options))
+    defaults = {
+        "stages": 2,
+        "loss_fn": loss_fn,
+        "micro_batches": 4,
+        "exchange": gridtrain.Dense(),
+        "seed": SEED,
+    }
+    return grid.pipeline(layers, sgd, **(defaults | options))
 
 
-def in_one_piece(batches: list[Any], micro_batches: int = 4) -> dict[str, torch.Tensor]:
+def unpartitioned(batches: list[Any], micro_batches: int = 4) -> dict[str, torch.Tensor]:
     whole = nn.Sequential(*Blueprint(layers, seed=SEED).build(0, 4))
     optimizer = sgd(whole.parameters())
     for inputs, targets in batches:
@@ -49,23 +55,23 @@ def in_one_piece(batches: list[Any], micro_batches: int = 4) -> dict[str, torch.
 
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("after", ["begin", "end"])
-def test_an_attempt_that_fails_is_computed_anew_and_changes_nothing(
+def test_a_failed_attempt_is_repeated_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: int, after: str
 ) -> None:
     failed = threading.Event()
     seeds: dict[int, list[int]] = {0: [], 1: []}
     real = StageExecutor.run
 
-    def run(self: StageExecutor, line: Any, **kwargs: Any) -> Any:
+    def run(self: StageExecutor, link: Any, **kwargs: Any) -> Any:
         seeds[self.number].append(kwargs["seed"])
         first = self.number == where and len(seeds[where]) == 3 and not failed.is_set()
         if not first:
-            return real(self, line, **kwargs)
+            return real(self, link, **kwargs)
         failed.set()
         if after == "end":
-            real(self, line, **kwargs)
-        line.abort("a fault on purpose")
-        raise LineBroken("a fault on purpose")
+            real(self, link, **kwargs)
+        link.abort("an injected fault")
+        raise LineBroken("an injected fault")
 
     monkeypatch.setattr(StageExecutor, "run", run)
 
@@ -79,9 +85,9 @@ def test_an_attempt_that_fails_is_computed_anew_and_changes_nothing(
     (batches, losses, one), (_, others, other) = local(train, workers=2, export_dir=str(tmp_path))
     assert failed.is_set()
     assert losses == others and len(losses) == STEPS and None not in losses
-    assert len(seeds[0]) == len(seeds[1]) == STEPS + 1, "both computed one attempt more"
+    assert len(seeds[0]) == len(seeds[1]) == STEPS + 1, "both computed one more attempt"
     assert len(set(seeds[0])) == STEPS and seeds[0] == seeds[1]
-    for name, value in in_one_piece(batches).items():
+    for name, value in unpartitioned(batches).items():
         assert torch.equal({**one, **other}[name], value), name
 
 
@@ -100,7 +106,7 @@ class Fails(nn.Module):
         return y
 
 
-def test_what_a_stage_raises_ends_its_script_and_wakes_the_others(tmp_path: Path) -> None:
+def test_an_exception_in_a_stage_ends_its_script_and_wakes_the_others(tmp_path: Path) -> None:
     def model() -> list[nn.Module]:
         return [nn.Linear(2, 8), nn.Tanh(), Fails()]
 
@@ -126,16 +132,16 @@ def test_what_a_stage_raises_ends_its_script_and_wakes_the_others(tmp_path: Path
     assert raised.is_set()
 
 
-def test_a_stage_that_sends_what_was_not_agreed_is_put_out(
+def test_a_stage_that_violates_the_agreed_spec_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each attempt would end in the same way, as it would be a member of each generation."""
-    real, wicked = _StepExecution._send, threading.Event()
+    """Otherwise it would be a member of each generation, and each attempt would fail."""
+    real, hostile = _StepExecution._send, threading.Event()
     culprit: list[int] = []
     name_of: dict[int, str] = {}
 
     def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
-        if wicked.is_set() and culprit == [threading.get_ident()]:
+        if hostile.is_set() and culprit == [threading.get_ident()]:
             buffers = [buffers[0][:-4]]
         real(self, to, channel, buffers)
 
@@ -149,10 +155,10 @@ def test_a_stage_that_sends_what_was_not_agreed_is_put_out(
                 for taken, (inputs, targets) in enumerate(grid.batches(DATA, batch_size=4, steps=8)):
                     if taken == 2 and pipe.stage == 0 and not grid.is_first:
                         culprit.append(threading.get_ident())
-                        wicked.set()
+                        hostile.set()
                     pipe.step(inputs, targets)
 
-        def noted(name: str) -> None:
+        def train_recorded(name: str) -> None:
             name_of[threading.get_ident()] = name
             try:
                 train(name)
@@ -161,29 +167,29 @@ def test_a_stage_that_sends_what_was_not_agreed_is_put_out(
                 ended[name] = str(error)
 
         names = ("anna", "bert", "clara", "dora")
-        threads = [threading.Thread(target=noted, args=(name,), daemon=True) for name in names]
+        threads = [threading.Thread(target=train_recorded, args=(name,), daemon=True) for name in names]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(WITHIN_S)
             assert not thread.is_alive(), f"the run does not go on: {ended}"
-    put_out = {name: said for name, said in ended.items() if said != "finished"}
-    assert list(put_out) == [name_of[culprit[0]]], "an honest one, whose NO it was"
-    assert "does not match its spec" in put_out[name_of[culprit[0]]]
+    removed = {name: said for name, said in ended.items() if said != "finished"}
+    assert list(removed) == [name_of[culprit[0]]], "the sender, not the stage that voted NO"
+    assert "does not match its spec" in removed[name_of[culprit[0]]]
 
 
-def test_a_dead_stage_wakes_who_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, real = threading.Event(), StageExecutor.run
+def test_the_death_of_a_stage_wakes_a_waiting_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted, real = threading.Event(), StageExecutor.run
     dying, computing = threading.Event(), threading.Semaphore(0)
 
-    def run(self: StageExecutor, line: Any, **kwargs: Any) -> Any:
+    def run(self: StageExecutor, link: Any, **kwargs: Any) -> Any:
         try:
             if self.number == 0:
                 computing.release()
-            return real(self, line, **kwargs)
+            return real(self, link, **kwargs)
         except LineBroken:
             if dying.is_set() and self.number == 0:
-                told.set()
+                interrupted.set()
             raise
 
     monkeypatch.setattr(StageExecutor, "run", run)
@@ -195,19 +201,21 @@ def test_a_dead_stage_wakes_who_waits_for_it(tmp_path: Path, monkeypatch: pytest
                 batches = grid.batches(DATA, batch_size=4, steps=1000)
                 for taken, (inputs, targets) in enumerate(batches):
                     if pipe.stage == 1 and computing.acquire(timeout=WITHIN_S) and taken == 3:
-                        dying.set()  # while the first stage is in the step, and not before it
+                        dying.set()  # while the first stage is in the step
                         group.hub.kill(group.keys[name])
                     pipe.step(inputs, targets)
 
-        def quietly(name: str) -> None:
+        def train_until_error(name: str) -> None:
             with contextlib.suppress(gridtrain.GridtrainError):
                 train(name)
 
-        threads = [threading.Thread(target=quietly, args=(name,), daemon=True) for name in ("anna", "bert")]
+        threads = [
+            threading.Thread(target=train_until_error, args=(name,), daemon=True) for name in ("anna", "bert")
+        ]
         for thread in threads:
             thread.start()
         assert dying.wait(WITHIN_S)
-        assert told.wait(WITHIN_S), "the first stage still waits for the dead one's gradient"
+        assert interrupted.wait(WITHIN_S), "the first stage still waits for the gradient of the dead stage"
     for thread in threads:
         thread.join(WITHIN_S)
         assert not thread.is_alive()
@@ -228,21 +236,21 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize("spoilt", ["aborted", "skipped"])
-def test_a_buffer_counts_what_is_applied_and_nothing_else(
+def test_buffers_change_only_in_committed_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str
 ) -> None:
     ran: list[int] = []
     real = StageExecutor.run
 
-    def run(self: StageExecutor, line: Any, **kwargs: Any) -> Any:
-        outcome = real(self, line, **kwargs)
+    def run(self: StageExecutor, link: Any, **kwargs: Any) -> Any:
+        outcome = real(self, link, **kwargs)
         ran.append(self.number)
         if self.number == 1 and ran.count(1) == 3:
             if spoilt == "skipped":
                 self.stage.parameters[0].grad.fill_(torch.nan)  # type: ignore[union-attr]
             else:
-                line.abort("a fault on purpose")
-                raise LineBroken("a fault on purpose")
+                link.abort("an injected fault")
+                raise LineBroken("an injected fault")
         return outcome
 
     def model() -> list[nn.Module]:

@@ -1,7 +1,7 @@
-"""Batches that do not fit, and what a hostile or broken stage sends: a reason and a culprit, never a crash.
+"""Invalid batches, and payloads of hostile or faulty stages: an error that names the culprit, never a crash.
 
-pipe.step(half a batch)     this worker is told; called again with the whole one, nothing is lost
-stage 0 sends token 10**9   stage 1 says what came; stage 0 is put out, the other pipeline goes on
+pipe.step(half a batch)     this worker raises; called again with the whole batch, nothing is lost
+stage 0 sends token 10**9   stage 1 reports the value; stage 0 is removed, the other pipeline goes on
 """
 
 from __future__ import annotations
@@ -39,11 +39,17 @@ Call = Callable[[Pipeline, Any, Any], float | None]
 
 
 def trained(folder: Path, call: Call, **options: Any) -> tuple[State, list[float | None]]:
-    """Two stages, `STEPS` steps, each by `call`; the whole model's parameters and the first one's losses."""
-    given = {"stages": 2, "loss_fn": loss_fn, "micro_batches": 2, "exchange": gridtrain.Dense(), "seed": SEED}
+    """Train two stages with `call`; return the whole model's parameters and the first worker's losses."""
+    defaults = {
+        "stages": 2,
+        "loss_fn": loss_fn,
+        "micro_batches": 2,
+        "exchange": gridtrain.Dense(),
+        "seed": SEED,
+    }
 
     def train(grid: gridtrain.Grid) -> tuple[State, list[float | None]]:
-        pipe = grid.pipeline(layers, lambda p: torch.optim.SGD(p, lr=0.05), **(given | options))
+        pipe = grid.pipeline(layers, lambda p: torch.optim.SGD(p, lr=0.05), **(defaults | options))
         losses = [call(pipe, x, y) for x, y in grid.batches(DATA, batch_size=BATCH, steps=STEPS)]
         return {name: value.clone() for name, value in pipe.module.state_dict().items()}, losses
 
@@ -66,14 +72,14 @@ WRONG: dict[str, tuple[Callable[[Pipeline, Any, Any], Any], str]] = {
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, list[float | None]]:
-    """Of a run in which nothing is wrong."""
+    """The results of a run without mistakes."""
     return trained(tmp_path_factory.mktemp("plain"), plainly)
 
 
-def test_a_wrong_batch_is_refused_on_every_stage_and_the_right_one_may_follow(
+def test_a_wrong_batch_is_refused_on_every_stage_and_the_right_one_is_accepted(
     tmp_path: Path, expected: tuple[State, list[float | None]]
 ) -> None:
-    """A kind of wrong batch for each step."""
+    """Each step has a wrong batch of another kind first."""
     refused: dict[int | None, list[str]] = {0: [], 1: []}
 
     def first_wrongly(pipe: Pipeline, x: Any, y: Any) -> float | None:
@@ -90,7 +96,7 @@ def test_a_wrong_batch_is_refused_on_every_stage_and_the_right_one_may_follow(
     assert all(torch.equal(state[name], value) for name, value in expected[0].items())
 
 
-def test_a_step_without_targets_is_told_of_and_may_be_called_again(
+def test_a_step_without_targets_raises_and_may_be_called_again(
     tmp_path: Path, expected: tuple[State, list[float | None]]
 ) -> None:
     refused: list[int | None] = []
@@ -118,7 +124,7 @@ def test_more_micro_batches_than_samples_are_as_many_as_samples(tmp_path: Path) 
     ("schedule", "buffers", "most"),
     [(fill_drain, 1, 2048), (fill_drain, 7, 512), (partial(one_forward_one_backward, ahead=1e9), 1, 2048)],
 )
-def test_no_more_micro_batches_are_on_their_way_than_a_neighbour_holds(
+def test_no_more_micro_batches_are_in_flight_than_a_neighbour_stores(
     schedule: Any, buffers: int, most: int
 ) -> None:
     check_in_flight(schedule(3, most), buffers)
@@ -126,7 +132,7 @@ def test_no_more_micro_batches_are_on_their_way_than_a_neighbour_holds(
         ConfigError, match=rf"{most + 1} of them .* stores at most {most} .* micro_batches={most}"
     ):
         check_in_flight(schedule(3, most + 1), buffers)
-    check_in_flight(one_forward_one_backward(3, 1 << 14), buffers)  # keeps three
+    check_in_flight(one_forward_one_backward(3, 1 << 14), buffers)  # stores three
 
 
 @pytest.mark.parametrize(
@@ -171,13 +177,13 @@ FLOATS = TensorTreeSpec(Leaf(torch.float32, (), rows_per_sample=1))
 
 
 def table_of(received: Tensor) -> None:
-    """As a layer with a table of eleven rows for what comes."""
+    """Acts as a layer that looks up rows of a table of eleven."""
     if not bool(((received >= 0) & (received < 11)).all()):
         raise IndexError("bad")
 
 
 def lengths_of(received: Tensor) -> None:
-    """As `pack_padded_sequence`, which wants lengths of at least one."""
+    """Acts as `pack_padded_sequence`, which requires lengths of at least one."""
     if not bool(((received >= 1) & (received < 11)).all()):
         raise RuntimeError("bad")
 
@@ -195,7 +201,7 @@ def verdict_of(layer: Any, agreed: TensorTreeSpec | None, received: Any, own: An
 
 
 def a_bug(received: Tensor) -> None:
-    raise ValueError("a bug of the user's, whatever comes")
+    raise ValueError("a bug of the user's, for any input")
 
 
 @pytest.mark.parametrize(
@@ -233,14 +239,14 @@ def a_bug(received: Tensor) -> None:
         (table_of, None, torch.tensor([1, 20]), torch.tensor([3, 10**9]), FaultOrigin.OWN, ""),
     ],
 )
-def test_who_sent_what_a_layer_stumbled_over_answers_for_it(
+def test_the_origin_of_a_layers_error_is_found(
     layer: Any, agreed: TensorTreeSpec | None, received: Tensor, own: Any, verdict: FaultOrigin, says: str
 ) -> None:
     found, text = verdict_of(layer, agreed, received, own)
     assert found is verdict and says in text
 
 
-def test_who_is_blamed_is_named() -> None:
+def test_the_error_names_the_sender() -> None:
     broken = sender_fault(2, "integers from 3 to 1000000000 in int64 (n)", IndexError("bad"))
     assert broken.peer == 2 and "stage 2 sent" in broken.reason and "IndexError: bad" in broken.reason
 
@@ -248,13 +254,13 @@ def test_who_is_blamed_is_named() -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError("none left"), NotImplementedError(), torch.OutOfMemoryError("CUDA out of memory")]
 )
-def test_what_no_value_causes_is_nobody_elses(error: Exception) -> None:
+def test_errors_that_no_value_causes_are_local(error: Exception) -> None:
     strange = torch.tensor([3, 10**9])
     assert find_fault_origin(error, IDS, strange, 2, None, lambda other: False) == (FaultOrigin.OWN, "")
 
 
 class Tokens(nn.Module):
-    """Hands token ids on to the next stage, beside what it has computed."""
+    """Sends token ids to the next stage, beside its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +271,7 @@ class Tokens(nn.Module):
 
 
 class Again(nn.Module):
-    """A table of its own for the same ids: raises IndexError where one has no place in it."""
+    """A table for the same ids; raises IndexError for an id beyond it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +285,7 @@ class Again(nn.Module):
 TOKENS = [(torch.tensor(i % 11), torch.tensor([float(i % 3)])) for i in range(64)]
 
 
-def test_a_stage_that_sends_a_token_nobody_has_is_put_out_and_the_others_go_on(
+def test_a_stage_that_sends_an_unknown_token_is_removed_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, lock = _StepExecution._send, threading.Lock()
@@ -313,7 +319,7 @@ def test_a_stage_that_sends_a_token_nobody_has_is_put_out_and_the_others_go_on(
                             culprit.append(threading.get_ident())
                     pipe.step(x, y)
 
-        def noted(name: str) -> None:
+        def train_recorded(name: str) -> None:
             name_of[threading.get_ident()] = name
             try:
                 train(name)
@@ -321,15 +327,15 @@ def test_a_stage_that_sends_a_token_nobody_has_is_put_out_and_the_others_go_on(
             except Exception as error:
                 ended[name] = f"{type(error).__name__}: {error}"
 
-        threads = [threading.Thread(target=noted, args=(name,), daemon=True) for name in "abcd"]
+        threads = [threading.Thread(target=train_recorded, args=(name,), daemon=True) for name in "abcd"]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30.0)
             assert not thread.is_alive(), f"the run does not go on: {ended}"
-    put_out = {name: said for name, said in ended.items() if said != "finished"}
-    assert list(put_out) == [name_of[culprit[0]]], ended
-    assert "integers from" in put_out[name_of[culprit[0]]] and "1000000000" in put_out[name_of[culprit[0]]]
+    removed = {name: said for name, said in ended.items() if said != "finished"}
+    assert list(removed) == [name_of[culprit[0]]], ended
+    assert "integers from" in removed[name_of[culprit[0]]] and "1000000000" in removed[name_of[culprit[0]]]
 
 
 def test_activations_that_are_not_finite_skip_the_step_on_all(
@@ -347,35 +353,35 @@ def test_activations_that_are_not_finite_skip_the_step_on_all(
 
     monkeypatch.setattr(_StepExecution, "_send", send)
 
-    def noting(pipe: Pipeline, x: Any, y: Any) -> float | None:
+    def step_recorded(pipe: Pipeline, x: Any, y: Any) -> float | None:
         loss = pipe.step(x, y)
         skipped.append(pipe.last_skipped)
         return loss
 
-    state, losses = trained(tmp_path, noting)
-    assert skipped.count(True) == 2 and len(skipped) == 2 * STEPS, "one step, on both"
+    state, losses = trained(tmp_path, step_recorded)
+    assert skipped.count(True) == 2 and len(skipped) == 2 * STEPS, "one step, on both workers"
     assert all(bool(value.isfinite().all()) for value in state.values())
     assert [loss == loss for loss in losses] == [True, False, True, True, True]
 
 
-def test_a_tied_parameter_that_is_not_finite_is_not_taken_over() -> None:
+def test_a_tied_parameter_that_is_not_finite_is_refused() -> None:
     linear = nn.Linear(2, 2)
     before = linear.weight.detach().clone()
     tied = TiedParameter(0, (0, 1), linear.weight)
     stage = Stage([linear], input=TensorTreeSpec(Leaf(torch.float32, (2,), 1)), loss=loss_fn, tied=[tied])
     assert StageExecutor(stage, 1, 2).stage is stage
 
-    class Line:
+    class Link:
         def receive(self, source: int, channel: Any) -> Any:
             return tied.spec.encode(torch.full((2, 2), float("inf")), 1)
 
     with pytest.raises(LineBroken, match="stage 0 sent a tied parameter that is not finite") as caught:
-        share_tied_parameters(stage, 1, Line())  # type: ignore[arg-type]
+        share_tied_parameters(stage, 1, Link())  # type: ignore[arg-type]
     assert caught.value.peer == 0 and torch.equal(linear.weight, before)
 
 
 class Positions(nn.Module):
-    """Hands positions on, which are not in the batch."""
+    """Sends positions, which are not in the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +392,7 @@ class Positions(nn.Module):
 
 
 class Fails(nn.Module):
-    """Of the user's, from its third step on."""
+    """Raises an exception of the user's from its third step on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,8 +407,8 @@ class Fails(nn.Module):
 
 
 def together(tmp_path: Path, model: Any, **options: Any) -> tuple[list[Any], dict[int, str]]:
-    """What two workers' steps gave, and what ended a stage's script."""
-    given: list[Any] = []
+    """Train two workers; return the results of their steps, and the errors that ended scripts, by stage."""
+    results: list[Any] = []
     ended: dict[int, str] = {}
     with LocalGroup(min_workers=2, deadlines=LOSING) as group:
 
@@ -418,8 +424,8 @@ def together(tmp_path: Path, model: Any, **options: Any) -> tuple[list[Any], dic
                     )
                     for x, y in grid.batches(DATA, batch_size=4, steps=4):
                         stage = pipe.stage if pipe.stage is not None else -1
-                        given.append((pipe.step(x, y), pipe.last_skipped))
-                        if len(given) == 8:
+                        results.append((pipe.step(x, y), pipe.last_skipped))
+                        if len(results) == 8:
                             over.set()
                 ended[stage] = "finished"
             except Exception as error:
@@ -430,16 +436,16 @@ def together(tmp_path: Path, model: Any, **options: Any) -> tuple[list[Any], dic
         threads = [threading.Thread(target=train, args=(name,), daemon=True) for name in "ab"]
         for thread in threads:
             thread.start()
-        assert over.wait(30.0), f"nobody hears of it: {ended}"
-        if len(given) == 8:
+        assert over.wait(30.0), f"no script has ended: {ended}"
+        if len(results) == 8:
             for thread in threads:
                 thread.join(30.0)
-        return given, dict(ended)
+        return results, dict(ended)
 
 
-def test_a_bug_of_the_users_is_the_users_whatever_came_from_the_stage_before(tmp_path: Path) -> None:
-    given, ended = together(tmp_path, lambda: [Positions(), Fails()])
-    assert ended == {1: "ValueError: a bug of the user's own"} and len(given) == 4
+def test_no_stage_is_blamed_for_a_bug_of_the_user(tmp_path: Path) -> None:
+    results, ended = together(tmp_path, lambda: [Positions(), Fails()])
+    assert ended == {1: "ValueError: a bug of the user's own"} and len(results) == 4
 
 
 def careful(output: Tensor, targets: Tensor) -> Tensor:
@@ -449,7 +455,7 @@ def careful(output: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
-def test_an_honest_stage_that_overflows_has_the_step_skipped_and_stays(tmp_path: Path) -> None:
+def test_an_overflow_skips_the_step_and_no_stage_is_removed(tmp_path: Path) -> None:
     def init(block: nn.Module, number: int) -> None:
         for parameter in block.parameters():
             nn.init.constant_(parameter, 1e25 if number < 2 else 0.1)
@@ -457,8 +463,8 @@ def test_an_honest_stage_that_overflows_has_the_step_skipped_and_stays(tmp_path:
     def model() -> list[nn.Module]:
         return [nn.Linear(2, 8), nn.Linear(8, 8), nn.Linear(8, 1)]
 
-    given, ended = together(tmp_path, model, loss_fn=careful, init=init, cuts=(0, 2, 3))
-    assert [skipped for _, skipped in given] == [True] * 8
+    results, ended = together(tmp_path, model, loss_fn=careful, init=init, cuts=(0, 2, 3))
+    assert [skipped for _, skipped in results] == [True] * 8
     assert ended == {0: "finished", 1: "finished"}
 
 
@@ -491,5 +497,5 @@ def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(tmp_path:
 @pytest.mark.parametrize(
     ("layer", "least"), [(nn.BatchNorm1d(2), 2), (nn.LayerNorm(2), 1), (nn.BatchNorm1d(2).eval(), 1)]
 )
-def test_how_few_samples_a_model_trains_on(layer: nn.Module, least: int) -> None:
+def test_the_smallest_micro_batch_of_a_model(layer: nn.Module, least: int) -> None:
     assert min_samples([nn.Linear(2, 2), layer], torch.ones(4, 2)) == least

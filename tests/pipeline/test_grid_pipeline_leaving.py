@@ -1,9 +1,9 @@
-"""Workers of a pipeline that leave or are paused: no step is lost, and nothing that was not sent yet.
+"""Workers of a pipeline that leave or are paused: no step is lost, and no residual.
 
-2 stages x 1 worker each, bert is paused:      anna waits with the reason; bert comes back: they go on,
-                                               bit for bit as if nothing had happened
-... and clara is spare:                        clara takes the stage, bert comes back as a spare
-2 stages x 2 workers each, dora leaves:        what dora had not sent is sent by the stage's other worker
+2 stages x 1 worker each, bert is paused:      anna waits with the reason; bert rejoins: they go on,
+                                               bit for bit as without the pause
+... and clara is a standby:                    clara takes the stage, bert rejoins as a standby
+2 stages x 2 workers each, dora leaves:        the stage's other worker sends dora's residual
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpoint
 
 SPARSE = gridtrain.GTopK(density=0.2)
 CUTS = (0, 2, 4)
-"""Given where runs are compared: a sparse exchange selects in each stage, so its update depends on the cut,
-and left to itself the coordinator cuts by the workers' measured speeds."""
+"""Given where runs are compared: a sparse exchange selects in each stage, so its update depends on the
+partition, which the coordinator would otherwise choose by the workers' measured speeds."""
 REST = AgentDirective(run=False, reason="its owner said so")
 
 
 def stage_1(disk: Path) -> Path:
-    """Where checkpoints of the second of two stages are, of four blocks."""
+    """The folder of checkpoints of the second of two stages, with four blocks."""
     (found,) = disk.glob("blocks-*-004")
     return found
 
@@ -47,26 +47,26 @@ class Leaves(Exception):
 
 @pytest.mark.parametrize("exchange", [gridtrain.Dense(), SPARSE], ids=["dense", "gtopk"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
+def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
     tmp_path: Path, exchange: Any, stage: int
 ) -> None:
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if seen.step == 6 and pipe.stage == stage:
             seen.owner.directive = REST
 
-    def resting() -> Seen | None:
-        told = {
+    def paused_worker() -> Seen | None:
+        states = {
             s.name: s.owner.reported[-1]["state"] if s.owner.reported else "" for s in workers.seen.values()
         }
-        return next((workers.seen[name] for name, state in told.items() if state == "paused"), None)
+        return next((workers.seen[name] for name, state in states.items() if state == "paused"), None)
 
     run: dict[str, Any] = {"steps": 20, "exchange": exchange, "cuts": CUTS}
     with Workers(tmp_path / "paused", 2, checkpoint_every=100, **run) as workers:
         workers.after = after
         workers.add("anna")
         workers.add("bert")
-        workers.wait(lambda: resting() is not None and workers.snapshot()["phase"] == "paused")
-        snapshot, seen = workers.snapshot(), resting()
+        workers.wait(lambda: paused_worker() is not None and workers.snapshot()["phase"] == "paused")
+        snapshot, seen = workers.snapshot(), paused_worker()
         assert seen is not None
         assert (
             f"stage {stage} of 2 has no worker: 1 worker is present, but 2 are needed" in snapshot["reason"]
@@ -78,13 +78,13 @@ def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
         assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
     losses, model = undisturbed(tmp_path / "plain", **run)
     for one in workers.seen.values():
-        assert one.losses == losses, "each step once, as if nothing had happened"
+        assert one.losses == losses, "each step once, as without the pause"
     assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
 
 
-def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -> None:
+def test_a_worker_that_waits_in_a_step_of_a_pipeline_obeys_its_owner(tmp_path: Path) -> None:
     """One is paused; the other has its batch already, and waits in `pipe.step` when its owner pauses it, too.
-    Its stage is on its disk then, and the scheduler that the script steps behind a step that was not."""
+    Its stage is then on its disk, as is the scheduler, which the script steps after the failed step."""
     rates: dict[str, dict[int, float]] = {"anna": {}, "bert": {}}
 
     def made(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
@@ -103,7 +103,7 @@ def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -
     def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if pipe.stage == 0 and grid.step == 7 and not seen.more:
             seen.more[7] = "its batch is here"
-            workers.wait(lambda: rests(1))
+            workers.wait(lambda: is_paused(1))
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if seen.step == 6 and pipe.stage == 1:
@@ -112,7 +112,7 @@ def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -
     def at(stage: int) -> Seen:
         return next(seen for seen in workers.seen.values() if seen.stages.get(6) == stage)
 
-    def rests(stage: int) -> bool:
+    def is_paused(stage: int) -> bool:
         return any(
             s.stages.get(6) == stage and s.owner.reported[-1]["state"] == "paused"
             for s in workers.seen.values()
@@ -120,13 +120,13 @@ def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -
 
     run: dict[str, Any] = {"steps": 20, "exchange": SPARSE, "cuts": CUTS}
     with Workers(tmp_path / "paused", 2, checkpoint_every=100, **run) as workers:
-        workers.group._deadlines = replace(LOSING, handover_s=0.2)  # nobody is there to take anything over
+        workers.group._deadlines = replace(LOSING, handover_s=0.2)  # no worker can receive a residual
         workers.made, workers.before, workers.after = made, before, after
         workers.add("anna")
         workers.add("bert")
-        workers.wait(lambda: rests(1) and workers.snapshot()["phase"] == "paused")
+        workers.wait(lambda: is_paused(1) and workers.snapshot()["phase"] == "paused")
         at(0).owner.directive = REST
-        workers.wait(lambda: rests(0))
+        workers.wait(lambda: is_paused(0))
         (stage_0,) = (tmp_path / "paused" / at(0).name).glob("blocks-000-*")
         assert [checkpoint_step(path) for path in list_checkpoints(stage_0)] == [7]
         assert {line["name"] for line in workers.snapshot()["resting"]} == {"anna", "bert"}
@@ -143,13 +143,13 @@ def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -
         undisturbed.add("bert")
         undisturbed.finish("anna", "bert")
     assert plain["anna"] == plain["bert"] == undisturbed.seen["anna"].losses, "each step once"
-    assert rates_before == rates, "and as if nothing had happened"
+    assert rates_before == rates, "as without the pauses"
     model = undisturbed.whole()
     assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
 
 
-def test_a_spare_takes_the_stage_of_a_worker_that_is_paused(tmp_path: Path) -> None:
-    """Its stage goes with it but for its copies: the run is back at the latest step that all stages have."""
+def test_a_standby_takes_the_stage_of_a_paused_worker(tmp_path: Path) -> None:
+    """Only copies of its stage remain: the run goes back to the latest step that all stages have."""
     resting: list[Seen] = []
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
@@ -173,13 +173,13 @@ def test_a_spare_takes_the_stage_of_a_worker_that_is_paused(tmp_path: Path) -> N
     assert one.step == other.step == 29
 
 
-@pytest.mark.parametrize("way", ["leaves", "rests"])
-def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
+@pytest.mark.parametrize("way", ["leaves", "is_paused"])
+def test_the_replica_of_a_leaving_worker_sends_its_residual(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Five workers, one of them spare: it takes the seat, so that nobody else loses its own."""
+    """Five workers, one of them a standby, which takes the rank, so that no other worker changes its rank."""
     absorbed: dict[int | None, np.ndarray] = {}
-    given: list[np.ndarray] = []
+    residuals: list[np.ndarray] = []
     leaver: list[Seen] = []
     real = StageModelState._add_residual
 
@@ -194,13 +194,13 @@ def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
         with workers.changed:
             if grid.step == 6 and pipe.stage == 1 and not leaver:
                 leaver.append(seen)
-                given.append(pipe.held.in_memory().residual.state()["residual"].numpy().copy())
+                residuals.append(pipe.held.in_memory().residual.state()["residual"].numpy().copy())
                 if way == "leaves":
                     raise Leaves
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        if way == "rests" and [seen] == leaver and seen.step == 6:
-            given[:] = [pipe.held.in_memory().residual.state()["residual"].numpy().copy()]
+        if way == "is_paused" and [seen] == leaver and seen.step == 6:
+            residuals[:] = [pipe.held.in_memory().residual.state()["residual"].numpy().copy()]
             seen.owner.directive = REST
 
     monkeypatch.setattr(StageModelState, "_add_residual", absorb)
@@ -214,16 +214,18 @@ def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
         leaver[0].owner.directive = AgentDirective()
         workers.finish(*(seen.name for seen in others))
     assert [seen.end for seen in others] == ["finished"] * 4
-    assert given[0].any() and set(absorbed) == {1}
-    np.testing.assert_array_equal(absorbed[1], given[0])
+    assert residuals[0].any() and set(absorbed) == {1}
+    np.testing.assert_array_equal(absorbed[1], residuals[0])
     ends = [seen for seen in others if seen.stages.get(14) == 1]
     assert len(ends) == 2 and all(
         torch.equal(value, ends[1].state[name]) for name, value in ends[0].state.items()
     )
 
 
-def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Both of stage 0 die: one of stage 1 is needed there, and what it has not sent of stage 1 is lost."""
+def test_a_residual_that_is_lost_with_a_change_of_stage_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both of stage 0 die: one of stage 1 is needed stored, and its residual of stage 1 is lost."""
     figures: dict[str, dict[str, float]] = {}
     killed: list[str] = []
 
@@ -250,10 +252,10 @@ def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCapt
     )
 
 
-def test_a_checkpoint_at_a_pause_takes_no_other_ones_place(tmp_path: Path) -> None:
-    """Only steps of which all stages have one are of use when somebody dies; odd ones replace each other."""
+def test_a_checkpoint_at_a_pause_does_not_replace_a_common_one(tmp_path: Path) -> None:
+    """Only checkpoints of steps that all stages have are useful after a death; others replace each other."""
     pauses: list[int] = []
-    there: list[list[int]] = []
+    stored: list[list[int]] = []
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if pipe.stage == 1 and seen.step in (12, 13, 14) and seen.step not in pauses:
@@ -275,20 +277,20 @@ def test_a_checkpoint_at_a_pause_takes_no_other_ones_place(tmp_path: Path) -> No
                 )
             )
             (seen,) = [s for s in workers.seen.values() if s.stages[5] == 1]
-            there.append([checkpoint_step(path) for path in list_checkpoints(stage_1(tmp_path / seen.name))])
+            stored.append([checkpoint_step(path) for path in list_checkpoints(stage_1(tmp_path / seen.name))])
             seen.owner.directive = AgentDirective()
             workers.wait(lambda seen=seen, count=count: seen.step > 11 + count or seen.end is not None)
         workers.finish("anna", "bert")
-        there.append([checkpoint_step(path) for path in list_checkpoints(stage_1(tmp_path / seen.name))])
+        stored.append([checkpoint_step(path) for path in list_checkpoints(stage_1(tmp_path / seen.name))])
     assert [s.end for s in workers.seen.values()] == ["finished"] * 2
-    assert there[:2] == [[5, 10, 13], [5, 10, 14]], "step 10 stays, until 15 is there on all"
-    assert there[2:] == [[5, 10, 15], [20, 22]], "step 15 is one that all have, and 22 the last"
+    assert stored[:2] == [[5, 10, 13], [5, 10, 14]], "step 10 stays until all have 15"
+    assert stored[2:] == [[5, 10, 15], [20, 22]], "all have step 15, and 22 is the last"
     assert list(workers.seen["anna"].losses) == list(range(22))
 
 
-def test_what_stays_with_a_worker_that_ends_is_read_back_at_the_same_step(tmp_path: Path) -> None:
-    """Two workers, no replica: bert's script ends with a residual, its stage is on its disk; a new one of its
-    goes on with both, as if it had not ended."""
+def test_a_residual_that_stays_with_its_worker_is_read_back_at_the_same_step(tmp_path: Path) -> None:
+    """Two workers, no replica: bert's script ends with a residual, its stage is on its disk; its next process
+    goes on with both, as if the script had not ended."""
 
     def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if seen.step == 6 and seen.name == "bert" and not seen.owner.directive.stop:
@@ -313,14 +315,14 @@ def test_what_stays_with_a_worker_that_ends_is_read_back_at_the_same_step(tmp_pa
     assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
 
 
-def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
+def test_a_source_that_sends_a_false_state_is_removed_and_no_worker_trains_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bert, who trained stage 1, dies; anna has a copy and gives clara something else under its name."""
+    """bert, which trained stage 1, dies; anna has a copy and sends clara something else under its name."""
     victims: list[str] = []
 
-    def give(self: StageCheckpointStore, held: CheckpointInfo) -> Any:
-        found = self.load(held)
+    def load_changed(self: StageCheckpointStore, info: CheckpointInfo) -> Any:
+        found = self.load(info)
         tensors = {
             name: value + 1 if value.is_floating_point() else value for name, value in found.tensors.items()
         }
@@ -332,7 +334,7 @@ def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
             victims.extend(s.name for s in workers.seen.values() if s.stages[5] == 1)
             workers.kill(victims[0])
 
-    monkeypatch.setattr(StageCheckpointStore, "read_for_peer", give)
+    monkeypatch.setattr(StageCheckpointStore, "read_for_peer", load_changed)
     with Workers(tmp_path, 2, steps=10_000, checkpoint_every=5) as workers:
         workers.after = after
         workers.add("anna")
@@ -343,4 +345,4 @@ def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
         workers.finish(liar)
     assert "sent a state that does not belong to this stage" in str(workers.seen[liar].end)
     assert "has the digest" in str(workers.seen[liar].end)
-    assert workers.seen["clara"].losses == {}, "not a step from made-up weights"
+    assert workers.seen["clara"].losses == {}, "no step from false weights"

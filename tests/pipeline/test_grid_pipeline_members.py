@@ -1,7 +1,7 @@
-"""Pipelines whose members change: a replica dies, a stage has nobody, a newcomer takes it.
+"""Pipelines whose members change: a replica dies, a stage has no worker, a newcomer takes it.
 
-2 stages x 2 replicas, one dies:   0 1   ->   0      one pipeline goes on, who is left over is spare
-                                   2 x        2      every sample counts once all the same
+2 stages x 2 replicas, one dies:   0 1   ->   0      one pipeline goes on, the fourth worker is a standby
+                                   2 x        2      every sample counts once
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Numbered:
 
 
 class Worker:
-    """What one thread has seen: by step the samples that were committed, and its losses."""
+    """What one thread recorded: by step the committed samples, and its losses."""
 
     def __init__(self) -> None:
         self.committed: dict[int, tuple[int, list[int]]] = {}
@@ -88,13 +88,13 @@ class Group:
             worker.end = error
 
     def _train(self, name: str, worker: Worker, grid: gridtrain.Grid, options: dict[str, Any]) -> None:
-        given: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "stages": 2,
             "loss_fn": loss_fn,
             "micro_batches": 2,
             "exchange": gridtrain.Dense(),
         }
-        pipe = grid.pipeline(layers, lambda p: torch.optim.SGD(p, lr=0.05), **(given | options))
+        pipe = grid.pipeline(layers, lambda p: torch.optim.SGD(p, lr=0.05), **(defaults | options))
         for inputs, targets, ids in grid.batches(Numbered(), batch_size=4, epochs=self.epochs, seed=3):
             self.before(name, grid, pipe)
             step, spans = grid.step, grid._session.turn_spans
@@ -109,7 +109,7 @@ class Group:
 
 
 def counted(workers: dict[str, Worker]) -> Counter[int]:
-    """How often each sample was in a committed step: as the first stages saw it, each replica's once."""
+    """How often each sample was in a committed step, as recorded by the first stages, once a replica."""
     steps: dict[int, dict[tuple[int, ...], int]] = {}
     for worker in workers.values():
         for step, (stage, ids) in worker.committed.items():
@@ -119,7 +119,7 @@ def counted(workers: dict[str, Worker]) -> Counter[int]:
 
 
 @pytest.mark.parametrize("exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.5)])
-def test_a_replica_dies_and_the_others_go_on_with_every_sample_once(tmp_path: Path, exchange: Any) -> None:
+def test_after_a_replica_dies_every_sample_counts_once(tmp_path: Path, exchange: Any) -> None:
     names = ("anna", "bert", "carl", "dora")
     victim: list[str] = []
     lock = threading.Lock()
@@ -145,7 +145,7 @@ def test_a_replica_dies_and_the_others_go_on_with_every_sample_once(tmp_path: Pa
         assert len({worker.losses[step] for worker in survivors if step in worker.losses}) == 1
 
 
-def test_a_stage_without_anybody_waits_for_a_newcomer_and_goes_back_to_checkpoints(tmp_path: Path) -> None:
+def test_a_stage_without_a_worker_waits_for_a_newcomer_and_goes_back_to_checkpoints(tmp_path: Path) -> None:
     dead = threading.Event()
 
     def before(name: str, grid: gridtrain.Grid, pipe: Any) -> None:
@@ -162,25 +162,25 @@ def test_a_stage_without_anybody_waits_for_a_newcomer_and_goes_back_to_checkpoin
         assert dead.wait(WITHIN_S)
         survivor = next(name for name in ("anna", "bert") if name not in victim)
         group.threads[victim[0]].join(WITHIN_S)
-        # It comes back by another name, with the disk that it had.
+        # It rejoins with another name and its old disk.
         (tmp_path / victim[0]).rename(tmp_path / "carl")
         group.add("carl")
         group.finish(survivor, "carl")
     ends = {name: group.workers[name].end for name in (survivor, "carl")}
     assert ends == {survivor: "finished", "carl": "finished"}
     assert group.workers["carl"].stage == 1
-    # Steps 10 to 13 are gone; from step 10 on both agree, and every sample of the pass was committed.
+    # Steps 10 to 13 are lost; from step 10 on both agree, and every sample of the pass was committed.
     assert min(group.workers["carl"].losses) == 10
     both = group.workers[survivor].losses
     assert {step: both[step] for step in group.workers["carl"].losses} == group.workers["carl"].losses
     assert set(counted(group.workers)) == set(range(SAMPLES))
     exported = export_model(tmp_path, tmp_path / "whole.safetensors")
     names = set(safetensors.torch.load_file(tmp_path / "whole.safetensors"))
-    assert names == set(nn.Sequential(*layers()).state_dict()), "the stages of a checkpoint, put together"
+    assert names == set(nn.Sequential(*layers()).state_dict()), "the assembled stages of a checkpoint"
     assert exported.step % 5 == 0 and exported.step >= 15
 
 
-def test_a_dead_disk_does_not_lose_a_stage_as_the_neighbour_keeps_a_copy(tmp_path: Path) -> None:
+def test_a_stage_survives_a_lost_disk_by_the_neighbours_copy(tmp_path: Path) -> None:
     dead, copied = threading.Event(), threading.Event()
     victim: list[str] = []
 
@@ -198,7 +198,7 @@ def test_a_dead_disk_does_not_lose_a_stage_as_the_neighbour_keeps_a_copy(tmp_pat
         group.before = before
         for name in ("anna", "bert"):
             group.add(name)
-        assert dead.wait(WITHIN_S), "no copy has come to the first stage's disk"
+        assert dead.wait(WITHIN_S), "the first stage's disk has no copy"
         survivor = next(name for name in ("anna", "bert") if name not in victim)
         group.threads[victim[0]].join(WITHIN_S)
         group.add("carl")  # with an empty disk
@@ -210,7 +210,7 @@ def test_a_dead_disk_does_not_lose_a_stage_as_the_neighbour_keeps_a_copy(tmp_pat
     assert group.workers[survivor].losses[first] == group.workers["carl"].losses[first]
 
 
-def test_a_newcomer_makes_the_second_replica(tmp_path: Path) -> None:
+def test_a_newcomer_completes_the_second_replica(tmp_path: Path) -> None:
     arrived = threading.Event()
 
     def before(name: str, grid: gridtrain.Grid, pipe: Any) -> None:

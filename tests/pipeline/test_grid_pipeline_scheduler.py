@@ -1,4 +1,4 @@
-"""`pipe.optimizer` is one object: a scheduler made with it goes on when its worker gets another stage."""
+"""`pipe.optimizer` is one object: a scheduler made with it continues when its worker changes its stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sgd(*sizes: int, lr: Any = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(n))]} for n in sizes], lr=lr)
 
 
-def test_a_scheduler_goes_on_with_the_next_stage() -> None:
+def test_a_scheduler_continues_with_the_next_stage() -> None:
     handle = StageOptimizer(sgd(3))
     scheduler = OneCycleLR(handle, max_lr=1.0, total_steps=10)
     alone = OneCycleLR(plain := sgd(3), max_lr=1.0, total_steps=10)
@@ -42,10 +42,10 @@ def test_a_scheduler_goes_on_with_the_next_stage() -> None:
         mine, theirs = (
             {k: v for k, v in o.param_groups[0].items() if k != "params"} for o in (handle, plain)
         )
-        assert mine == theirs, "learning rate, momentum, all that the scheduler moves"
+        assert mine == theirs, "learning rate, momentum, all settings that the scheduler changes"
 
 
-def test_a_rate_that_is_a_tensor_is_each_stages_own() -> None:
+def test_a_learning_rate_tensor_is_not_shared_by_stages() -> None:
     first, second = sgd(3, lr=torch.tensor(0.1)), sgd(5, lr=torch.tensor(0.7))
     handle = StageOptimizer(first)
     handle.set_inner(second)
@@ -59,14 +59,14 @@ def test_misuse_of_the_handle_is_refused() -> None:
         handle.step()
     with pytest.raises(ConfigError, match="parameter group was added"):
         handle.add_param_group({"params": []})
-    handle.set_inner(sgd(3))  # nobody has made a scheduler: other groups are fine
+    handle.set_inner(sgd(3))  # no scheduler exists: other groups are accepted
     LambdaLR(handle, lambda step: 1.0)
     with pytest.raises(ConfigError, match=r"scheduler was made for 1 parameter groups.* has 2"):
         handle.set_inner(sgd(3, 2))
 
 
 def grouped(*shapes: tuple[int, ...]) -> torch.optim.SGD:
-    """Matrices decay, vectors do not; of groups those that are not empty."""
+    """Groups with weight decay for matrices and without for vectors; empty groups are left out."""
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     decays = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3}
     groups = [decays, {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
@@ -77,26 +77,26 @@ def decays(optimizer: torch.optim.Optimizer) -> list[float]:
     return [group["weight_decay"] for group in optimizer.param_groups]
 
 
-def test_a_stage_with_other_groups_has_the_settings_that_it_was_made_with() -> None:
+def test_a_stage_with_other_groups_has_its_initial_settings() -> None:
     handle = StageOptimizer(grouped((2, 2), (2,)))
-    handle.set_inner(grouped((2,)))  # of norms alone
+    handle.set_inner(grouped((2,)))  # only of norms
     assert decays(handle) == [0.0]
     handle.param_groups[0]["lr"] = 0.5
     with pytest.raises(ConfigError, match=r"the script has set 1 parameter groups.* has 2"):
         handle.set_inner(grouped((2, 2), (2,)))
 
 
-def test_what_was_set_once_goes_on_to_every_further_stage() -> None:
+def test_a_changed_setting_applies_to_every_later_stage() -> None:
     whole = sgd(3)
     handle = StageOptimizer(whole)
     handle.param_groups[0]["lr"] = 0.5
     for size in (4, 5, 6):
         handle.set_inner(sgd(size))
         assert handle.param_groups[0]["lr"] == 0.5
-        handle.set_inner(whole)  # nothing of a stage is held
+        handle.set_inner(whole)  # no reference to a stage is stored
 
 
-def test_a_run_that_begins_anew_has_the_rate_and_the_scheduler_of_its_beginning() -> None:
+def test_a_run_that_starts_over_has_its_initial_rate_and_scheduler() -> None:
     from types import SimpleNamespace
 
     from gridtrain.pipeline.blueprint import Blueprint
@@ -119,8 +119,8 @@ def test_a_run_that_begins_anew_has_the_rate_and_the_scheduler_of_its_beginning(
     assert pipe.optimizer.param_groups[0]["lr"] == RATE and scheduler.last_epoch == 0
 
 
-def test_the_rate_is_that_of_the_step_on_all_workers_when_one_changes_its_stage(tmp_path: Path) -> None:
-    """2 stages x 2 replicas; both of stage 0 die: one of stage 1 takes it over, from the copies on its disk.
+def test_all_workers_have_the_rate_of_the_step_after_a_change_of_stage(tmp_path: Path) -> None:
+    """2 stages x 2 replicas; both of stage 0 die: one of stage 1 continues it from the copies on its disk.
 
     stage 0   anna  bert          dead         clara
     stage 1   clara dora   -->    clara dora   dora

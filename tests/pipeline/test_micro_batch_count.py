@@ -1,4 +1,4 @@
-"""`micro_batches="auto"` in a group: all members choose alike, and a newcomer takes the choice over."""
+"""`micro_batches="auto"` in a group: all members make the same choice, and a newcomer uses it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gridtrain.pipeline.executor import StepResult
 from gridtrain.pipeline.micro_batch_count import MOST_MICRO_BATCHES, MicroBatchCount, free_bytes
 from gridtrain.sdk.local_group import local
 
-SEATS = RankLayout(2, 1)
+LAYOUT = RankLayout(2, 1)
 
 
-def told(seconds: float) -> list[StepTimings]:
+def reported(seconds: float) -> list[StepTimings]:
     return [StepTimings(seconds, 2 * seconds, 0.0, 64.0) for _ in range(2)]
 
 
@@ -28,27 +28,27 @@ def division() -> MicroBatchCount:
     return MicroBatchCount(None, 2, ScheduleKind.ONE_F_ONE_B, 1.0)
 
 
-def test_a_number_that_was_asked_for_stays() -> None:
+def test_a_given_number_does_not_change() -> None:
     fixed = MicroBatchCount(5, 2, ScheduleKind.ONE_F_ONE_B, 1.0)
     for _ in TRIALS:
-        assert fixed.record_step(told(0.1), SEATS) is None and fixed.number == 5
+        assert fixed.record_step(reported(0.1), LAYOUT) is None and fixed.number == 5
     assert fixed.step_timings(StepResult(None, 1.0, 1.0, 0, 1.0, 1.0), 8) == StepTimings()
 
 
-def test_the_choice_and_half_of_the_trials_travel_with_the_state() -> None:
+def test_the_state_contains_the_choice_and_half_of_the_trials() -> None:
     one = division()
     numbers, times = [], (0.9, 0.08, 0.5, 0.05)
     for step, seconds in enumerate(times):
         numbers.append(one.number)
         other = division()
         other.load_state_dict(one.state_dict())
-        chosen = [each.record_step(told(seconds), SEATS) for each in (one, other)]
+        chosen = [each.record_step(reported(seconds), LAYOUT) for each in (one, other)]
         assert chosen[0] == chosen[1] and (chosen[0] is not None) is (step == 3)
         assert other.state_dict() == one.state_dict()
     assert numbers == [8, 8, 16, 16]
     assert chosen[0] is not None and one.number == chosen[0].micro_batches
     assert (
-        one.record_step(told(0.5), SEATS) is None
+        one.record_step(reported(0.5), LAYOUT) is None
         and one.step_timings(StepResult(None, 1, 1, 0, 1, 1), 8) == StepTimings()
     )
     one.reset()
@@ -57,36 +57,36 @@ def test_the_choice_and_half_of_the_trials_travel_with_the_state() -> None:
 
 def test_a_replica_without_samples_and_another_group_do_not_count() -> None:
     one = division()
-    one.record_step([StepTimings(0.1, 0.1, 0.0, 8.0), StepTimings()], SEATS)
-    assert one.state_dict()["told"] == []
-    one.record_step(told(0.1), SEATS)
-    one.record_step(told(0.1) * 2, RankLayout(2, 2))
-    assert [len(step) for step in one.state_dict()["told"]] == [4]
+    one.record_step([StepTimings(0.1, 0.1, 0.0, 8.0), StepTimings()], LAYOUT)
+    assert one.state_dict()["reported"] == []
+    one.record_step(reported(0.1), LAYOUT)
+    one.record_step(reported(0.1) * 2, RankLayout(2, 2))
+    assert [len(step) for step in one.state_dict()["reported"]] == [4]
 
 
 @pytest.mark.parametrize(
     "state",
     [
-        {"chosen": -1, "told": []},
-        {"chosen": 0, "told": [[[math.nan] * 5]]},
-        {"chosen": 0, "told": [[]] * 4},
-        {"chosen": 0, "told": [[[0.1, 0.1, 0.0, 8.0, 8.0]], []]},
+        {"chosen": -1, "reported": []},
+        {"chosen": 0, "reported": [[[math.nan] * 5]]},
+        {"chosen": 0, "reported": [[]] * 4},
+        {"chosen": 0, "reported": [[[0.1, 0.1, 0.0, 8.0, 8.0]], []]},
     ],
 )
-def test_a_state_that_nobody_has_is_refused(state: dict[str, object]) -> None:
+def test_an_impossible_state_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="micro-batches after"):
         division().load_state_dict(state)
 
 
 @pytest.mark.parametrize("chosen", [MOST_MICRO_BATCHES + 1, 10**30])
-def test_a_donor_cannot_choose_more_micro_batches_than_a_script_may(chosen: int) -> None:
+def test_a_state_source_cannot_choose_more_micro_batches_than_a_script(chosen: int) -> None:
     one = division()
     with pytest.raises(ValueError, match=f"{chosen} micro-batches are chosen; at most 16384 are supported"):
-        one.load_state_dict({"chosen": chosen, "told": []})
+        one.load_state_dict({"chosen": chosen, "reported": []})
     assert one.number == 8, "as before"
 
 
-def test_the_largest_micro_batch_follows_what_is_free() -> None:
+def test_the_largest_micro_batch_depends_on_the_free_memory() -> None:
     free = free_bytes(torch.device("cpu"))
     one = division()
     assert one.needs_memory_measurement

@@ -1,4 +1,4 @@
-"""What counts as a chain of blocks, and what is refused."""
+"""Models that are a chain of blocks, and models that are refused."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ PARTS = ("embed", "body.a", "body.b", "head")
 EXAMPLE = torch.zeros(2, dtype=torch.int64)
 
 
-def test_sequences_are_opened() -> None:
+def test_sequences_are_divided_into_their_blocks() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = nn.Sequential(nn.Linear(2, 2), inner, nn.Sequential(nn.Sequential(nn.Tanh())))
     assert list(blocks_of(model)) == ["0", "1.0", "1.1", "2.0.0"]
     assert list(blocks_of([nn.Linear(2, 2), inner])) == ["0", "1.0", "1.1"]
 
 
-def test_a_sequence_with_a_hook_or_a_forward_of_its_own_stays_whole() -> None:
+def test_a_sequence_with_a_hook_or_its_own_forward_is_one_block() -> None:
     class Twice(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(super().forward(x))
@@ -53,12 +53,12 @@ def test_a_sequence_with_a_hook_or_a_forward_of_its_own_stays_whole() -> None:
     assert list(blocks_of([Twice(nn.Linear(2, 2)), hooked, nn.Tanh()])) == ["0", "1", "2"]
 
 
-def test_a_block_that_comes_twice_is_two_blocks() -> None:
+def test_a_block_that_is_used_twice_is_two_blocks() -> None:
     linear = nn.Linear(2, 2)
     assert list(blocks_of(nn.Sequential(linear, nn.ReLU(), linear))) == ["0", "1", "2"]
 
 
-def test_functions_stand_between_modules() -> None:
+def test_functions_between_modules_are_blocks() -> None:
     model = Sequence(nn.Linear(4, 4), torch.relu, lambda x: (x, x.sum(1)), lambda xs: xs[0] + xs[1][:, None])
     x = torch.randn(3, 4)
     whole = model(x)
@@ -80,7 +80,7 @@ def test_a_function_that_holds_parameters_is_refused(kind: str) -> None:
         Sequence(functions[kind])
 
 
-def test_a_module_is_cut_at_the_parts_that_are_named() -> None:
+def test_a_module_is_split_at_the_named_parts() -> None:
     assert list(blocks_of(Net(), split_at=PARTS, example=EXAMPLE)) == list(PARTS)
     blueprint = Blueprint(Net, split_at=PARTS, example=EXAMPLE)
     x: Any = EXAMPLE
@@ -109,7 +109,7 @@ def test_a_forward_that_is_no_chain_is_refused(model: nn.Module, names: tuple[st
         blocks_of(model, split_at=names, example=EXAMPLE)
 
 
-def test_parts_want_an_example() -> None:
+def test_named_parts_require_an_example() -> None:
     with pytest.raises(ConfigError, match="requires example="):
         blocks_of(Net(), split_at=PARTS)
 
@@ -164,7 +164,7 @@ def test_a_function_that_uses_a_module_of_its_script_is_refused(function: Any) -
         Sequence(function)
 
 
-def test_functions_without_values_of_their_own_are_fine() -> None:
-    weight = 3  # a name that a module's attribute has, too
+def test_functions_without_modules_are_accepted() -> None:
+    weight = 3  # also the name of a module's attribute
     fine = [torch.relu, F.gelu, lambda x: F.softmax(x.flatten(1), dim=-1), lambda x: x * weight]
     assert len(Sequence(*fine, functools.partial(F.dropout, p=0.1))) == 5

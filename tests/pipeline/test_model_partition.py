@@ -1,4 +1,4 @@
-"""`gridtrain.pipeline.partition`: a model, cards and lines in; a plan with its reason and a picture out."""
+"""`gridtrain.pipeline.partition`: from a model, cards and links to a plan with its reason and a picture."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def plan(stages: int | list[Card] = 4, **options: Any) -> Partition:
     return partition(linears(), stages, **{"profile": EVEN, "batch_size": 32, **options})
 
 
-def test_a_measured_model_is_cut_and_described() -> None:
-    """Wide layers cost far more than narrow ones, in every sense; of equal halves there is one cut."""
+def test_a_measured_model_is_partitioned_and_described() -> None:
+    """Wide layers cost much more time and memory than narrow ones; only one partition has equal halves."""
     model = [nn.Linear(512, 512) for _ in range(4)]
     found = partition(model, 2, example=torch.ones(64, 512), device="cpu", micro_batches=4)
     assert len(found.cuts) == 3 and found.cuts[0] == 0 and found.cuts[-1] == 4
     assert found.micro_batches == 4
     assert [str(spec) for spec in found.boundaries] == ["float32 (n, 512)"]
-    held = [stage.memory.parameters for stage in found.cut.stages]
-    assert sum(held) == 4 * 4 * (512 * 512 + 512)
-    assert [stage.memory.copies for stage in found.cut.stages] == [3 * each for each in held]
+    parameters = [stage.memory.parameters for stage in found.cut.stages]
+    assert sum(parameters) == 4 * 4 * (512 * 512 + 512)
+    assert [stage.memory.copies for stage in found.cut.stages] == [3 * each for each in parameters]
 
 
-def test_what_is_printed_can_be_checked_by_eye() -> None:
+def test_a_printed_partition_shows_its_stages_and_reasons() -> None:
     found = plan([Card(memory_bytes=2e7), Card(2.0, 4e7), Card(memory_bytes=2e7)], micro_batches=8)
     assert found.cuts == (0, 2, 6, 8)
     lines = str(found).splitlines()
@@ -73,13 +73,13 @@ def test_the_picture_has_a_bar_for_every_stage() -> None:
     assert all(float(b.attrib["x"]) + float(b.attrib["width"]) <= width for b in boxes[1:])
 
 
-def test_lines_are_two_numbers_or_a_network() -> None:
+def test_links_are_two_numbers_or_a_network() -> None:
     slow = plan(network=(0.005, 1e5), micro_batches=8)
     assert "by its link" in slow.reason
     assert slow.outlook.step_s > 2 * plan(micro_batches=8).outlook.step_s
 
 
-def test_optimizers_are_known_by_what_they_keep() -> None:
+def test_the_size_of_an_optimizers_state_is_known() -> None:
     parameters = linears(1)[0].parameters
     for optimizer, copies in (
         ("sgd", 1),
@@ -96,7 +96,7 @@ def test_optimizers_are_known_by_what_they_keep() -> None:
     assert stage.memory.copies == 3 * stage.memory.parameters
 
 
-def test_tied_parameters_that_are_cut_apart_are_named() -> None:
+def test_tied_parameters_in_different_stages_are_named() -> None:
     model = linears()
     model[7].weight = model[0].weight
     model[1].weight = model[2].weight
@@ -105,7 +105,7 @@ def test_tied_parameters_that_are_cut_apart_are_named() -> None:
     assert found.shared == {"0.weight = 7.weight": (0, 1)}
 
 
-def test_a_blueprint_is_cut_without_its_memory() -> None:
+def test_a_blueprint_is_partitioned_without_building_it() -> None:
     blueprint = Blueprint(lambda: Sequence(nn.Embedding(50, 8), *linears_of(8, 6), nn.Linear(8, 50)))
     found = partition(blueprint, 4, example=torch.zeros(4, dtype=torch.int64), device="cpu", micro_batches=4)
     built = [blueprint.build(start, stop) for start, stop in zip(found.cuts, found.cuts[1:], strict=False)]
@@ -133,12 +133,12 @@ def linears_of(width: int, count: int) -> list[nn.Module]:
         ({"memory_bytes": 1e6}, "no partition of 8 layers into 4 stages fits"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+def test_impossible_arguments_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan(options.pop("stages", 4), **options)
 
 
-def test_the_package_loads_no_torch() -> None:
+def test_importing_the_package_does_not_import_torch() -> None:
     code = "import gridtrain.pipeline, sys; assert 'torch' not in sys.modules; gridtrain.pipeline.Card()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -154,7 +154,7 @@ def test_every_stage_of_a_partly_frozen_model_has_something_to_train() -> None:
 
     model = Blueprint(make)
     plan = partition(model, 3, example=torch.randn(4, 16))
-    ModelStages(model, 3, cuts=plan.cuts, device=torch.device("cpu"))  # as grid.pipeline takes it
+    ModelStages(model, 3, cuts=plan.cuts, device=torch.device("cpu"))  # accepted by grid.pipeline
     with pytest.raises(
         ConfigError, match=r"8 layers, of which 3 are trained, cannot be divided into 4 stages"
     ):

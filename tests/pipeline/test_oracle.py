@@ -1,6 +1,6 @@
-"""Beside torch.distributed.pipelining on the same cut: no difference at all.
+"""Gradients are those of torch.distributed.pipelining on the same partition, without any difference.
 
-It runs in processes of its own, over gloo on loopback: see `oracle.py`.
+`oracle.py` runs it in separate processes, over gloo on loopback.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ours(stages: int, micro_batches: int, schedule: str, rematerialise: bool) ->
     layers = oracle.layers_of()
     inputs, targets = oracle.batch()
     specs = infer_boundary_specs(layers, inputs)
-    held = [
+    own_stages = [
         Stage(
             copy.deepcopy(layers[start:stop]),
             input=specs[start - 1] if start else None,
@@ -60,14 +60,14 @@ def ours(stages: int, micro_batches: int, schedule: str, rematerialise: bool) ->
         )
         for start, stop in bounds_of(stages)
     ]
-    lines, sizes = memory_stage_links(stages), divide_samples(oracle.SAMPLES, micro_batches)
+    links, sizes = memory_stage_links(stages), divide_samples(oracle.SAMPLES, micro_batches)
 
     def work(s: int) -> None:
-        runner = StageExecutor(held[s], s, stages, schedule=OURS[schedule])
-        runner.run(lines[s], seed=oracle.SEED, sizes=sizes, inputs=inputs, targets=targets)
+        runner = StageExecutor(own_stages[s], s, stages, schedule=OURS[schedule])
+        runner.run(links[s], seed=oracle.SEED, sizes=sizes, inputs=inputs, targets=targets)
 
     run_in_threads([lambda s=s: work(s) for s in range(stages)])  # type: ignore[misc]
-    own = [layer for stage in held for layer in stage.layers]
+    own = [layer for stage in own_stages for layer in stage.layers]
     return {f"{i}.{n}": p.grad for i, layer in enumerate(own) for n, p in layer.named_parameters()}
 
 

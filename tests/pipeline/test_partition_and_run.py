@@ -1,6 +1,6 @@
-"""From the plan to the step: a model that is cut, built stage by stage and run, beside the whole one.
+"""From the plan to the step: a model is partitioned, built stage by stage and run, against the whole one.
 
-What the plan says of memory is held against what each stage really held.
+The plan's figures of memory are compared with the memory of each stage.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def stages_of(blueprint: Blueprint, plan: Partition, rematerialise: bool, loss: 
 def run(stages: list[Stage], plan: Partition, batch: int, inputs: Tensor, targets: Tensor) -> None:
     """One step, in a thread for each stage."""
     count, sizes, running = len(stages), divide_samples(batch, plan.micro_batches), plan.outlook.settings
-    lines = memory_stage_links(count)
+    links = memory_stage_links(count)
 
     def work(s: int) -> None:
         runner = StageExecutor(stages[s], s, count, schedule=lambda stages, number: running.schedule(stages))
-        runner.run(lines[s], seed=1, sizes=sizes, inputs=inputs, targets=targets)
+        runner.run(links[s], seed=1, sizes=sizes, inputs=inputs, targets=targets)
 
     run_in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
 
@@ -117,7 +117,7 @@ def run_metered(
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b"])
-def test_every_cut_has_the_gradients_of_the_whole_model(count: int, schedule: str) -> None:
+def test_every_partition_has_the_gradients_of_the_whole_model(count: int, schedule: str) -> None:
     inputs, targets = (torch.randint(40, (12, 5), generator=torch.Generator().manual_seed(s)) for s in (0, 1))
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -144,8 +144,8 @@ def test_every_cut_has_the_gradients_of_the_whole_model(count: int, schedule: st
 
 @pytest.mark.parametrize("rematerialise", [True, False])
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b"])
-def test_no_stage_holds_more_than_the_plan_says(schedule: str, rematerialise: bool) -> None:
-    """Nor does the plan say much more than a stage holds."""
+def test_no_stage_uses_more_memory_than_planned(schedule: str, rematerialise: bool) -> None:
+    """The plan's figure is not much larger, either."""
     blueprint = Blueprint(lambda: [Residual() for _ in range(9)])
     inputs, targets = torch.randn(6 * 32, WIDTH), torch.randn(6 * 32, WIDTH)
     plan = partition(
@@ -163,7 +163,7 @@ def test_no_stage_holds_more_than_the_plan_says(schedule: str, rematerialise: bo
     meters = run_metered(stages, plan, inputs, targets)
     for s, (meter, stage) in enumerate(zip(meters, plan.cut.stages, strict=True)):
         parameters = sum(p.nbytes for block in stages[s].layers for p in block.parameters())
-        held, planned = parameters + meter.peak_bytes, stage.memory.total
-        print(f"{schedule} rematerialise={rematerialise} stage {s}: held {held}, planned {planned}")
+        used, planned = parameters + meter.peak_bytes, stage.memory.total
+        print(f"{schedule} rematerialise={rematerialise} stage {s}: used {used}, planned {planned}")
         assert stage.memory.parameters == parameters
-        assert held <= planned <= 1.3 * held
+        assert used <= planned <= 1.3 * used

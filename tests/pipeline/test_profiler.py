@@ -1,4 +1,4 @@
-"""What a block costs: bytes exactly, seconds from a clock that the test holds."""
+"""Costs of a block: bytes exactly, seconds from a clock of the test."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def layers(model: Any, example: Any, **options: Any) -> tuple[Layer, ...]:
     return profile(model, example, device="cpu", repeats=2, **options).layers
 
 
-def test_seconds_are_parted_into_those_of_samples_and_those_of_calls() -> None:
+def test_seconds_are_divided_into_those_of_samples_and_of_calls() -> None:
     clock = Clock()
     found = layers([Slow(clock, 0.25), Slow(clock, 0.5, overhead_s=1.0)], torch.ones(4, 3), clock=clock)
     assert [each.forward_s for each in found] == pytest.approx([0.25, 0.5])
@@ -63,14 +63,14 @@ def test_seconds_are_parted_into_those_of_samples_and_those_of_calls() -> None:
     assert [each.overhead_s for each in found] == pytest.approx([0.0, 1.0])
 
 
-def test_noise_makes_nothing_negative() -> None:
+def test_noise_gives_no_negative_costs() -> None:
     assert _fit_line(4, 1.0, 1.9) == pytest.approx((0.225, 0.1))
     assert _fit_line(4, 1.0, 2.5) == pytest.approx((0.25, 0.0))
     assert _fit_line(4, 1.0, 0.5) == pytest.approx((0.0, 1.0))
 
 
-def test_bytes_can_be_counted_by_hand() -> None:
-    """Linear keeps its input (the ReLU's output, which the ReLU keeps as well: counted there, once)."""
+def test_bytes_are_those_counted_by_hand() -> None:
+    """Linear stores its input (the ReLU's output, which the ReLU stores as well: counted there, once)."""
     model = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)]
     first, middle, last = layers(model, torch.ones(4, 8))
     assert [each.parameter_bytes for each in (first, middle, last)] == [4 * (8 * 16 + 16), 0, 4 * (32 + 2)]
@@ -79,7 +79,7 @@ def test_bytes_can_be_counted_by_hand() -> None:
     assert [each.kept_bytes for each in (first, middle, last)] == [0, 64, 0]
 
 
-def test_an_input_that_only_the_next_block_keeps_counts_for_the_one_before() -> None:
+def test_an_input_that_only_the_next_block_stores_counts_for_the_previous_one() -> None:
     first, last = layers([nn.Linear(8, 16), nn.Linear(16, 2)], torch.ones(4, 8))
     assert (first.kept_bytes, last.kept_bytes) == (64, 0)
 
@@ -94,13 +94,13 @@ def test_whole_numbers_have_no_gradient_and_frozen_parameters_no_copies() -> Non
     assert [each.gradient for each in found] == [16, 16, 16, 16, 16]
 
 
-def test_boundaries_come_with_it() -> None:
+def test_a_profile_has_the_boundaries() -> None:
     found = profile([nn.Embedding(9, 4), nn.Flatten()], torch.zeros(3, 5, dtype=torch.int64), device="cpu")
     assert [str(spec) for spec in found.boundaries] == ["float32 (n, 5, 4)", "float32 (n, 20)"]
     assert (found.input_bytes, found.samples) == (40, 3)
 
 
-def test_measuring_changes_nothing() -> None:
+def test_a_measurement_does_not_change_the_model() -> None:
     model = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 4)]
     before = [tensor.clone() for block in model for tensor in block.state_dict().values()]
     layers(model, torch.randn(4, 4))
@@ -114,11 +114,11 @@ def test_a_blueprint_is_measured_one_block_at_a_time() -> None:
     alive: list[int] = []
     build = blueprint.build
 
-    def watched(start: int, stop: int, device: Any = "cpu") -> list[nn.Module]:
+    def build_recorded(start: int, stop: int, device: Any = "cpu") -> list[nn.Module]:
         alive.append(stop - start)
         return build(start, stop, device)
 
-    blueprint.build = watched  # type: ignore[method-assign]
+    blueprint.build = build_recorded  # type: ignore[method-assign]
     found = profile(blueprint, torch.zeros(3, dtype=torch.int64), device="cpu", repeats=1)
     assert isinstance(found, Profile) and [each.name for each in found.layers] == ["0", "1", "2"]
     assert alive == [1, 1, 1]
@@ -132,6 +132,6 @@ def test_an_example_without_samples_is_refused(example: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_measured_too() -> None:
+def test_a_gpu_is_measured() -> None:
     found = profile([nn.Linear(64, 64), nn.ReLU()], torch.ones(4, 64), repeats=3)
     assert found.device.startswith("cuda") and found.layers[0].parameter_bytes == 4 * 65 * 64

@@ -1,4 +1,4 @@
-"""The process's random generators: what a stage's layers draw, and that nobody else notices."""
+"""The process's random generators: the draws of a stage's layers do not affect other code."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def drawn() -> float:
 
 @pytest.fixture(autouse=True)
 def seeded() -> float:
-    """What is drawn next, if nobody has drawn meanwhile."""
+    """The next draw, if no other code draws in between."""
     torch.manual_seed(4)
     expected = drawn()
     torch.manual_seed(4)
     return expected
 
 
-def test_a_step_leaves_the_generators_as_they_were(seeded: float) -> None:
+def test_a_step_does_not_change_the_generators(seeded: float) -> None:
     stages = stages_of(layers_of(dropout=True), 1)
     torch.manual_seed(4)
     run(stages, (2, 2, 2, 2))
     assert drawn() == seeded
 
 
-def test_what_is_drawn_between_two_borrowers_counts(seeded: float) -> None:
+def test_draws_between_two_borrowers_advance_the_generator(seeded: float) -> None:
     """Two stages in a process: one draws its batch while the other one is in the middle of a step."""
     with borrowed_generators(HOST):
         torch.manual_seed(1)
@@ -55,14 +55,14 @@ def test_what_is_drawn_between_two_borrowers_counts(seeded: float) -> None:
     assert batch == seeded and drawn() != seeded
 
 
-def test_a_borrower_that_fails_puts_back_what_it_found(seeded: float) -> None:
+def test_a_borrower_that_fails_restores_the_generators(seeded: float) -> None:
     with pytest.raises(ValueError, match="a layer"), borrowed_generators(HOST):
         torch.manual_seed(3)
         raise ValueError("a layer")
     assert drawn() == seeded
 
 
-def test_a_generator_that_cannot_be_read_stops_no_other_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_that_cannot_be_read_does_not_block_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> torch.Tensor:
         raise RuntimeError("the device is lost")
 
@@ -85,13 +85,13 @@ def test_a_generator_that_cannot_be_read_stops_no_other_stage(monkeypatch: pytes
 def test_workers_of_one_process_borrow_the_generators_one_after_the_other(
     first: str, later: str, seeded: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else one would draw from the other's seed, and the last one would restore a seed of the other."""
-    lock, came, returned = threading.RLock(), threading.Event(), threading.Event()
+    """Otherwise one would draw from the other's seed, and the last one would restore a seed of the other."""
+    lock, entered, returned = threading.RLock(), threading.Event(), threading.Event()
 
     class SeenLock:
         def __enter__(self) -> None:
             if threading.current_thread() is other:
-                came.set()
+                entered.set()
             lock.acquire()
 
         def __exit__(self, *exc_info: object) -> None:
@@ -100,7 +100,7 @@ def test_workers_of_one_process_borrow_the_generators_one_after_the_other(
     def borrow() -> None:
         with BORROWERS[later]():
             torch.manual_seed(2)
-            came.set()
+            entered.set()
             returned.wait(WITHIN_S)
 
     monkeypatch.setattr(sampler, "GENERATORS_LOCK", SeenLock(), raising=False)
@@ -112,7 +112,7 @@ def test_workers_of_one_process_borrow_the_generators_one_after_the_other(
         with BORROWERS[first]():
             torch.manual_seed(1)
             other.start()
-            assert came.wait(WITHIN_S)
+            assert entered.wait(WITHIN_S)
             assert drawn() == expected
     finally:
         returned.set()

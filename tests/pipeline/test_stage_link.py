@@ -1,4 +1,4 @@
-"""A broken line, a model that fails, and bytes that were not agreed: every stage raises at once."""
+"""A broken link, a model that fails, and bytes that do not match the spec: every stage raises at once."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from gridtrain.pipeline.stage import Stage
 SIZES = (2, 2, 2, 2)
 
 
-def every_stage(stages: Sequence[Stage], lines: Sequence[MemoryStageLink]) -> list[BaseException | None]:
-    """What each stage raised, all running at once; waits for all of them."""
+def every_stage(stages: Sequence[Stage], links: Sequence[MemoryStageLink]) -> list[BaseException | None]:
+    """Run all stages at once; return the exception of each."""
     raised: list[BaseException | None] = [None] * len(stages)
     inputs, targets = tokens(sum(SIZES))
 
     def work(s: int) -> None:
         try:
             StageExecutor(stages[s], s, len(stages)).run(
-                lines[s], seed=1, sizes=SIZES, inputs=inputs, targets=targets
+                links[s], seed=1, sizes=SIZES, inputs=inputs, targets=targets
             )
         except Exception as error:
             raised[s] = error
@@ -62,22 +62,22 @@ def every_stage(stages: Sequence[Stage], lines: Sequence[MemoryStageLink]) -> li
 
 
 class Tampering:
-    """A line that does something with the `at`-th payload that it is given to send."""
+    """A link that calls `act` with the `at`-th payload to send."""
 
     def __init__(
-        self, line: MemoryStageLink, at: int, act: Callable[[PayloadBuffers], PayloadBuffers]
+        self, link: MemoryStageLink, at: int, act: Callable[[PayloadBuffers], PayloadBuffers]
     ) -> None:
-        self._line, self._left, self._act = line, at, act
+        self._link, self._left, self._act = link, at, act
 
     def send(self, stage: int, channel: Channel, buffers: PayloadBuffers) -> None:
         self._left -= 1
-        self._line.send(stage, channel, self._act(buffers) if self._left == -1 else buffers)
+        self._link.send(stage, channel, self._act(buffers) if self._left == -1 else buffers)
 
     def receive(self, stage: int, channel: Channel) -> PayloadBuffers:
-        return self._line.receive(stage, channel)
+        return self._link.receive(stage, channel)
 
     def abort(self, reason: str) -> None:
-        self._line.abort(reason)
+        self._link.abort(reason)
 
 
 class Dead(Exception):
@@ -91,14 +91,14 @@ def die(buffers: PayloadBuffers) -> PayloadBuffers:
 # each stage in the middle of 4 sends 4 activations and 4 gradients; the ends send 4 payloads
 @pytest.mark.parametrize("at", [0, 1, 3])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_stage_that_dies_is_known_to_all_and_no_gradient_is_left(stage: int, at: int) -> None:
+def test_all_stages_learn_of_a_dead_one_and_no_gradient_is_left(stage: int, at: int) -> None:
     stages = stages_of(layers_of(), 4)
     marks = [torch.full_like(p, 7.0) for p in stages[stage].parameters]
     for parameter, mark in zip(stages[stage].parameters, marks, strict=True):
         parameter.grad = mark
-    lines: list = list(memory_stage_links(4))
-    lines[stage] = Tampering(lines[stage], at, die)
-    raised = every_stage(stages, lines)
+    links: list = list(memory_stage_links(4))
+    links[stage] = Tampering(links[stage], at, die)
+    raised = every_stage(stages, links)
     for s, error in enumerate(raised):
         if s == stage:
             assert isinstance(error, Dead)
@@ -111,12 +111,12 @@ def test_a_stage_that_dies_is_known_to_all_and_no_gradient_is_left(stage: int, a
         assert all(p.grad is mark for p, mark in zip(one.parameters, expected, strict=True))
 
 
-def test_after_a_broken_line_the_step_is_repeated_as_if_nothing_had_been() -> None:
+def test_after_a_broken_link_the_repeated_step_has_the_same_result() -> None:
     layers = layers_of(dropout=True, batch_norm=True)
     stages, untouched = stages_of(layers, 4), stages_of(layers, 4)
-    lines: list = list(memory_stage_links(4))
-    lines[2] = Tampering(lines[2], 5, die)
-    assert all(every_stage(stages, lines))
+    links: list = list(memory_stage_links(4))
+    links[2] = Tampering(links[2], 5, die)
+    assert all(every_stage(stages, links))
     got, expected = result_of(stages, run(stages, SIZES)), result_of(untouched, run(untouched, SIZES))
     assert all(torch.equal(got.gradients[name], g) for name, g in expected.gradients.items())
     for stage in [*stages, *untouched]:
@@ -129,7 +129,7 @@ class Failing(nn.Module):
         raise MemoryError("no memory left")
 
 
-def test_what_the_model_raises_comes_out_where_it_was_and_breaks_the_others() -> None:
+def test_an_exception_of_the_model_is_raised_in_its_stage_and_breaks_the_links() -> None:
     stages = stages_of(layers_of(), 3)
     stages[1].layers[-1] = Failing()
     raised = every_stage(stages, memory_stage_links(3))
@@ -150,52 +150,52 @@ def test_what_the_model_raises_comes_out_where_it_was_and_breaks_the_others() ->
         ),
     ],
 )
-def test_bytes_that_were_not_agreed_are_refused_and_everybody_knows_whose(
+def test_bytes_that_do_not_match_the_spec_are_refused_and_all_know_the_sender(
     act: Callable[[PayloadBuffers], PayloadBuffers], text: str
 ) -> None:
     stages = stages_of(layers_of(), 3)
-    lines: list = list(memory_stage_links(3))
-    lines[0] = Tampering(lines[0], 1, act)
-    raised = every_stage(stages, lines)
+    links: list = list(memory_stage_links(3))
+    links[0] = Tampering(links[0], 1, act)
+    raised = every_stage(stages, links)
     assert isinstance(raised[1], LineBroken) and raised[1].peer == 0 and text in raised[1].reason
     assert all(isinstance(error, LineBroken) and text in error.reason for error in raised)
 
 
-def test_a_stage_that_waits_for_what_never_comes_hears_of_an_abort() -> None:
-    lines = memory_stage_links(3)
+def test_an_abort_wakes_a_waiting_stage() -> None:
+    links = memory_stage_links(3)
     waiting = threading.Event()
     raised: list[LineBroken] = []
 
     def wait(stage: int) -> None:
         waiting.set()
         with pytest.raises(LineBroken) as caught:
-            lines[stage].receive(1, plan.activations_channel(0))
+            links[stage].receive(1, plan.activations_channel(0))
         raised.append(caught.value)
 
     threads = [threading.Thread(target=wait, args=(stage,)) for stage in (0, 2)]
     for thread in threads:
         thread.start()
     waiting.wait()
-    lines[1].abort("stage 1 leaves")
-    lines[1].abort("another reason")
+    links[1].abort("stage 1 leaves")
+    links[1].abort("another reason")
     for thread in threads:
         thread.join()
     assert [(error.reason, error.peer) for error in raised] == [("stage 1 leaves", 1)] * 2
     with pytest.raises(LineBroken, match="stage 1 leaves"):
-        lines[0].send(1, plan.activations_channel(0), [])
+        links[0].send(1, plan.activations_channel(0), [])
 
 
-def test_a_memory_line_says_one_thing_once_and_in_any_order() -> None:
-    lines = memory_stage_links(2, latency_s=1e-4, bandwidth_Bps=1e9)
+def test_a_memory_link_delivers_each_payload_once_and_in_any_order() -> None:
+    links = memory_stage_links(2, latency_s=1e-4, bandwidth_Bps=1e9)
     for m in range(3):
-        lines[0].send(1, plan.activations_channel(m), [memoryview(bytes([m])), memoryview(b"")])
+        links[0].send(1, plan.activations_channel(m), [memoryview(bytes([m])), memoryview(b"")])
     with pytest.raises(LocalProtocolError, match="again"):
-        lines[0].send(1, plan.activations_channel(2), [])
+        links[0].send(1, plan.activations_channel(2), [])
     for m in (2, 0, 1):
-        assert [bytes(b) for b in lines[1].receive(0, plan.activations_channel(m))] == [bytes([m]), b""]
+        assert [bytes(b) for b in links[1].receive(0, plan.activations_channel(m))] == [bytes([m]), b""]
 
 
-def test_stages_made_for_another_place_are_refused() -> None:
+def test_stages_made_for_another_position_are_refused() -> None:
     stages = stages_of(layers_of(), 3)
     with pytest.raises(ConfigError, match="pass `input` to every stage except the first"):
         StageExecutor(stages[1], 0, 3)
@@ -224,7 +224,7 @@ def test_a_stage_s_first_layer_may_overwrite_activations(schedule: ScheduleFacto
     assert largest_difference(got, unpartitioned(layers, (2, 2))) == 0.0
 
 
-def test_a_layer_that_overwrites_what_is_needed_once_more_is_refused() -> None:
+def test_a_layer_that_overwrites_a_value_that_is_still_needed_is_refused() -> None:
     layers = layers_of()
     layers[5] = Overwriting(layers[5], lambda nest: nest["side"][1][0].logical_not_())
     with pytest.raises(ConfigError, match="inplace=False in this layer"):
@@ -240,15 +240,15 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
     assert loss_of(torch.zeros(5, 11), torch.zeros(1, 5, dtype=torch.int64)).dim() == 0
 
 
-def test_tied_parameters_follow_the_lowest_stage_bit_for_bit() -> None:
-    stages, lines = stages_of(layers_of(tied=True), 3), memory_stage_links(3)
+def test_tied_parameters_are_those_of_the_lowest_stage_bit_for_bit() -> None:
+    stages, links = stages_of(layers_of(tied=True), 3), memory_stage_links(3)
     run(stages, (2, 2))
     first, last = stages[0].tied[0].parameter, stages[2].tied[0].parameter
     with torch.no_grad():
         first.sub_(first.grad)
         last.add_(1.0)
     for number in (0, 1, 2):
-        share_tied_parameters(stages[number], number, lines[number])
+        share_tied_parameters(stages[number], number, links[number])
     assert torch.equal(first, last)
 
 
@@ -257,9 +257,9 @@ def of_one(loss: Any, **options: Any) -> Stage:
 
 
 def run_alone(stage: Stage, inputs: torch.Tensor, targets: torch.Tensor) -> StepResult:
-    given = {"seed": 1, "sizes": (1,) * len(inputs), "inputs": inputs, "targets": targets}
+    arguments = {"seed": 1, "sizes": (1,) * len(inputs), "inputs": inputs, "targets": targets}
     alone = StageExecutor(stage, 0, 1, schedule=fill_drain)
-    return alone.run(memory_stage_links(1)[0], **given)  # type: ignore[arg-type]
+    return alone.run(memory_stage_links(1)[0], **arguments)  # type: ignore[arg-type]
 
 
 def test_a_loss_without_a_gradient_is_refused() -> None:
@@ -268,18 +268,18 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
         run_alone(stage, torch.ones(2, 2), torch.ones(2, 1))
 
 
-def test_a_step_under_no_grad_trains_all_the_same() -> None:
+def test_a_step_under_no_grad_computes_gradients() -> None:
     stage = of_one(nn.functional.mse_loss)
     with torch.no_grad():
         run_alone(stage, torch.ones(2, 2), torch.full((2, 1), 9.0))
     assert stage.parameters[0].grad is not None and bool(stage.parameters[0].grad.abs().sum() > 0)
 
 
-def test_a_loss_that_overwrites_its_targets_does_so_with_a_copy() -> None:
+def test_a_loss_that_overwrites_its_targets_receives_a_copy() -> None:
     targets = torch.ones(2, 1)
     stage = of_one(lambda output, targets: nn.functional.mse_loss(output, targets.sub_(1)))
     run_alone(stage, torch.ones(2, 2), targets)
-    assert targets.flatten().tolist() == [1.0, 1.0], "the next attempt needs them"
+    assert targets.flatten().tolist() == [1.0, 1.0], "the next attempt needs the targets"
 
 
 class Shifts(nn.Module):
@@ -288,14 +288,14 @@ class Shifts(nn.Module):
         return x
 
 
-def test_the_batch_is_not_overwritten_where_nothing_is_computed_anew() -> None:
+def test_overwriting_the_batch_is_refused_without_rematerialisation() -> None:
     stage = Stage([Shifts(), nn.Linear(2, 1)], loss=nn.functional.mse_loss, rematerialise=False)
     with pytest.raises(ConfigError, match="overwrote its input"):
         run_alone(stage, torch.ones(2, 2), torch.ones(2, 1))
 
 
-def test_a_micro_batch_takes_until_the_device_has_computed_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU only queues the work: a clock that is read at once would make micro-batches look cheap."""
+def test_a_micro_batch_is_timed_until_the_device_has_computed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU only queues the work: a clock that is read at once would show too short a time."""
     clock_s = [0.0]
 
     def finish(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Nests of tensors as buffers: there and back, refused where they are not as agreed, narrower on request."""
+"""Nests of tensors as buffers: encoding and decoding, checks against the spec, narrower values on request."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def nests(samples: int) -> st.SearchStrategy[Any]:
 
 
 @given(tree=nests(samples=5))
-def test_any_nest_goes_there_and_back(tree: Any) -> None:
+def test_any_nest_is_decoded_as_it_was_encoded(tree: Any) -> None:
     spec = TensorTreeSpec.of(tree, 5)
     buffers = spec.encode(tree, 5)
     assert [buffer.nbytes for buffer in buffers] == [leaf.payload_bytes(5) for leaf in spec.leaves]
@@ -89,7 +89,7 @@ def test_any_nest_goes_there_and_back(tree: Any) -> None:
     assert spec == TensorTreeSpec.of(tree, 5) and spec.digest == TensorTreeSpec.of(tree, 5).digest
 
 
-def test_what_is_agreed_can_be_read() -> None:
+def test_a_spec_is_printed_readably() -> None:
     tree = {"x": torch.zeros(4, 8), "pair": (torch.zeros(16, dtype=torch.int64), None), "alpha": 0.5}
     assert (
         str(TensorTreeSpec.of(tree, 4)) == "{'x': float32 (n, 8), 'pair': (int64 (4n), None), 'alpha': float}"
@@ -100,14 +100,14 @@ def test_what_is_agreed_can_be_read() -> None:
     )
 
 
-def test_an_exact_tensor_is_handed_over_without_a_copy() -> None:
+def test_an_exact_tensor_is_encoded_without_a_copy() -> None:
     tensor = torch.zeros(4, 3)
     (buffer,) = TensorTreeSpec.of(tensor, 4).encode(tensor, 4)
     tensor[0, 0] = 1.0
     assert bytes(buffer[:4]) == b"\x00\x00\x80?"
 
 
-def test_what_is_received_has_memory_of_its_own() -> None:
+def test_decoded_tensors_have_their_own_memory() -> None:
     tensor = torch.ones(2, 2)
     spec = TensorTreeSpec.of(tensor, 2)
     spec.decode(spec.encode(tensor, 2), 2).zero_()
@@ -115,7 +115,7 @@ def test_what_is_received_has_memory_of_its_own() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts what torch is asked to do."""
+    """Counts the operations of torch."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
-def test_a_lone_tensor_takes_few_calls(dtype: torch.dtype) -> None:
+def test_a_single_tensor_takes_few_operations(dtype: torch.dtype) -> None:
     """Each costs 20 to 50 us on a core that did something else before."""
     tensor = torch.arange(8).view(4, 2).to(dtype)
     spec, calls = TensorTreeSpec.of(tensor, 4), Calls()
@@ -139,7 +139,7 @@ def test_a_lone_tensor_takes_few_calls(dtype: torch.dtype) -> None:
     assert torch.equal(back, tensor)
 
 
-def test_a_row_of_gradients_is_a_tuple_and_checked() -> None:
+def test_gradients_are_a_tuple_and_checked() -> None:
     row = (torch.ones(4, 2), torch.zeros(4, dtype=torch.float64), torch.ones(4, 0))
     spec = TensorTreeSpec.of({"a": row[0], "b": row[1], "c": row[2]}, 4).gradients
     assert spec.is_flat_tuple
@@ -169,7 +169,7 @@ EXAMPLE = {"x": torch.zeros(4, 8), "list": [torch.zeros(3, dtype=torch.int64), 7
         ({**EXAMPLE, "list": [EXAMPLE["list"][0], 7, None, "full"]}, r"\['list'\]\[3\] is 'full'"),
     ],
 )
-def test_an_output_that_is_not_as_agreed_is_refused_where_it_is_made(tree: Any, text: str) -> None:
+def test_an_output_that_does_not_match_the_spec_is_refused_by_its_own_stage(tree: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         TensorTreeSpec.of(EXAMPLE, 4).encode(tree, 4)
 
@@ -183,12 +183,12 @@ def test_an_output_that_is_not_as_agreed_is_refused_where_it_is_made(tree: Any, 
         ([b"\x00" * 128, b"\x00" * 24, b"\x00" * 8, b""], "4 buffers"),
     ],
 )
-def test_bytes_that_are_not_as_agreed_are_refused(buffers: list[bytes], text: str) -> None:
+def test_bytes_that_do_not_match_the_spec_are_refused(buffers: list[bytes], text: str) -> None:
     with pytest.raises(RemoteProtocolError, match=text):
         TensorTreeSpec.of(EXAMPLE, 4).decode([memoryview(buffer) for buffer in buffers], 4)
 
 
-def test_what_cannot_pass_a_cut_is_refused() -> None:
+def test_a_value_that_cannot_be_sent_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the value at \['a'\]\[0\] is a set"):
         TensorTreeSpec.of({"a": [{1, 2}]}, 1)
 
@@ -208,15 +208,15 @@ class Flatten(nn.Module):
         return x.flatten(0, 1), torch.zeros(6)  # 6 rows: a multiple of 2 and of 3
 
 
-def test_boundaries_tell_rows_from_samples() -> None:
+def test_boundaries_distinguish_rows_from_samples() -> None:
     layers = [nn.Linear(3, 4), Flatten()]
     made = infer_boundary_specs(layers, torch.zeros(1, 5, 3))
     assert [str(spec) for spec in made] == ["float32 (n, 5, 4)", "(float32 (5n, 4), float32 (6))"]
     assert [leaf.has_gradient for leaf in made[1].leaves] == [True, False]
-    assert next(layers[0].parameters()).device.type == "cpu", "the layers themselves stay"
+    assert next(layers[0].parameters()).device.type == "cpu", "the layers themselves do not move"
     with torch.device("meta"):
         there = [nn.Linear(3, 4), Flatten()]
-    assert infer_boundary_specs(there, torch.zeros(1, 5, 3)) == made, "nor are weights needed"
+    assert infer_boundary_specs(there, torch.zeros(1, 5, 3)) == made, "no weights are needed"
 
 
 class Odd(nn.Module):
@@ -255,7 +255,7 @@ STEP = {WirePrecision.FP16: 2.0**-11, WirePrecision.BF16: 2.0**-8, WirePrecision
 
 @pytest.mark.parametrize("wire", NARROW)
 @pytest.mark.parametrize("elements", [0, 1, 255, 256, 257, 1000])
-def test_narrow_values_are_near_and_of_the_size_that_was_said(wire: WirePrecision, elements: int) -> None:
+def test_narrow_values_are_close_and_have_the_stated_size(wire: WirePrecision, elements: int) -> None:
     generator = torch.Generator().manual_seed(elements)
     for scale in (1e-30, 1e-9, 1.0, 1e30):
         x = torch.randn(elements, generator=generator) * scale
@@ -268,7 +268,7 @@ def test_narrow_values_are_near_and_of_the_size_that_was_said(wire: WirePrecisio
 
 @pytest.mark.parametrize("wire", NARROW)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_numbers_that_are_not_finite_stay_so(wire: WirePrecision, bad: float) -> None:
+def test_values_that_are_not_finite_stay_so(wire: WirePrecision, bad: float) -> None:
     x = torch.randn(600, generator=torch.Generator().manual_seed(0))
     x[300] = bad
     back = decode_tensor(encode_tensor(x, wire), x.shape, x.dtype, wire)
@@ -288,7 +288,7 @@ def test_numbers_that_are_not_finite_stay_so(wire: WirePrecision, bad: float) ->
     ],
     ids=["a column", "a narrow matrix", "every second", "one value", "turned"],
 )
-def test_of_a_larger_tensor_a_part_is_sent(wire: WirePrecision, view: Tensor) -> None:
+def test_only_the_viewed_part_of_a_tensor_is_sent(wire: WirePrecision, view: Tensor) -> None:
     for x in (view, view.bfloat16()):
         assert torch.equal(
             encode_tensor(x, wire), encode_tensor(x.clone(memory_format=torch.contiguous_format), wire)
@@ -301,7 +301,7 @@ def test_zeros_stay_zeros(wire: WirePrecision) -> None:
     assert torch.equal(decode_tensor(encode_tensor(x, wire), x.shape, x.dtype, wire), x)
 
 
-def test_a_shift_that_nobody_writes_is_refused() -> None:
+def test_an_invalid_shift_is_refused() -> None:
     bytes_ = encode_tensor(torch.ones(2), WirePrecision.FP16)
     bytes_[:4] = torch.tensor([0, 0, 0, 0x7F], dtype=torch.uint8)
     with pytest.raises(RemoteProtocolError, match="the maximum is 120"):
@@ -334,7 +334,7 @@ def test_narrow_activations_give_nearby_gradients_in_fewer_bytes(wire: WirePreci
     assert named(layers).keys() == sent.gradients.keys()
 
 
-def test_a_block_that_needs_values_is_named() -> None:
+def test_a_layer_that_needs_values_is_named() -> None:
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.from_numpy(x.numpy())

@@ -1,4 +1,4 @@
-"""docker/ without an engine: the entry script, what the Dockerfiles copy, and how compose-test judges.
+"""docker/ without an engine: the entry script, the copied files, and the checks of compose-test.
 
 With an engine: `make compose-test`.
 """
@@ -40,7 +40,7 @@ def compose_test() -> ModuleType:
 
 
 def entered(tmp_path: Path, *arguments: str, **variables: str) -> str:
-    """What a `gridtrain` that only looks gets from the entry script."""
+    """The arguments and environment that the entry script passes to `gridtrain`."""
     spy = tmp_path / "gridtrain"
     spy.write_text(SPY)
     spy.chmod(0o755)
@@ -51,18 +51,18 @@ def entered(tmp_path: Path, *arguments: str, **variables: str) -> str:
         text=True,
         timeout=30,
     )
-    assert done.returncode == 7, done.stderr  # the program's own: restart policies go by it
+    assert done.returncode == 7, done.stderr  # the program's own exit code, on which restart policies depend
     return done.stdout
 
 
 def test_an_invitation_from_the_environment_is_read_and_never_an_argument(tmp_path: Path) -> None:
-    told = entered(tmp_path, "python", "train.py", GRIDTRAIN_INVITATION=INVITATION)
-    assert told == f"arguments: [worker] [-] [--] [python] [train.py]\nread: {INVITATION}\nleft: 0\n"
+    output = entered(tmp_path, "python", "train.py", GRIDTRAIN_INVITATION=INVITATION)
+    assert output == f"arguments: [worker] [-] [--] [python] [train.py]\nread: {INVITATION}\nleft: 0\n"
 
 
 def test_an_invitation_in_a_file_is_named(tmp_path: Path) -> None:
-    told = entered(tmp_path, "python", "a b.py", GRIDTRAIN_INVITATION_FILE="/invitations/local")
-    assert told == "arguments: [worker] [@/invitations/local] [--] [python] [a b.py]\nleft: 0\n"
+    output = entered(tmp_path, "python", "a b.py", GRIDTRAIN_INVITATION_FILE="/invitations/local")
+    assert output == "arguments: [worker] [@/invitations/local] [--] [python] [a b.py]\nleft: 0\n"
 
 
 DIGEST = "sha256:" + "0" * 64
@@ -70,28 +70,28 @@ DIGEST = "sha256:" + "0" * 64
 
 def test_an_accepted_digest_takes_the_runs_bundle(tmp_path: Path) -> None:
     """As without a container: no command is given, and `gridtrain worker` reads GRIDTRAIN_ACCEPT."""
-    told = entered(tmp_path, "python", "train.py", GRIDTRAIN_INVITATION=INVITATION, GRIDTRAIN_ACCEPT=DIGEST)
-    assert told == f"arguments: [worker] [-]\nread: {INVITATION}\nleft: 0\naccepted: {DIGEST}\n"
+    output = entered(tmp_path, "python", "train.py", GRIDTRAIN_INVITATION=INVITATION, GRIDTRAIN_ACCEPT=DIGEST)
+    assert output == f"arguments: [worker] [-]\nread: {INVITATION}\nleft: 0\naccepted: {DIGEST}\n"
     file = tmp_path / "digest"
     file.write_text(f"{DIGEST}\n")
-    told = entered(
+    output = entered(
         tmp_path, "python", "train.py",
         GRIDTRAIN_INVITATION_FILE="/invitations/local", GRIDTRAIN_ACCEPT="", GRIDTRAIN_ACCEPT_FILE=str(file),
     )  # fmt: skip
-    assert told == f"arguments: [worker] [@/invitations/local]\nleft: 0\naccepted: {DIGEST}\n"
+    assert output == f"arguments: [worker] [@/invitations/local]\nleft: 0\naccepted: {DIGEST}\n"
 
 
-def test_a_volunteer_looks_before_accepting(tmp_path: Path) -> None:
-    told = entered(tmp_path, "look", GRIDTRAIN_INVITATION=INVITATION, GRIDTRAIN_ACCEPT="")
-    assert told == f"arguments: [worker] [-] [--dry-run]\nread: {INVITATION}\nleft: 0\n"
+def test_a_volunteer_can_inspect_before_accepting(tmp_path: Path) -> None:
+    output = entered(tmp_path, "look", GRIDTRAIN_INVITATION=INVITATION, GRIDTRAIN_ACCEPT="")
+    assert output == f"arguments: [worker] [-] [--dry-run]\nread: {INVITATION}\nleft: 0\n"
 
 
-def test_without_an_invitation_it_is_the_program_itself(tmp_path: Path) -> None:
+def test_without_an_invitation_arguments_are_passed_on(tmp_path: Path) -> None:
     assert entered(tmp_path, "plan", "--help") == "arguments: [plan] [--help]\nleft: 0\n"
 
 
 @pytest.mark.parametrize("name", ["coordinator", "worker"])
-def test_what_a_build_copies_is_there_and_not_ignored(name: str) -> None:
+def test_files_that_a_build_copies_exist_and_are_not_ignored(name: str) -> None:
     text = (DOCKER / f"{name}.Dockerfile").read_text()
     copied = [
         source
@@ -123,24 +123,24 @@ def test_compose_test_skips_itself_with_the_reason(tmp_path: Path) -> None:
         ([(20, 2.7), (400, 2.8), (1000, 2.4)], 2.8, False),  # not before it
     ],
 )
-def test_compose_test_wants_the_loss_to_fall_on_both_sides_of_the_fault(
+def test_compose_test_requires_a_falling_loss_before_and_after_the_fault(
     compose_test: ModuleType, losses: list[tuple[int, float]], at_kill: float, falls: bool
 ) -> None:
-    told: list[str] = []
+    output: list[str] = []
     if falls:
-        compose_test.check_losses(losses, at_kill, told.append)
+        compose_test.check_losses(losses, at_kill, output.append)
     else:
         with pytest.raises(compose_test.Failed, match="did not keep falling"):
-            compose_test.check_losses(losses, at_kill, told.append)
-    assert len(told) == 1
+            compose_test.check_losses(losses, at_kill, output.append)
+    assert len(output) == 1
 
 
-def test_compose_test_waits_no_longer_than_it_says(compose_test: ModuleType) -> None:
+def test_compose_test_waits_no_longer_than_its_limit(compose_test: ModuleType) -> None:
     with pytest.raises(compose_test.Failed, match=r"not seen within 0 s: the moon; instead: clouds"):
         compose_test.until("the moon", lambda: False, 0.0, lambda: "clouds")
 
 
-def test_images_get_what_the_extras_want() -> None:
+def test_images_install_the_packages_of_the_extras() -> None:
     def wanted(extra: str) -> list[str]:
         command = [sys.executable, str(DOCKER / "requirements.py"), extra]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
@@ -155,9 +155,9 @@ def test_images_get_what_the_extras_want() -> None:
     "file",
     ["docker/compose.yaml", "docker/coordinator.Dockerfile", "gridtrain/tools/templates/new/compose.yaml"],
 )
-def test_a_busy_machine_is_not_taken_for_a_sick_coordinator(file: str) -> None:
-    """`up` starts no worker beside an unhealthy coordinator, and a check cut short by the engine says nothing
-    of it: of its limit what is beyond the wait for an answer is for Python's start."""
+def test_the_health_check_allows_for_a_busy_machine(file: str) -> None:
+    """`up` starts no worker beside an unhealthy coordinator.  The limit of a check must exceed its wait for
+    an answer, as Python takes time to start on a busy machine."""
     text = (ROOT / file).read_text()
     (limit_s,) = re.findall(
         r"^ +timeout: (\d+)s|--timeout=(\d+)s", text.split("prometheus:")[0], re.MULTILINE
@@ -168,8 +168,8 @@ def test_a_busy_machine_is_not_taken_for_a_sick_coordinator(file: str) -> None:
 TEMPLATES = ROOT / "gridtrain" / "tools" / "templates" / "new"
 
 
-def test_every_variable_that_our_files_name_means_something() -> None:
-    """A program that is started beside them, as `compose exec` does, would refuse any other."""
+def test_every_variable_in_these_files_exists() -> None:
+    """A program started by `compose exec` would refuse an unknown variable."""
     files = [*DOCKER.glob("*.yaml"), *DOCKER.glob("*.Dockerfile"), *DOCKER.glob("*.sh"), *TEMPLATES.iterdir()]
     files += [*(ROOT / "packaging").rglob("*.service")]
     named = {
@@ -182,7 +182,7 @@ def test_every_variable_that_our_files_name_means_something() -> None:
 
 
 def test_a_volunteer_in_a_container_has_every_limit() -> None:
-    """What is not handed on is what .env says in vain; hours are those of the volunteer's clock."""
+    """A variable that is not passed on has no effect in .env; hours are in the volunteer's time zone."""
     text = (DOCKER / "compose.volunteer.yaml").read_text()
     limits = ("upload_limit", "download_limit", "donate_limit", "relay", "set", "accept", "name", "data_dir",
               "cache_limit")  # fmt: skip
@@ -190,8 +190,8 @@ def test_a_volunteer_in_a_container_has_every_limit() -> None:
         assert f'    {variable}: "${{{variable}:-}}"' in text, variable
 
 
-def test_documented_orders_to_compose_name_the_profile() -> None:
-    """The plugin takes services of other profiles for none, and stops none of them; 1.29 stops them all.
+def test_documented_compose_commands_name_the_profile() -> None:
+    """Without the profile the plugin does not stop the services of that profile; version 1.29 stops them all.
 
     docker compose -f compose.volunteer.yaml --profile cpu stop
     """

@@ -1,4 +1,4 @@
-"""What the documents say exists: links, make targets, commands, decisions."""
+"""Links, make targets, commands and decisions in documents exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_code(text: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_are_not_broken(document: Path) -> None:
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     broken = [link for link in links if not (document.parent / link.split("#")[0]).exists()]
@@ -81,7 +81,7 @@ def test_commands_in_documents_exist() -> None:
     named = {command for text in texts for command in re.findall(r"\bgridtrain ([a-z]+)\b", text)}
     known = set(cli.list_commands(click.Context(cli)))
     assert {"coordinator", "worker", "status", "demo"} <= named
-    assert not named - known, "documents name commands that are not there"
+    assert not named - known, "documents name commands that do not exist"
 
 
 def test_decisions_are_numbered_without_gaps_and_all_in_the_index() -> None:
@@ -123,7 +123,7 @@ def test_files_in_the_table_of_old_names_exist() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES_WITH_A_GUIDE)
 def test_a_package_names_its_modules(package: str) -> None:
-    """A package's docstring is where a reader looks first for the right file."""
+    """A package's docstring helps a reader to find the right file."""
     folder = ROOT / package
     guide = (folder / "__init__.py").read_text(encoding="utf-8")
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}

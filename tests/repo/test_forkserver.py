@@ -1,4 +1,4 @@
-"""A forked program is what an executed one is."""
+"""A forked program behaves as an executed one."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def program(tmp_path: Path) -> str:
 
 
 def both(client: forkserver.Client, *command: str, **options: Any) -> list[subprocess.CompletedProcess[str]]:
-    """Executed, and forked."""
+    """Run a command executed, and forked."""
     done = []
     for way in (forkserver.executing(), client.forking()):
         with way:
-            given = {"stdin": subprocess.DEVNULL} | options
-            done.append(subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, **given))
+            settings = {"stdin": subprocess.DEVNULL} | options
+            done.append(subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, **settings))
     return done
 
 
@@ -85,7 +85,9 @@ def both(client: forkserver.Client, *command: str, **options: Any) -> list[subpr
     [((), {}), (("-u",), {"start_new_session": True}), ((), {"process_group": 0})],
     ids=str,
 )
-def test_it_finds_what_an_executed_one_finds(client, program, tmp_path, flags, options) -> None:
+def test_a_forked_program_has_the_environment_of_an_executed_one(
+    client, program, tmp_path, flags, options
+) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SOME": "words", "PYTHONUNBUFFERED": ""}
     executed, forked = both(
         client, sys.executable, *flags, program, "a b", "--c", env=environment, cwd=tmp_path, **options
@@ -95,14 +97,14 @@ def test_it_finds_what_an_executed_one_finds(client, program, tmp_path, flags, o
     assert json.loads(forked.stdout) == json.loads(executed.stdout)
 
 
-def test_what_it_raises_ends_it(client, program) -> None:
+def test_an_exception_ends_a_forked_program(client, program) -> None:
     executed, forked = both(client, sys.executable, program, "raises")
     assert executed.returncode == forked.returncode == 1
     assert forked.stderr.splitlines()[-3:] == executed.stderr.splitlines()[-3:]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_it(client, program, number) -> None:
+def test_signals_reach_a_forked_program(client, program, number) -> None:
     with client.forking():
         process = subprocess.Popen(
             (sys.executable, program, "waits"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -113,8 +115,8 @@ def test_signals_reach_it(client, program, number) -> None:
         assert process.wait(WITHIN_S) == -number
 
 
-def test_modules_are_run_and_may_start_programs_themselves(client, program) -> None:
-    """An agent starts the script: as its own child, in a group of its own."""
+def test_modules_are_forked_and_may_start_programs(client, program) -> None:
+    """An agent starts the script as its own child, in a separate process group."""
     command = (sys.executable, "-m", "gridtrain.cli", "worker", "--help")
     executed, forked = both(client, *command)
     assert executed.returncode == forked.returncode == 0
@@ -132,7 +134,7 @@ def test_modules_are_run_and_may_start_programs_themselves(client, program) -> N
     ],
     ids=str,
 )
-def test_what_another_interpreter_would_run_is_executed(
+def test_a_program_for_another_interpreter_is_executed(
     client, program, command, environment, monkeypatch
 ) -> None:
     words = [program if word == "PROGRAM" else word for word in command]
@@ -143,6 +145,6 @@ def test_what_another_interpreter_would_run_is_executed(
         )
 
 
-def test_a_folder_that_is_missing_is_an_error_as_ever(client, program, tmp_path) -> None:
+def test_a_missing_folder_is_an_error(client, program, tmp_path) -> None:
     with client.forking(), pytest.raises(FileNotFoundError, match="missing"):
         subprocess.run((sys.executable, program), cwd=tmp_path / "missing")

@@ -1,4 +1,4 @@
-"""`make test` is what CI runs: both halves count, and what each has said is heard, whatever becomes of it."""
+"""`make test`, which CI runs too: both halves count, and the output of each is printed in all cases."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ sys.exit(int(code))
 
 
 def halves(folder: Path, plain: str, process: str, *arguments: str) -> subprocess.Popen[str]:
-    """The script beside a pytest whose halves end as these say: a code, or "hangs"."""
+    """The script with a fake pytest whose halves end with these codes, or hang."""
     (folder / "scripts").mkdir()  # its parent is the script's root
     shutil.copy(ROOT / "scripts" / "test-halves", folder / "scripts")
     place = folder / ".venv" / "bin"
@@ -66,7 +66,7 @@ def halves(folder: Path, plain: str, process: str, *arguments: str) -> subproces
         ("-9", "0", 137),
     ],
 )
-def test_it_fails_if_a_half_fails_and_both_are_heard(tmp_path, plain, process, code):
+def test_the_script_fails_if_a_half_fails_and_prints_both(tmp_path, plain, process, code):
     with halves(tmp_path, plain, process) as both:
         out, _ = both.communicate(timeout=60)
     assert both.returncode == code
@@ -78,12 +78,12 @@ def test_it_fails_if_a_half_fails_and_both_are_heard(tmp_path, plain, process, c
     ("most", "retried", "code"),
     [
         ("0", "0", 1),  # `make test`
-        ("1", "0", 1),  # more failed than may be retried
+        ("1", "0", 1),  # more failed than may be run again
         ("2", "0", 0),
         ("2", "1", 1),  # fails once more
     ],
 )
-def test_few_failed_tests_are_run_once_more(tmp_path, most, retried, code):
+def test_a_few_failed_tests_are_run_again(tmp_path, most, retried, code):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "retry").write_text(retried)
     recorded = tmp_path / ".pytest_cache" / "plain" / "v" / "cache" / "lastfailed"
@@ -92,11 +92,11 @@ def test_few_failed_tests_are_run_once_more(tmp_path, most, retried, code):
     with halves(tmp_path, "1", "0", "--retry-failed", most) as both:
         out, _ = both.communicate(timeout=60)
     assert both.returncode == code
-    told = "retry began with tests/test_a.py::test_a tests/test_b.py::test_b"
-    assert (told in out) == (most == "2")
+    retried_line = "retry began with tests/test_a.py::test_a tests/test_b.py::test_b"
+    assert (retried_line in out) == (most == "2")
 
 
-def test_one_that_hangs_has_said_so_before_the_end(tmp_path):
+def test_the_output_of_a_hanging_half_is_printed(tmp_path):
     with halves(tmp_path, "0", "hangs") as both:
         assert both.stdout is not None
         assert any("process began" in line for line in both.stdout)
@@ -106,7 +106,7 @@ def test_one_that_hangs_has_said_so_before_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_who_is_stopped_lets_both_clean_up(tmp_path, number):
+def test_a_signal_lets_both_halves_clean_up(tmp_path, number):
     with halves(tmp_path, "hangs", "hangs") as both:
         assert both.stdout is not None
         assert any("plain hangs" in line for line in both.stdout)
@@ -117,7 +117,7 @@ def test_who_is_stopped_lets_both_clean_up(tmp_path, number):
 
 
 def test_ci_runs_make_test_which_runs_both_halves():
-    def told(*arguments: str) -> str:
+    def make_output(*arguments: str) -> str:
         command = ["make", "--no-print-directory", "-n", "test", *arguments]
         environ = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
         return subprocess.run(
@@ -126,8 +126,8 @@ def test_ci_runs_make_test_which_runs_both_halves():
 
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    assert "scripts/test-halves tests\n" in told("TESTS=tests", "RETRY_FAILED=")
-    assert "scripts/test-halves tests --retry-failed 3\n" in told("TESTS=tests", "RETRY_FAILED=3")
-    part = told("TESTS=tests/wire")
+    assert "scripts/test-halves tests\n" in make_output("TESTS=tests", "RETRY_FAILED=")
+    assert "scripts/test-halves tests --retry-failed 3\n" in make_output("TESTS=tests", "RETRY_FAILED=3")
+    part = make_output("TESTS=tests/wire")
     assert "bin/pytest tests/wire\n" in part and "halves" not in part
     assert " test; do\n" in (ROOT / ".ci" / "run").read_text()

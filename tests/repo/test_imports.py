@@ -1,8 +1,8 @@
-"""Who may import whom (docs/architecture.md), read from the source with `ast`, function-level imports too.
+"""Allowed imports (docs/architecture.md), read from the source with `ast`, function-level imports too.
 
-Every file of the three packages is held against the longest row of `TABLE` that fits its name.  A
-row always allows: the standard library, `gridtrain.{errors,config,extras,quantities,_version}`
-and what lies below the row's own name.
+Every file of the three packages is checked against the longest row of `TABLE` that fits its name.  A row
+always allows the standard library, `gridtrain.{errors,config,extras,quantities,_version}` and the modules
+below the row's own name.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ PURE = (
     *(f"gridtrain_coordinator.{part}" for part in ("run", "stages", "membership", "access")),
 )
 
-# What pure code never touches: it is handed the time and never waits (docs/architecture.md).
+# Modules that pure code never imports: time is passed in, and it never waits (docs/architecture.md).
 NO_CORE_TOUCHES = {
     *("asyncio", "concurrent", "multiprocessing", "os", "queue", "select", "selectors", "signal"),
     *("socket", "subprocess", "threading", "time", "datetime", "secrets", "uuid"),
@@ -148,7 +148,7 @@ def allowed(module: str, imported: str) -> bool:
     return any(under(imported, package) for package in permitted)
 
 
-def test_the_table_is_kept() -> None:
+def test_imports_are_those_of_the_table() -> None:
     wrong = [
         f"{module}:{line} imports {imported}; its row allows: {TABLE[row(module)] or 'nothing more'}"
         for module, tree in modules()
@@ -163,7 +163,7 @@ def test_every_module_has_its_own_row() -> None:
     assert facade == ["gridtrain"], f"these fall into the facade's row; give them one: {facade[1:]}"
 
 
-def test_the_table_can_be_broken() -> None:
+def test_a_forbidden_import_is_found() -> None:
     assert allowed("gridtrain.network.transport.zmq.zeromq_transport", "zmq")
     assert allowed("gridtrain.sdk.local_group", "gridtrain_coordinator.daemon.Coordinator")
     assert not allowed("gridtrain.runtime.io_loop", "gridtrain_coordinator.daemon.Coordinator")
@@ -189,7 +189,7 @@ def test_protocol_cores_have_no_clock_no_thread_and_no_socket() -> None:
 
 
 def _modules_imported() -> dict[str, set[str]]:
-    """Each module with the modules of ours that it imports, those for type checkers left out."""
+    """Each module with the modules of this project that it imports, except for type checkers."""
     trees = dict(modules())
     found: dict[str, set[str]] = {}
     for module, tree in trees.items():
@@ -223,7 +223,7 @@ def _cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_and_no_folders_import_each_other() -> None:
-    """Facades (`__init__`) apart: they import what they offer."""
+    """Except for facades (`__init__`), which import what they export."""
     packages = {
         ".".join((name, *folder.relative_to(source).parts[:-1]))
         for name, source in SOURCES.items()
@@ -331,5 +331,5 @@ def test_nothing_unpickles_or_evaluates() -> None:
         "np.load(path, allow_pickle=True)",
     ],
 )
-def test_unpickling_would_be_seen(source: str) -> None:
+def test_unpickling_is_found(source: str) -> None:
     assert len(list(executes(ast.parse(source)))) == 1

@@ -1,4 +1,4 @@
-"""Each line of tests/slow.txt names a test: if one was renamed, `make test` would run it again, unnoticed."""
+"""Each line of tests/slow.txt names a test; otherwise `make test` would run a renamed one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_each_line_names_a_test() -> None:
     assert unknown([line for line in lines if line and not line.startswith("#")]) == []
 
 
-def test_a_line_that_names_none_is_seen() -> None:
+def test_a_line_that_names_no_test_is_found() -> None:
     here = "tests/repo/test_slow_list.py"
     wrong = ["tests/repo/test_none.py", f"{here}::test_renamed[3", f"{here}::test_a_line"]
     assert unknown([here, *wrong, wrong[-1]]) == [wrong[-1], wrong[-1], *wrong[:2]]

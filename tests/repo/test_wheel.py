@@ -1,4 +1,4 @@
-"""The wheel, not the checkout: an editable install hides a file that was never packaged."""
+"""Tests of the wheel, because an editable install hides missing files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_it_holds_the_packages_and_what_is_no_python(wheel: Path) -> None:
+def test_the_wheel_contains_the_packages_and_other_files(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         "gridtrain/py.typed",
@@ -36,8 +36,8 @@ def test_it_holds_the_packages_and_what_is_no_python(wheel: Path) -> None:
     assert tops == {"gridtrain", "gridtrain_coordinator", "gridtrain_worker"}
 
 
-def test_it_holds_every_source_file(wheel: Path) -> None:
-    """Also SQL migrations and whatever else lies beside the sources."""
+def test_the_wheel_contains_every_source_file(wheel: Path) -> None:
+    """Also SQL migrations and other files beside the sources."""
     packaged = set(zipfile.ZipFile(wheel).namelist())
     for root in (ROOT, ROOT / "coordinator", ROOT / "worker"):
         for package in root.glob("gridtrain*"):
@@ -48,8 +48,8 @@ def test_it_holds_every_source_file(wheel: Path) -> None:
             assert not missing, f"not in the wheel: {sorted(missing)}"
 
 
-def test_it_imports_from_another_directory(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked alone on the path, with the interpreter's dependencies but without the checkout."""
+def test_the_wheel_is_imported_from_another_directory(wheel: Path, tmp_path: Path) -> None:
+    """Unpacked and alone on the path, with the interpreter's dependencies but without the checkout."""
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     code = (
@@ -71,7 +71,7 @@ def test_it_imports_from_another_directory(wheel: Path, tmp_path: Path) -> None:
     assert all(file.startswith(str(site)) for file in files), files
 
 
-def test_its_metadata(wheel: Path) -> None:
+def test_the_metadata_of_the_wheel(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (folder,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info" in name}
     metadata = archive.read(f"{folder}/METADATA").decode()

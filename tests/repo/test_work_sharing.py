@@ -1,4 +1,4 @@
-"""Two pytest processes share a suite: every file is run by one of them."""
+"""Two pytest processes share a suite: one of them runs each file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Item:
 
 
 def suite(random: Random) -> list[Any]:
-    """Some files have tests of both kinds; one file's tests need not stand together."""
+    """Some files have tests of both kinds; a file's tests need not be adjacent."""
     files = [f"tests/test_{number}.py" for number in range(random.randint(1, 9))]
     items = [Item(f"{random.choice(files)}::test_{n}", random.random() < 0.3) for n in range(40)]
     return items if random.random() < 0.5 else sorted(items, key=lambda item: item.nodeid)
 
 
-def test_every_test_is_run_once_and_processes_by_one_half_alone(tmp_path, seeds) -> None:
+def test_every_test_runs_once_and_processes_run_in_one_half(tmp_path, seeds) -> None:
     for seed in seeds(150):
         random = Random(seed)
         items, claims = suite(random), tmp_path / str(seed)
@@ -46,7 +46,7 @@ def test_every_test_is_run_once_and_processes_by_one_half_alone(tmp_path, seeds)
         assert taken_over == sorted(taken_over, reverse=True), "processes come first"
 
 
-def test_what_is_taken_over_comes_from_the_back(tmp_path) -> None:
+def test_files_of_the_other_half_are_taken_from_the_back(tmp_path) -> None:
     """
     plain     a b
     process     p d c

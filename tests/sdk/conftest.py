@@ -1,7 +1,7 @@
-"""Whole groups in this process, brisk ones: the real coordinator, workers in threads, memory between them.
+"""Whole groups in this process, with short deadlines: the real coordinator, workers in threads.
 
-together(train, 3)    [what train(grid, number) returned on each worker]; raises what the first one raised
-outcomes(train, 3)    the same, with the exception in the place of a worker that raised one
+together(train, 3)    [what train(grid, number) returned on each worker]; raises the first worker's exception
+outcomes(train, 3)    the same, with a worker's exception in the place of its result
 new_group(workers=3)  for tests that start and end workers themselves
 """
 
@@ -27,18 +27,18 @@ Train = Callable[[Grid, int], Any]
 
 
 class Group(LocalGroup):
-    """A `LocalGroup` that starts worker threads and never waits for them without end."""
+    """A `LocalGroup` that starts worker threads; each wait has a limit."""
 
     def __init__(self, export_dir: Path, *, workers: int, deadlines: Deadlines = BRISK) -> None:
-        super().__init__(min_workers=workers, deadlines=deadlines, log=self._hear)
+        super().__init__(min_workers=workers, deadlines=deadlines, log=self._record)
         self._events: list[str] = []
-        self._came = threading.Condition()
+        self._changed = threading.Condition()
         self.export_dir = export_dir
         self.results: dict[int, Any] = {}
         self.threads: list[threading.Thread] = []
 
     def start(self, train: Train, *, hidden: bool = False) -> int:
-        """One more worker; its number.  `hidden`: nobody can dial it, as behind NAT."""
+        """Start a worker; return its number.  `hidden`: no peer can dial it, as behind NAT."""
         number = len(self.threads)
         thread = threading.Thread(
             target=self._work, args=(train, number, hidden), name=f"worker-{number}", daemon=True
@@ -48,25 +48,25 @@ class Group(LocalGroup):
         return number
 
     def result(self, number: int) -> Any:
-        """What it returned or raised."""
+        """What the worker returned or raised."""
         self.threads[number].join(WITHIN_S)
         assert number in self.results, f"worker-{number} still runs after {WITHIN_S:.0f} s"
         return self.results[number]
 
     def wait_for(self, *events: str) -> None:
-        """Until the coordinator has told of them in this order."""
+        """Wait until the coordinator has logged these events in this order."""
 
-        def came() -> bool:
-            told = iter(self._events)
-            return all(event in told for event in events)
+        def are_logged() -> bool:
+            logged = iter(self._events)
+            return all(event in logged for event in events)
 
-        with self._came:
-            assert self._came.wait_for(came, WITHIN_S), f"{events} never came: {self._events}"
+        with self._changed:
+            assert self._changed.wait_for(are_logged, WITHIN_S), f"{events} are not in {self._events}"
 
-    def _hear(self, level: str, event: str, fields: Mapping[str, object]) -> None:
-        with self._came:
+    def _record(self, level: str, event: str, fields: Mapping[str, object]) -> None:
+        with self._changed:
             self._events.append(event)
-            self._came.notify_all()
+            self._changed.notify_all()
 
     def _work(self, train: Train, number: int, hidden: bool) -> None:
         try:

@@ -1,4 +1,4 @@
-"""`grid.batches(..., accumulate=a)`: what a step of several micro-batches is to others."""
+"""`grid.batches(..., accumulate=a)`: a step of several micro-batches in a group."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def data(size: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.5)], ids=["dense", "sparse"]
 )
-def test_a_newcomer_has_the_schedule_of_others_who_step_it_for_each_micro_batch(
+def test_a_newcomer_receives_a_schedule_that_steps_for_each_micro_batch(
     new_group: Any, exchange: Any
 ) -> None:
-    """It is given the state while they wait in a step: their scheduler has moved a - 1 times in it."""
+    """It receives the state while they wait in a step, in which their scheduler has moved a - 1 times."""
     holding, frozen, entered = threading.Event(), threading.Event(), threading.Event()
     stop_at = [10**9]
 
@@ -83,10 +83,10 @@ def test_a_newcomer_has_the_schedule_of_others_who_step_it_for_each_micro_batch(
     [(7, {"batch_size": 4}), (5, {"global_batch_size": 5}), (3, {"batch_size": 2}), (1, {"batch_size": 2})],
 )
 @pytest.mark.parametrize("count", [2, 4])
-def test_each_sample_counts_alike_whatever_the_micro_batches(
+def test_each_sample_counts_equally_in_micro_batches_of_any_size(
     together: Any, exchange: Any, samples: int, sizes: Any, count: int
 ) -> None:
-    """The loss is w times the mean of powers of ten, so that a sample which counts more shows."""
+    """The loss is w times the mean of powers of ten, so that the result shows a sample which counts more."""
     powers = [torch.tensor([10.0**number]) for number in range(samples)]
 
     def train(grid: gridtrain.Grid, number: int) -> float:

@@ -1,4 +1,4 @@
-"""`exchange="auto"` in whole groups: one choice, the same on all, with its reason; newcomers take it over."""
+"""`exchange="auto"` in whole groups: one choice for all workers, with its reason; newcomers use it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def status(group: LocalGroup) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("auto", ["auto", gridtrain.Auto(density=0.3)])
-def test_all_train_with_what_was_chosen(new_group: Any, auto: Any) -> None:
+def test_all_train_with_the_chosen_exchange(new_group: Any, auto: Any) -> None:
     seen: dict[str, Any] = {}
 
     def train(grid: gridtrain.Grid, number: int) -> Any:
@@ -56,14 +56,14 @@ def test_all_train_with_what_was_chosen(new_group: Any, auto: Any) -> None:
     with new_group(workers=3) as group:
         results = [group.result(number) for number in [group.start(train) for _ in range(3)]]
     (exchange, weight), *others = results
-    # 12 bytes of gradient: a ring costs some messages more, and none of them weighs anything.
+    # 12 bytes of gradient: a ring sends more messages, and their size does not matter.
     assert exchange is not None
     assert all(other == exchange and torch.equal(found, weight) for other, found in others)
     assert seen["facts"]["exchange"] == exchange.describe()
     assert seen["exchange_reason"].startswith(exchange.describe())
 
 
-def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
+def test_a_newcomer_uses_the_exchange_of_the_others(new_group: Any) -> None:
     come = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> Any:
@@ -74,7 +74,7 @@ def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
             taken += 1
             if number == 0 and step == 5:
                 come.set()
-                assert grid._session.connection.wait(lambda picture: picture.world_size == 3, WITHIN_S)
+                assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 3, WITHIN_S)
         return optimizer.current_exchange, model.weight.detach(), taken
 
     with new_group(workers=2) as group:
@@ -85,17 +85,19 @@ def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
     for result in results:
         assert not isinstance(result, BaseException), result
     (exchange, weight, _), *others = results
-    assert exchange == gridtrain.Dense(topology="direct"), "the road of a few bytes among three"
+    assert exchange == gridtrain.Dense(topology="direct"), "the topology for a few bytes and three workers"
     assert all(other == exchange and torch.equal(found, weight) for other, found, _ in others)
     assert results[2][2] == 15
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, workers: int, overlap: bool) -> None:
-    """AdamW, and one worker more: the choice is the same on all, and all count in steps of the run.
+def test_local_steps_use_the_chosen_exchange_for_their_changes(
+    new_group: Any, workers: int, overlap: bool
+) -> None:
+    """With AdamW and a later worker, the choice is the same on all, and all count in steps of the run.
 
-    What one worker has chosen alone may be open again for two.
+    A single worker's choice may be undecided again for two.
     """
     every, warm, entered = 4, threading.Event(), threading.Event()
     auto, stop_at, seen = gridtrain.Auto(density=0.3), [10**9], dict[str, Any]()
@@ -140,7 +142,7 @@ def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, workers: 
     assert seen["exchange_reason"]
 
 
-def test_behind_adam_nothing_is_left_out(together: Any) -> None:
+def test_with_adam_only_dense_is_chosen(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> Any:
         model = net()
         optimizer = grid.optimizer(torch.optim.AdamW(model.parameters()), model, exchange="auto")

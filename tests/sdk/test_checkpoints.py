@@ -1,4 +1,4 @@
-"""A run whose workers are all gone goes on from what they had written down."""
+"""A run whose workers are all gone continues from their checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NET = nn.Linear(2, 1)
 def train(
     grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS, *, waits: bool = True
 ) -> dict[str, Any]:
-    """Up to `until` steps; what the worker held at its first batch and at the end, and its samples."""
+    """Train up to `until` steps; return the state at the first batch and at the end, and the samples."""
     model = copy.deepcopy(NET)  # seeding in several threads at once would give several models
     inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0 if exchange.sparse else 0.9)
     optimizer = grid.optimizer(inner, model, exchange=exchange)
@@ -136,7 +136,7 @@ def test_a_dense_residual_is_part_of_a_checkpoint(tmp_path: Path, values: str) -
         assert first[6].any() and torch.equal(first[6], resumed[0])
 
 
-def test_the_latest_of_all_workers_counts(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_of_all_workers_is_used(tmp_path: Path) -> None:
     run(tmp_path, 2, lambda grid: train(grid, gridtrain.Dense(), until=8))
     for path in (tmp_path / "worker-1").glob("step-00000006"):
         path.rename(path.with_name("moved-away"))
@@ -145,7 +145,7 @@ def test_the_latest_of_all_workers_counts(tmp_path: Path) -> None:
     assert all(torch.equal(first["first"][name], second["first"][name]) for name in first["first"])
 
 
-def test_the_same_number_of_workers_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_the_same_number_of_workers_ends_as_without_the_restart(tmp_path: Path) -> None:
     calm = run(tmp_path / "calm", 2, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
     run(tmp_path / "cut", 2, lambda grid: train(grid, gridtrain.Dense(), until=7))
     resumed = run(tmp_path / "cut", 2, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
@@ -153,7 +153,7 @@ def test_the_same_number_of_workers_ends_as_if_nothing_had_happened(tmp_path: Pa
         assert torch.equal(resumed[0]["last"][name], value), name
 
 
-def test_only_so_many_are_kept_and_none_is_half_written(tmp_path: Path) -> None:
+def test_only_the_latest_checkpoints_are_stored_and_none_is_partly_written(tmp_path: Path) -> None:
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=STEPS), every=2)
     assert sorted(path.name for path in (tmp_path / "worker-0").glob("step-*")) == [
         "step-00000008",
@@ -161,7 +161,7 @@ def test_only_so_many_are_kept_and_none_is_half_written(tmp_path: Path) -> None:
     ]
 
 
-def test_a_damaged_checkpoint_is_skipped_with_a_word(
+def test_a_damaged_checkpoint_is_skipped_with_a_message(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
@@ -172,16 +172,14 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word(
     assert "step-00000006 cannot be read: SafetensorError" in caplog.text
 
 
-def test_a_checkpoint_of_another_training_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.TopK(density=0.5), until=4))
     assert seen["steps"][0] == 0
     assert "was written with different training settings" in caplog.text
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
+def test_a_full_disk_costs_the_checkpoint_but_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -192,10 +190,10 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
     assert seen["steps"] == list(range(STEPS))
     assert caplog.text.count("cannot be written to") == 1
     assert not list((tmp_path / "worker-0").glob("step-*"))
-    assert "can continue from" not in caplog.text, "there is nothing from which it could"
+    assert "can continue from" not in caplog.text, "there is no checkpoint"
 
 
-def test_a_disk_that_no_longer_answers_costs_the_last_checkpoint_and_not_the_final_model(
+def test_a_hanging_disk_costs_the_last_checkpoint_but_not_the_final_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers, true_save = threading.Event(), checkpoint_store.save
@@ -223,8 +221,8 @@ def test_a_state_of_another_format_is_refused(tmp_path: Path) -> None:
         checkpoint_store.read(path)
 
 
-def test_the_ledger_is_in_the_checkpoint_and_every_sample_counts_once_over_a_restart(tmp_path: Path) -> None:
-    """Two workers write down where they are in the data; three go on from there, with other shares."""
+def test_every_sample_counts_once_over_a_restart(tmp_path: Path) -> None:
+    """Two workers write their position in the data; three go on from there, with other shares."""
     counted: list[tuple[int, list[int]]] = []
 
     def work(grid: gridtrain.Grid, until: int) -> dict[str, Any]:
@@ -245,17 +243,17 @@ def test_the_ledger_is_in_the_checkpoint_and_every_sample_counts_once_over_a_res
         return {}
 
     run(tmp_path, 2, lambda grid: work(grid, until=7))
-    held = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006").position
-    assert (held.ledger.step, held.ledger.consumed, held.ledger.cursor) == (6, 36, 36)
+    position = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006").position
+    assert (position.ledger.step, position.ledger.consumed, position.ledger.cursor) == (6, 36, 36)
     undone = [entry for entry in counted if entry[0] >= 6]
-    assert sum(len(indices) for _, indices in undone) == 6, "step 6, which nobody had written down"
+    assert sum(len(indices) for _, indices in undone) == 6, "step 6, of which there is no checkpoint"
     counted[:] = [entry for entry in counted if entry[0] < 6]
     run(tmp_path, 3, lambda grid: work(grid, until=-1))
     taken = sorted(index for _, indices in counted for index in indices)
     assert taken == sorted(list(range(len(DATA))) * 3)
 
 
-def test_one_folder_is_one_workers(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_belongs_to_one_worker(tmp_path: Path) -> None:
     folder = str(tmp_path / "ours")
     with LocalGroup(min_workers=1) as group:
         first = group.join("first", checkpoint_every=3, state_dir=folder)
@@ -272,13 +270,13 @@ def grid_turns(grid: gridtrain.Grid) -> Any:
     return grid.batches(DATA, global_batch_size=6, steps=STEPS)
 
 
-def test_what_another_history_left_on_the_disk_stays(
+def test_checkpoints_of_another_history_are_not_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run begins anew with a worker that knows of nothing; who comes later holds a checkpoint."""
+    """A worker without a checkpoint begins the run; a worker that joins later has one."""
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=5))
-    kept = tmp_path / "worker-0" / "step-00000003"
-    assert kept.exists()
+    folder = tmp_path / "worker-0" / "step-00000003"
+    assert folder.exists()
     started, over = threading.Event(), threading.Event()
 
     def fresh() -> None:
@@ -305,7 +303,7 @@ def test_what_another_history_left_on_the_disk_stays(
         threads[1].start()
         for thread in threads:
             thread.join(60.0)
-    assert kept.exists()
+    assert folder.exists()
     assert "not from the checkpoint of step 3, which stays in" in caplog.text
 
 
@@ -322,7 +320,7 @@ def steps_of(grid: gridtrain.Grid) -> Any:
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_second_loop_is_refused_as_that_and_leaves_model_and_disk_alone(every: int, tmp_path: Path) -> None:
+def test_a_second_loop_is_refused_and_changes_neither_model_nor_disk(every: int, tmp_path: Path) -> None:
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=5))
     with (
         LocalGroup(min_workers=1) as group,
@@ -339,7 +337,7 @@ def test_a_second_loop_is_refused_as_that_and_leaves_model_and_disk_alone(every:
         assert torch.equal(wrapped.model.weight, before)
 
 
-def test_a_data_loader_that_is_asked_again_after_the_end_has_nothing_more(tmp_path: Path) -> None:
+def test_a_data_loader_is_empty_after_the_end_of_the_run(tmp_path: Path) -> None:
     with LocalGroup(min_workers=1) as group, group.join("anna", export_dir=str(tmp_path)) as grid:
         model = nn.Linear(2, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -350,13 +348,13 @@ def test_a_data_loader_that_is_asked_again_after_the_end_has_nothing_more(tmp_pa
             optimizer.step()
         (tmp_path / "final.safetensors").unlink()
         assert list(loader) == []
-        assert not (tmp_path / "final.safetensors").exists(), "the run has ended once"
+        assert not (tmp_path / "final.safetensors").exists(), "the run ends only once"
 
 
-def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
+def test_a_transferred_residual_is_in_no_checkpoint_that_is_still_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would come back with this worker, and be sent by two."""
+    """Otherwise it would return with this worker, and two would send it."""
     waited_for, true_save, true_wait = (
         threading.Event(),
         checkpoint_store.save,
@@ -400,6 +398,6 @@ def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
         for thread in threads:
             thread.join(60.0)
     assert left_at == [3]
-    kept = tmp_path / "anna" / "step-00000003"
-    assert (kept / "state.json").exists()
-    assert not (kept / "residual.safetensors").exists(), "bert has it"
+    folder = tmp_path / "anna" / "step-00000003"
+    assert (folder / "state.json").exists()
+    assert not (folder / "residual.safetensors").exists(), "bert has it"

@@ -1,4 +1,4 @@
-"""`gridtrain.testing.Faults`: what goes wrong at which step is planned, and what comes of it is seen."""
+"""`gridtrain.testing.Faults`: planned faults at planned steps, and what follows from them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Runs:
         return serialization.replica_digest(model, inner).hex()
 
     def assert_whole(self, *, survivors: int) -> None:
-        """The survivors hold one model, and every sample went into exactly one committed attempt."""
+        """The survivors have one model, and every sample is in exactly one committed attempt."""
         digests = [end for end in self.ends.values() if isinstance(end, str)]
         assert len(digests) == survivors and len(set(digests)) == 1, self.ends
         taken = sorted(index for name in self.committed for index in self.attempts[name])
@@ -109,7 +109,7 @@ class Runs:
 @pytest.mark.parametrize("exchange", ["dense", "int8", "direct", "gtopk"])
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 @pytest.mark.parametrize(("action", "left_with"), [("kill", EndpointKilled), ("fail", InjectedFailure)])
-def test_a_worker_ends_at_the_step_and_point_that_was_planned(
+def test_a_worker_ends_at_the_planned_step_and_point(
     action: str, left_with: type[Exception], point: Any, exchange: str
 ) -> None:
     faults = Faults()
@@ -124,7 +124,7 @@ def test_a_worker_ends_at_the_step_and_point_that_was_planned(
 
 
 @pytest.mark.parametrize("point", ["before", "during", "after"])
-def test_rank_0_can_be_killed_by_its_rank(point: Any) -> None:
+def test_a_fault_can_name_rank_0(point: Any) -> None:
     faults = Faults().kill_at(0, STEP, point)
     run = Runs(faults, "dense")
     run.assert_whole(survivors=2)
@@ -133,10 +133,10 @@ def test_rank_0_can_be_killed_by_its_rank(point: Any) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["dense", "direct", "topk"])  # gtopk may drop the wrong entry
-def test_one_corrupt_payload_costs_one_attempt_and_nothing_else(exchange: str) -> None:
+def test_one_corrupt_payload_costs_one_attempt(exchange: str) -> None:
     """All vote, the digests differ, ABORT; a later attempt commits with the same gradient.
 
-    A retried ring goes on from what had arrived, the wrong value included: there it takes another generation.
+    A retried ring continues from the received values, the wrong one included; so it takes another generation.
     """
     faults = Faults().corrupt_at(1, STEP)
     run = Runs(faults, exchange)
@@ -147,10 +147,10 @@ def test_one_corrupt_payload_costs_one_attempt_and_nothing_else(exchange: str) -
     assert attempts == [(1, STEP, 0), (1, STEP, 1), *again] and attempts[-1] in run.committed
 
 
-def test_a_retried_ring_never_goes_on_from_where_something_was_refused(
+def test_a_retried_ring_never_continues_from_a_refused_payload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It lacks what it refused and the others hold it for sent: in the sum all would agree on, and wrong."""
+    """The refusing rank lacks a part that the others believe sent: all would agree on a wrong sum."""
     apply, refused = DenseRingBuffer.apply, []
 
     def refuse_one(self: DenseRingBuffer, effect: Any) -> None:
@@ -168,19 +168,19 @@ def test_a_retried_ring_never_goes_on_from_where_something_was_refused(
     run = Runs(Faults(), "dense")
     run.assert_whole(survivors=3)
     calm = Runs(Faults(), "dense")
-    # To the last bit but one: ranks, and with them the order of sums, may differ from run to run.
+    # Not bit for bit: ranks, and with them the order of sums, may differ from run to run.
     assert refused and torch.allclose(run.weights_N, calm.weights_N, rtol=1e-5, atol=1e-6)
     assert {name[0] for name in run.attempts} == {1, 2}
 
 
-def test_a_slow_worker_is_waited_for() -> None:
+def test_the_group_waits_for_a_slow_worker() -> None:
     faults = Faults().slow_at(1, STEP, seconds=0.4)
     run = Runs(faults, "dense")
     run.assert_whole(survivors=3)
     assert len(faults.fired) == 1 and {name[0] for name in run.committed} == {1}
 
 
-def test_a_worker_that_freezes_for_long_is_left_behind_and_comes_back() -> None:
+def test_a_worker_that_freezes_for_long_is_removed_and_rejoins() -> None:
     faults = Faults().freeze_at("carl", STEP, seconds=2.5, point="during")
     run = Runs(faults, "dense")
     assert len(faults.fired) == 1
@@ -210,7 +210,7 @@ def missed_steps(group: LocalGroup) -> dict[str, float]:
     return {each["name"]: each["figures"].get("missed_steps", 0.0) for each in members}
 
 
-def test_a_stalled_loop_is_left_out_and_the_status_says_how_often() -> None:
+def test_the_status_counts_the_steps_without_a_stalled_loop() -> None:
     """The stall lasts until the status shows it, which it does while the loop still sleeps."""
     ends: dict[str, str] = {}
     shown = threading.Event()
@@ -248,13 +248,13 @@ def test_a_stalled_loop_is_left_out_and_the_status_says_how_often() -> None:
     assert set(ends) == set(NAMES) and len(set(ends.values())) == 1, ends
 
 
-def test_a_group_of_threads_takes_faults() -> None:
+def test_a_group_of_threads_injects_faults() -> None:
     faults = Faults().stall_at("worker-1", 5, seconds=0.01)
     digests = gridtrain.local(lambda grid: train_and_wait(grid, "all"), workers=2, faults=faults)
     assert len(set(digests)) == 1 and [name for _, name in faults.fired] == ["worker-1"]
 
 
-def test_a_stall_is_of_the_training_thread_only() -> None:
+def test_a_stall_delays_only_the_training_thread() -> None:
     faults = Faults().stall_at("anna", 3, seconds=0.001).slow_at("anna", 3, seconds=0.001)
     assert [each.action for each in faults.strike("anna", 0, 3, ["before"])] == ["slow"]
     faults.stall("anna", 0, 2)
@@ -263,7 +263,7 @@ def test_a_stall_is_of_the_training_thread_only() -> None:
     assert not faults.pending
 
 
-def test_the_text_of_a_plan_is_the_plan(tmp_path: Path) -> None:
+def test_a_plan_survives_its_text_form(tmp_path: Path) -> None:
     plan = Faults().kill_at("anna", 3, "after").slow_at(2, 4, 0.5).freeze_at(0, 9, 1.5).corrupt_at(1, 1)
     plan.stall_at("bert", 7, 2.0)
     assert Faults.parse(plan.text()).pending == plan.pending
@@ -271,7 +271,7 @@ def test_the_text_of_a_plan_is_the_plan(tmp_path: Path) -> None:
     path.write_text(plan.text())
     first, again = Faults.parse(f"@{path}"), Faults.parse(f"@{path}")
     assert [fault.action for fault in first.strike("anna", 5, 3, ["after"])] == ["kill"]
-    assert again.strike("anna", 5, 3, ["after"]) == [], "it struck before the process was started again"
+    assert again.strike("anna", 5, 3, ["after"]) == [], "it was injected before the process was started again"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_malformed_plan_is_refused(text: str) -> None:
         Faults.parse(text)
 
 
-def test_a_plan_that_cannot_be_is_refused() -> None:
+def test_an_impossible_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="step"):
         Faults().kill_at(1, -1)
     with pytest.raises(ConfigError, match="seconds"):

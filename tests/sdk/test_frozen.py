@@ -1,4 +1,4 @@
-"""Groups that train adapters of a frozen base: what is sent, what is compared, and who is refused."""
+"""Groups that train adapters of a frozen base: what is sent and compared, and which workers are refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def received_state_bytes(grid: gridtrain.Grid) -> int:
 
 @dataclass
 class Run:
-    """What the workers of one test do and have seen.
+    """What the workers of one test do and observe.
 
     `digests`: by worker and step, the digest of the replicated state after the step.
     """
@@ -135,7 +135,7 @@ class Run:
         return max(self.digests.get(name, {0: b""}))
 
     def check_equal(self, *names: str) -> None:
-        """The workers have had the same state after each step that they took together."""
+        """The workers had the same state after each step that they took together."""
         common = set.intersection(*(set(self.digests[name]) for name in names))
         assert len(common) > 5
         for step in common:
@@ -151,8 +151,8 @@ def _frozen(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:AdamW converges poorly")
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_worker_that_joins_receives_what_is_trained(new_group: Any, exchange: str) -> None:
-    """And the bytes that it has received are a figure of its heartbeats."""
+def test_a_worker_that_joins_receives_only_trained_parameters(new_group: Any, exchange: str) -> None:
+    """Its heartbeats report the received bytes."""
     run = Run(EXCHANGES[exchange])
     with new_group(workers=2) as group:
         for _ in range(2):
@@ -176,8 +176,8 @@ def test_a_worker_that_joins_receives_what_is_trained(new_group: Any, exchange: 
     assert "state_bytes" not in figures.get("worker-0", {})
 
 
-def test_a_flipped_bit_is_repaired_and_a_killed_worker_is_not_missed(new_group: Any) -> None:
-    """Three workers; one has another trained value, and later one is lost.  Neither moves the base."""
+def test_the_base_is_not_sent_to_repair_a_divergence_or_after_a_loss(new_group: Any) -> None:
+    """Three workers: one trained value diverges, later a worker is lost.  Neither sends the base."""
     run = Run(gridtrain.Dense(), steps=90)
 
     def trouble(grid: gridtrain.Grid, model: nn.Module) -> None:
@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_repaired_and_a_killed_worker_is_not_missed(new_group: 
 
 @pytest.fixture
 def refused(new_group: Any) -> Callable[[Run, Run], JoinRefused]:
-    """The first worker defines the run; returns what the second one is told."""
+    """The first worker defines the run; returns the refusal of the second one."""
 
     def run(one: Run, other: Run) -> JoinRefused:
         over = threading.Event()
@@ -256,7 +256,7 @@ def test_a_worker_with_another_base_is_refused_with_both_digests(refused: Any) -
     assert 'base="any" on all workers' in error.remedy and "send_frozen=" in error.remedy
 
 
-def test_a_worker_may_not_decide_alone_that_any_base_will_do(refused: Any) -> None:
+def test_a_single_worker_cannot_allow_any_base(refused: Any) -> None:
     loose = {"base": "any"}
     error = refused(
         Run(gridtrain.Dense(), steps=5), Run(gridtrain.Dense(), steps=5, model=other_base, options=loose)
@@ -282,7 +282,7 @@ def test_differently_rounded_bases_train_together_on_request(together: Any) -> N
     assert bases["worker-0"].startswith("1.06 MB in") and bases["worker-1"].startswith("529 kB in")
 
 
-def test_frozen_values_that_each_process_draws_are_sent_if_they_are_named(together: Any) -> None:
+def test_named_frozen_values_are_sent(together: Any) -> None:
     named = {"send_frozen": ["base.2.*"]}
     other = Run(gridtrain.Dense(), options=named, model=other_base)
     result, snapshot = together(Run(gridtrain.Dense(), options=named), other)
@@ -291,8 +291,8 @@ def test_frozen_values_that_each_process_draws_are_sent_if_they_are_named(togeth
     assert " in 2 frozen tensors, digest " in snapshot["facts"]["base"]
 
 
-def test_a_script_that_trains_frozen_parameters_by_itself_is_told(new_group: Any) -> None:
-    """Such as a momentum encoder, which a joining worker would otherwise not receive."""
+def test_a_script_that_changes_frozen_parameters_is_refused(new_group: Any) -> None:
+    """For example a momentum encoder, which a joining worker would not receive."""
     run = Run(gridtrain.Dense(), steps=9)
 
     def moves(grid: gridtrain.Grid, model: nn.Module) -> None:
@@ -337,7 +337,7 @@ def test_checkpoints_and_the_exported_file_lack_the_base(tmp_path: Path) -> None
     assert sorted(exported) == sorted(name for name in MODEL.state_dict() if name not in frozen)
 
 
-def test_a_base_that_changes_at_the_end_costs_the_checkpoint_and_not_the_final_model(tmp_path: Path) -> None:
+def test_a_base_that_changes_at_the_end_costs_the_checkpoint_but_not_the_final_model(tmp_path: Path) -> None:
     run = Run(gridtrain.Dense(), steps=9)
 
     def moves_at_the_end(grid: gridtrain.Grid, model: nn.Module) -> None:
@@ -360,8 +360,8 @@ def test_a_checkpoint_of_another_base_is_not_used(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.parametrize("model", [lambda: copy.deepcopy(MODEL), other_base], ids=["same", "other"])
-def test_a_checkpoint_of_an_earlier_version_holds_the_base(tmp_path: Path, model: Any) -> None:
-    """It has no fact about the base; the values in it are compared with those of the script."""
+def test_a_checkpoint_of_an_earlier_version_contains_the_base(tmp_path: Path, model: Any) -> None:
+    """It has no fact about the base; its values are compared with those of the script."""
     waits: Any = lambda grid, model: grid._model_state.checkpoints.wait()  # noqa: E731
     old = Run(gridtrain.Dense(), stop_at=8, before_step=waits, options={"send_frozen": "*"})
     resume(tmp_path, old)

@@ -1,4 +1,4 @@
-"""What only a group has: skipped steps, averages of buffers, joiners, long evaluations, an end."""
+"""What only groups do: skip steps, average buffers, admit newcomers, wait for evaluations, end a run."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def backward(model: nn.Module, batch: Any) -> None:
     (model(inputs) - targets).square().mean().backward()
 
 
-def looking_at(group: LocalGroup) -> CoordinatorClient:
-    """One who asks the group's coordinator how the run stands, and joins nothing."""
+def client_of(group: LocalGroup) -> CoordinatorClient:
+    """A client that asks the group's coordinator for its status without joining."""
     identity = Identity.generate()
     transport = MemoryTransport(identity.public, group.hub, gate=allow_only(group.key))
     return CoordinatorClient(group.ADDRESS, group.key, identity, transport=transport)
@@ -59,11 +59,11 @@ def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
     return serialization.replica_digest(model, optimizer.inner).hex()[:12]
 
 
-# -- alone, and as many as one likes -------------------------------------------------------------------
+# -- one worker, and several ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exchange", [DENSE, gridtrain.TopK(density=1.0), gridtrain.GTopK(density=1.0)])
-def test_alone_it_is_the_optimizer_itself(together: Any, exchange: Any) -> None:
+def test_a_single_worker_trains_as_its_optimizer_alone(together: Any, exchange: Any) -> None:
     def loop(grid: gridtrain.Grid | None, inputs: Any) -> torch.Tensor:
         model = net()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -85,10 +85,10 @@ def test_alone_it_is_the_optimizer_itself(together: Any, exchange: Any) -> None:
     (alone,) = together(lambda grid, number: loop(grid, batches), 1)
     assert len(seen) == 8
     largest = float((alone - loop(None, lambda _: seen)).abs().max())
-    assert largest < (1e-6 if exchange is DENSE else 1e-2), "fp16 rounds, and keeps the rest for later"
+    assert largest < (1e-6 if exchange is DENSE else 1e-2), "fp16 rounds, and the rest is in the residual"
 
 
-def test_one_is_first_and_all_agree_where_they_are(together: Any) -> None:
+def test_all_agree_on_their_ranks_and_steps(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> list[Any]:
         model = net()
         optimizer = wrapped(grid, model)
@@ -105,25 +105,25 @@ def test_one_is_first_and_all_agree_where_they_are(together: Any) -> None:
     assert results == [[(step, rank, 3, rank == 0) for step in range(3)] for rank in range(3)]
 
 
-def blocks_sent(grid: gridtrain.Grid) -> int:
+def state_bytes_sent(grid: gridtrain.Grid) -> int:
     return grid.traffic.get("StateBlock", (0, 0))[0]
 
 
-def test_nobody_is_sent_what_it_has_built_itself(together: Any) -> None:
+def test_a_worker_with_the_right_initial_state_is_not_sent_it(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, str]:
         model = net()
         optimizer = wrapped(grid, model)
         for batch in grid.batches(DATA, batch_size=2, steps=2):
             backward(model, batch)
             optimizer.step()
-        return blocks_sent(grid), digest(model, optimizer)
+        return state_bytes_sent(grid), digest(model, optimizer)
 
     results = together(train, 4)
     assert [sent for sent, _ in results] == [0] * 4 and len(set(results)) == 1
 
 
-def test_a_state_goes_from_one_newcomer_to_the_next(together: Any) -> None:
-    """Each member but the last has sent it once: nobody's line carries it for all."""
+def test_newcomers_pass_the_state_on(together: Any) -> None:
+    """Each member but the last has sent it once: no link carries it for all."""
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, str]:
         model = nn.Linear(200_000, 1)
@@ -132,15 +132,15 @@ def test_a_state_goes_from_one_newcomer_to_the_next(together: Any) -> None:
         for batch in grid.batches(range(8), batch_size=2, steps=1):
             model(batch.new_ones(1, 200_000, dtype=torch.float32)).sum().backward()
             optimizer.step()
-        return round(blocks_sent(grid) / 800_000), digest(model, optimizer)
+        return round(state_bytes_sent(grid) / 800_000), digest(model, optimizer)
 
     results = together(train, 4)
     assert sorted(sent for sent, _ in results) == [0, 1, 1, 1]
     assert len({digest for _, digest in results}) == 1
 
 
-def test_a_source_that_is_killed_costs_no_block_of_the_state_twice(new_group: Any) -> None:
-    """Whoever sends 12 of 17 blocks first dies; the other sends the rest, and the buffers, which differ.
+def test_after_a_source_is_killed_no_block_is_sent_twice(new_group: Any) -> None:
+    """The first source to send 12 of 17 blocks dies; the other sends the rest, and the buffers, which differ.
 
     worker-0, worker-1    train, and are frozen before step 2
     worker-2              joins, loads, trains with the one that is left
@@ -166,7 +166,7 @@ def test_a_source_that_is_killed_costs_no_block_of_the_state_twice(new_group: An
             model(torch.full((2, n), float(batch.sum()))).sum().backward()
             optimizer.step()
         received = grid.traffic.get("StateBlock", (0, 0))[1]
-        return blocks_sent(grid), received, digest(model, optimizer)
+        return state_bytes_sent(grid), received, digest(model, optimizer)
 
     with new_group(workers=2) as group:
         results = [group.result(number) for number in [group.start(train), group.start(train)]]
@@ -175,12 +175,12 @@ def test_a_source_that_is_killed_costs_no_block_of_the_state_twice(new_group: An
     survivor, newcomer = (result for result in results if not isinstance(result, EndpointKilled))
     assert survivor[2] == newcomer[2]
     # Blocks that the newcomer had not read yet are dropped with the connection, so their number varies.
-    assert survivor[0] < 16 << 20, "the shared blocks that were missing, and the buffers; not all of it"
+    assert survivor[0] < 16 << 20, "the missing shared blocks and the buffers, not all"
     assert newcomer[1] < 20 << 20
 
 
-def test_all_start_from_the_state_of_one(together: Any) -> None:
-    """Every script builds another model; the group trains one."""
+def test_all_start_from_the_state_of_one_worker(together: Any) -> None:
+    """Every script builds a different model; the group trains one."""
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[float, str]:
         model = net()
@@ -198,7 +198,7 @@ def test_all_start_from_the_state_of_one(together: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", ["2", 0, 1.5])
-def test_a_group_of_no_number_is_refused(workers: Any) -> None:
+def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"workers is {workers!r}; it must be a number from 1")):
         gridtrain.local(lambda grid: None, workers=workers)
 
@@ -206,8 +206,8 @@ def test_a_group_of_no_number_is_refused(workers: Any) -> None:
 # -- clipping ----------------------------------------------------------------------------------------
 
 
-def test_three_ways_to_clip(together: Any) -> None:
-    """With lr=1 a step moves the model by what was applied: no way lets it go further than the bound."""
+def test_each_way_to_clip_bounds_the_step(together: Any) -> None:
+    """With lr=1 a step moves the model by the applied gradient, with each way not further than the bound."""
 
     def train(grid: gridtrain.Grid, number: int, way: str) -> list[float]:
         model = net()
@@ -217,10 +217,10 @@ def test_three_ways_to_clip(together: Any) -> None:
             before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
             optimizer.zero_grad()
             backward(model, batch)
-            if way == "the exchanged one by hand":
+            if way == "the exchanged gradient by hand":
                 assert optimizer.exchange()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            elif way == "the local one":
+            elif way == "the local gradient":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             after = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -229,10 +229,10 @@ def test_three_ways_to_clip(together: Any) -> None:
 
     moved = {
         way: together(lambda grid, number, way=way: train(grid, number, way), 2)
-        for way in ("clip_norm=", "the exchanged one by hand", "the local one")
+        for way in ("clip_norm=", "the exchanged gradient by hand", "the local gradient")
     }
-    assert moved["clip_norm="] == moved["the exchanged one by hand"] == [[0.1, 0.1, 0.1]] * 2
-    first, second = moved["the local one"]
+    assert moved["clip_norm="] == moved["the exchanged gradient by hand"] == [[0.1, 0.1, 0.1]] * 2
+    first, second = moved["the local gradient"]
     assert first == second and max(first) <= 0.1, "the mean of clipped gradients is no longer than they are"
 
 
@@ -243,8 +243,10 @@ def test_three_ways_to_clip(together: Any) -> None:
     "exchange", [DENSE, SPARSE, gridtrain.Dense(values="int8")], ids=["dense", "gtopk", "dense int8"]
 )
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_gradient_skips_the_step_on_all(together: Any, exchange: Any, bad: float) -> None:
-    """Worker 1 of 3 has it, in step 2.  Nobody applies, nobody's residual moves, all count it."""
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all(
+    together: Any, exchange: Any, bad: float
+) -> None:
+    """Worker 1 of 3 has it in step 2.  No worker applies it or changes its residual; all count it."""
 
     def train(grid: gridtrain.Grid, number: int) -> list[Any]:
         model = net()
@@ -277,7 +279,7 @@ def test_a_bad_gradient_skips_the_step_on_all(together: Any, exchange: Any, bad:
     assert results[0] == results[1] == results[2]
 
 
-def test_one_overflow_halves_everybodys_scale(together: Any) -> None:
+def test_one_overflow_halves_the_scale_of_all(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> list[float]:
         model = net()
         optimizer = wrapped(grid, model)
@@ -296,8 +298,8 @@ def test_one_overflow_halves_everybodys_scale(together: Any) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["scaler, optimizer", "optimizer, scaler"])
-def test_a_newcomer_takes_over_the_scale(new_group: Any, late: bool) -> None:
-    """Its own would overflow, and have the whole group skip until all had come down together."""
+def test_a_newcomer_receives_the_scale(new_group: Any, late: bool) -> None:
+    """Its own scale would overflow, and the whole group would skip steps until all had reduced it."""
     warm, entered = threading.Event(), threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> float:
@@ -331,7 +333,7 @@ def test_a_newcomer_takes_over_the_scale(new_group: Any, late: bool) -> None:
 
 
 @pytest.mark.parametrize(("every", "equal"), [(2, True), (0, False)])
-def test_statistics_are_averaged_every_so_often(together: Any, every: int, equal: bool) -> None:
+def test_batch_statistics_are_averaged_at_the_given_interval(together: Any, every: int, equal: bool) -> None:
     def train(grid: gridtrain.Grid, number: int) -> Any:
         model = nn.Sequential(nn.BatchNorm1d(2), net())
         optimizer = wrapped(grid, model, exchange=SPARSE, average_buffers_every=every)
@@ -346,14 +348,14 @@ def test_statistics_are_averaged_every_so_often(together: Any, every: int, equal
     assert {count for _, count in results} == {4}
 
 
-# -- somebody comes later ------------------------------------------------------------------------------
+# -- newcomers -----------------------------------------------------------------------------------------
 
 
-def test_a_late_joiner_goes_on_where_the_others_are(new_group: Any) -> None:
-    """Parameters, momentum, schedule and step number arrive with it; from then on the bits are the same.
+def test_a_newcomer_continues_at_the_others_step(new_group: Any) -> None:
+    """It receives parameters, momentum, schedule and step number; from then on the bits are the same.
 
     worker-0   0 1 2 3 4 5 ........ n   n+1 ... 599
-    worker-1         comes here ----^   n+1 ... 599
+    worker-1         joins here ----^   n+1 ... 599
     """
     come = threading.Event()
 
@@ -373,7 +375,7 @@ def test_a_late_joiner_goes_on_where_the_others_are(new_group: Any) -> None:
             scheduler.step()
             if grid.step == 5 and grid.world_size == 1:
                 come.set()
-                assert grid._session.connection.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+                assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 2, WITHIN_S)
         return seen
 
     def seeded_differently() -> nn.Linear:
@@ -399,7 +401,7 @@ IMPATIENT = Deadlines(
     beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, patience_floor_s=1.5, patience_factor=1.0
 )
 PAUSE_S = 2.5
-"""Longer than anybody's patience, which is longer than a busy machine holds one of them up."""
+"""Longer than the workers' patience, which is longer than delays on a busy machine."""
 
 
 def pausing(grid: gridtrain.Grid, number: int, pause: Callable[[], object]) -> int:
@@ -426,7 +428,7 @@ def test_the_others_wait_for_an_evaluation(outcomes: Any) -> None:
     assert outcomes(train, 2, deadlines=IMPATIENT) == [2, 2]
 
 
-def test_the_others_go_on_without_one_who_hangs(outcomes: Any) -> None:
+def test_the_others_go_on_without_a_worker_that_hangs(outcomes: Any) -> None:
     over = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> int:
@@ -441,11 +443,11 @@ def test_the_others_go_on_without_one_who_hangs(outcomes: Any) -> None:
     assert "made no progress while other members waited -> " in str(hung)
 
 
-# -- what people see ---------------------------------------------------------------------------------
+# -- status and results ------------------------------------------------------------------------------
 
 
-def test_figures_arrive_in_the_status(new_group: Any) -> None:
-    told, seen = threading.Event(), threading.Event()
+def test_the_status_shows_the_workers_figures(new_group: Any) -> None:
+    reported, seen = threading.Event(), threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> None:
         model = net()
@@ -454,13 +456,13 @@ def test_figures_arrive_in_the_status(new_group: Any) -> None:
             backward(model, batch)
             optimizer.step()
             grid.report(loss=0.5, accuracy=torch.tensor(0.25), norm=math.inf, other=math.nan)
-            told.set()
+            reported.set()
             assert seen.wait(WITHIN_S)
 
     with new_group(workers=1) as group:
         group.start(train)
-        assert told.wait(WITHIN_S)
-        with looking_at(group) as client:
+        assert reported.wait(WITHIN_S)
+        with client_of(group) as client:
             until_s = time.monotonic() + WITHIN_S
             figures: dict[str, float] = {}
             while "loss" not in figures and time.monotonic() < until_s:
@@ -469,10 +471,10 @@ def test_figures_arrive_in_the_status(new_group: Any) -> None:
         seen.set()
         assert group.result(0) is None
     assert (figures["loss"], figures["accuracy"]) == (0.5, 0.25)
-    assert not figures.keys() & {"norm", "other"}, "JSON knows no such numbers, and the wire neither"
+    assert not figures.keys() & {"norm", "other"}, "neither JSON nor the wire has such numbers"
 
 
-def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_path: Path) -> None:
+def test_the_ledger_ends_the_run_and_one_model_is_exported(new_group: Any, tmp_path: Path) -> None:
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, dict[str, torch.Tensor]]:
         model = net()
         optimizer = wrapped(grid, model)
@@ -488,10 +490,10 @@ def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_pat
     with new_group(workers=2) as group:
         group.start(train), group.start(train)
         (steps, model), (other_steps, _) = group.result(0), group.result(1)
-        with looking_at(group) as client:
-            picture = client.status(5.0)
+        with client_of(group) as client:
+            status = client.status(5.0)
     assert (steps, other_steps) == (9, 9), "12 samples, 4 a step, 3 passes"
-    assert (picture["phase"], picture["reason"]) == (
+    assert (status["phase"], status["reason"]) == (
         "finished",
         "2 workers reached the end of the run",
     )
@@ -500,8 +502,8 @@ def test_the_run_ends_by_its_ledger_and_leaves_one_model(new_group: Any, tmp_pat
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
 
 
-class Noted(nn.Module):
-    """Says of itself what is no tensor, as layers in 8 bits do."""
+class WithExtraState(nn.Module):
+    """A module with extra state that is no tensor, as layers in 8 bits have."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"bits": 8}
@@ -513,11 +515,11 @@ class Noted(nn.Module):
         return x
 
 
-def test_the_final_model_is_the_plain_one_however_it_lies_in_memory(new_group: Any, tmp_path: Path) -> None:
-    """In channels_last, with a note in its state_dict, and compiled: what was trained for days is written."""
+def test_the_final_model_is_exported_plainly_from_any_memory_format(new_group: Any, tmp_path: Path) -> None:
+    """In channels_last, with extra state in its state_dict, and compiled."""
 
     def train(grid: gridtrain.Grid, number: int) -> dict[str, torch.Tensor]:
-        plain = nn.Sequential(nn.Conv2d(2, 4, 3), Noted(), nn.Flatten(), nn.Linear(16, 1))
+        plain = nn.Sequential(nn.Conv2d(2, 4, 3), WithExtraState(), nn.Flatten(), nn.Linear(16, 1))
         plain = plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model = torch.compile(plain, backend="eager")
         optimizer = grid.optimizer(
@@ -539,10 +541,8 @@ def test_the_final_model_is_the_plain_one_however_it_lies_in_memory(new_group: A
     assert all(torch.equal(exported[name], model[name]) for name in model)
 
 
-def test_the_model_is_exported_though_the_first_worker_is_lost_at_the_end(
-    new_group: Any, tmp_path: Path
-) -> None:
-    """It dies with the last step committed everywhere, before it has told the coordinator or exported."""
+def test_the_model_is_exported_if_the_first_worker_is_lost_at_the_end(new_group: Any, tmp_path: Path) -> None:
+    """It dies with the last step committed everywhere, before it reports that or exports the model."""
 
     def train(grid: gridtrain.Grid, number: int) -> dict[str, torch.Tensor]:
         model = net()
@@ -567,7 +567,7 @@ def test_the_model_is_exported_though_the_first_worker_is_lost_at_the_end(
     )
 
 
-def test_whoever_comes_after_the_end_is_told(new_group: Any) -> None:
+def test_a_worker_that_joins_after_the_end_is_refused(new_group: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> None:
         model = net()
         optimizer = wrapped(grid, model)
@@ -584,10 +584,10 @@ def test_whoever_comes_after_the_end_is_told(new_group: Any) -> None:
     assert str(late) == 'the run "local" is finished -> ask the run\'s owner for the result'
 
 
-def test_what_the_coordinator_knows_is_read_in_its_own_thread(
+def test_the_status_is_built_in_the_coordinators_thread(
     new_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read from another one, its members and events would change under the reader's hands."""
+    """In another thread its members and events could change during the read."""
     readers, snapshot = [], Membership.snapshot
 
     def reading(self: Membership, now_s: float) -> dict[str, Any]:
@@ -612,4 +612,4 @@ def test_what_the_coordinator_knows_is_read_in_its_own_thread(
     assert [steps == sorted(steps) and len(steps) == 20 for steps in seen] == [True, True], seen
     assert len(readers) >= 40 and set(readers) == {coordinator}
     monkeypatch.undo()
-    assert group.snapshot()["finished"], "and still is there when nothing changes any more"
+    assert group.snapshot()["finished"], "and remains readable after the end"

@@ -1,6 +1,6 @@
-"""Who leaves hands on what it has not sent: nothing of any gradient is lost, and nothing counts twice.
+"""A leaving worker transfers its residual: no part of a gradient is lost, and none counts twice.
 
-All numbers are whole over a power of two, so that every sum is exact.
+All numbers are integers over a power of two, so that every sum is exact.
 
 worker-0   residual a ........................ a + b, from the next step on .... the end
 worker-1   residual b, leaves --HandOver(b)---^
@@ -54,8 +54,8 @@ EXCHANGES = [
 ]
 
 
-class Books:
-    """Sums over the run: of what was contributed, by worker, and of what was applied."""
+class Totals:
+    """Sums over the run, by worker: of contributions, and of applied updates."""
 
     def __init__(self) -> None:
         self.contributed: dict[int, np.ndarray] = {}
@@ -63,25 +63,25 @@ class Books:
         self.residuals: dict[int, np.ndarray] = {}
         self.commits: Counter[int] = Counter()
 
-    def keep(self, optimizer: gridtrain.GridOptimizer, number: int) -> None:
+    def watch(self, optimizer: gridtrain.GridOptimizer, number: int) -> None:
         feedback = optimizer._exchanger.feedback
         prepare, commit = feedback.prepare, optimizer._exchanger.commit
         prepare_bucket = optimizer._exchanger.prepare_bucket
         self.contributed[number], self.applied[number] = np.zeros(WIDE), np.zeros(WIDE)
         latest: dict[str, Any] = {}
 
-        def preparing_dense(bucket: int, gradient_N: torch.Tensor, plan: Any, *, usable: bool) -> Any:
+        def prepare_dense(bucket: int, gradient_N: torch.Tensor, plan: Any, *, usable: bool) -> Any:
             latest["added"] = (gradient_N * (plan.weight if plan.samples else 0.0)).double().numpy()
             return prepare_bucket(bucket, gradient_N, plan, usable=usable)
 
-        def preparing(gradient_N: torch.Tensor, *rest: Any, weight: float, **others: Any) -> Any:
+        def prepare_sparse(gradient_N: torch.Tensor, *rest: Any, weight: float, **others: Any) -> Any:
             prepared = prepare(gradient_N, *rest, weight=weight, **others)
             contribution_N = gradient_N * weight if weight else torch.zeros_like(gradient_N)
             added_N = contribution_N if prepared.new_u_N is None else feedback.u_N * 0.5 + contribution_N
             latest["added"] = added_N.double().numpy().copy()
             return prepared
 
-        def committing(attempt: Any) -> Any:
+        def commit_counted(attempt: Any) -> Any:
             update = commit(attempt)
             self.contributed[number] += latest["added"]
             self.commits[number] += 1
@@ -92,22 +92,22 @@ class Books:
             return update
 
         if isinstance(optimizer.exchange_config, gridtrain.Dense):
-            optimizer._exchanger.prepare_bucket = preparing_dense
-        feedback.prepare, optimizer._exchanger.commit = preparing, committing
+            optimizer._exchanger.prepare_bucket = prepare_dense
+        feedback.prepare, optimizer._exchanger.commit = prepare_sparse, commit_counted
 
     def open_sum(self) -> np.ndarray:
-        """Contributed, and neither applied nor in a residual of those that are still there."""
+        """What was contributed, and is neither applied nor in a remaining worker's residual."""
         applied_N = self.applied[next(iter(self.residuals))]
         return sum(self.contributed.values()) - applied_N - sum(self.residuals.values())
 
 
-def training(books: Books, exchange: Any, stop: Any) -> Any:
+def training(totals: Totals, exchange: Any, stop: Any) -> Any:
     def train(grid: gridtrain.Grid, number: int) -> int:
         model = nn.Linear(WIDE, 1, bias=False)
         nn.init.zeros_(model.weight)
         inner = torch.optim.SGD(model.parameters(), lr=2.0**-10)
         optimizer = grid.optimizer(inner, model, exchange=exchange)
-        books.keep(optimizer, number)
+        totals.watch(optimizer, number)
         for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
             optimizer.zero_grad()
             if isinstance(exchange, gridtrain.Dense):  # values with more bits than int8 has
@@ -117,10 +117,10 @@ def training(books: Books, exchange: Any, stop: Any) -> Any:
             if chosen is not None and grid.step == LEAVES and chosen(grid, optimizer):
                 break
             if number == 0 and grid.step == LEAVES and stop is while_the_other_computes:
-                assert grid._session.connection.wait(lambda picture: picture.world_size == 1, WITHIN_S)
+                assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 1, WITHIN_S)
             optimizer.step()
         if grid.finished:
-            books.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
+            totals.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
         return grid.step
 
     return train
@@ -131,14 +131,14 @@ def before_the_step(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) ->
 
 
 def while_the_other_computes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-    """Ctrl-C comes when this worker has submitted its part, and the other one is in a long computation."""
+    """Ctrl-C after this worker has submitted its part, while the other one computes for long."""
     return in_the_middle_of_a_round(grid, optimizer, committed=False)
 
 
 def in_the_middle_of_a_round(
     grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, *, committed: bool = True
 ) -> bool:
-    """Ctrl-C comes when the round has been committed, and the training thread has not heard of it."""
+    """Ctrl-C after the commit of the round, before the training thread has the outcome."""
     driver = grid._session.connection.loop
     wait = driver.mailbox.wait
 
@@ -159,83 +159,86 @@ def in_the_middle_of_a_round(
 
 @pytest.mark.parametrize("stop", [before_the_step, in_the_middle_of_a_round, while_the_other_computes])
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
-def test_nothing_is_lost_and_nothing_counts_twice(
+def test_no_part_of_a_gradient_is_lost_or_counts_twice(
     new_group: Any, exchange: Any, stop: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    books = Books()
+    totals = Totals()
     with new_group(workers=2, deadlines=QUICK) as group:
         for _ in range(2):
-            group.start(training(books, exchange, stop))
+            group.start(training(totals, exchange, stop))
         ended = [group.result(number) for number in range(2)]
     assert ended[0] == STEPS, ended
     assert ended[1] == LEAVES + (stop is in_the_middle_of_a_round), ended
-    assert books.commits[1] == LEAVES + (stop is in_the_middle_of_a_round), "what it was cut off from, too"
-    assert np.abs(books.contributed[1]).sum() > 0
+    assert totals.commits[1] == LEAVES + (stop is in_the_middle_of_a_round), "the interrupted step, too"
+    assert np.abs(totals.contributed[1]).sum() > 0
     # A dense exchange sends the whole residual, and rounds nothing once its worker is alone.
-    assert (np.abs(books.residuals[0]).sum() > 0) == exchange.sparse
+    assert (np.abs(totals.residuals[0]).sum() > 0) == exchange.sparse
     if getattr(exchange, "momentum", 0.0):  # powers of it have too many bits for float32
-        assert np.abs(books.open_sum()).max() < 2.0**-18
+        assert np.abs(totals.open_sum()).max() < 2.0**-18
     else:
-        assert not books.open_sum().any(), "to the last bit"
-    handed = [r.message for r in caplog.records if "%) transferred: " in r.message]
-    assert len(handed) == 1 and "(100.0 %) transferred: " in handed[0], caplog.text
+        assert not totals.open_sum().any(), "to the last bit"
+    transferred = [r.message for r in caplog.records if "%) transferred: " in r.message]
+    assert len(transferred) == 1 and "(100.0 %) transferred: " in transferred[0], caplog.text
     assert sum("added to this worker's" in record.message for record in caplog.records) == 1
 
 
-def test_an_heir_that_leaves_before_it_counts_hands_it_on(
+def test_a_recipient_that_leaves_early_passes_the_residual_on(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """worker-1 --b--> its heir, which goes at once --b + its own--> the last one"""
-    books, heir_known, heir = Books(), threading.Event(), []
+    """worker-1 --b--> its recipient, which leaves at once --b + its own--> the last worker"""
+    totals, recipient_known, recipient = Totals(), threading.Event(), []
     take = residual_pieces.IncomingResiduals.receive_piece
 
-    def taking(self: residual_pieces.IncomingResiduals, *args: Any) -> bool:
+    def receive(self: residual_pieces.IncomingResiduals, *args: Any) -> bool:
         whole = take(self, *args)
         if whole:
-            heir.append(self)
-            heir_known.set()
+            recipient.append(self)
+            recipient_known.set()
         return whole
 
-    monkeypatch.setattr(residual_pieces.IncomingResiduals, "receive_piece", taking)
+    monkeypatch.setattr(residual_pieces.IncomingResiduals, "receive_piece", receive)
 
-    def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        return heir_known.wait(WITHIN_S) and grid._session.connection.loop.residuals.incoming is heir[0]
+    def recipient_leaves(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
+        return (
+            recipient_known.wait(WITHIN_S)
+            and grid._session.connection.loop.residuals.incoming is recipient[0]
+        )
 
-    stops = {0: heir_goes, 1: before_the_step, 2: heir_goes}
+    stops = {0: recipient_leaves, 1: before_the_step, 2: recipient_leaves}
     with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
         for _ in range(3):
-            group.start(training(books, EXCHANGES[0], stops))
+            group.start(training(totals, EXCHANGES[0], stops))
         ended = [group.result(number) for number in range(3)]
     assert sorted(ended) == [LEAVES, LEAVES, STEPS] and ended[1] == LEAVES
-    assert np.abs(books.open_sum()).max() < 2.0**-18, "but for the rounding of thirds: shares may be 3 and 1"
+    assert np.abs(totals.open_sum()).max() < 2.0**-18, "except for rounded thirds: shares may be 3 and 1"
     passed_on = sum("is passed on together with this worker's" in record.message for record in caplog.records)
     added = sum("added to this worker's" in record.message for record in caplog.records)
-    assert (passed_on, added) in ((1, 1), (0, 2)), "0, 2: the View was there first, and it counted already"
+    assert (passed_on, added) in ((1, 1), (0, 2)), "0, 2: the view arrived first, so it counted already"
 
 
-def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
+def test_a_recipient_that_leaves_without_a_view_reports_the_loss(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heir = residual_pieces.IncomingResiduals()
-    heir.set_length(WIDE)
+    recipient = residual_pieces.IncomingResiduals()
+    recipient.set_length(WIDE)
     payload = residual_pieces.select_entries(np.full(WIDE, 0.5, np.float32), 1 << 20, 2).payload
 
     def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        heir.receive_piece(b"p" * 32, ResidualBlock(1, 1, 0, b"", 0, 1, payload), 2)
+        recipient.receive_piece(b"p" * 32, ResidualBlock(1, 1, 0, b"", 0, 1, payload), 2)
         grid._session.connection.loop.residuals.incoming = (
-            heir  # acknowledged, and the leaver is lost in between
+            recipient  # acknowledged, and then the leaving worker is lost
         )
         return True
 
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=0.5)) as group:
         for _ in range(2):
-            group.start(training(Books(), EXCHANGES[0], stop))
+            group.start(training(Totals(), EXCHANGES[0], stop))
         group.result(1)
         assert f"magnitude {WIDE / 2:.3g} of other workers' residuals is lost" in caplog.text
         group.result(0)
 
 
-def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
+def test_a_small_budget_transfers_the_largest_entries_and_reports_the_rest(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = []
@@ -243,12 +246,12 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
     monkeypatch.setattr(
         residual_pieces, "select_entries", lambda r, _, p: chosen.append(choose(r, 60, p)) or chosen[0]
     )
-    books = Books()
+    totals = Totals()
     with new_group(workers=2, deadlines=QUICK) as group:
         for _ in range(2):
-            group.start(training(books, EXCHANGES[0], before_the_step))
+            group.start(training(totals, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
-    assert np.array_equal(books.open_sum(), chosen[0].remainder_N), "what is missing is what was reported"
+    assert np.array_equal(totals.open_sum(), chosen[0].remainder_N), "the reported part is missing"
     assert 0 < chosen[0].magnitude_sum < chosen[0].total_magnitude_sum
     assert (
         f"({100 * chosen[0].magnitude_sum / chosen[0].total_magnitude_sum:.1f} %) transferred: "
@@ -257,26 +260,24 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
 
 
 @pytest.mark.parametrize("kind", ["ResidualBlock", "ResidualReply"])
-def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
+def test_a_recipient_that_does_not_answer_costs_the_deadline_and_is_reported(
     new_group: Any, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was sent may have arrived, so it is not kept either: lost, or added once, never twice."""
-    books = Books()
+    """A sent residual may have arrived, so it is not stored either: lost, or added once, never twice."""
+    totals = Totals()
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=1.0)) as group:
         group.hub.plan = FaultPlan(MessageFault("drop", kind=kind))
         for _ in range(2):
-            group.start(training(books, EXCHANGES[0], before_the_step))
+            group.start(training(totals, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
-    assert bool(books.open_sum().any()) == (kind == "ResidualBlock"), (
-        "an answer that was lost changes nothing"
-    )
+    assert bool(totals.open_sum().any()) == (kind == "ResidualBlock"), "a lost reply changes nothing"
     assert "transferred: no answer within" in caplog.text
 
 
-def test_what_the_choice_takes_is_not_the_heirs_time(
+def test_the_time_for_the_selection_is_not_the_recipients(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A large residual: a minute to sort it."""
+    """A large residual takes a minute to sort."""
     passed_s, choose, now_s = [0.0], residual_pieces.select_entries, time.monotonic
 
     def slowly(*args: Any) -> residual_pieces.ResidualSelection:
@@ -285,15 +286,17 @@ def test_what_the_choice_takes_is_not_the_heirs_time(
 
     monkeypatch.setattr(residual_pieces, "select_entries", slowly)
     monkeypatch.setattr(residual_departure, "time", SimpleNamespace(monotonic=lambda: now_s() + passed_s[0]))
-    books = Books()
+    totals = Totals()
     with new_group(workers=2, deadlines=QUICK) as group:
         for _ in range(2):
-            group.start(training(books, EXCHANGES[0], before_the_step))
+            group.start(training(totals, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
-    assert "(100.0 %) transferred: " in caplog.text and not books.open_sum().any()
+    assert "(100.0 %) transferred: " in caplog.text and not totals.open_sum().any()
 
 
-def test_all_leave_at_once_and_nobody_waits_long(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_that_leave_at_once_do_not_wait_long(
+    new_group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     meet = threading.Barrier(2)
 
     def train(grid: gridtrain.Grid, number: int) -> None:
@@ -315,10 +318,10 @@ def test_all_leave_at_once_and_nobody_waits_long(new_group: Any, caplog: pytest.
         assert [group.result(number) for number in range(2)] == [None, None]
 
 
-def test_the_exit_of_a_child_that_was_forked_leaves_the_run_alone(
+def test_the_exit_of_a_forked_child_does_not_affect_the_run(
     new_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its copy of the grid has no loop any more, but its parent's residual, and its parent's disk."""
+    """Its copy of the grid has no I/O loop, but its parent's residual and disk."""
 
     def train(grid: gridtrain.Grid, number: int) -> int:
         model = nn.Linear(2, 1)
@@ -338,13 +341,13 @@ def test_the_exit_of_a_child_that_was_forked_leaves_the_run_alone(
         assert group.result(group.start(train)) == 4
 
 
-# -- what stays on the disk ----------------------------------------------------------------------------
+# -- residuals on disk ---------------------------------------------------------------------------------
 
 FACTS = (("model", "tiny"), ("exchange", "TopK"))
 LEFT = residual_departure.LeftResidual(7, b"seven", np.array([0.0, 3.0, -1.5], np.float32))
 
 
-def test_what_was_put_down_is_picked_up_once(tmp_path: Path) -> None:
+def test_a_stored_residual_is_read_back_once(tmp_path: Path) -> None:
     residual_departure.save_left_residual(tmp_path, FACTS, LEFT)
     found = residual_departure.load_left_residual(tmp_path, FACTS, 3)
     assert found is not None and (found.applied, found.history) == (7, b"seven")
@@ -352,8 +355,8 @@ def test_what_was_put_down_is_picked_up_once(tmp_path: Path) -> None:
     assert residual_departure.load_left_residual(tmp_path, FACTS, 3) is None
 
 
-@pytest.mark.parametrize("what", ["other facts", "other size", "cut off", "not finite", "no note"])
-def test_what_does_not_fit_is_not_read_back(
+@pytest.mark.parametrize("what", ["other facts", "other size", "truncated", "not finite", "no metadata"])
+def test_a_residual_that_does_not_fit_is_not_read_back(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = np.array([0.0, np.nan, 1.0], np.float32)
@@ -361,10 +364,10 @@ def test_what_does_not_fit_is_not_read_back(
         tmp_path, FACTS, residual_departure.LeftResidual(7, b"", bad) if what == "not finite" else LEFT
     )
     path = tmp_path / residual_departure.LEFT_FOLDER
-    if what == "cut off":
+    if what == "truncated":
         tensors = path / "residual.safetensors"
         tensors.write_bytes(tensors.read_bytes()[:-1])
-    if what == "no note":
+    if what == "no metadata":
         (path / "note.json").unlink()
     facts = FACTS[:1] if what == "other facts" else FACTS
     assert residual_departure.load_left_residual(tmp_path, facts, 4 if what == "other size" else 3) is None
@@ -396,10 +399,10 @@ def alone(group: Any, folder: Path, until: int) -> tuple[list[np.ndarray], int]:
 
 
 @pytest.mark.parametrize(("until", "back"), [(6, True), (8, False)])
-def test_a_restarted_worker_reads_its_residual_back_if_the_run_is_where_it_left(
+def test_a_restarted_worker_reads_its_residual_back_if_the_run_has_not_moved(
     tmp_path: Path, until: int, back: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run goes on from the checkpoint of step 6.  What was left after step 8 is of another history."""
+    """The run goes on from the checkpoint of step 6.  A residual of step 8 is of another history."""
     with gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK) as group:
         (_, left), _ = alone(group, tmp_path, until)
     assert left.any() and (tmp_path / residual_departure.LEFT_FOLDER).is_dir()
@@ -408,23 +411,23 @@ def test_a_restarted_worker_reads_its_residual_back_if_the_run_is_where_it_left(
     assert first == 6
     assert np.array_equal(found, left) == back
     if not back:
-        assert found.any(), "the checkpoint's own, which fits its step"
+        assert found.any(), "the checkpoint's own, of its step"
     assert ("is read back" in caplog.text, "is lost" in caplog.text) == (back, not back)
 
 
-def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
+def test_ctrl_c_before_a_round_leaves_the_whole_residual_with_the_worker(
     new_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of the step has been submitted: how the round before it ended says nothing about this one."""
+    """Nothing of the step was submitted; the outcome of the previous round does not apply to it."""
     seen: dict[str, np.ndarray] = {}
-    surrender, collective = WorkerResidual.take, ButterflyBuffer.make_collective
+    take, collective = WorkerResidual.take, ButterflyBuffer.make_collective
     rounds: Counter[str] = Counter()
 
-    def surrendering(self: Any, settle: Any) -> Any:
-        kept_N = self._exchanger.feedback.residual_N.numpy().copy()
-        given_N = surrender(self, settle)
-        seen.setdefault(threading.current_thread().name, kept_N - given_N)
-        return given_N
+    def take_recorded(self: Any, settle: Any) -> Any:
+        residual_N = self._exchanger.feedback.residual_N.numpy().copy()
+        taken_N = take(self, settle)
+        seen.setdefault(threading.current_thread().name, residual_N - taken_N)
+        return taken_N
 
     def interrupted(self: Any, *args: Any) -> Any:
         name = threading.current_thread().name
@@ -433,7 +436,7 @@ def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
             raise KeyboardInterrupt
         return collective(self, *args)
 
-    monkeypatch.setattr(WorkerResidual, "take", surrendering)
+    monkeypatch.setattr(WorkerResidual, "take", take_recorded)
     monkeypatch.setattr(ButterflyBuffer, "make_collective", interrupted)
 
     def train(grid: gridtrain.Grid, number: int) -> None:

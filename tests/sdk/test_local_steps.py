@@ -1,6 +1,6 @@
-"""LocalSteps in whole groups: an ordinary loop, every sample once, and the promises for each exchange.
+"""LocalSteps in whole groups: an ordinary loop, every sample once, and the guarantees for each exchange.
 
-What only `overlap=` does is in test_overlapped_local_steps.py.
+test_overlapped_local_steps.py tests what only `overlap=` does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def state_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_warm() -> None:
-    """What torch imports at an optimizer's first step takes seconds on a busy machine."""
+    """An optimizer's first step imports modules of torch for seconds on a busy machine."""
     model = nn.Linear(2, 1)
     train_batch(model, adamw(model), torch.ones(1, 2))
 
@@ -68,7 +68,7 @@ def assert_each_once(loops: list[Loop], size: int) -> None:
 def test_an_ordinary_loop_trains_one_model_and_takes_every_sample_once(
     together: Any, exchange: Any, workers: int, momentum: float
 ) -> None:
-    """Two passes, each with a short step at its end: fewer local steps then, not smaller batches."""
+    """Two passes, each with a short last step: it has fewer local steps, not smaller batches."""
 
     def train(grid: gridtrain.Grid, number: int) -> Loop:
         loop = Loop(grid, exchange, outer_momentum=momentum)
@@ -83,7 +83,7 @@ def test_an_ordinary_loop_trains_one_model_and_takes_every_sample_once(
         assert len(set(loop.digests.values())) == turns
 
 
-def test_sizes_are_of_one_step_of_the_loop(together: Any) -> None:
+def test_batch_sizes_are_those_of_one_local_step(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> list[int]:
         loop = Loop(grid, gridtrain.Dense())
         batches = grid.batches(Numbered(100), global_batch_size=6, accumulate=3, steps=2)
@@ -101,7 +101,7 @@ def test_sizes_are_of_one_step_of_the_loop(together: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["prefetched", "streamed", "streamed and prefetched", "sampler"])
-def test_other_ways_to_the_data(together: Any, way: str) -> None:
+def test_local_steps_read_data_in_each_way(together: Any, way: str) -> None:
     def train(grid: gridtrain.Grid, number: int) -> Loop:
         loop = Loop(grid, gridtrain.GTopK(density=0.3))
         options: dict[str, Any] = {"batch_size": 2, "epochs": 2}
@@ -119,7 +119,7 @@ def test_other_ways_to_the_data(together: Any, way: str) -> None:
 
 
 def test_schedulers_step_with_the_loop(together: Any) -> None:
-    """Also where a pass ends, and on a worker that holds no samples then: the last step has one."""
+    """Also at the end of a pass, and on a worker without samples there: the last step has one sample."""
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[float, str]:
         loop = Loop(grid, gridtrain.Dense(), every=2)
@@ -135,7 +135,7 @@ def test_schedulers_step_with_the_loop(together: Any) -> None:
     assert results[0][0] == pytest.approx(0.01 * 0.5 ** (2 * 2 * 3 // 3))
 
 
-def test_wrong_numbers_of_calls_are_named(outcomes: Any) -> None:
+def test_a_wrong_number_of_step_calls_is_refused(outcomes: Any) -> None:
     def train(grid: gridtrain.Grid, number: int, calls: int) -> None:
         loop = Loop(grid, gridtrain.Dense())
         for position, (inputs, _) in enumerate(grid.batches(Numbered(50), batch_size=2, steps=3)):
@@ -150,7 +150,7 @@ def test_wrong_numbers_of_calls_are_named(outcomes: Any) -> None:
     assert "called 5 times for a step's 4 batches" in str(often)
 
 
-def test_another_number_of_steps_is_another_training(new_group: Any) -> None:
+def test_a_different_number_of_local_steps_is_refused(new_group: Any) -> None:
     began, refused = threading.Event(), threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> str:
@@ -171,13 +171,13 @@ def test_another_number_of_steps_is_another_training(new_group: Any) -> None:
     assert isinstance(other, JoinRefused) and "exchange is LocalSteps(every=5" in str(other)
 
 
-# -- workers that come and go -----------------------------------------------------------------
+# -- workers that join and leave --------------------------------------------------------------
 
 
 @every_exchange
 @with_and_without_overlap
 def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, overlap: int) -> None:
-    """It is given the state while the others wait in a step, in which their scheduler has moved already."""
+    """It receives the state while the others wait in a step, in which their scheduler has moved already."""
     warm, entered = threading.Event(), threading.Event()
     stop_at = [10**9]
 
@@ -228,8 +228,8 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, 
 @every_exchange
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 @with_and_without_overlap
-def test_a_worker_that_is_killed_costs_nobody_a_sample(overlap: int, point: Any, exchange: Any) -> None:
-    """The others do what the killed worker has computed and the group has not committed."""
+def test_no_sample_is_lost_with_a_killed_worker(overlap: int, point: Any, exchange: Any) -> None:
+    """The others compute again what the killed worker had computed and the group had not committed."""
     consumed: list[int] = []
     taken: dict[tuple[int, ...], list[int]] = {}
     committed: set[tuple[int, ...]] = set()
@@ -268,8 +268,8 @@ def test_a_worker_that_is_killed_costs_nobody_a_sample(overlap: int, point: Any,
         assert len({name[0] for name in committed}) == 2, "the others went on in another generation"
 
 
-def test_a_slow_worker_shows_life_at_each_local_step(new_group: Any) -> None:
-    """Its eight local steps take twice as long as anybody's patience with a silent member."""
+def test_a_slow_worker_reports_progress_at_each_local_step(new_group: Any) -> None:
+    """Its eight local steps take twice as long as the others' patience with a stalled member."""
     patient = replace(LOSING, first_step_s=1.2, patience_floor_s=1.2, patience_factor=0.0)
 
     def train(grid: gridtrain.Grid, number: int) -> str:
@@ -286,8 +286,8 @@ def test_a_slow_worker_shows_life_at_each_local_step(new_group: Any) -> None:
     assert "stalled" not in events and "lost" not in events
 
 
-def test_what_was_trained_alone_and_not_exchanged_is_done_by_the_others(new_group: Any) -> None:
-    """One leaves after two of its four local steps: its samples are somebody else's then."""
+def test_the_others_take_over_local_steps_that_were_not_exchanged(new_group: Any) -> None:
+    """A worker leaves after two of its four local steps: the others train on its samples."""
     loops: dict[int, Loop] = {}
 
     def train(grid: gridtrain.Grid, number: int) -> str:
@@ -351,8 +351,8 @@ def test_another_number_of_workers_goes_on_from_a_checkpoint(
     assert overlap or len({seen["first"] for seen in again}) == 1
 
 
-def test_the_same_workers_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Alone, so that the ranks are the same again: parameters, velocity and its own moments."""
+def test_a_worker_ends_as_without_the_restart(tmp_path: Path) -> None:
+    """A single worker, so that ranks do not change: parameters, velocity and moments."""
     exchange = gridtrain.GTopK(density=0.3)
     (calm,) = run(tmp_path / "calm", 1, exchange, until=12)
     run(tmp_path / "cut", 1, exchange, until=7)

@@ -1,4 +1,4 @@
-"""A loop that is not as it should be: one sentence with what happened, and the next thing to do."""
+"""Mistakes in training loops: each error is one sentence that says what happened and what to do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def backward(model: nn.Module, batch: Any) -> None:
     (model(inputs) - targets).square().mean().backward()
 
 
-# -- alone, so that nothing hides the sentence ---------------------------------------------------------
+# -- one worker, so that no other error hides the sentence ----------------------------------------------
 
 
 def not_wrapped(grid: gridtrain.Grid) -> None:
@@ -188,7 +188,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("loop", ERRORS, ids=lambda loop: loop.__name__)
-def test_one_sentence(outcomes: Any, loop: Callable[[gridtrain.Grid], None]) -> None:
+def test_a_mistake_is_reported_in_one_sentence(outcomes: Any, loop: Callable[[gridtrain.Grid], None]) -> None:
     (error,) = outcomes(lambda grid, number: loop(grid), 1)
     assert isinstance(error, ConfigError), repr(error)
     assert str(error).startswith(ERRORS[loop])
@@ -198,7 +198,7 @@ def test_one_sentence(outcomes: Any, loop: Callable[[gridtrain.Grid], None]) -> 
 # -- a warning with the remedy ---------------------------------------------------------------------------
 
 
-def test_adam_after_a_sparse_exchange(together: Any) -> None:
+def test_adam_with_a_sparse_exchange_warns_with_the_remedy(together: Any) -> None:
     """It runs, but a warning names the line to change."""
 
     def train(grid: gridtrain.Grid, number: int) -> None:
@@ -216,7 +216,7 @@ def test_adam_after_a_sparse_exchange(together: Any) -> None:
     assert warning.filename == __file__
 
 
-# -- in a group: the others are not taken along --------------------------------------------------------
+# -- in a group: the others go on ----------------------------------------------------------------------
 
 
 def alone_at(step: int, number: int, do: Callable[[Any], None]) -> Callable[[gridtrain.Grid, int], list[int]]:
@@ -252,7 +252,7 @@ def raise_value_error(optimizer: gridtrain.GridOptimizer) -> None:
     raise ValueError("no such column")
 
 
-def test_a_learning_rate_of_ones_own(outcomes: Any) -> None:
+def test_a_worker_that_alone_changes_its_learning_rate_is_removed(outcomes: Any) -> None:
     """Worker 1 of 3 alone changes it at step 3, as ReduceLROnPlateau on a local loss does."""
     first, changed, third = outcomes(alone_at(3, 1, change_lr), 3)
     assert isinstance(changed, ConfigError)
@@ -267,15 +267,15 @@ def test_a_learning_rate_of_ones_own(outcomes: Any) -> None:
     assert first == third == [3, 3, 3, 2, 2, 2]
 
 
-def test_a_learning_rate_that_two_do_not_share(outcomes: Any) -> None:
-    """Of equal parties that of rank 0 goes on."""
+def test_of_two_workers_with_different_learning_rates_rank_0_goes_on(outcomes: Any) -> None:
+    """If both halves are equally large, that of rank 0 goes on."""
     left, stayed = sorted(outcomes(alone_at(3, 1, change_lr), 2), key=lambda seen: isinstance(seen, list))
     assert isinstance(left, ConfigError) and "1 of 2 workers (rank 0) have lr=" in str(left)
     assert stayed == [2, 2, 2, 1, 1, 1]
 
 
-def test_a_fork_is_found_through_a_bad_gradient(outcomes: Any) -> None:
-    """Worker 0 has a NaN in the very step in which worker 1 changes its learning rate."""
+def test_a_different_learning_rate_is_found_in_a_skipped_step(outcomes: Any) -> None:
+    """Worker 0 has a NaN in the same step in which worker 1 changes its learning rate."""
 
     def train(grid: gridtrain.Grid, me: int) -> list[int]:
         spoil = change_lr if me else spoil_gradient
@@ -286,7 +286,7 @@ def test_a_fork_is_found_through_a_bad_gradient(outcomes: Any) -> None:
     assert first == third == [3, 3, 3, 2, 2, 2]
 
 
-def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
+def test_a_newcomer_with_an_untracked_scheduler_is_refused(new_group: Any) -> None:
     """It received the optimizer's state but, without `grid.track`, not the scheduler's."""
     come = threading.Event()
 
@@ -301,7 +301,7 @@ def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
             scheduler.step()
             if number == 0 and grid.step == 3:
                 come.set()
-                assert grid._session.connection.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+                assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 2, WITHIN_S)
         return grid.step
 
     with new_group(workers=1) as group:
@@ -315,20 +315,20 @@ def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
     assert "name schedulers in grid.track(scheduler=...) for workers that join later" in str(error)
 
 
-def test_everybody_may_change_it_together(outcomes: Any) -> None:
+def test_all_workers_may_change_the_learning_rate_together(outcomes: Any) -> None:
     def train(grid: gridtrain.Grid, me: int) -> list[int]:
         return alone_at(3, me, change_lr)(grid, me)
 
     assert outcomes(train, 2) == [[2] * 6] * 2
 
 
-def test_a_script_that_raises_leaves_the_others(outcomes: Any) -> None:
+def test_the_others_go_on_after_a_script_raises(outcomes: Any) -> None:
     first, raised, third = outcomes(alone_at(3, 1, raise_value_error), 3)
     assert isinstance(raised, ValueError) and str(raised) == "no such column"
     assert first == third == [3, 3, 3, 2, 2, 2]
 
 
-def test_local_raises_what_a_worker_raised(tmp_path: Path) -> None:
+def test_local_raises_a_workers_exception(tmp_path: Path) -> None:
     numbers = itertools.count()
 
     def train(grid: gridtrain.Grid) -> list[int]:
@@ -357,8 +357,8 @@ def raised_by_local(tmp_path: Path) -> Callable[..., BaseException]:
     return run
 
 
-def test_local_ends_those_who_wait_for_the_one_that_raised(raised_by_local: Any) -> None:
-    """The run begins with three workers, and the third never asks for its place in it."""
+def test_local_ends_workers_that_wait_for_one_that_raised(raised_by_local: Any) -> None:
+    """The run begins with three workers, and the third never joins."""
     waited: list[BaseException] = []
 
     def train(grid: gridtrain.Grid, number: int) -> None:
@@ -375,7 +375,7 @@ def test_local_ends_those_who_wait_for_the_one_that_raised(raised_by_local: Any)
     assert [type(error) for error in waited] == [EndpointKilled] * 2
 
 
-def test_local_leaves_behind_who_does_not_return(
+def test_local_does_not_wait_for_a_worker_that_does_not_return(
     raised_by_local: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_group, "SHUTDOWN_TIMEOUT_S", 0.2)

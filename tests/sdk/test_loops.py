@@ -1,8 +1,8 @@
-"""Ordinary training loops: what each did in one process with the whole batch it does in a group.
+"""Ordinary training loops do the same in a group as in one process with the whole batch.
 
-Every loop here runs twice, as it stands: over `OneProcess`, which is the script before it knew of gridtrain,
-and over real grids of three workers.  With a dense exchange both must learn the same (to float32 summation
-order); with any exchange all workers must hold the same bits.
+Every loop runs twice, unchanged: over `OneProcess`, which is the script without gridtrain, and over real
+grids of three workers.  With a dense exchange both must learn the same (to float32 summation order); with any
+exchange all workers must have the same bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OneProcess:
         seed: int = 0,
         **sizes: int,
     ) -> Iterator[Any]:
-        """In the ledger's order; a pass ends with a short step."""
+        """Batches in the ledger's order; a pass ends with a short step."""
         spec = LedgerSpec(size=len(dataset), seed=seed, epochs=epochs, steps=steps)
         whole = sizes.get("global_batch_size") or sizes["batch_size"] * WORKERS * accumulate
         cursor = step = 0
@@ -91,7 +91,7 @@ def net() -> nn.Sequential:
 
 
 def sgd(parameters: Any, exchange: Any, **options: Any) -> torch.optim.Optimizer:
-    """With momentum; a sparse exchange brings its own."""
+    """SGD with momentum; a sparse exchange has its own."""
     momentum = 0.9 if exchange is DENSE else 0.0
     return torch.optim.SGD(parameters, **{"lr": 0.05, "momentum": momentum, **options})
 
@@ -138,7 +138,7 @@ def passes_with_a_tail(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
 
 
 def fewer_samples_than_workers(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    """2 samples: a third worker gets stand-ins, which count for nothing."""
+    """2 samples: a third worker gets placeholders, which do not count."""
     model, optimizer = wrapped(grid, exchange)
     train(model, optimizer, grid.batches(DATA[:2], batch_size=1, epochs=5))
     return model, optimizer
@@ -181,7 +181,7 @@ def lambda_scheduler(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
 
 
 def plateau_on_a_shared_number(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    """The same held-out samples on every worker: the same number, so that nothing forks."""
+    """The same held-out samples on every worker: the same number, so that no learning rate differs."""
     model, optimizer = wrapped(grid, exchange)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
     held_out = sampler.fetch_batch(HELD_OUT, range(len(HELD_OUT)))
@@ -271,7 +271,7 @@ def scaled_loss(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
 
 
 def saved_and_loaded(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    """After the third step everything is spoilt and put back: a checkpoint holds all there is to hold."""
+    """After the third step everything is overwritten and restored: a checkpoint has the whole state."""
     model, optimizer = wrapped(grid, exchange)
     for number, batch in enumerate(grid.batches(DATA, batch_size=2, steps=6)):
         optimizer.zero_grad()
@@ -313,7 +313,7 @@ LOOPS: list[Loop] = [
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("exchange", [DENSE, SPARSE], ids=["dense", "gtopk"])
-def test_a_group_does_what_one_process_did(together: Any, loop: Loop, exchange: Any) -> None:
+def test_a_group_trains_as_one_process(together: Any, loop: Loop, exchange: Any) -> None:
     def work(grid: gridtrain.Grid, number: int) -> tuple[str, torch.Tensor]:
         model, optimizer = loop(grid, exchange)
         assert grid.finished

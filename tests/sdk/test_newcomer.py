@@ -1,7 +1,7 @@
-"""A newcomer's first mistakes, made as a newcomer makes them: scripts in processes, sockets on loopback.
+"""A new user's first mistakes, with real means: scripts in processes, sockets on loopback.
 
-What is asserted is what they read last: one line that says what happened and, after the arrow, what to do.
-The command line's own mistakes are in tests/cli, the agent's in tests/worker.
+Asserted is the last line: it says what happened and, after the arrow, what to do.  Mistakes on the command
+line are in tests/cli, those of the agent in tests/worker.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from gridtrain_coordinator.journal.store import JournalStore
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
-IMPATIENT = Deadlines(connect_s=0.5)
+SHORT = Deadlines(connect_s=0.5)
 SOFTWARE = "gridtrain test"
 
 
 @dataclass(frozen=True)
-class Desk:
+class Service:
     """A coordinator of the run "default", and its operator."""
 
     address: str
@@ -64,28 +64,33 @@ class Desk:
         return replace(operator.invite(uses, 60.0), **changed)  # type: ignore[arg-type]
 
 
-StartCoordinator = Callable[..., Desk]
+StartCoordinator = Callable[..., Service]
 
 
 @pytest.fixture
 def start_coordinator() -> Iterator[StartCoordinator]:
-    """Serves until the end of the test."""
+    """Starts coordinators that serve until the end of the test."""
     stop, threads = threading.Event(), []
 
-    def start(*, min_workers: int = 1) -> Desk:
+    def start(*, min_workers: int = 1) -> Service:
         identity, operator = Identity.generate(), Identity.generate()
-        door = Authorization(operator=operator.public, coordinator=identity.public)
+        access = Authorization(operator=operator.public, coordinator=identity.public)
         transport = build_stack(
-            ZeroMQTransport(identity, SOFTWARE, gate=connection_gate(door, time.time)), identity
+            ZeroMQTransport(identity, SOFTWARE, gate=connection_gate(access, time.time)), identity
         )
-        desk = Desk(transport.listen("tcp://127.0.0.1:0"), identity.public, operator)
+        service = Service(transport.listen("tcp://127.0.0.1:0"), identity.public, operator)
         store = JournalStore.open(":memory:")
         daemon = Coordinator.for_run(
-            transport, store, door, operator=operator.public, min_workers=min_workers, address=desk.address
+            transport,
+            store,
+            access,
+            operator=operator.public,
+            min_workers=min_workers,
+            address=service.address,
         )
         threads.append(threading.Thread(target=daemon.run, args=(stop,)))
         threads[-1].start()
-        return desk
+        return service
 
     yield start
     stop.set()
@@ -96,7 +101,7 @@ def start_coordinator() -> Iterator[StartCoordinator]:
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the keys of this test's workers lie."""
+    """The folder with the keys of this test's workers."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state"
 
@@ -123,10 +128,10 @@ def grid_of(config: JoinConfig, identity: Identity, kind: type[ZeroMQTransport] 
 
 
 def join(address: str, invited: Invitation | None = None, **options: str) -> Grid:
-    """As `gridtrain.join` does once a key was let in; with less patience where nobody is to answer."""
+    """As `gridtrain.join` does once a key is admitted; with less patience where no peer is to answer."""
     identity = Identity.generate()
     if invited is None:
-        config = replace(config_of(address, bytes(32), **options), deadlines=IMPATIENT)
+        config = replace(config_of(address, bytes(32), **options), deadlines=SHORT)
     else:
         present_invitation(invited, identity.public, WITHIN_S)
         config = config_of(address, invited.coordinator, **options)
@@ -136,7 +141,7 @@ def join(address: str, invited: Invitation | None = None, **options: str) -> Gri
 # -- the invitation ----------------------------------------------------------------------------------------
 
 
-def test_a_script_without_an_agent_and_without_an_invitation() -> None:
+def test_a_script_with_neither_agent_nor_invitation_is_refused() -> None:
     done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()")
     assert done.returncode == 2
     assert done.stderr.strip() == (
@@ -146,14 +151,14 @@ def test_a_script_without_an_agent_and_without_an_invitation() -> None:
     )
 
 
-def test_a_coordinators_key_that_is_none() -> None:
+def test_a_malformed_coordinator_key_is_refused() -> None:
     place = {"coordinator": "tcp://10.0.0.5:7700", "identity": "worker-0.key"}
     with pytest.raises(ConfigError, match="the coordinator's key is '0a1b'; it must be 64 hex digits"):
         JoinConfig.from_environment({}, coordinator_key="0a1b", **place)
 
 
 @pytest.mark.parametrize("text", ["tcp://10.0.0.5:7700", "10.0.0.5", "", "a b"])
-def test_what_is_no_invitation(text: str) -> None:
+def test_a_text_that_is_no_invitation_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         gridtrain.join(text)
     assert str(caught.value) == (
@@ -163,22 +168,20 @@ def test_what_is_no_invitation(text: str) -> None:
     )
 
 
-def test_an_invitation_that_lost_its_end() -> None:
+def test_a_truncated_invitation_is_refused() -> None:
     text = Invitation("tcp://10.0.0.5:7700", bytes(32), bytes(32), "default").text()
     with pytest.raises(ConfigError, match=r"was cut short or altered in transit -> copy the whole line"):
         gridtrain.join(text[:-5])
 
 
-def test_an_invitation_as_mail_programs_send_it(start_coordinator: StartCoordinator) -> None:
+def test_an_invitation_wrapped_by_a_mail_program_is_accepted(start_coordinator: StartCoordinator) -> None:
     text = start_coordinator().invitation().text()
     with gridtrain.join(f" <{text[:60]}\n{text[60:]}>") as grid:
         assert grid.step == 0
 
 
-def test_the_same_invitation_finds_the_same_place_again(
-    start_coordinator: StartCoordinator, state: Path
-) -> None:
-    """Of one use: the machine's key is known from then on, and held by one grid at a time."""
+def test_an_invitation_admits_the_same_worker_again(start_coordinator: StartCoordinator, state: Path) -> None:
+    """With one use: the machine's key is known from then on, and one grid at a time uses it."""
     text = start_coordinator().invitation(uses=1).text()
     for _ in range(2):
         gridtrain.join(text).close()
@@ -186,33 +189,33 @@ def test_the_same_invitation_finds_the_same_place_again(
     with gridtrain.join(text), pytest.raises(JoinRefused, match="this invitation is used up") as caught:
         gridtrain.join(text)
     assert caught.value.code == "invitation"
-    assert len(list(state.rglob("*.key"))) == 2, "a second worker of this machine is somebody else"
+    assert len(list(state.rglob("*.key"))) == 2, "a second worker of this machine has a key of its own"
 
 
-def test_an_invitation_of_another_coordinator(start_coordinator: StartCoordinator) -> None:
-    """Its key does not answer at that address: nobody there can pretend to be it."""
+def test_an_invitation_of_another_coordinator_is_refused(start_coordinator: StartCoordinator) -> None:
+    """Its key does not answer at that address: no program there can impersonate it."""
     foreign = start_coordinator().invitation(coordinator=Identity.generate().public)
     with pytest.raises(CoordinatorUnreachable, match=f"a program listens at {foreign.address}, but"):
         present_invitation(foreign, Identity.generate().public, 1.0)
 
 
-def test_a_token_that_nobody_gave(start_coordinator: StartCoordinator) -> None:
+def test_an_unknown_token_is_refused(start_coordinator: StartCoordinator) -> None:
     forged = start_coordinator().invitation(token=b"t" * 32)
     with pytest.raises(JoinRefused) as caught:
         gridtrain.join(forged.text())
     assert str(caught.value) == f"{UNKNOWN_INVITATION} -> ask the run's owner for a new one"
 
 
-def test_a_run_in_the_clear_is_joined_only_on_purpose() -> None:
+def test_an_unencrypted_run_is_joined_only_on_request() -> None:
     clear = Invitation("tcp://127.0.0.1:1", bytes(32), bytes(32), "default", encrypted=False)
     with pytest.raises(ConfigError, match=r'"default" is not encrypted, .* -> ask its owner for'):
         gridtrain.join(clear.text())
-    sealed = replace(clear, encrypted=True)
+    encrypted = replace(clear, encrypted=True)
     with pytest.raises(ConfigError, match=r'"default" is encrypted, .* -> omit --unencrypted'):
-        gridtrain.join(sealed.text(), unencrypted=True)
+        gridtrain.join(encrypted.text(), unencrypted=True)
 
 
-def test_a_key_file_that_others_may_read(start_coordinator: StartCoordinator, state: Path) -> None:
+def test_a_key_file_that_others_may_read_is_refused(start_coordinator: StartCoordinator, state: Path) -> None:
     text = start_coordinator().invitation().text()
     gridtrain.join(text).close()
     (path,) = state.rglob("*.key")
@@ -223,7 +226,7 @@ def test_a_key_file_that_others_may_read(start_coordinator: StartCoordinator, st
     assert f"chmod 600 {path}" in caught.value.remedy
 
 
-def test_a_name_too_long_for_the_wire(start_coordinator: StartCoordinator) -> None:
+def test_a_name_that_is_too_long_is_refused(start_coordinator: StartCoordinator) -> None:
     with pytest.raises(ConfigError, match=r"^the name of .* is 65 bytes, .* must be at most 64 bytes"):
         gridtrain.join(start_coordinator().invitation().text(), name="x" * 65)
 
@@ -231,24 +234,26 @@ def test_a_name_too_long_for_the_wire(start_coordinator: StartCoordinator) -> No
 # -- the address -------------------------------------------------------------------------------------------
 
 
-def test_without_an_agent_it_listens_towards_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Told(ZeroMQTransport):
+def test_without_an_agent_a_worker_listens_on_the_interface_to_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refusing(ZeroMQTransport):
         def listen(self, address: str) -> str:
-            raise TransportError(f"told to listen at {address}")
+            raise TransportError(f"asked to listen at {address}")
 
     monkeypatch.setattr(
-        grid_module, "default_listen_address", lambda coordinator: f"the way to {coordinator}"
+        grid_module, "default_listen_address", lambda coordinator: f"the interface to {coordinator}"
     )
-    for options, told in (
-        ({}, "the way to tcp://10.0.0.9:7700"),
+    for options, expected in (
+        ({}, "the interface to tcp://10.0.0.9:7700"),
         ({"listen": "tcp://*:7701"}, "tcp://.:7701"),
     ):
         config = config_of("tcp://10.0.0.9:7700", bytes(32), **options)
-        with pytest.raises(TransportError, match=f"^told to listen at {told}$"):
-            grid_of(config, Identity.generate(), Told)
+        with pytest.raises(TransportError, match=f"^asked to listen at {expected}$"):
+            grid_of(config, Identity.generate(), Refusing)
 
 
-def test_nobody_is_there() -> None:
+def test_a_coordinator_that_does_not_run_is_reported() -> None:
     with pytest.raises(CoordinatorUnreachable) as caught:
         join("tcp://127.0.0.1:1")
     assert "no coordinator answered at tcp://127.0.0.1:1 within " in caught.value.reason
@@ -257,7 +262,7 @@ def test_nobody_is_there() -> None:
     )
 
 
-def test_somebody_else_is_there() -> None:
+def test_another_program_at_the_address_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(CoordinatorUnreachable, match=f"no coordinator answered at {address} within"):
@@ -265,7 +270,7 @@ def test_somebody_else_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listen", "told"),
+    ("listen", "expected"),
     [
         (
             "taken",
@@ -275,12 +280,14 @@ def test_somebody_else_is_there() -> None:
         ("7701", '-> use an address such as "tcp://0.0.0.0:7000"; port 0 stands for any free port'),
     ],
 )
-def test_where_to_listen(start_coordinator: StartCoordinator, listen: str, told: str) -> None:
-    """And nothing is left behind: a second try with port 0 works, in the same process."""
+def test_an_unusable_listen_address_is_reported(
+    start_coordinator: StartCoordinator, listen: str, expected: str
+) -> None:
+    """A second try with port 0 works in the same process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         text = start_coordinator().invitation().text()
         place = f"tcp://127.0.0.1:{server.getsockname()[1]}" if listen == "taken" else listen
-        with pytest.raises(TransportError, match=f"^cannot listen at .*{told}"):
+        with pytest.raises(TransportError, match=f"^cannot listen at .*{expected}"):
             gridtrain.join(text, listen=place)
         gridtrain.join(text, listen="tcp://127.0.0.1:0").close()
 
@@ -288,10 +295,10 @@ def test_where_to_listen(start_coordinator: StartCoordinator, listen: str, told:
 # -- the run -----------------------------------------------------------------------------------------
 
 
-def test_another_runs_coordinator(start_coordinator: StartCoordinator) -> None:
-    desk = start_coordinator()
+def test_the_coordinator_of_another_run_is_reported(start_coordinator: StartCoordinator) -> None:
+    service = start_coordinator()
     with pytest.raises(JoinRefused) as caught:
-        join(desk.address, desk.invitation(), run="mine")
+        join(service.address, service.invitation(), run="mine")
     assert caught.value.code == "wrong-run"
     assert str(caught.value) == (
         'this coordinator serves the run "default", not "mine" -> '
@@ -299,21 +306,25 @@ def test_another_runs_coordinator(start_coordinator: StartCoordinator) -> None:
     )
 
 
-def test_a_stranger_is_not_let_in(start_coordinator: StartCoordinator) -> None:
-    """A key that never showed an invitation; the coordinator does not even greet it."""
-    desk = start_coordinator()
+def test_an_unknown_key_is_denied_access(start_coordinator: StartCoordinator) -> None:
+    """A key that never presented an invitation; the coordinator does not even greet it."""
+    service = start_coordinator()
     with pytest.raises(JoinRefused, match=r"denies this worker access -> ask the run's owner") as caught:
-        grid_of(config_of(desk.address, desk.key), Identity.generate())
+        grid_of(config_of(service.address, service.key), Identity.generate())
     assert caught.value.code == "denied"
 
 
-def test_another_version(start_coordinator: StartCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator greets with protocol 9; who joins speaks another."""
+def test_another_protocol_version_is_refused(
+    start_coordinator: StartCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator greets with protocol 9; the worker has another version."""
     with monkeypatch.context() as patch:
         patch.setattr(zeromq_transport, "PROTOCOL_VERSION", 9)
         text = start_coordinator().invitation().text()
-    told = r"version 9, but this software uses version 3 .* -> install the same version of gridtrain on both"
-    with pytest.raises(JoinRefused, match=told) as caught:
+    expected = (
+        r"version 9, but this software uses version 3 .* -> install the same version of gridtrain on both"
+    )
+    with pytest.raises(JoinRefused, match=expected) as caught:
         gridtrain.join(text)
     assert caught.value.code == "version"
 
@@ -334,7 +345,9 @@ def without(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 
 @pytest.mark.parametrize("package", ["torch", "safetensors"])
-def test_a_package_of_the_extra_is_missing(without: Callable[[str], dict[str, str]], package: str) -> None:
+def test_a_missing_package_of_the_extra_is_reported(
+    without: Callable[[str], dict[str, str]], package: str
+) -> None:
     done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()", **without(package))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
@@ -343,8 +356,10 @@ def test_a_package_of_the_extra_is_missing(without: Callable[[str], dict[str, st
     )
 
 
-def test_the_demo_without_torch(without: Callable[[str], dict[str, str]], tmp_path: Path) -> None:
-    """Found out before four processes fail one by one; no traceback."""
+def test_the_demo_reports_that_torch_is_missing(
+    without: Callable[[str], dict[str, str]], tmp_path: Path
+) -> None:
+    """Reported before four processes fail one by one; no traceback."""
     out = tmp_path / "results"
     done = run(sys.executable, "-m", "gridtrain.cli", "demo", "--out", str(out), **without("torch"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -363,7 +378,7 @@ def test_a_coordinator_needs_no_torch(without: Callable[[str], dict[str, str]]) 
 SCRIPT = """
 import sys, torch, gridtrain
 torch.set_num_threads(1)
-how, *said = sys.argv[1:]  # `said`, if given: a FIFO, opened when step 3 was made and told of
+how, *said = sys.argv[1:]  # `said`, if given: a FIFO, opened when step 3 was made and printed
 data = [(torch.tensor([float(i)]), torch.tensor([2.0 * i])) for i in range(8)]
 grid = gridtrain.join()
 model = torch.nn.Linear(1, 1)
@@ -382,8 +397,10 @@ for inputs, targets in grid.batches(data, batch_size=1, steps=6):
 """
 
 
-def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
-    """Its traceback and one line of the agent's; exit code 1.  The other worker goes on to the end."""
+def test_a_script_that_raises_ends_with_its_traceback(
+    start_coordinator: StartCoordinator, tmp_path: Path
+) -> None:
+    """Its traceback and one line of the agent; exit code 1.  The other worker goes on to the end."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     os.mkfifo(tmp_path / "said")
@@ -411,7 +428,7 @@ def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Pat
     assert raised_out.splitlines() == [f"step {step} of a group of 2" for step in (1, 2, 3)]
     shown = [line for line in raised_err.splitlines() if '"event": "contribution"' not in line]
     *_, traceback_end, contributed, agents_line = shown
-    assert (given := json.loads(contributed)["fields"])["steps"] == 3 and 0 < given["share"] < 1
+    assert (fields := json.loads(contributed)["fields"])["steps"] == 3 and 0 < fields["share"] < 1
     agents_line = json.loads(agents_line)["fields"]["text"]
     assert json.loads(traceback_end)["fields"]["text"] == "ValueError: no such column"
     assert agents_line.startswith("the script ended with exit code 1 after ")
@@ -424,8 +441,8 @@ def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Pat
 
 
 @pytest.mark.executed
-def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
-    """A mistake in the script's own calls ends in one sentence, too, under the agent as without it."""
+def test_a_refused_script_ends_with_one_sentence(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
+    """A mistake in the script's own calls ends in one sentence, too, with and without an agent."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("steps=6", "steps=6, epochs=1"))
     invitation = start_coordinator().invitation().text()

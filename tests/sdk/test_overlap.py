@@ -1,4 +1,4 @@
-"""Exchanging while backward computes: the same bits as without, through aborts, joins and crashes."""
+"""Exchange during backward: the same bits as without overlap, through aborts, joins and crashes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train(grid: gridtrain.Grid, exchange: Any, *, overlap: Any = EAGER, **batche
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(step, bucket) of all buckets that were sent early, on all workers."""
+    """(step, bucket) of all buckets that were sent during backward, on all workers."""
     seen: list[tuple[int, int]] = []
     true = GroupSession.begin_bucket
 
@@ -68,7 +68,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def late_on(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
-    """These workers send nothing before `step`."""
+    """Let these workers send nothing before `step()`."""
     true = GroupSession.predict_plan
     names = {f"worker-{number}" for number in numbers}
     monkeypatch.setattr(
@@ -80,7 +80,7 @@ def late_on(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_early_here_and_late_there_is_the_same_exchange(
+def test_workers_that_send_early_and_late_exchange_the_same(
     together: Any, sent: list[Any], monkeypatch: pytest.MonkeyPatch, exchange: Any, workers: int
 ) -> None:
     late_on(monkeypatch, {1, 2})
@@ -90,10 +90,10 @@ def test_early_here_and_late_there_is_the_same_exchange(
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES[::2], ids=str)
-def test_early_or_late_the_bits_are_the_same(
+def test_early_and_late_sending_give_the_same_bits(
     together: Any, monkeypatch: pytest.MonkeyPatch, exchange: Any
 ) -> None:
-    """Alone: in a group the ranks, and with them the order of the sums, change from run to run."""
+    """With one worker: in a group the ranks, and with them the order of sums, change from run to run."""
     (early,) = together(lambda grid, number: train(grid, exchange), 1)
     late_on(monkeypatch, {0})
     (late,) = together(lambda grid, number: train(grid, exchange), 1)
@@ -114,7 +114,7 @@ def test_last_layers_travel_first(together: Any, sent: list[tuple[int, int]]) ->
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
-def test_micro_batches_are_sent_with_the_last(together: Any, sent: list[Any], exchange: Any) -> None:
+def test_buckets_are_sent_with_the_last_micro_batch(together: Any, sent: list[Any], exchange: Any) -> None:
     def loop(grid: gridtrain.Grid, number: int) -> str:
         model = net()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -151,7 +151,7 @@ def test_unequal_micro_batches_count_as_without_overlap(together: Any, sent: lis
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
-def test_a_parameter_without_gradient_is_sent_by_step(together: Any, sent: list[Any], exchange: Any) -> None:
+def test_step_sends_a_parameter_without_gradient(together: Any, sent: list[Any], exchange: Any) -> None:
     def loop(grid: gridtrain.Grid, number: int) -> str:
         model = net()
         unused = nn.Linear(2, 2)
@@ -165,7 +165,7 @@ def test_a_parameter_without_gradient_is_sent_by_step(together: Any, sent: list[
         return serialization.replica_digest(whole, sgd).hex()
 
     assert len(set(together(loop, 2))) == 1
-    assert {bucket for _, bucket in sent} == {0, 1}  # the last one holds what has no gradient
+    assert {bucket for _, bucket in sent} == {0, 1}  # the last bucket has the parameter without gradient
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
@@ -194,7 +194,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(together: Any, 
 def test_an_aborted_round_is_tried_again_with_the_same_gradient(
     together: Any, monkeypatch: pytest.MonkeyPatch, exchange: Any
 ) -> None:
-    """Every second step one worker's loop says that its round broke, in the middle of backward."""
+    """In every second step one worker's I/O loop fails the round, in the middle of backward."""
     from gridtrain.core.group import member_events as io
 
     plain = together(lambda grid, number: train(grid, exchange, seed=3), 2)
@@ -208,7 +208,7 @@ def test_an_aborted_round_is_tried_again_with_the_same_gradient(
             breaks = plan.step % 2 == 1 and plan.step not in broken and bucket == 1
             broken.update({plan.step} if breaks else ())
         if breaks:
-            self.connection.submit(io.RoundFailed("the test wants it"))
+            self.connection.submit(io.RoundFailed("injected by the test"))
 
     monkeypatch.setattr(GroupSession, "begin_bucket", send_early)
     torn = together(lambda grid, number: train(grid, exchange, seed=3), 2)
@@ -217,7 +217,7 @@ def test_an_aborted_round_is_tried_again_with_the_same_gradient(
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES[:3:2], ids=str)
-def test_a_worker_that_leaves_in_the_middle_of_backward(new_group: Any, exchange: Any) -> None:
+def test_the_others_go_on_if_a_worker_leaves_during_backward(new_group: Any, exchange: Any) -> None:
     def stays(grid: gridtrain.Grid, number: int) -> str:
         return train(grid, exchange, epochs=2, steps=None)[0]
 
@@ -248,7 +248,7 @@ def test_a_worker_that_leaves_in_the_middle_of_backward(new_group: Any, exchange
     assert first == second
 
 
-# -- what cannot be ------------------------------------------------------------------------------------
+# -- refused uses --------------------------------------------------------------------------------------
 
 
 def failing(together: Any, body: Any, **options: Any) -> None:
@@ -265,23 +265,23 @@ def failing(together: Any, body: Any, **options: Any) -> None:
     together(loop, 1)
 
 
-def test_a_gradient_that_is_changed_after_it_was_sent(together: Any) -> None:
+def test_changing_a_sent_gradient_is_refused(together: Any) -> None:
     with pytest.raises(ConfigError, match=r"gradients were changed .* clip_norm="):
         failing(together, lambda m, *_: nn.utils.clip_grad_norm_(m.parameters(), 1e-3))
 
 
-def test_a_gradient_that_is_changed_behind_autograds_back(together: Any) -> None:
-    """As old code does it: no version counter sees it."""
+def test_changing_a_sent_gradient_without_autograd_is_refused(together: Any) -> None:
+    """As in old code, which autograd's version counters do not see."""
     with pytest.raises(ConfigError, match="gradients were changed"):
         failing(together, lambda m, *_: [p.grad.data.clamp_(-1e-6, 1e-6) for p in m.parameters()])
 
 
-def test_two_backward_passes_that_nobody_announced(together: Any) -> None:
+def test_two_unannounced_backward_passes_are_refused(together: Any) -> None:
     with pytest.raises(ConfigError, match="more than 1 backward passes ran before one step"):
         failing(together, lambda m, _, batch: backward(m, batch))
 
 
-def test_a_grad_scaler(together: Any) -> None:
+def test_a_grad_scaler_with_overlap_is_refused(together: Any) -> None:
     def scaled(model: Any, optimizer: Any, batch: Any) -> None:
         optimizer.grad_scale = torch.tensor(2.0)
 
@@ -289,7 +289,7 @@ def test_a_grad_scaler(together: Any) -> None:
         failing(together, scaled)
 
 
-def test_workers_must_agree(new_group: Any) -> None:
+def test_workers_with_different_buckets_are_refused(new_group: Any) -> None:
     def first(grid: gridtrain.Grid, number: int) -> None:
         model = net()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -308,7 +308,7 @@ def test_workers_must_agree(new_group: Any) -> None:
     assert "in at most 3 buckets of at least 1 elements here" in str(results[0])
 
 
-# -- where buckets are cut ------------------------------------------------------------------------------
+# -- bounds of buckets ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,5 +323,5 @@ def test_workers_must_agree(new_group: Any) -> None:
         ((3,), 4, 100, (0, 3)),
     ],
 )
-def test_cut(sizes: Any, most: int, least: int, bounds: Any) -> None:
+def test_bucket_bounds(sizes: Any, most: int, least: int, bounds: Any) -> None:
     assert bucket_bounds(sizes, most, least) == bounds

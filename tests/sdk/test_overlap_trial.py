@@ -1,4 +1,4 @@
-"""Overlap that turns itself off and on in real groups: nothing is lost, and all members cut alike."""
+"""Adaptive overlap in real groups: nothing is lost, and all members use the same buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OVERLAP = gridtrain.Overlap(buckets=3, least=1)
 SIZES = (7, 5, 9, 4)
 
 Attempted = tuple[int, int, str, bool, int]
-"""Generation, step, worker, whether the gradient was cut, world size."""
+"""Generation, step, worker, whether the gradient was in buckets, world size."""
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Attempted]:
     return attempts
 
 
-def early_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Backward and exchange take so long with overlap, 1 s without."""
+def overlap_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let backward and exchange take `seconds` with overlap, 1 s without."""
     true = OverlapTrial.record_duration
     monkeypatch.setattr(
         OverlapTrial,
@@ -49,8 +49,8 @@ def early_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     )
 
 
-class Whole(nn.Module):
-    """Its gradient is the batch: whole numbers, so that no sum is rounded."""
+class SumsOfBatch(nn.Module):
+    """Its gradient is the batch: integers, so that no sum is rounded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def whole_numbers(seed: int, count: int = 96) -> list[Tensor]:
 
 def train(grid: gridtrain.Grid, data: list[Tensor], exchange: Any, steps: int, overlap: Any = OVERLAP) -> Any:
     """The model, the residual, and the sum of the gradients of this worker."""
-    model, total = Whole(), torch.zeros(sum(SIZES))
+    model, total = SumsOfBatch(), torch.zeros(sum(SIZES))
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=overlap)
     for batch in grid.batches(data, batch_size=1, steps=steps):
@@ -86,20 +86,20 @@ def train(grid: gridtrain.Grid, data: list[Tensor], exchange: Any, steps: int, o
     return model.flat(), residual, total, optimizer.is_overlapping
 
 
-def all_alike(seen: list[Attempted]) -> None:
+def assert_all_use_the_same_buckets(seen: list[Attempted]) -> None:
     ways: dict[tuple[int, int], set[bool]] = {}
-    for generation, step, _, is_cut, _ in seen:
-        ways.setdefault((generation, step), set()).add(is_cut)
+    for generation, step, _, is_bucketed, _ in seen:
+        ways.setdefault((generation, step), set()).add(is_bucketed)
     assert all(len(each) == 1 for each in ways.values()), ways
 
 
 @pytest.mark.parametrize("early_s", [0.5, 2.0])
 @pytest.mark.parametrize("exchange", [gridtrain.TopK(density=0.2), gridtrain.GTopK(density=0.2)], ids=str)
-def test_nothing_is_lost_when_the_way_changes(
+def test_nothing_is_lost_when_overlap_changes(
     together: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], exchange: Any, early_s: float
 ) -> None:
-    """Guarantee 2 over whole and cut steps, and over attempts that break in the middle of either."""
-    early_takes(monkeypatch, early_s)
+    """Guarantee 2 with and without buckets, and over attempts that fail in the middle of either."""
+    overlap_takes(monkeypatch, early_s)
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng, data, lock = random.Random(seed), whole_numbers(seed), threading.Lock()
@@ -111,17 +111,17 @@ def test_nothing_is_lost_when_the_way_changes(
             broken = plan.step in breaks
             breaks.discard(plan.step)
         if broken:
-            self.connection.submit(io.RoundFailed("the test wants it"))
+            self.connection.submit(io.RoundFailed("injected by the test"))
         return true(self, plan, *rest)
 
     monkeypatch.setattr(GroupSession, "run", run)
     results = together(lambda grid, number: train(grid, data, exchange, DECIDED + 6), 4)
     assert not breaks
-    all_alike(seen)
+    assert_all_use_the_same_buckets(seen)
     models, residuals, totals, overlaps = zip(*results, strict=True)
     assert overlaps == (early_s < 1.0,) * 4
     assert all(torch.equal(model, models[0]) for model in models)
-    # Down by the updates: what went in is in the model or in a residual, to the last bit.
+    # Minus the updates: all contributions are in the model or in a residual, to the last bit.
     assert torch.equal(sum(residuals) - models[0], sum(totals) / 4)
 
 
@@ -129,22 +129,22 @@ def test_nothing_is_lost_when_the_way_changes(
 def test_dense_is_the_same_to_the_bit(
     together: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], early_s: float
 ) -> None:
-    """Of numbers whose sums are not rounded; otherwise another cut is another order of the sums."""
-    early_takes(monkeypatch, early_s)
+    """With numbers whose sums are not rounded; otherwise other buckets are another order of sums."""
+    overlap_takes(monkeypatch, early_s)
     data = whole_numbers(1)
     with_it = together(lambda grid, n: train(grid, data, gridtrain.Dense(), DECIDED + 3), 4)
     without = together(lambda grid, n: train(grid, data, gridtrain.Dense(), DECIDED + 3, None), 4)
-    assert {is_cut for _, _, _, is_cut, _ in seen} == {True, False}
+    assert {is_bucketed for _, _, _, is_bucketed, _ in seen} == {True, False}
     assert {tuple(each[0].tolist()) for each in (*with_it, *without)} == {tuple(with_it[0][0].tolist())}
 
 
-def test_all_measure_decide_and_say_it_once(
+def test_all_measure_and_decide_and_log_it_once(
     together: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    early_takes(monkeypatch, 2.0)
+    overlap_takes(monkeypatch, 2.0)
     together(lambda grid, n: train(grid, whole_numbers(2), gridtrain.GTopK(density=0.2), DECIDED + 3), 2)
-    cut_steps = {step for _, step, _, is_cut, _ in seen if is_cut}
-    assert cut_steps == {2, 3, 4, 8, 9, 10}
+    bucketed_steps = {step for _, step, _, is_bucketed, _ in seen if is_bucketed}
+    assert bucketed_steps == {2, 3, 4, 8, 9, 10}
     said = [text for text in caplog.messages if text.startswith("overlap is")]
     assert said == 2 * [
         f"overlap is off from step {DECIDED}, because it does not save at least 2%: backward and "
@@ -153,15 +153,15 @@ def test_all_measure_decide_and_say_it_once(
 
 
 @pytest.mark.parametrize("exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.2)], ids=str)
-def test_who_joins_later_cuts_as_the_others_do(
+def test_a_newcomer_uses_the_same_buckets_as_the_others(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], exchange: Any
 ) -> None:
-    """It has seen no trial; so its generation begins a new one."""
-    early_takes(monkeypatch, 0.5)
+    """It has no results of a trial, so its generation begins a new one."""
+    overlap_takes(monkeypatch, 0.5)
     data, at_step = whole_numbers(3), DECIDED + 2
 
     def body(grid: gridtrain.Grid, number: int) -> Any:
-        model = Whole()
+        model = SumsOfBatch()
         sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=OVERLAP)
         name = threading.current_thread().name
@@ -171,7 +171,10 @@ def test_who_joins_later_cuts_as_the_others_do(
             if number == 0 and grid.step == at_step:
                 late.append(group.start(body))
             optimizer.step()
-            if len({step for _, step, who, _, size in seen if who == name and size == 3}) == DECIDED + 3:
+            if (
+                len({step for _, step, worker, _, size in seen if worker == name and size == 3})
+                == DECIDED + 3
+            ):
                 return model.flat(), optimizer.is_overlapping
         return None
 
@@ -180,12 +183,12 @@ def test_who_joins_later_cuts_as_the_others_do(
         numbers = [group.start(body), group.start(body)]
         results = [group.result(number) for number in numbers]
         results.append(group.result(late[0]))
-    all_alike(seen)
+    assert_all_use_the_same_buckets(seen)
     assert [overlaps for _, overlaps in results] == [True] * 3
     assert len({tuple(model.tolist()) for model, _ in results}) == 1
     generations = {generation for generation, *_ in seen}
     first_steps = {g: min(step for at, step, *_ in seen if at == g) for g in generations}
-    for generation, step, _, is_cut, _ in seen:
+    for generation, step, _, is_bucketed, _ in seen:
         phase = step - first_steps[generation]
         if phase < DECIDED:
-            assert is_cut == (phase in {2, 3, 4, 8, 9, 10}), (generation, step)
+            assert is_bucketed == (phase in {2, 3, 4, 8, 9, 10}), (generation, step)

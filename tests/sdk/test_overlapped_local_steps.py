@@ -1,4 +1,4 @@
-"""What only `LocalSteps(..., overlap=)` does: changes are exchanged while the next turn computes.
+"""`LocalSteps(..., overlap=)`: changes are exchanged while the next turn computes.
 
 Newcomers, killed workers and checkpoints are in test_local_steps.py, with and without overlap.
 """
@@ -21,7 +21,7 @@ from torch import nn
 import gridtrain
 from gridtrain.core.planning.exchange_choice import ExchangeChoice
 
-KEPT = 0.75
+OWN_SHARE = 0.75
 """Share of its own change with which each of two workers begins a turn."""
 Loop = partial(local_training.Loop, overlap=True)
 
@@ -63,8 +63,8 @@ def test_workers_have_one_anchor_and_take_every_sample_once(
 
 
 @pytest.mark.parametrize("overlap", [1, 3, EVERY])
-def test_it_is_the_algorithm_of_the_paper(together: Any, overlap: int) -> None:
-    """Two workers, against a loop that has both in turn: anchors, changes `overlap` steps late, Nesterov."""
+def test_two_workers_follow_the_algorithm_of_the_paper(together: Any, overlap: int) -> None:
+    """Two workers, against a loop that computes both: anchors, changes `overlap` steps late, Nesterov."""
     turns = 5
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[local_training.Loop, torch.Tensor]:
@@ -79,7 +79,7 @@ def test_it_is_the_algorithm_of_the_paper(together: Any, overlap: int) -> None:
     changes = [torch.zeros_like(start) for _ in models]
 
     def train_some(turn: int, first: int, last: int) -> list[torch.Tensor]:
-        """What both models have changed in some local steps."""
+        """The changes of both models in some local steps."""
         found = []
         for (loop, _), model, inner in zip(results, models, inners, strict=True):
             before = flat(model)
@@ -92,7 +92,7 @@ def test_it_is_the_algorithm_of_the_paper(together: Any, overlap: int) -> None:
         sent = changes
         if turn < turns:
             for model, change in zip(models, sent, strict=True):
-                load(model, anchor - KEPT * change)
+                load(model, anchor - OWN_SHARE * change)
             changes = train_some(turn, 0, overlap)
         update = (sent[0] + sent[1]) / 2
         velocity = 0.9 * velocity + update
@@ -105,7 +105,7 @@ def test_it_is_the_algorithm_of_the_paper(together: Any, overlap: int) -> None:
         torch.testing.assert_close(values_N, anchor, rtol=1e-4, atol=1e-6)
 
 
-def test_alone_it_is_training_alone(together: Any) -> None:
+def test_a_single_worker_trains_as_without_a_group(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> torch.Tensor:
         loop = Loop(grid, gridtrain.Dense())
         return flat(loop.run(grid.batches(Numbered(100), batch_size=2, steps=4, seed=3)).model)
@@ -141,7 +141,7 @@ def test_a_round_commits_while_the_next_turn_computes(together: Any) -> None:
     assert together(train, 2) == [[0, 1, 2, 3]] * 2
 
 
-def test_schedulers_and_means_follow_the_loop(together: Any) -> None:
+def test_schedulers_and_means_count_local_steps(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> tuple[list[float], float]:
         means: list[float] = []
         loop = Loop(grid, gridtrain.Dense())
@@ -177,7 +177,7 @@ def test_a_change_that_is_not_finite_is_skipped_by_all(together: Any) -> None:
 
 
 def test_a_change_that_was_lost_with_a_process_is_computed_again(together: Any) -> None:
-    """The group counts the batch, and the worker does not have its change: it computes that first."""
+    """The group counts the batch, but the worker does not have its change: it computes that first."""
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[list[tuple[int, list[int]]], float, str]:
         loop = Loop(grid, gridtrain.GTopK(density=0.3))
@@ -212,7 +212,7 @@ def test_a_change_that_was_lost_with_a_process_is_computed_again(together: Any) 
 
 
 def test_no_change_is_lost_when_the_exchange_changes(together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time the coordinator evaluates, it takes the next exchange, perhaps amid a round."""
+    """At each evaluation the coordinator chooses the next exchange, possibly during a round."""
     turns = 9
 
     def take_next(choice: ExchangeChoice, *measurements: Any) -> str:
@@ -228,11 +228,11 @@ def test_no_change_is_lost_when_the_exchange_changes(together: Any, monkeypatch:
             keep, self.brought = self.optimizer._keep_change, torch.zeros_like(flat(self.model))
             self.used: list[str] = []
 
-            def keep_change() -> None:
+            def record_change() -> None:
                 keep()
                 self.brought.add_(self.optimizer._change_N)
 
-            self.optimizer._keep_change = keep_change
+            self.optimizer._keep_change = record_change
             return grid.batches(Numbered(2 * turns * 2 * EVERY), batch_size=2, epochs=1)
 
         def each(self, loop: local_training.Loop) -> None:

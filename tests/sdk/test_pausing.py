@@ -1,4 +1,4 @@
-"""A worker whose owner pauses it: two go on, it comes back, and the model is the same everywhere."""
+"""The owner of a worker pauses it: the others go on, it rejoins, and all have the same model."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ EXCHANGES = {
 }
 
 
-class Scene:
-    """Three workers; worker-1 has an owner.  Steps are held back until the scene says so.
+class PausedGroup:
+    """Three workers; worker-1 has an owner.  Workers take no step before `allow_up_to` allows it.
 
     `seen`: by worker, (step, world size) at each of its steps.
     """
@@ -47,7 +47,7 @@ class Scene:
         self.seen: dict[str, list[tuple[int, int]]] = {}
         self.models: dict[str, np.ndarray] = {}
         self.changed = threading.Condition()
-        self.most_step = 5  # nobody goes beyond it
+        self.most_step = 5  # no worker goes beyond it
         self.results: dict[str, Any] = {}
 
     def train(self, grid: Grid, name: str) -> None:
@@ -83,26 +83,26 @@ class Scene:
             thread.start()
         return threads
 
-    def let_go_on_to(self, step: int) -> None:
+    def allow_up_to(self, step: int) -> None:
         with self.changed:
             self.most_step = step
             self.changed.notify_all()
 
-    def until(self, true: Callable[[], bool]) -> None:
+    def wait_until(self, true: Callable[[], bool]) -> None:
         with self.changed:
             while not self.changed.wait_for(true, 0.05):
                 assert all(error is None for error in self.results.values()), self.results
                 self._waited = getattr(self, "_waited", 0) + 1
                 assert self._waited < 20 * WITHIN_S, (self.seen, self.owner.reported[-3:], self.most_step)
 
-    def step_by_step(self, true: Callable[[], bool]) -> None:
-        """As `until`; the others take a step when the first of them waits, and ten a second at most.
+    def wait_step_by_step(self, true: Callable[[], bool]) -> None:
+        """As `wait_until`; the others take a step when the first of them waits, and ten a second at most.
 
-        Not when both do: while a generation forms the other one may be held back in the step before.
+        It does not take both: while a generation forms the other one may wait in the step before.
         """
         next_s = [0.0]
 
-        def looked() -> bool:
+        def check() -> bool:
             first = max(self.last("worker-0")[0], self.last("worker-2")[0])
             due = first == self.most_step + 1 and time.monotonic() >= next_s[0]
             if due and self.most_step < self.steps - 3:
@@ -111,7 +111,7 @@ class Scene:
                 self.changed.notify_all()
             return true()
 
-        self.until(looked)
+        self.wait_until(check)
 
     def last(self, name: str) -> tuple[int, int]:
         return self.seen.get(name, [(-1, 0)])[-1]
@@ -119,14 +119,14 @@ class Scene:
     def is_paused(self) -> bool:
         return bool(self.owner.reported) and self.owner.reported[-1]["state"] == "paused"
 
-    def resting(self) -> list[dict[str, Any]]:
+    def paused_workers(self) -> list[dict[str, Any]]:
         lines = self.group.snapshot()["resting"]
         assert isinstance(lines, list)
         return lines
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_one_is_paused_two_go_on_and_it_comes_back(
+def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
     new_group: Any, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """step:      0 .. 5        6 .. 20          21 ..                    end
@@ -138,66 +138,71 @@ def test_one_is_paused_two_go_on_and_it_comes_back(
         FakeSensors(on_battery=False),
     )
 
-    def lead(scene: Scene) -> None:
+    def lead(paused_group: PausedGroup) -> None:
         decision = controls.decide(sensors.read(()), 0, NOON)
-        scene.owner.directive = AgentDirective(run=decision.may_train, reason=decision.text())
+        paused_group.owner.directive = AgentDirective(run=decision.may_train, reason=decision.text())
 
-    scene = Scene(new_group, EXCHANGES[kind])
-    with scene.group:
-        threads = scene.start()
-        scene.until(lambda: scene.last("worker-1")[0] >= 5)
+    paused_group = PausedGroup(new_group, EXCHANGES[kind])
+    with paused_group.group:
+        threads = paused_group.start()
+        paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
         sensors.say(on_battery=True)
-        lead(scene)
-        scene.let_go_on_to(20)
-        scene.until(lambda: scene.is_paused() and scene.last("worker-0") == (21, 2) == scene.last("worker-2"))
-        paused_at = scene.last("worker-1")[0]
+        lead(paused_group)
+        paused_group.allow_up_to(20)
+        paused_group.wait_until(
+            lambda: (
+                paused_group.is_paused()
+                and paused_group.last("worker-0") == (21, 2) == paused_group.last("worker-2")
+            )
+        )
+        paused_at = paused_group.last("worker-1")[0]
         assert paused_at in (5, 6), "within a step"
-        (line,) = scene.resting()
+        (line,) = paused_group.paused_workers()
         assert (line["name"], line["state"]) == ("worker-1", "paused")
         assert line["reason"] == "paused by its owner: battery"
-        assert scene.owner.reported[-1] == {"state": "paused", "reason": "battery"}
+        assert paused_group.owner.reported[-1] == {"state": "paused", "reason": "battery"}
 
         sensors.say(on_battery=False)
-        lead(scene)
-        scene.until(lambda: scene.owner.reported[-1]["state"] != "paused")
-        scene.step_by_step(lambda: scene.last("worker-1")[0] > paused_at)
-        scene.let_go_on_to(STEPS)
+        lead(paused_group)
+        paused_group.wait_until(lambda: paused_group.owner.reported[-1]["state"] != "paused")
+        paused_group.wait_step_by_step(lambda: paused_group.last("worker-1")[0] > paused_at)
+        paused_group.allow_up_to(STEPS)
         for thread in threads:
             thread.join(WITHIN_S)
-        assert scene.results == {f"worker-{number}": None for number in range(3)}
-        assert scene.resting() == []
-    first, *others = (scene.models[f"worker-{number}"].tobytes() for number in range(3))
+        assert paused_group.results == {f"worker-{number}": None for number in range(3)}
+        assert paused_group.paused_workers() == []
+    first, *others = (paused_group.models[f"worker-{number}"].tobytes() for number in range(3))
     assert others == [first, first], "bit by bit"
-    # With local steps a step of the run is two of the loop's.
-    back = sorted({step for step, size in scene.seen["worker-1"] if step > paused_at})
+    # With local steps a step of the run is two of the loop.
+    back = sorted({step for step, size in paused_group.seen["worker-1"] if step > paused_at})
     assert back and back[0] >= 20 and back == list(range(back[0], STEPS)), "it takes part in each step again"
-    assert all(size == 3 for step, size in scene.seen["worker-0"] if step > back[0])
-    assert "worker-1 left: paused by its owner: battery" in _reasons(scene)
+    assert all(size == 3 for step, size in paused_group.seen["worker-0"] if step > back[0])
+    assert "worker-1 left: paused by its owner: battery" in _reasons(paused_group)
     assert "this worker has returned after" in caplog.text
 
 
-def _reasons(scene: Scene) -> str:
-    events = scene.group.snapshot()["events"]
+def _reasons(paused_group: PausedGroup) -> str:
+    events = paused_group.group.snapshot()["events"]
     return " | ".join(str(event.get("reason")) for event in events)
 
 
-def test_a_run_whose_only_worker_is_paused_goes_on_from_what_it_holds(new_group: Any) -> None:
-    """The residual stays with it, as there is nobody to take it over, and comes back at the first step."""
-    scene = Scene(new_group, EXCHANGES["topk"], steps=12)
-    scene.group._min = 1
+def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(new_group: Any) -> None:
+    """Its residual stays with it, as no other worker can receive it, and counts again at the first step."""
+    paused_group = PausedGroup(new_group, EXCHANGES["topk"], steps=12)
+    paused_group.group._min = 1
     residuals: list[np.ndarray] = []
 
     def train(grid: Grid) -> None:
         model = nn.Linear(8, 4)
         optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.01), model, exchange=scene.exchange
+            torch.optim.SGD(model.parameters(), lr=0.01), model, exchange=paused_group.exchange
         )
         for batch in grid.batches(DATA, batch_size=2, steps=12):
-            with scene.changed:
-                scene.seen.setdefault("one", []).append((grid.step, grid.world_size))
+            with paused_group.changed:
+                paused_group.seen.setdefault("one", []).append((grid.step, grid.world_size))
                 residuals.append(optimizer.residual_state()["residual"].numpy().copy())
-                scene.changed.notify_all()
-                scene.changed.wait_for(lambda: grid.step <= scene.most_step, WITHIN_S)
+                paused_group.changed.notify_all()
+                paused_group.changed.wait_for(lambda: grid.step <= paused_group.most_step, WITHIN_S)
             optimizer.zero_grad()
             model(batch).pow(2).mean().backward()
             optimizer.step()
@@ -206,89 +211,91 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_what_it_holds(new_group:
         done: list[Any] = []
 
         def one() -> None:
-            with group.join("one", export_dir=str(group.export_dir), owner=scene.owner) as grid:
+            with group.join("one", export_dir=str(group.export_dir), owner=paused_group.owner) as grid:
                 train(grid)
             done.append(None)
 
         thread = threading.Thread(target=one, daemon=True)
         thread.start()
-        scene.until(lambda: scene.last("one")[0] >= 5)
-        scene.let_go_on_to(6)
-        scene.until(lambda: scene.last("one")[0] >= 6)
+        paused_group.wait_until(lambda: paused_group.last("one")[0] >= 5)
+        paused_group.allow_up_to(6)
+        paused_group.wait_until(lambda: paused_group.last("one")[0] >= 6)
         before = residuals[-1]
-        scene.owner.directive = AgentDirective(run=False, reason="its owner said so")
-        scene.let_go_on_to(12)
-        scene.until(scene.is_paused)
-        paused = [step for step, _ in scene.seen["one"]]
-        scene.owner.directive = AgentDirective()
+        paused_group.owner.directive = AgentDirective(run=False, reason="its owner said so")
+        paused_group.allow_up_to(12)
+        paused_group.wait_until(paused_group.is_paused)
+        paused = [step for step, _ in paused_group.seen["one"]]
+        paused_group.owner.directive = AgentDirective()
         thread.join(WITHIN_S)
         assert done == [None]
-    steps = [step for step, _ in scene.seen["one"]]
-    assert steps == list(range(12)) and paused[-1] in (6, 7), "no step is done twice, none is left out"
+    steps = [step for step, _ in paused_group.seen["one"]]
+    assert steps == list(range(12)) and paused[-1] in (6, 7), "no step is repeated or left out"
     again = residuals[paused[-1] + 1]
     assert again.any() and before.any()
 
 
-def test_stop_after_the_step_ends_the_loop_and_leaves(new_group: Any) -> None:
-    scene = Scene(new_group, EXCHANGES["gtopk"], steps=20)
-    with scene.group:
-        threads = scene.start()
-        scene.until(lambda: scene.last("worker-1")[0] >= 5)
-        scene.owner.directive = replace(scene.owner.directive, stop=True)
-        scene.let_go_on_to(20)
+def test_stop_ends_the_loop_after_the_step_and_leaves(new_group: Any) -> None:
+    paused_group = PausedGroup(new_group, EXCHANGES["gtopk"], steps=20)
+    with paused_group.group:
+        threads = paused_group.start()
+        paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
+        paused_group.owner.directive = replace(paused_group.owner.directive, stop=True)
+        paused_group.allow_up_to(20)
         for thread in threads:
             thread.join(WITHIN_S)
-    assert scene.results == {f"worker-{number}": None for number in range(3)}
-    assert scene.last("worker-1")[0] in (5, 6) and scene.last("worker-0")[0] == 19
+    assert paused_group.results == {f"worker-{number}": None for number in range(3)}
+    assert paused_group.last("worker-1")[0] in (5, 6) and paused_group.last("worker-0")[0] == 19
 
 
-def test_who_rests_until_the_run_is_finished_ends_too(
+def test_a_paused_worker_ends_when_the_run_is_finished(
     new_group: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scene = Scene(new_group, EXCHANGES["dense"], steps=10)
-    with scene.group:
-        threads = scene.start()
-        scene.until(lambda: scene.last("worker-1")[0] >= 5)
-        scene.owner.directive = AgentDirective(run=False, reason="hot")
-        scene.let_go_on_to(10)
+    paused_group = PausedGroup(new_group, EXCHANGES["dense"], steps=10)
+    with paused_group.group:
+        threads = paused_group.start()
+        paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
+        paused_group.owner.directive = AgentDirective(run=False, reason="hot")
+        paused_group.allow_up_to(10)
         threads[0].join(WITHIN_S)
         threads[2].join(WITHIN_S)
-        scene.owner.directive = AgentDirective()
+        paused_group.owner.directive = AgentDirective()
         threads[1].join(WITHIN_S)
-    assert scene.results == {f"worker-{number}": None for number in range(3)}
+    assert paused_group.results == {f"worker-{number}": None for number in range(3)}
     assert "the run was finished while this worker was paused" in caplog.text
 
 
-def test_the_days_bytes_are_never_exceeded(new_group: Any) -> None:
+def test_the_daily_traffic_budget_is_never_exceeded(new_group: Any) -> None:
     """The budget is used up in the middle of the run; the next day it goes on."""
-    scene = Scene(new_group, EXCHANGES["dense"], steps=STEPS)
+    paused_group = PausedGroup(new_group, EXCHANGES["dense"], steps=STEPS)
     grids: dict[str, Grid] = {}
-    join = scene.group.join
+    join = paused_group.group.join
 
     def joined(name: str, **options: Any) -> Grid:
         grids[name] = join(name, **options)
         return grids[name]
 
-    scene.group.join = joined
-    with scene.group:
-        threads = scene.start()
-        scene.until(lambda: scene.last("worker-1")[0] >= 5)
+    paused_group.group.join = joined
+    with paused_group.group:
+        threads = paused_group.start()
+        paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
         budget = grids["worker-1"].moved_bytes() + 150_000
-        scene.owner.directive = AgentDirective(most_bytes=budget)
-        scene.let_go_on_to(STEPS)
+        paused_group.owner.directive = AgentDirective(most_bytes=budget)
+        paused_group.allow_up_to(STEPS)
         threads[0].join(WITHIN_S)
         threads[2].join(WITHIN_S)
         spent = grids["worker-1"].moved_bytes()
-        paused = scene.is_paused()
-        scene.owner.directive = AgentDirective()
+        paused = paused_group.is_paused()
+        paused_group.owner.directive = AgentDirective()
         threads[1].join(WITHIN_S)
-    assert scene.results == {f"worker-{number}": None for number in range(3)}
+    assert paused_group.results == {f"worker-{number}": None for number in range(3)}
     assert spent <= budget
-    assert paused or scene.last("worker-1")[0] == STEPS - 1, "it was small enough to matter, or never reached"
+    assert paused or paused_group.last("worker-1")[0] == STEPS - 1, (
+        "the budget was used up, or the run ended before"
+    )
 
 
-def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
-    """A little of the day is left: without a word the agent would take the script's end for a failure."""
+def test_the_agent_learns_that_a_step_exceeds_the_budget() -> None:
+    """A little of the day is left: without a report the agent would take the script's end for a failure."""
     session, owner = (
         SimpleNamespace(connection=SimpleNamespace(moved_bytes=900_000, received_bytes=1)),
         NoAgent(),
@@ -303,8 +310,8 @@ def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
     assert owner.reported == [{"state": BUDGET_EXHAUSTED}]
 
 
-def test_a_cap_is_obeyed_in_the_middle_of_a_step() -> None:
-    """Also while a newcomer takes over the state, which may last for hours: no turn begins then."""
+def test_a_new_rate_limit_applies_in_the_middle_of_a_step() -> None:
+    """Also while a newcomer receives the state, which may take hours without a new turn."""
     session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0, received_bytes=0)), NoAgent()
     asked: list[Callable[[], str]] = []
     limits: list[tuple[float | None, float | None]] = []

@@ -1,4 +1,4 @@
-"""Runs that upload their checkpoints, and go on from them on other workers."""
+"""Runs that upload their checkpoints and continue from them on other workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(
     steps: int = 12,
     before: Callable[[gridtrain.Grid], object] = lambda grid: None,
 ) -> tuple[list[int], torch.Tensor]:
-    """The steps of a worker, and its last weight."""
+    """Train; return the worker's steps and its last weight."""
     model = copy.deepcopy(NET)
     inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
@@ -77,7 +77,9 @@ def test_other_workers_with_empty_disks_go_on_from_the_latest_checkpoint(url: st
     assert not [path for path in tmp_path.rglob("*.partial") if path.is_dir()]
 
 
-def test_the_storage_keeps_as_many_as_the_disk_and_one_worker_uploads_each(url: str, tmp_path: Path) -> None:
+def test_the_storage_has_as_many_checkpoints_as_the_disk_and_one_worker_uploads_each(
+    url: str, tmp_path: Path
+) -> None:
     run(tmp_path, 3, lambda grid: train(grid, before=wait_for_uploads), every=2, urls=[url, url, url])
     store = RemoteStore(url)
     assert store.steps() == [12, 10]
@@ -153,7 +155,7 @@ def test_a_run_of_other_settings_is_refused(url: str, tmp_path: Path) -> None:
         ("memory://run", 0, "checkpoints are to be uploaded to memory://run, but checkpoint_every is 0"),
     ],
 )
-def test_what_cannot_work_is_said_before_the_first_step(
+def test_an_unusable_url_is_reported_before_the_first_step(
     url: str, every: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
@@ -181,7 +183,7 @@ def test_a_model_is_exported_from_one_url_to_another(url: str, tmp_path: Path) -
     assert f"there is no complete checkpoint of step 99 at {url}" in str(result.exception)
 
 
-def test_a_url_is_no_folder_for_the_final_model() -> None:
+def test_a_url_is_refused_as_folder_of_the_final_model() -> None:
     with (
         LocalGroup(min_workers=1) as group,
         group.join("anna", export_dir="s3://bucket/model") as grid,

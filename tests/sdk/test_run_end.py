@@ -1,4 +1,4 @@
-"""What a worker says at the beginning and at the end of a run, and with which code a refused script ends."""
+"""Messages of a worker at the start and end of a run, and the exit code of a refused script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_steps(grid: gridtrain.Grid, start: float, steps: int = 4) -> None:
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_a_worker_is_told_that_its_initial_weights_were_replaced(
+def test_a_worker_logs_that_its_initial_weights_were_replaced(
     together: Any, caplog: pytest.LogCaptureFixture, differs: bool
 ) -> None:
     together(lambda grid, number: train_steps(grid, float(number) if differs else 1.0), 2)
@@ -44,7 +44,7 @@ def test_a_worker_is_told_that_its_initial_weights_were_replaced(
     assert len(lines) == int(differs), caplog.text
 
 
-def test_a_finished_worker_waits_for_nobody(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:
     finished, ended = threading.Barrier(3), threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""A worker that would train something else is turned away with both values; the run goes on without it."""
+"""A worker with a different training setup is refused with both values; the run goes on without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPARSE = gridtrain.GTopK(density=0.5)
 
 @dataclass(frozen=True)
 class Script:
-    """What a training script chooses."""
+    """The choices of a training script."""
 
     hidden: int = 3
     lr: float = 0.1
@@ -64,8 +64,8 @@ class Script:
 
 
 @pytest.fixture
-def turned_away(new_group: Any) -> Any:
-    """The first script defines the run; returns what the second one is told."""
+def refusal(new_group: Any) -> Any:
+    """The first script defines the run; returns the refusal of the second one."""
 
     def run(first: Script, second: Script) -> JoinRefused:
         defined, over = threading.Event(), threading.Event()
@@ -93,7 +93,7 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
 
 
 @pytest.mark.parametrize(
-    ("second", "told"),
+    ("second", "expected"),
     [
         (
             Script(hidden=4),
@@ -126,14 +126,16 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
         "steps", "epochs", "seed", "global_batch_size",
     ],
 )  # fmt: skip
-def test_another_script(turned_away: Any, second: Script, told: str) -> None:
-    error = turned_away(Script(), second)
-    with pytest.raises(JoinRefused, match=rf"^this worker's training setup differs from the run's: {told}"):
+def test_a_different_setup_is_refused(refusal: Any, second: Script, expected: str) -> None:
+    error = refusal(Script(), second)
+    with pytest.raises(
+        JoinRefused, match=rf"^this worker's training setup differs from the run's: {expected}"
+    ):
         raise error
 
 
 @pytest.mark.parametrize(
-    ("second", "told"),
+    ("second", "expected"),
     [
         (
             Script(seen=4),
@@ -151,13 +153,13 @@ def test_another_script(turned_away: Any, second: Script, told: str) -> None:
     ],
     ids=["shape", "every 50", "never"],
 )
-def test_other_buffers(turned_away: Any, second: Script, told: str) -> None:
-    with pytest.raises(JoinRefused, match=told):
-        raise turned_away(Script(seen=3), second)
+def test_different_buffers_are_refused(refusal: Any, second: Script, expected: str) -> None:
+    with pytest.raises(JoinRefused, match=expected):
+        raise refusal(Script(seen=3), second)
 
 
-def test_all_that_differs_is_told_at_once(turned_away: Any) -> None:
-    error = turned_away(Script(), Script(hidden=4, lr=0.2, clip_norm=1.0))
+def test_a_refusal_names_all_differences(refusal: Any) -> None:
+    error = refusal(Script(), Script(hidden=4, lr=0.2, clip_norm=1.0))
     assert [part.split(" is ")[0] for part in error.reason.partition(": ")[2].split("; ")] == [
         "model",
         "optimizer",
@@ -166,7 +168,7 @@ def test_all_that_differs_is_told_at_once(turned_away: Any) -> None:
 
 
 def test_batch_sizes_may_differ(outcomes: Any) -> None:
-    """A share is how much a worker takes of each step; a slow machine takes less."""
+    """A slow machine takes a smaller share of each step."""
 
     def train(grid: gridtrain.Grid, number: int) -> int:
         return Script(sizes=(("batch_size", 1 + 2 * number),)).run(grid)
@@ -174,18 +176,18 @@ def test_batch_sizes_may_differ(outcomes: Any) -> None:
     assert outcomes(train, 2) == [4, 4]
 
 
-def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
+def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
     script = Script(
         sizes=(("batch_size", np.int64(2)), ("seed", np.int64(3))), ends=(("steps", np.int32(4)),)
     )
     assert outcomes(lambda grid, number: script.run(grid), 1) == [4]
 
 
-# -- what is wrong is found out before the run is disturbed -----------------------------------------------
+# -- mistakes that are found before the script joins ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "expected"),
     [
         (
             Script(sizes=(("batch_size", 2), ("global_batch_size", 4))),
@@ -246,9 +248,9 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_work(outcomes: Any, script: Script, told: str) -> None:
+def test_invalid_arguments_are_refused(outcomes: Any, script: Script, expected: str) -> None:
     (error,) = outcomes(lambda grid, number: script.run(grid), 1)
-    with pytest.raises(ConfigError, match=f"^{told}"):
+    with pytest.raises(ConfigError, match=f"^{expected}"):
         raise error
 
 

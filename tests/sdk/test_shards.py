@@ -1,6 +1,6 @@
 """Groups that read their data by shards: the files that each worker opens, a restart, a file that is missing.
 
-`test_once` has shards under joins, leaves and kills.
+`test_every_sample_once` has shards with joins, leaves and kills.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def take_steps(
         model(numbers[:, None].float()).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if grid._session._turn.spans:  # not the stand-in of a worker without samples
+        if grid._session._turn.spans:  # not the placeholder of a worker without samples
             counted.append((step, numbers.tolist()))
         if grid.step == until:
             break
     return counted
 
 
-def test_each_file_is_opened_by_one_worker_but_for_the_last_ones(together: Any, tmp_path: Path) -> None:
+def test_each_file_but_the_last_ones_is_opened_by_one_worker(together: Any, tmp_path: Path) -> None:
     index = write_shards(tmp_path / "data")
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[list[str], list[int]]:
@@ -70,18 +70,17 @@ def test_a_run_is_resumed_in_the_middle_of_its_shards(tmp_path: Path) -> None:
         return take_steps(grid, gridtrain.Shards(index, decode=number_of), until)
 
     first = run(tmp_path, 2, lambda grid: work(grid, 7))
-    held = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006").position.ledger
+    ledger = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006").position.ledger
     spec = LedgerSpec(TOTAL, 0, 1, shards=SIZES)
-    assert held.leases and all(locate(spec, lease.start)[1] > 0 for _, lease in held.leases)
+    assert ledger.leases and all(locate(spec, lease.start)[1] > 0 for _, lease in ledger.leases)
     counted = [samples for steps in first for step, samples in steps if step < 6]
-    assert sum(map(len, counted)) == held.consumed == 72
+    assert sum(map(len, counted)) == ledger.consumed == 72
     counted += [samples for steps in run(tmp_path, 3, lambda grid: work(grid, -1)) for _, samples in steps]
     assert sorted(sample for samples in counted for sample in samples) == list(range(TOTAL))
 
 
-def test_the_others_read_what_a_worker_cannot(new_group: Any, tmp_path: Path) -> None:
-    """One worker does not have all files: it ends with their names, the run's owner is told, and the rest is
-    read by the others."""
+def test_the_others_read_files_that_a_worker_cannot_read(new_group: Any, tmp_path: Path) -> None:
+    """A worker without some files ends with their names; the status says so, and the others read them."""
     index = write_shards(tmp_path / "data")
     incomplete = tmp_path / "incomplete"
     write_shards(incomplete)
@@ -100,13 +99,17 @@ def test_the_others_read_what_a_worker_cannot(new_group: Any, tmp_path: Path) ->
     with new_group(workers=3) as group:
         numbers = [group.start(train) for _ in range(3)]
         results = [group.result(number) for number in numbers]
-        told = str(group.snapshot()["events"])
-    assert "its data cannot be read (failed reads: 1); see its output" in told and str(tmp_path) not in told
+        events = str(group.snapshot()["events"])
+    assert (
+        "its data cannot be read (failed reads: 1); see its output" in events and str(tmp_path) not in events
+    )
     assert isinstance(results[1], DataError) and "cannot be read: No such file" in str(results[1])
     assert figures == {"0": 0, "1": 1, "2": 0}
     counted = [samples for number in (0, 2) for _, samples in results[number]]
     read = Counter(sample for samples in counted for sample in samples)
-    assert max(read.values()) == 1 and sum(read.values()) > TOTAL - 60, "but for what worker 1 has counted"
+    assert max(read.values()) == 1 and sum(read.values()) > TOTAL - 60, (
+        "except for samples that worker 1 has counted"
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])

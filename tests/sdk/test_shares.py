@@ -1,4 +1,4 @@
-"""Shares that follow what the workers show, and a result that does not depend on them.
+"""Shares that follow the workers' measured speeds, and a result that does not depend on them.
 
 worker-0   1 ms a sample   22 of 64 -> 37      worker-1   2 ms   21 -> 18      worker-2   4 ms   21 -> 9
 """
@@ -41,7 +41,7 @@ def net() -> nn.Linear:
 
 
 def loss_of(model: nn.Module, batch: Any, linear: bool) -> torch.Tensor:
-    """Linear: its gradients are means of the data, whole numbers over a power of two."""
+    """If `linear`, gradients are means of the data: integers over a power of two."""
     inputs, targets = batch
     error = model(inputs) - targets
     return (error * targets).mean() if linear else error.square().mean()
@@ -62,7 +62,7 @@ def alone(linear: bool) -> list[float]:
 def in_a_group(
     new_group: Any, linear: bool, delay_s: Any, *, workers: int = 3
 ) -> tuple[list[list[float]], list[dict[int, int]]]:
-    """Parameters at the end and share by step of each worker; prints the coordinator's reasons."""
+    """Return final parameters and shares by step of each worker; print the coordinator's reasons."""
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[list[float], dict[int, int]]:
         model, taken = net(), {}
@@ -102,7 +102,7 @@ def test_shares_follow_real_speeds_and_the_result_stays_that_of_one_process(new_
 def test_the_result_is_exact_where_the_shares_are_powers_of_two(
     new_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16 each, then 32, 16, 8 and 8, as the speeds are told to be; means over them do not round."""
+    """16 each, then 32, 16, 8 and 8, from given speeds; means over them do not round."""
     speeds = {"worker-0": 4.0, "worker-1": 2.0, "worker-2": 1.0, "worker-3": 1.0}
 
     def figures(pace: ComputeRate) -> dict[str, float]:
@@ -113,5 +113,5 @@ def test_the_result_is_exact_where_the_shares_are_powers_of_two(
     parameters, taken = in_a_group(new_group, True, lambda number, count: 0.02, workers=4)
     shares_of = [tuple(shares[step] for shares in taken) for step in range(STEPS)]
     assert set(shares_of) == {(16, 16, 16, 16), (32, 16, 8, 8)}
-    assert shares_of == sorted(shares_of), "dealt anew once"
-    assert all(held == alone(True) for held in parameters), "to the last bit"
+    assert shares_of == sorted(shares_of), "shared again once"
+    assert all(values == alone(True) for values in parameters), "to the last bit"

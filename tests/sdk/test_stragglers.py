@@ -1,4 +1,4 @@
-"""`wait="auto"` in real groups: one training loop stalls until the others have gone on without it."""
+"""`wait="auto"` in real groups: a training loop stalls until the others have gone on without it."""
 
 from __future__ import annotations
 
@@ -207,14 +207,14 @@ def test_an_average_does_not_wait_for_a_stalled_loop() -> None:
     ],
     ids=["as usual", "an untracked scheduler"],
 )
-def test_the_group_waits(wait: str, schedule: Callable[..., Any]) -> None:
+def test_the_group_waits_for_a_loop_that_cannot_be_left_out(wait: str, schedule: Callable[..., Any]) -> None:
     stall = Stall()
     results = train(stall, gridtrain.GTopK(density=0.1), wait=wait, schedule=schedule, timeout_s=0.7)
     assert stall.steps_without <= 1, "only the step before the stall was still under way"
     assert len(set(results)) == 1
 
 
-def test_an_unknown_word_is_refused() -> None:
+def test_an_unknown_wait_is_refused() -> None:
     with pytest.raises(gridtrain.ConfigError, match="wait is 'never'; it must be one of all, auto"):
         train(Stall(), gridtrain.Dense(), wait="never")
 
@@ -241,7 +241,7 @@ def test_the_default_is_the_option_of_the_worker() -> None:
     ],
     ids=["none", "not asked", "auto exchange", "exchange() by hand"],
 )
-def test_a_worker_that_is_waited_for_says_why_once(
+def test_a_worker_for_which_the_group_waits_logs_the_reason_once(
     wait: str, options: dict[str, Any], messages: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     by_hand = options.get("by_hand", False)

@@ -85,7 +85,7 @@ class Group:
             grid.weigh(batch[2].sum())
             (_loss(model, batch) / self.accumulate).backward()
             if self.dies_at == STEPS and grid.step % 4 == 1:
-                assert grid.mean(grid.rank) == 1.0, "a mean for display in between"
+                assert grid.mean(grid.rank) == 1.0, "an unrelated mean in between"
             if len(pieces) % self.accumulate:
                 continue
             if optimizer.local_calls + 1 < optimizer.calls_per_turn:
@@ -135,7 +135,7 @@ def test_a_step_is_that_of_one_process_with_all_tokens(exchange: Any, accumulate
 @pytest.mark.parametrize("counts", [(500, 100), (5, 500), (500, 0), (0, 500), (0, 0)])
 @pytest.mark.parametrize("clip", [1.0, 1e9])
 def test_a_loop_clips_the_weighted_gradient(counts: tuple[int, int], clip: float) -> None:
-    """What the loop clips is what the local step uses; without tokens nothing counts, not even NaN."""
+    """The local step uses the clipped gradient; without tokens nothing counts, not even NaN."""
     model = _model()
     gradients = []
     for (x_TD, y_T, _), count in zip(DATA, counts, strict=False):
@@ -192,7 +192,7 @@ def test_local_steps_are_weighted_by_the_tokens_of_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(("mean", "total"), [(4.0, 12), (float("nan"), None), (1.5, None), (None, None)])
-def test_a_total_that_cannot_be_is_not_used(mean: float | None, total: int | None) -> None:
+def test_an_impossible_total_is_not_used(mean: float | None, total: int | None) -> None:
     loop, config = SimpleNamespace(await_average=lambda *_: mean), SimpleNamespace(deadlines=Deadlines())
     connection: Any = SimpleNamespace(loop=loop, config=config)
     means = GroupMeans(connection)
@@ -201,8 +201,8 @@ def test_a_total_that_cannot_be_is_not_used(mean: float | None, total: int | Non
     assert means.total_weight(plan, 5) == total
 
 
-def test_the_others_weigh_again_without_a_worker_that_leaves_in_a_step() -> None:
-    """Its count was known to them, but its gradient is in no step."""
+def test_weights_are_computed_again_if_a_worker_leaves_in_a_step() -> None:
+    """They had its count, but its gradient is in no step."""
     group = Group(exchange=gridtrain.Dense(), dies_at=5)
     local(group.train, workers=3)
     assert [len(group.batches[step]) for step in (4, 5, 6)] == [3, 2, 2]
@@ -213,7 +213,7 @@ def test_the_others_weigh_again_without_a_worker_that_leaves_in_a_step() -> None
     "exchange", [gridtrain.GTopK(density=0.4, values="fp32"), gridtrain.TopK(density=0.2)]
 )
 def test_a_sparse_exchange_loses_nothing_of_the_weighted_gradients(exchange: Any) -> None:
-    """What was applied and what is still to be sent is the sum of all contributions."""
+    """Applied updates and residuals add up to the sum of all contributions."""
     group = Group(exchange=exchange)
     local(group.train, workers=3)
     contributed_N = torch.zeros(5)
@@ -239,7 +239,7 @@ def test_a_sparse_exchange_loses_nothing_of_the_weighted_gradients(exchange: Any
         ({"weigh_by": "words"}, "must be 'samples' or 'tokens'"),
     ],
 )
-def test_what_cannot_be_weighed_by_tokens_is_refused(options: dict[str, Any], says: str) -> None:
+def test_options_that_do_not_allow_weights_by_tokens_are_refused(options: dict[str, Any], says: str) -> None:
     def train(grid: gridtrain.Grid) -> None:
         inner = torch.optim.SGD((model := _model()).parameters(), lr=RATE)
         with pytest.raises(ConfigError, match=says):
@@ -256,9 +256,7 @@ def test_what_cannot_be_weighed_by_tokens_is_refused(options: dict[str, Any], sa
         ("samples", 1, "weighs by samples"),
     ],
 )
-def test_a_count_that_is_missing_or_cannot_be_used_is_told(
-    weigh_by: str, count: int | None, says: str
-) -> None:
+def test_a_missing_or_invalid_count_is_reported(weigh_by: str, count: int | None, says: str) -> None:
     def train(grid: gridtrain.Grid) -> None:
         inner = torch.optim.SGD((model := _model()).parameters(), lr=RATE)
         optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(), weigh_by=weigh_by)

@@ -1,9 +1,9 @@
-"""A worker that has its gradient and waits for a generation that does not come hears its owner there.
+"""A worker that waits in a step for the next generation obeys its owner there.
 
-worker-1    dies in step 6, and the coordinator stands still
-worker-0    has its gradient of step 6, and nobody to exchange it with: its owner pauses it; it comes back
+worker-1    dies in step 6, and the coordinator hangs
+worker-0    has its gradient of step 6, and no peer to exchange it with: its owner pauses it; it rejoins
             with its own state of step 6
-worker-2    comes, and both go on from that
+worker-2    joins, and both go on from that
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from gridtrain.sdk.local_group import LocalGroup
 
 DATA = [torch.full((8,), float(i % 7) - 3.0) for i in range(64)]
 STEPS = 10
-QUICK = replace(LOSING, handover_s=0.2, regather_s=0.5)  # nobody is there to wait for
+QUICK = replace(LOSING, handover_s=0.2, regather_s=0.5)  # there is no other worker to wait for
 EXCHANGES = {
     "topk": (gridtrain.TopK(density=0.25), 1),
     "local": (gridtrain.LocalSteps(every=2, exchange=gridtrain.GTopK(density=0.5)), 2),
 }
 
 
-class Told(NoAgent):
-    """An owner that says at once what it was told."""
+class PauseSignal(NoAgent):
+    """An agent that signals when the worker reports a pause."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Told(NoAgent):
             self.paused.set()
 
 
-class Scene:
-    """Two workers; the last call of step 6 is where one dies and the other is held until that is seen."""
+class LossInStep:
+    """Two workers; in the last call of step 6 one dies and the other waits until that is noticed."""
 
     def __init__(self, exchange: Any, calls: int) -> None:
         self.exchange, self.calls = exchange, calls
@@ -57,8 +57,8 @@ class Scene:
         self.rates: dict[tuple[int, int], list[float]] = {}  # of worker-0, by step and call
         self.committed: list[int] = []
 
-    def hear(self, level: str, event: str, fields: Mapping[str, object]) -> None:
-        """In the coordinator's thread, which stands still once it has seen that worker-1 is gone."""
+    def hang_after_loss(self, level: str, event: str, fields: Mapping[str, object]) -> None:
+        """In the coordinator's thread, which hangs once it has noticed that worker-1 is lost."""
         if event == "lost":
             self.goes_on.wait(WITHIN_S)
 
@@ -83,54 +83,53 @@ class Scene:
             optimizer.zero_grad()
             model(batch).pow(2).mean().backward()
             optimizer.step()
-            scheduler.step()  # also behind a step that was not
+            scheduler.step()  # also after a step that did not commit
             if name == "worker-0" and grid.step > step:
                 self.committed.append(step)
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_who_waits_in_a_step_hears_its_owner(tmp_path: Path, kind: str) -> None:
-    scene, owner = Scene(*EXCHANGES[kind]), Told()
+def test_a_worker_that_waits_in_a_step_obeys_its_owner(tmp_path: Path, kind: str) -> None:
+    loss, owner = LossInStep(*EXCHANGES[kind]), PauseSignal()
     ends: dict[str, BaseException | None] = {}
 
     def work(name: str, owner: NoAgent | None) -> None:
         try:
             with group.join(name, export_dir=str(tmp_path), owner=owner) as grid:
-                scene.train(grid, name)
+                loss.train(grid, name)
             ends[name] = None
         except BaseException as error:
             ends[name] = error
 
-    with LocalGroup(min_workers=2, deadlines=QUICK, log=scene.hear) as group:
+    with LocalGroup(min_workers=2, deadlines=QUICK, log=loss.hang_after_loss) as group:
         owners = {"worker-0": owner, "worker-1": None, "worker-2": None}
         first, victim, last = (
-            threading.Thread(target=work, args=given, daemon=True) for given in owners.items()
+            threading.Thread(target=work, args=arguments, daemon=True) for arguments in owners.items()
         )
         first.start()
         victim.start()
-        scene.both.wait(WITHIN_S)
+        loss.both.wait(WITHIN_S)
         group.hub.kill(group.keys["worker-1"])
-        assert scene.waits.wait(WITHIN_S), ends
+        assert loss.waits.wait(WITHIN_S), ends
         owner.directive = AgentDirective(run=False, reason="its owner said so")
         assert owner.paused.wait(WITHIN_S), ends
-        assert scene.committed[-1] == 5, "the step was not done"
-        scene.goes_on.set()
+        assert loss.committed[-1] == 5, "the step was not taken"
+        loss.goes_on.set()
         owner.directive = AgentDirective()
         last.start()
         for name, thread in (("worker-0", first), ("worker-2", last)):
             thread.join(WITHIN_S)
             assert ends.get(name, "it hangs") is None
-    assert scene.committed == list(range(STEPS)), "each step once"
-    for (step, call), at in scene.rates.items():
-        assert at == pytest.approx([0.01 * 0.9 ** (step * scene.calls + call)] * len(at)), (step, call)
-    assert len(scene.rates[6, 0]) == 2, "its batch was given up, and came again"
+    assert loss.committed == list(range(STEPS)), "each step once"
+    for (step, call), at in loss.rates.items():
+        assert at == pytest.approx([0.01 * 0.9 ** (step * loss.calls + call)] * len(at)), (step, call)
+    assert len(loss.rates[6, 0]) == 2, "its batch was abandoned and repeated"
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind: str) -> None:
-    """The round is open: worker-1 has sent its part to the root, which dies instead of sending its own, and
-    the coordinator stands still.  Was: it heard its owner when there was another generation."""
-    scene, owner = Scene(*EXCHANGES[kind]), Told()
+def test_a_worker_that_waits_for_a_lost_root_obeys_its_owner(tmp_path: Path, kind: str) -> None:
+    """The root dies in an open round, instead of sending its part, and the coordinator hangs."""
+    loss, owner = LossInStep(*EXCHANGES[kind]), PauseSignal()
     at_root, dies = threading.Event(), threading.Event()
     ends: dict[str, BaseException | None] = {}
     sessions: dict[str, Any] = {}
@@ -140,11 +139,11 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
         torch.manual_seed(3)
         model = nn.Linear(8, 4)
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = grid.optimizer(inner, model, exchange=scene.exchange)
+        optimizer = grid.optimizer(inner, model, exchange=loss.exchange)
         calls = 0
         for batch in grid.batches(DATA, batch_size=2, steps=STEPS):
             calls = calls + 1 if grid.step == 6 else 0
-            if name == "root" and calls == scene.calls:
+            if name == "root" and calls == loss.calls:
                 at_root.set()
                 dies.wait(WITHIN_S)
             optimizer.zero_grad()
@@ -160,7 +159,7 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
         except BaseException as error:
             ends[name] = error
 
-    with LocalGroup(min_workers=2, deadlines=QUICK, log=scene.hear) as group:
+    with LocalGroup(min_workers=2, deadlines=QUICK, log=loss.hang_after_loss) as group:
         root = threading.Thread(target=work, args=("root", None), daemon=True)
         root.start()
         while not group.snapshot()["members"]:
@@ -181,8 +180,8 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
         assert connection.wait(lambda here: here.failing_round is not None, WITHIN_S), ends
         owner.directive = AgentDirective(run=False, reason="its owner said so")
         assert owner.paused.wait(WITHIN_S / 2), ends
-        assert at["other"] == 6, "the step was not done"
-        scene.goes_on.set()
+        assert at["other"] == 6, "the step was not taken"
+        loss.goes_on.set()
         dies.set()
         owner.directive = AgentDirective(stop=True)
         other.join(WITHIN_S)

@@ -1,6 +1,6 @@
-"""The memory of real workers, counted tensor by tensor and array by array, beside `worker_memory`.
+"""The memory of real workers, counted tensor by tensor and array by array, against `worker_memory`.
 
-Two workers in one process are held back at the same places, so that each number is twice that of one worker.
+Two workers in one process stop at the same points, so that each number is twice that of one worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ N = WIDTH * WIDTH
 STEPS, WORKERS, WITHIN_S, LEAST_BYTES = 3, 2, 60.0, 1 << 14
 DATA = [(torch.ones(WIDTH), torch.ones(WIDTH) * i) for i in range(64)]
 GTOPK = gridtrain.GTopK(density=0.01)
-CASES: dict[str, tuple[Any, str, float]] = {  # the exchange, the optimizer, the values that it keeps
+CASES: dict[str, tuple[Any, str, float]] = {  # the exchange, the optimizer, its values for each parameter
     "dense, sgd": (gridtrain.Dense(), "sgd", 0),
     "dense, int8": (gridtrain.Dense(values="int8", topology="ring"), "momentum", 1),
     "gtopk with momentum": (gridtrain.GTopK(density=0.001, momentum=0.9), "sgd", 0),
@@ -44,8 +44,8 @@ def make(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if name == "momentum" else 0.0)
 
 
-def held_bytes(models: list[nn.Module]) -> int:
-    """Of all tensors, and of all arrays and bytes that were allocated since `tracemalloc` was started.
+def allocated_bytes(models: list[nn.Module]) -> int:
+    """Bytes of all tensors, and of all arrays and bytes that were allocated since `tracemalloc` was started.
 
     Smaller ones than `LEAST_BYTES` are left out: modules are imported meanwhile.
     """
@@ -68,12 +68,12 @@ class Meter:
 
     def count(self, what: str) -> None:
         if self._barrier.wait(WITHIN_S) == 0:
-            self.counts[what] = held_bytes(self.models)
+            self.counts[what] = allocated_bytes(self.models)
         self._barrier.wait(WITHIN_S)
 
 
 def counts_of(together: Any, case: str, width: int, meter: Meter, *, traced: bool = True) -> dict[str, int]:
-    """What two workers hold whose models have width x width parameters; without arrays if not `traced`."""
+    """Bytes of two workers whose models have width x width parameters; without arrays if not `traced`."""
     exchange, optimizer_name, _ = CASES[case]
 
     def train(grid: gridtrain.Grid, number: int) -> None:
@@ -89,7 +89,7 @@ def counts_of(together: Any, case: str, width: int, meter: Meter, *, traced: boo
         del state
 
     meter.models.clear()
-    before = held_bytes([])
+    before = allocated_bytes([])
     if traced:
         tracemalloc.start()
     try:
@@ -100,7 +100,9 @@ def counts_of(together: Any, case: str, width: int, meter: Meter, *, traced: boo
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_workers_hold_what_the_table_says(case: str, together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_use_as_much_memory_as_the_table_says(
+    case: str, together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exchange, _, values = CASES[case]
     meter, resolve = Meter(), StepRounds.resolve
 
@@ -117,12 +119,14 @@ def test_workers_hold_what_the_table_says(case: str, together: Any, monkeypatch:
     local = exchange if isinstance(exchange, gridtrain.LocalSteps) else None
     wire = exchange if local is None else local.exchange
     size = {"parameters": N, "workers": WORKERS, "optimizer_values": values}
-    told = worker_memory(wire, **size, local=local, logged_steps=STEPS)
-    assert found["always"] == pytest.approx(told.always, abs=0.3)
-    assert found["state"] - found["always"] == pytest.approx(told.state, abs=0.05)
+    documented = worker_memory(wire, **size, local=local, logged_steps=STEPS)
+    assert found["always"] == pytest.approx(documented.always, abs=0.3)
+    assert found["state"] - found["always"] == pytest.approx(documented.state, abs=0.05)
     if local is None or not local.overlap:  # otherwise the next turn computes meanwhile
         in_flight = 1.0  # a payload of a quarter of the elements
-        assert found["exchange"] == pytest.approx(told.always + told.exchange, abs=in_flight + 0.5)
+        assert found["exchange"] == pytest.approx(
+            documented.always + documented.exchange, abs=in_flight + 0.5
+        )
 
 
 def test_the_documented_table_is_that_of_the_function() -> None:

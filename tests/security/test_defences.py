@@ -1,7 +1,7 @@
-"""Every defence and what it is for: the attack fails, and without the defence the same attack succeeds.
+"""Every defence: the attack fails, and without the defence the same attack succeeds.
 
-Each attack below does what a hostile member would, and returns the harm that it has done; None or an
-exception other than `RemoteProtocolError` (our own crash) count as described in `harm_of`.
+Each attack acts as a hostile member would, and returns the harm that it has done; `harm_of` says what None
+and exceptions mean.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def floats(*values: float) -> np.ndarray:
 # -- wire ------------------------------------------------------------------------------------------
 
 
-def frames_that_nobody_measures() -> Any:
+def frames_of_unchecked_size() -> Any:
     return decode([header(*DATA), b"", bytes(2**20)])
 
 
@@ -66,7 +66,7 @@ def a_payload_of_65_mib() -> Any:
 
 
 def a_map_is_built() -> Any:
-    """What is built before a field refuses it: 300 strings of 100 bytes as keys of a map."""
+    """A map that is built before a field refuses it: 300 strings of 100 bytes as keys."""
     try:
         decode([header(54, {f"{i:0100}": i for i in range(300)})])
     except RemoteProtocolError as error:
@@ -81,11 +81,11 @@ def a_negative_count() -> Any:
     return decode([header(54, -(2**63))])
 
 
-def a_loss_that_is_no_number() -> Any:
+def a_nan_as_loss() -> Any:
     return decode([header(13, 0, 0, 0, [["loss", float("nan")]])])
 
 
-def a_state_without_end() -> Any:
+def a_state_of_too_many_blocks() -> Any:
     return decode([header(57, 1, 1, 0, 2**31 - 1), b""])
 
 
@@ -102,7 +102,7 @@ def put(at: int, value: bytes) -> Callable[[bytearray], None]:
 
 
 def values_of_another_kind() -> Any:
-    """fp16's mark on fp32 values."""
+    """The mark of fp16 on fp32 values."""
     return sparse(put(6, b"\x01\x00"))
 
 
@@ -110,15 +110,15 @@ def more_entries_than_k() -> Any:
     return sparse(lambda _: None, k=3)
 
 
-def bytes_after_the_last() -> Any:
+def bytes_after_the_last_value() -> Any:
     return sparse(lambda buffer: buffer.extend(bytes(4096)))
 
 
-def bits_after_the_last() -> Any:
+def bits_after_the_last_index() -> Any:
     return sparse(put(10, b"\xa7"))
 
 
-def a_unary_part_of_three() -> Any:
+def a_unary_part_of_too_few_entries() -> Any:
     return sparse(put(10, b"\x07"))
 
 
@@ -126,30 +126,30 @@ def the_same_index_twice() -> Any:
     return sparse(put(8, b"\xaa"))  # 10, 10 instead of 3, 10
 
 
-def a_value_that_is_no_number() -> Any:
+def a_nan_as_value() -> Any:
     return sparse(put(11, struct.pack("<f", float("nan"))))
 
 
-def a_half_that_is_no_number() -> Any:
+def a_nan_as_fp16_value() -> Any:
     return sparse(put(11, b"\x00\x7e"), ValueKind.FP16)
 
 
-def a_scale_that_means_nothing() -> Any:
+def an_unused_scale() -> Any:
     return sparse(put(4, b"\x07\x00"))
 
 
 def a_scale_beyond_float32() -> Any:
-    """2^200, of the one block that there is."""
+    """2^200, for the only block."""
     return sparse(put(11, b"\xc8\x00"), ValueKind.INT8)
 
 
 def a_scale_of_levels_beyond_float32() -> Any:
-    """2^200, of the one block that there is."""
+    """2^200, for the only block."""
     return sparse(put(11, b"\xc8\x00"), ValueKind.INT4)
 
 
 def bits_after_the_last_code() -> Any:
-    """Three entries of 2 bits, and the fourth place of their byte."""
+    """Three entries of 2 bits, and padding bits in the fourth place of their byte."""
     hostile = bytearray(encode(np.array([3, 10, 40]), floats(1, -1, 1), n=N, kind=ValueKind.INT2))
     hostile[-1] |= 0x40
     return decode_sparse(bytes(hostile), n=N, max_entries=K, kind=ValueKind.INT2)
@@ -158,7 +158,7 @@ def bits_after_the_last_code() -> Any:
 # -- the exchange ----------------------------------------------------------------------------------
 
 
-def a_slice_of_one_value_for_all() -> Any:
+def a_slice_of_one_value() -> Any:
     """Broadcast over the segment: one value is added to all."""
     work = DenseRingBuffer(floats(1, 2, 3, 4), 2)
     work.apply(AddSlice(0, 0, floats(9).tobytes(), Provenance(1, 1, 2, 1)))
@@ -171,8 +171,8 @@ def a_nan_in_the_sum() -> Any:
     return np.isnan(work.update_N).any() or None
 
 
-def anothers_turn() -> Any:
-    """Rank 0 of three: what is due comes from rank 2; rank 1 sends it."""
+def a_payload_of_another_rank() -> Any:
+    """Rank 0 of three: the payload of rank 2 is due; rank 1 sends it."""
     ring = RingAllReduce(0, 3, slices=1, flags=0)
     ring.start(0.0)
     return ring.handle(PayloadReceived(1, m.PayloadSlot(m.CollectivePhase.REDUCE, 0, 2), 0, "mine"), 0.0)
@@ -205,7 +205,7 @@ def a_block_of_another_size() -> Any:
     return intake.held_bytes > 1000 or None
 
 
-def asking_again_and_again() -> Any:
+def repeated_state_requests() -> Any:
     outlet, wire = BlobSender(), Wire()
     outlet.store(5, [b"own", bytes(1000)])
     for _ in range(10 * MAX_STATE_REQUESTS):
@@ -215,7 +215,7 @@ def asking_again_and_again() -> Any:
 
 
 class Wire:
-    """Counts what a donor sends."""
+    """Counts the bytes that a state source sends."""
 
     sent = 0
 
@@ -234,7 +234,7 @@ def round_of(rank: int) -> TwoPhaseCommit:
 
 
 def a_vote_at_a_member() -> Any:
-    """Two votes NO at a member that is not the root, and it aborts what the root may commit."""
+    """Two votes NO at a member other than the root, which would abort a round that the root may commit."""
     return round_of(1).handle(VoteReceived(2, False, b"", ""), 0.0)
 
 
@@ -244,7 +244,7 @@ def a_commit_of_a_member() -> Any:
     return mine.handle(DecisionReceived(2, m.Verdict.COMMIT, ""), 0.0)
 
 
-def another_vote_afterwards() -> Any:
+def a_changed_vote() -> Any:
     root = round_of(0)
     root.handle(VoteReceived(2, True, b"u", ""), 0.0)
     root.handle(VoteReceived(2, True, b"v", ""), 0.0)
@@ -272,35 +272,35 @@ def a_step_that_others_did_not_commit() -> Any:
     return None if mine.prepared_attempt is not None else "applied alone"
 
 
-def held_of(round_id: m.RoundId, count: int = 1, nbytes: int = 100) -> Any:
+def stored_bytes_of(round_id: m.RoundId, count: int = 1, nbytes: int = 100) -> Any:
     mine = attempts_of_rank_1(voted=True)
     for _ in range(count):
         mine.receive(C, data(round_id), nbytes, 0.0)
     return mine.early_bytes(C) or None
 
 
-def a_generation_that_never_comes() -> Any:
-    return held_of(m.RoundId(1, 2**62, 0, 0))
+def a_generation_that_never_begins() -> Any:
+    return stored_bytes_of(m.RoundId(1, 2**62, 0, 0))
 
 
 def a_round_that_is_over() -> Any:
-    return held_of(m.RoundId(1, 5, 6, 0))
+    return stored_bytes_of(m.RoundId(1, 5, 6, 0))
 
 
-def what_is_over_at_line_rate() -> Any:
-    """Nothing is held of it, but reading it costs as much as reading what counts."""
+def stale_messages_at_line_rate() -> Any:
+    """Stale messages are not stored, but reading them costs as much as reading current ones."""
     mine = attempts_of_rank_1(voted=True)
     for _ in range(MAX_STALE_MESSAGES + 1):
         mine.receive(C, data(m.RoundId(1, 4, 6, 0)), 100, 0.0)
-    return "all of it was read"
+    return "all stale messages were read"
 
 
-def a_step_that_never_comes() -> Any:
-    return held_of(m.RoundId(1, 5, 2**62, 0))
+def a_step_that_never_begins() -> Any:
+    return stored_bytes_of(m.RoundId(1, 5, 2**62, 0))
 
 
-def more_than_there_is_room_for() -> Any:
-    return held_of(m.RoundId(1, 5, 8, 0), count=20, nbytes=60 << 20)
+def more_messages_than_fit() -> Any:
+    return stored_bytes_of(m.RoundId(1, 5, 8, 0), count=20, nbytes=60 << 20)
 
 
 def an_average_that_a_member_made() -> Any:
@@ -309,33 +309,33 @@ def an_average_that_a_member_made() -> Any:
     return DeliverMean(7, 0, 9.0) in mine.receive(C, m.MeanReply(1, 5, 7, 0, 9.0)) or None
 
 
-def numbers_for_steps_that_never_come() -> Any:
+def means_for_steps_that_never_begin() -> Any:
     root = ScalarMeans(RankAssignment(A, 1, 5, ROSTER))
     for step in range(2 * MAX_OPEN_MEANS):
         root.receive(C, m.MeanRequest(1, 5, 2**40 + step, 0, 1.0))
     return len(root._values) > MAX_OPEN_MEANS or None
 
 
-# -- a residual that is handed over --------------------------------------------------------------------
+# -- a residual transfer -------------------------------------------------------------------------------
 
 
-def handed_over(payload: bytes, total: int = 1) -> Any:
-    heir = IncomingResiduals()
-    heir.set_length(N)
-    taken = heir.receive_piece(C, m.ResidualBlock(1, 5, 6, b"", 0, total, payload), 3)
-    return taken or heir._incoming or None
+def transferred(payload: bytes, total: int = 1) -> Any:
+    recipient = IncomingResiduals()
+    recipient.set_length(N)
+    accepted = recipient.receive_piece(C, m.ResidualBlock(1, 5, 6, b"", 0, total, payload), 3)
+    return accepted or recipient._incoming or None
 
 
 def a_residual_larger_than_the_model() -> Any:
-    return handed_over(bytes(1 << 20), total=16)
+    return transferred(bytes(1 << 20), total=16)
 
 
-def a_residual_too_large_to_travel() -> Any:
-    return handed_over(encode(np.array([3]), floats(2.0**127), n=N, kind=ValueKind.FP32))
+def a_residual_of_too_large_values() -> Any:
+    return transferred(encode(np.array([3]), floats(2.0**127), n=N, kind=ValueKind.FP32))
 
 
-def a_residual_from_afar() -> Any:
-    """Of four, rank 0 gives to rank 2, which is no neighbour."""
+def a_residual_of_a_rank_that_is_no_neighbour() -> Any:
+    """Of four, rank 0 sends its residual to rank 2, which is no neighbour."""
     four = (*ROSTER, m.Member(b"d" * 32, "", "", 1, False))
     return ResidualTransfer().receive_block(
         RankAssignment(C, 1, 5, four), A, m.ResidualBlock(1, 5, 6, b"", 0, 1, b""), 6, True
@@ -344,50 +344,50 @@ def a_residual_from_afar() -> Any:
 
 ATTACKS: dict[str, Callable[[], Any]] = {
     "residual-size": a_residual_larger_than_the_model,
-    "residual-values": a_residual_too_large_to_travel,
-    "heir": a_residual_from_afar,
-    "frame-count": frames_that_nobody_measures,
+    "residual-values": a_residual_of_too_large_values,
+    "recipient": a_residual_of_a_rank_that_is_no_neighbour,
+    "frame-count": frames_of_unchecked_size,
     "frame-size": a_payload_of_65_mib,
     "parse-limits": a_map_is_built,
     "plain-text": a_cursor_that_moves,
     "number-bounds": a_negative_count,
-    "finite-figures": a_loss_that_is_no_number,
-    "record-rules": a_state_without_end,
+    "finite-figures": a_nan_as_loss,
+    "record-rules": a_state_of_too_many_blocks,
     "sparse-kind": values_of_another_kind,
     "sparse-count": more_entries_than_k,
-    "sparse-length": bytes_after_the_last,
-    "sparse-padding": bits_after_the_last,
-    "sparse-popcount": a_unary_part_of_three,
+    "sparse-length": bytes_after_the_last_value,
+    "sparse-padding": bits_after_the_last_index,
+    "sparse-popcount": a_unary_part_of_too_few_entries,
     "sparse-order": the_same_index_twice,
-    "sparse-finite": a_value_that_is_no_number,
-    "sparse-scale": a_half_that_is_no_number,
-    "sparse-unscaled": a_scale_that_means_nothing,
+    "sparse-finite": a_nan_as_value,
+    "sparse-scale": a_nan_as_fp16_value,
+    "sparse-unscaled": an_unused_scale,
     "sparse-blocks": a_scale_beyond_float32,
     "sparse-levels": a_scale_of_levels_beyond_float32,
     "sparse-code-padding": bits_after_the_last_code,
-    "dense-length": a_slice_of_one_value_for_all,
+    "dense-length": a_slice_of_one_value,
     "honest-values": a_nan_in_the_sum,
-    "turn": anothers_turn,
+    "turn": a_payload_of_another_rank,
     "state-size": a_state_too_large,
     "state-total": a_state_with_a_false_total,
     "state-block": a_block_of_another_size,
-    "state-asks": asking_again_and_again,
+    "state-asks": repeated_state_requests,
     "root-counts": a_vote_at_a_member,
     "root-decides": a_commit_of_a_member,
-    "one-vote": another_vote_afterwards,
+    "one-vote": a_changed_vote,
     "commit-proof": a_step_that_others_did_not_commit,
-    "generation-fence": a_generation_that_never_comes,
-    "stale-flood": what_is_over_at_line_rate,
+    "generation-fence": a_generation_that_never_begins,
+    "stale-flood": stale_messages_at_line_rate,
     "stale": a_round_that_is_over,
-    "reach": a_step_that_never_comes,
-    "held-room": more_than_there_is_room_for,
+    "reach": a_step_that_never_begins,
+    "held-room": more_messages_than_fit,
     "mean-role": an_average_that_a_member_made,
-    "mean-room": numbers_for_steps_that_never_come,
+    "mean-room": means_for_steps_that_never_begin,
 }
 
 
 def harm_of(attack: Callable[[], Any]) -> Any:
-    """What the attack has done: its own account of it, or our crash; None: it was fended off."""
+    """The harm of the attack: its own report, or a crash of this process; None: it was prevented."""
     try:
         return attack()
     except RemoteProtocolError as error:
@@ -407,14 +407,14 @@ def test_the_attack_fails(name: str) -> None:
 def test_without_the_defence_the_attack_succeeds(name: str) -> None:
     with disable_defences(name):
         assert harm_of(ATTACKS[name]) is not None
-    assert harm_of(ATTACKS[name]) is None  # and it is back
+    assert harm_of(ATTACKS[name]) is None  # the defence is restored
 
 
 # -- the switches themselves -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(DEFENCES))
-def test_every_defence_is_there(name: str) -> None:
+def test_every_defence_exists_in_the_product(name: str) -> None:
     defence = DEFENCES[name]
     holder, attribute = defence.resolve()
     before = getattr(holder, attribute)
@@ -424,21 +424,21 @@ def test_every_defence_is_there(name: str) -> None:
     assert defence.name == name and defence.attack
 
 
-def test_every_defence_of_the_protocol_is_attacked_here() -> None:
+def test_every_defence_of_the_protocol_has_an_attack() -> None:
     modules = {defence.module for name, defence in DEFENCES.items() if name in ATTACKS}
     mine = {name for name, defence in DEFENCES.items() if defence.module in modules}
     assert mine == set(ATTACKS)
 
 
-def test_several_at_once_and_back_after_an_error() -> None:
+def test_several_defences_are_restored_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), disable_defences("turn", "one-vote"):
-        anothers_turn()
+        a_payload_of_another_rank()
         1 / 0  # noqa: B018
     with pytest.raises(RemoteProtocolError):
-        anothers_turn()
+        a_payload_of_another_rank()
 
 
-def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+def test_an_unknown_defence_is_refused_with_the_known_ones() -> None:
     with (
         pytest.raises(ConfigError, match=r"no defence 'tunr' -> choose from: .*turn"),
         disable_defences("tunr"),
@@ -446,8 +446,8 @@ def test_an_unknown_name_is_refused_with_those_there_are() -> None:
         pass
 
 
-def test_the_same_name_cannot_be_nested() -> None:
+def test_the_same_defence_cannot_be_disabled_twice() -> None:
     with disable_defences("turn"):
-        with pytest.raises(ConfigError, match="'turn' is away already"), disable_defences("turn"):
+        with pytest.raises(ConfigError, match="'turn' is disabled already"), disable_defences("turn"):
             pass
-        assert anothers_turn()  # the outer block still holds
+        assert a_payload_of_another_rank()  # the outer context is still active

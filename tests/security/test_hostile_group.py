@@ -1,8 +1,7 @@
-"""Whole groups with one hostile worker: real coordinator, real workers in threads, memory between them.
+"""Whole groups with one hostile worker: real coordinator, real workers in threads, in-memory links.
 
-The hostile one runs the real code as well; only what its transport sends is changed on the way out, from
-some step on.  What is held against it: the others finish with one model, none of them crashes or is
-removed, and the hostile one is out.
+The hostile worker runs the real code, too; only the messages of its transport are changed, from some step on.
+The others finish with one model, none of them crashes or is removed, and the hostile worker is removed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Change = Callable[[m.Data], list[m.Data]]
 
 
 class Run:
-    """So many workers; `mallory` sends what `change` makes of its payloads."""
+    """`workers` workers; `mallory` sends its payloads changed by `change`."""
 
     def __init__(self, folder: Path, exchange: Any, change: Change, *, workers: int) -> None:
         self.folder = folder
@@ -62,7 +61,7 @@ class Run:
         self.group.__exit__()
 
     def wait_for_the_honest(self) -> dict[str, str]:
-        """The digests of their final models."""
+        """Wait for the honest workers; return the digests of their final models."""
         for thread in self.threads[1:]:
             thread.join(WITHIN_S)
             assert thread.name in self.results, f"{thread.name} still runs after {WITHIN_S:.0f} s"
@@ -140,12 +139,14 @@ CHANGES = [no_number, too_long, twice, elsewhere, unknown_channel, far_ahead]
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_the_others_go_on_and_the_hostile_one_is_out(kind: str, change: Change, tmp_path: Path) -> None:
+def test_the_others_go_on_and_the_hostile_worker_is_removed(
+    kind: str, change: Change, tmp_path: Path
+) -> None:
     with Run(tmp_path, EXCHANGES[kind], change, workers=4) as run:
         digests = run.wait_for_the_honest()
         assert len(set(digests.values())) == 1, digests
-        # No step is lost: the one that was hit is done again by three.  (A step may be over before what is
-        # wrong is read, and the next generation be there when the loop looks: one more or less.)
+        # No step is lost: the other three repeat the one that was hit.  (A step may be over before the wrong
+        # message is read, and the next generation may exist when the loop looks: one more or less.)
         for name in digests:
             sizes = run.sizes[name]
             assert len(sizes) == STEPS and set(sizes[: FROM_STEP - 1]) == {4}, sizes
@@ -156,16 +157,16 @@ def test_the_others_go_on_and_the_hostile_one_is_out(kind: str, change: Change, 
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_our_own_bug_crashes_loudly(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On the worker where it is; nobody is accused of it."""
+def test_a_local_bug_crashes_its_worker(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The worker with the bug crashes, and accuses no peer."""
 
     def buggy(self: Any, effect: Any) -> None:
-        raise LocalProtocolError("a bug of ours")
+        raise LocalProtocolError("a local bug")
 
-    for workspace in (DenseRingBuffer, AllGatherBuffer, ButterflyBuffer):
-        monkeypatch.setattr(workspace, "apply", buggy)
+    for buffer in (DenseRingBuffer, AllGatherBuffer, ButterflyBuffer):
+        monkeypatch.setattr(buffer, "apply", buggy)
     with (
         Run(tmp_path, EXCHANGES[kind], lambda message: [message], workers=2) as run,
-        pytest.raises(LocalProtocolError, match="a bug of ours"),
+        pytest.raises(LocalProtocolError, match="a local bug"),
     ):
         run.wait_for_the_honest()

@@ -1,7 +1,7 @@
-"""One hostile member among honest ones: what it sends is refused where it arrives, and it alone is blamed.
+"""One hostile member among honest ones: its messages are refused where they arrive, and it alone is blamed.
 
-Here are the cores, collectives and workspaces; whole groups are in test_hostile_group.py, the codec's
-bounds one by one in tests/network/wire/test_limits.py, and each defence with its switch in test_defences.py.
+This file tests cores, collectives and buffers.  Whole groups are in test_hostile_group.py, the codec's bounds
+in tests/network/wire/test_limits.py, and each defence with its switch in test_defences.py.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ N, K = 48, 6
 # -- a group of collectives, one rank of which is hostile ------------------------------------------
 
 
-def workspaces_of(
-    kind: str, world_size: int, rng: np.random.Generator, scale: float
-) -> list[CollectiveBuffer]:
-    """Everybody's contribution, as large as `scale` times what an honest member may bring."""
+def buffers_of(kind: str, world_size: int, rng: np.random.Generator, scale: float) -> list[CollectiveBuffer]:
+    """Contributions of all ranks, as large as `scale` times the largest of an honest member."""
     limit = scale * largest_contribution(world_size, ROUNDED.get(kind, ValueKind.FP32))
     made: list[CollectiveBuffer] = []
     for rank in range(world_size):
@@ -80,13 +78,13 @@ def workspaces_of(
 
 
 class HostileGroup(CollectiveGroup):
-    """As the driver does it: what a workspace refuses ends the round there, and its sender is blamed."""
+    """As the I/O loop: a payload that a buffer refuses ends the round there, and its sender is blamed."""
 
-    def __init__(self, workspaces: list[CollectiveBuffer], seed: int, hostile: int, spoil: Any) -> None:
+    def __init__(self, buffers: list[CollectiveBuffer], seed: int, hostile: int, spoil: Any) -> None:
         self.hostile, self.spoil = hostile, spoil
         self.blamed: set[int] = set()
         self.broken: set[int] = set()
-        super().__init__(workspaces, seed=seed)
+        super().__init__(buffers, seed=seed)
 
     def _deliver(self, src: int, dst: int, message: PayloadReceived) -> None:
         for copy in self.spoil(message) if src == self.hostile else [message]:
@@ -109,26 +107,26 @@ class HostileGroup(CollectiveGroup):
             except RemoteProtocolError as error:
                 overflow = "a sum of sparse payloads overflows" in error.reason
                 assert (overflow or f"rank {effect.provenance.rank}" in error.reason) and error.remedy
-                assert state_of(self.buffers[rank]) == before, "nothing of it was applied"
+                assert state_of(self.buffers[rank]) == before, "no part of it was applied"
                 self.blamed.add(effect.provenance.rank)
                 self.broken.add(rank)
                 return
 
 
-def state_of(workspace: CollectiveBuffer) -> Any:
-    match workspace:
+def state_of(buffer: CollectiveBuffer) -> Any:
+    match buffer:
         case DenseRingBuffer() | DenseStarBuffer():
             return (
-                workspace.update_N.tobytes(),
-                None if workspace.rest_N is None else workspace.rest_N.tobytes(),
+                buffer.update_N.tobytes(),
+                None if buffer.rest_N is None else buffer.rest_N.tobytes(),
             )
         case AllGatherBuffer():
-            return [payload and bytes(payload) for payload in workspace._payloads]
+            return [payload and bytes(payload) for payload in buffer._payloads]
         case SparseStarBuffer():
-            return bytes(workspace._payload), len(workspace.truncated), sorted(workspace._parts)
+            return bytes(buffer._payload), len(buffer.truncated), sorted(buffer._parts)
         case ButterflyBuffer():
-            return bytes(workspace.payload(m.PayloadSlot(m.CollectivePhase.SWAP))), len(workspace.truncated)
-    raise AssertionError(type(workspace))
+            return bytes(buffer.payload(m.PayloadSlot(m.CollectivePhase.SWAP))), len(buffer.truncated)
+    raise AssertionError(type(buffer))
 
 
 def with_payload(message: PayloadReceived, payload: bytes) -> list[PayloadReceived]:
@@ -144,12 +142,12 @@ def flipped(message: PayloadReceived, random: Random) -> list[PayloadReceived]:
 
 
 def damaged(kind: str, what: str, random: Random) -> Callable[[PayloadReceived], list[PayloadReceived]]:
-    """What the hostile rank makes of each message that it should send."""
+    """How the hostile rank changes each message that it should send."""
 
     def spoil(message: PayloadReceived) -> list[PayloadReceived]:
         place = message.slot
         if random.random() < 0.5:
-            return [message]  # not always: it is to get far
+            return [message]  # not always, so that the exchange proceeds
         match what:
             case "flip":
                 return flipped(message, random)
@@ -170,7 +168,7 @@ def damaged(kind: str, what: str, random: Random) -> Callable[[PayloadReceived],
 
 
 def largest(kind: str, message: PayloadReceived) -> bytes:
-    """Finite, well-formed, and as large as float32 can hold."""
+    """Finite, well-formed, and as large as float32 allows."""
     if kind in DENSE:
         return dense_payload(kind, message, float(np.finfo(np.float32).max))
     values = np.full(K, 3.2e38, np.float32)
@@ -188,39 +186,39 @@ def dense_payload(kind: str, message: PayloadReceived, value: float) -> bytes:
 @pytest.mark.parametrize("what", ["flip", "cut", "long", "twice", "elsewhere", "largest"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_hostile_rank_is_blamed(kind: str, what: str, seeds: Seeds) -> None:
-    """Everybody's values are as large as honest ones can be, so that a sum near the bound is common."""
+    """All values are as large as honest ones can be, so that sums near the bound are common."""
     ran = caught = 0
     for seed in seeds(25):
         random, rng = Random(seed), np.random.default_rng(seed)
         world_size = random.randint(2, 9)
         hostile = random.randrange(world_size)
         scale = random.choice([1.0, 1e-30])
-        made = workspaces_of(kind, world_size, rng, scale)
+        made = buffers_of(kind, world_size, rng, scale)
         group = HostileGroup(made, seed, hostile, damaged(kind, what, random))
         group.run()
         assert group.blamed <= {hostile}, f"seed {seed}: {sorted(group.blamed)} blamed, not only {hostile}"
         ran, caught = ran + 1, caught + bool(group.blamed)
-    # Most flipped bits of a dense slice make another honest value; in a tree or a star most ranks send once.
+    # Most flipped bits of a dense slice give another honest value; in a tree or a star most ranks send once.
     enough = ran // (5 if kind in KINDS[:3] else 15)
     assert caught > enough or ran == 1 or (kind in DENSE and what == "flip")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("error")
-def test_the_largest_honest_values_are_blamed_on_nobody(kind: str, seeds: Seeds) -> None:
+def test_no_rank_is_blamed_for_the_largest_honest_values(kind: str, seeds: Seeds) -> None:
     for seed in seeds(60):
         random = Random(seed)
         world_size = random.randint(1, 17)
-        made = workspaces_of(kind, world_size, np.random.default_rng(seed), 1.0)
+        made = buffers_of(kind, world_size, np.random.default_rng(seed), 1.0)
         group = HostileGroup(made, seed, -1, None)
         group.run()
         assert not group.blamed and not group.broken, f"seed {seed}"
-        assert len({workspace.compute_digest() for workspace in made}) == 1, f"seed {seed}"
+        assert len({buffer.compute_digest() for buffer in made}) == 1, f"seed {seed}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_at_the_very_bound_are_never_an_honest_members_fault(kind: str, seeds: Seeds) -> None:
-    """The sharpest frame-up: as much as is just accepted, so that the next one's sum is above its bound."""
+def test_no_honest_rank_is_blamed_for_values_at_the_bound(kind: str, seeds: Seeds) -> None:
+    """Just accepted values, so that the sum of the next rank is above its bound."""
     for seed in seeds(60):
         random = Random(seed)
         world_size = random.randint(3, 9)
@@ -235,10 +233,10 @@ def test_values_at_the_very_bound_are_never_an_honest_members_fault(kind: str, s
             values = np.full(K, min(bound * factor, 3.3e38), np.float32)
             return with_payload(message, encode(np.arange(K), values, n=N, kind=ValueKind.FP16))
 
-        made = workspaces_of(kind, world_size, np.random.default_rng(seed), 1.0)
+        made = buffers_of(kind, world_size, np.random.default_rng(seed), 1.0)
         group = HostileGroup(made, seed, hostile, just_accepted)
         group.run()
-        assert not group.blamed, f"seed {seed}: {group.blamed} blamed for what is within the bounds"
+        assert not group.blamed, f"seed {seed}: {group.blamed} blamed for values within the bounds"
 
 
 def members_behind(kind: str, message: PayloadReceived, world_size: int) -> int:
@@ -260,13 +258,13 @@ def members_behind(kind: str, message: PayloadReceived, world_size: int) -> int:
 
 
 def test_without_the_bound_an_honest_member_is_blamed_for_a_sum_that_overflows() -> None:
-    """What the bound on each hop is for: else a sum overflows one hop later, where another sent it."""
+    """Without the bound on each hop, a sum overflows one hop later, in a payload of another member."""
     framed = 0
     for seed in range(40):
         random = Random(seed)
         world_size = random.randint(4, 9)
         hostile = random.randrange(world_size)
-        made = workspaces_of("gtopk", world_size, np.random.default_rng(seed), 1.0)
+        made = buffers_of("gtopk", world_size, np.random.default_rng(seed), 1.0)
         with disable_defences("honest-values"):
             group = HostileGroup(made, seed, hostile, damaged("gtopk", "largest", random))
             group.run()
@@ -276,8 +274,8 @@ def test_without_the_bound_an_honest_member_is_blamed_for_a_sum_that_overflows()
 
 @pytest.mark.parametrize("core", [ButterflyExchange, TreeExchange])
 @pytest.mark.parametrize("world_size", range(1, 40))
-def test_the_members_behind_each_hop_are_those_that_were_merged(world_size: int, core: Any) -> None:
-    """Counted by letting sets of ranks go through the exchange instead of payloads."""
+def test_each_hop_counts_the_members_that_were_merged(world_size: int, core: Any) -> None:
+    """Counted by exchanging sets of ranks instead of payloads."""
     cores = [core(rank, world_size, 0) for rank in range(world_size)]
     mine = [{rank} for rank in range(world_size)]
     queue: list[tuple[int, CollectiveEffect]] = []
@@ -373,7 +371,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("me", "peer", "message", "words"), REFUSED)
-def test_what_no_honest_member_sends(me: m.PeerId, peer: m.PeerId, message: Any, words: str) -> None:
+def test_messages_that_no_honest_member_sends_are_refused(
+    me: m.PeerId, peer: m.PeerId, message: Any, words: str
+) -> None:
     mine = attempts_of(me)
     begin(mine)
     with pytest.raises(RemoteProtocolError, match=words) as caught:
@@ -386,7 +386,7 @@ ROLES = [param for param in REFUSED if "vote" in str(param.id) or "decides" in s
 
 
 @pytest.mark.parametrize(("me", "peer", "message", "words"), ROLES)
-def test_a_role_that_is_not_the_senders_is_refused_before_the_round_is_open(
+def test_a_message_of_another_role_is_refused_before_the_round_is_open(
     me: m.PeerId, peer: m.PeerId, message: Any, words: str
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
@@ -403,13 +403,13 @@ HONEST_RACES = [
 
 
 @pytest.mark.parametrize("message", HONEST_RACES)
-def test_what_comes_late_is_dropped_without_blame(message: Any) -> None:
+def test_late_messages_are_dropped_without_blame(message: Any) -> None:
     mine = attempts_of(B)
     begin(mine)
     assert mine.receive(C, message, 100, 0.0) == [] and mine.early_bytes(C) == 0
 
 
-def test_the_same_payload_twice() -> None:
+def test_the_same_payload_twice_is_refused() -> None:
     mine = attempts_of(B)
     begin(mine)
     mine.receive(A, reduce(0), 100, 0.0)
@@ -417,8 +417,8 @@ def test_the_same_payload_twice() -> None:
         mine.receive(A, reduce(0), 100, 0.0)
 
 
-def test_a_payload_is_blamed_on_its_sender_also_when_it_is_merged_later() -> None:
-    """Rank 1 of six waits for rank 5's fold; what ranks 0 and 3 sent before is merged after it."""
+def test_the_sender_is_blamed_for_a_payload_that_is_merged_later() -> None:
+    """Rank 1 of six waits for rank 5's fold; earlier payloads of ranks 0 and 3 are merged after it."""
     roster = tuple(m.Member(bytes([65 + rank]) * 32, "", "", 1, False) for rank in range(6))
     peers = [member.peer for member in roster]
     mine = Attempts(RankAssignment(peers[1], 1, 5, roster), STEP)
@@ -426,27 +426,27 @@ def test_a_payload_is_blamed_on_its_sender_also_when_it_is_merged_later() -> Non
     def swap(phase: m.CollectivePhase, hop: int) -> m.Data:
         return m.Data(round_id(), m.Channel(), m.PayloadSlot(phase, hop), 0, b"")
 
-    mine.receive(peers[0], swap(m.CollectivePhase.SWAP, 0), 100, 0.0)  # held here, then by the butterfly
+    mine.receive(peers[0], swap(m.CollectivePhase.SWAP, 0), 100, 0.0)  # stored here, then by the butterfly
     mine.submit(mine.next_round, {m.Channel(): ButterflyExchange(1, 6, 0)}, 5.0, 0.0)
     mine.receive(peers[3], swap(m.CollectivePhase.SWAP, 1), 100, 0.0)
     effects = mine.receive(peers[5], swap(m.CollectivePhase.FOLD, 0), 100, 0.0)
     assert [e.peer for e in effects if isinstance(e, ApplyToBuffer)] == [peers[5], peers[0], peers[3]]
 
 
-def test_an_early_payload_that_turns_out_wrong_costs_the_round_and_names_its_sender() -> None:
+def test_a_wrong_early_payload_ends_the_round_and_names_its_sender() -> None:
     mine = attempts_of(B)
-    mine.receive(C, reduce(1), 100, 0.0)  # not its turn, but that shows only now
+    mine.receive(C, reduce(1), 100, 0.0)  # not its turn, which is detected only now
     mine.receive(C, reduce(0, at=round_id(STEP + 1)), 100, 0.0)
     effects = begin(mine)
     (offended,) = [effect for effect in effects if isinstance(effect, EarlyViolation)]
     assert offended.peer == C and "rank 2 sent" in offended.reason
     votes = [e.message for e in effects if isinstance(e, Send)]
     assert [vote.yes for vote in votes if isinstance(vote, m.Vote)] == [False]
-    assert mine.early_bytes(C) == 0  # the rest of what it sent is gone, too
+    assert mine.early_bytes(C) == 0  # its other messages are dropped, too
 
 
 def test_only_the_roots_next_step_proves_a_commit() -> None:
-    """Rank 2 may be lying, and rank 1 would apply alone; the root knows, since it decides."""
+    """Rank 2 may lie, and rank 1 would apply alone; the root decides, so its next step is proof."""
     mine = attempts_of(B)
     begin(mine)
     mine.advance(Prepared(b"u"), 0.0)
@@ -459,7 +459,7 @@ def test_only_the_roots_next_step_proves_a_commit() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "fits"), [(0, attempts.MAX_EARLY_MESSAGES), (10 << 20, attempts.MAX_EARLY_BYTES // (10 << 20))]
 )
-def test_one_member_cannot_fill_our_memory_or_crowd_out_another(nbytes: int, fits: int) -> None:
+def test_one_members_early_messages_are_bounded(nbytes: int, fits: int) -> None:
     mine = attempts_of(B)
     early = reduce(0, at=round_id(STEP + 1))
     for _ in range(fits):
@@ -472,7 +472,7 @@ def test_one_member_cannot_fill_our_memory_or_crowd_out_another(nbytes: int, fit
     assert mine.early_bytes(C) == 0 and mine.early_bytes(A) == 32 << 20
 
 
-def test_what_was_held_is_free_once_its_round_is_open() -> None:
+def test_stored_early_messages_are_released_when_their_round_opens() -> None:
     mine = attempts_of(B)
     mine.receive(A, reduce(0), 1000, 0.0)
     mine.receive(A, reduce(0, at=round_id(STEP + 1)), 500, 0.0)
@@ -481,7 +481,7 @@ def test_what_was_held_is_free_once_its_round_is_open() -> None:
     assert mine.early_bytes(A) == 500
 
 
-def test_progress_of_a_step_that_nobody_is_at() -> None:
+def test_progress_of_an_impossible_step_is_refused() -> None:
     mine = attempts_of(A)
     begin(mine)
     mine.record_progress(B, m.RoundProgress(round_id(STEP + 1, attempt=2), 5), 1.0)
@@ -492,8 +492,8 @@ def test_progress_of_a_step_that_nobody_is_at() -> None:
         mine.record_progress(B, m.RoundProgress(round_id(2**62), 7), 1.0)
 
 
-def test_progress_that_goes_back_and_forth_does_not_count_as_movement() -> None:
-    """Else a member that only counts 1, 2, 1, 2 could keep a round open for ever."""
+def test_progress_that_goes_back_and_forth_does_not_count() -> None:
+    """Otherwise a member that counts 1, 2, 1, 2 could keep a round open for ever."""
     mine = attempts_of(A)
     begin(mine)
     for now_s in range(1, 20):
@@ -502,11 +502,11 @@ def test_progress_that_goes_back_and_forth_does_not_count_as_movement() -> None:
     assert mine.open_attempt is not None and mine.open_attempt._last_movement_s < 3.0
 
 
-# -- our own bugs ----------------------------------------------------------------------------------
+# -- local bugs ------------------------------------------------------------------------------------
 
 
 class Buggy:
-    """A collective that finds us, not a peer, at fault."""
+    """A collective that fails by a local bug, not by a peer's fault."""
 
     complete = False
 
@@ -514,23 +514,23 @@ class Buggy:
         return []
 
     def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        raise LocalProtocolError("a bug of ours")
+        raise LocalProtocolError("a local bug")
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset()
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_our_own_bug_is_not_blamed_on_a_peer(early: bool) -> None:
+def test_no_peer_is_blamed_for_a_local_bug(early: bool) -> None:
     mine = attempts_of(B)
     if early:
         mine.receive(A, reduce(0), 100, 0.0)
-    with pytest.raises(LocalProtocolError, match="a bug of ours"):
+    with pytest.raises(LocalProtocolError, match="a local bug"):
         mine.submit(mine.next_round, {m.Channel(): Buggy()}, 5.0, 0.0)
         mine.receive(A, reduce(0), 100, 0.0)
 
 
-# -- a joiner's state ------------------------------------------------------------------------------
+# -- a newcomer's state ----------------------------------------------------------------------------
 
 
 def resident_bytes() -> int:
@@ -539,8 +539,8 @@ def resident_bytes() -> int:
 
 
 def blocks_of(*blobs: bytes, generation: int = 5, total: int | None = None) -> list[m.StateBlock]:
-    cuts = split_blocks(blobs)
-    return [m.StateBlock(1, generation, i, total or len(cuts), block) for i, block in enumerate(cuts)]
+    blocks = split_blocks(blobs)
+    return [m.StateBlock(1, generation, i, total or len(blocks), block) for i, block in enumerate(blocks)]
 
 
 BLOBS = (b"first", b"", bytes(BLOCK_BYTES + 3), b"x" * BLOCK_BYTES)
@@ -556,16 +556,16 @@ def test_an_honest_state_arrives() -> None:
     assert intake.held_bytes == 0
 
 
-def test_a_connection_that_breaks_is_nobodys_offence() -> None:
-    """0 1 | 3 of the old connection, the table again, and all of it; then some of it twice."""
+def test_a_broken_connection_is_no_violation() -> None:
+    """0 1 | 3 of the old connection, the table again, and all blocks; then some of them twice."""
     intake, blocks = BlobReceiver(), blocks_of(*BLOBS)
     for block in (blocks[0], blocks[1], blocks[3], *blocks, blocks[0], blocks[2]):
         intake.receive(block)
     assert intake.take_blobs() == (1, 5, list(BLOBS))
 
 
-def test_a_table_alone_takes_no_memory() -> None:
-    """A few bytes that announce a large state, which never comes."""
+def test_a_table_without_blocks_takes_no_memory() -> None:
+    """A few bytes that announce a large state, which is never sent."""
     intake, lengths = BlobReceiver(), (10, 2 << 30)
     before = resident_bytes()
     for generation in range(1, 20):
@@ -573,8 +573,8 @@ def test_a_table_alone_takes_no_memory() -> None:
     assert resident_bytes() - before < 256 << 20
 
 
-def test_only_the_state_source_starts_over() -> None:
-    """What the source has sent would be lost, as often as the forwarding member likes."""
+def test_only_the_state_source_may_start_over() -> None:
+    """Otherwise a forwarding member could discard the source's blocks as often as it likes."""
     intake, blocks = BlobReceiver(), blocks_of(*BLOBS)
     for block in blocks[:3]:
         intake.receive(block)
@@ -590,12 +590,12 @@ def test_a_block_without_its_table_is_dropped() -> None:
     assert intake.held_bytes == 0 and not intake.is_complete_for(5)
 
 
-def test_a_newer_generation_begins_anew() -> None:
+def test_a_state_of_a_newer_generation_replaces_the_old_one() -> None:
     intake = BlobReceiver()
     intake.receive(blocks_of(*BLOBS)[0])
     for block in blocks_of(b"new", generation=6):
         intake.receive(block)
-    intake.receive(blocks_of(*BLOBS)[1])  # of the old one, late
+    intake.receive(blocks_of(*BLOBS)[1])  # of the old generation, late
     assert intake.take_blobs() == (1, 6, [b"new"])
 
 
@@ -630,7 +630,7 @@ LIES = [
 
 
 @pytest.mark.parametrize(("blocks", "words"), LIES)
-def test_a_state_that_lies_about_itself(blocks: list[m.StateBlock], words: str) -> None:
+def test_a_state_with_false_sizes_is_refused(blocks: list[m.StateBlock], words: str) -> None:
     intake = BlobReceiver(max_bytes=1000)
     with pytest.raises(RemoteProtocolError, match=words) as caught:
         for block in blocks:
@@ -638,6 +638,6 @@ def test_a_state_that_lies_about_itself(blocks: list[m.StateBlock], words: str) 
     assert caught.value.remedy and intake.held_bytes <= 16 and not intake.is_complete_for(5)
 
 
-def test_a_state_that_is_not_there_is_not_read() -> None:
+def test_a_missing_state_cannot_be_read() -> None:
     with pytest.raises(LocalProtocolError, match="taken before"):
         BlobReceiver().take_blobs()

@@ -1,4 +1,4 @@
-"""Names that come from others, or from the environment, stay where they are put in the file system."""
+"""Names from other parties, or from the environment, do not lead outside of their folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("run", HOSTILE, ids=lambda name: repr(name[:12]))
-def test_a_runs_folder_is_one_below_ours(run: str, base: Path) -> None:
+def test_a_runs_folder_is_below_the_state_folder(run: str, base: Path) -> None:
     folder = state_directory(run)
     assert folder.parent == base
     assert folder.resolve().parent == base.resolve()
@@ -47,7 +47,7 @@ def test_two_runs_never_share_a_folder(base: Path) -> None:
     assert len({state_directory(run) for run in HOSTILE}) == len(HOSTILE)
 
 
-def test_a_plain_name_stays_as_it_is(base: Path) -> None:
+def test_a_plain_name_is_the_name_of_its_folder(base: Path) -> None:
     for run in ("demo", "gpt-2.1_b", "7"):
         assert state_directory(run) == base / run
 
@@ -56,7 +56,7 @@ NO_RUN = [name for name in HOSTILE if not RUN_NAME.fullmatch(name)]
 
 
 @pytest.mark.parametrize("run", NO_RUN, ids=lambda name: repr(name[:12]))
-def test_a_run_of_such_a_name_is_neither_made_nor_asked_for_nor_invited_to(run: str, base: Path) -> None:
+def test_an_invalid_run_name_is_refused(run: str, base: Path) -> None:
     with pytest.raises(ConfigError, match="valid run name"):
         Settings(run=run)
     with pytest.raises(ConfigError, match="valid run name"):
@@ -67,11 +67,11 @@ def test_a_run_of_such_a_name_is_neither_made_nor_asked_for_nor_invited_to(run: 
 
 
 @pytest.mark.parametrize("run", [name for name in HOSTILE if RUN_NAME.fullmatch(name)])
-def test_coordinator_and_operator_mean_the_same_folder(run: str, base: Path) -> None:
+def test_coordinator_and_operator_use_the_same_folder(run: str, base: Path) -> None:
     assert default_state(run) == state_directory(run) == base / run
 
 
-def test_members_of_such_names_write_nothing_but_the_model(
+def test_members_with_such_names_write_only_the_model(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,7 @@
-"""Nothing from the network or from a file is executed: safetensors, msgpack and JSON, and nothing else.
+"""Nothing from the network or from a file is executed: only safetensors, msgpack and JSON are read.
 
-First the source is read with `ast`: what could execute data is not there, and whatever reads is one of the
-three.  Then it is tried: a pickle that would leave a mark is put wherever bytes of others are read.
+The first part reads the sources with `ast`: no function that could execute data, and no readers but those of
+the three formats.  The second part places a pickle that would create a file wherever foreign bytes are read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("gridtrain", "coordinator", "worker", "examples")
 HERE = Path(__file__).resolve()
 
-# -- what the source says --------------------------------------------------------------------------
+# -- the sources ---------------------------------------------------------------------------------
 
 EXECUTORS = {
     *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "code"),
@@ -58,7 +58,7 @@ BY_NAME = {
     "gridtrain/pipeline/__init__.py": "the package's own table",
     "tests/common/defences.py": "the table of defences",
 }
-"""Who may call `importlib.import_module`, and where the name comes from: never from data."""
+"""Files that may call `importlib.import_module`, and the origin of the name, which is never data."""
 
 RUN_OUR_OWN = {
     "tests/adapters/scripts/run_example.py": "runs the examples of this repository",
@@ -66,7 +66,7 @@ RUN_OUR_OWN = {
     "tests/common/forkserver.py": "runs the programs that tests start, in the place of an interpreter",
     "tests/pipeline/oracle.py": "torch's own pipelines, which read what their processes have written",
 }
-"""Programs of the tests that may execute: nothing of what they read comes from elsewhere."""
+"""Programs of the tests that may execute files, because these are parts of this repository."""
 
 COMPILES_OUR_SOURCE = re.compile(
     r"tests/(fuzz/gridfuzz|mutation)/\w+\.py:\d+: (calls compile|calls exec|imports by name)$"
@@ -79,7 +79,7 @@ def sources(*folders: str) -> Iterator[Path]:
 
 
 def dangers(tree: ast.Module, where: str) -> Iterator[str]:
-    """ "line: what" for all that could execute data."""
+    """ "line: what" for each call or import that could execute data."""
     modules = imported_modules(tree)
     for name, line in modules.values():
         if any(name == banned or name.startswith(banned + ".") for banned in EXECUTORS):
@@ -108,7 +108,7 @@ def is_false(node: ast.expr) -> bool:
 
 
 def imported_modules(tree: ast.Module) -> dict[str, tuple[str, int]]:
-    """Local name: (what it names, line)."""
+    """By local name: (imported name, line)."""
     found: dict[str, tuple[str, int]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -133,8 +133,8 @@ def test_nothing_in_the_product_executes_data() -> None:
     assert found_in(sources(*PRODUCT)) == []
 
 
-def test_nor_do_the_helpers_of_the_tests() -> None:
-    """But for `RUN_OUR_OWN`, the fuzzer and the mutants, which compile our source."""
+def test_no_helper_of_the_tests_executes_data() -> None:
+    """Except for `RUN_OUR_OWN`, and the fuzzer and mutants, which compile this repository's sources."""
     helpers = (
         path
         for path in sources("tests")
@@ -144,7 +144,7 @@ def test_nor_do_the_helpers_of_the_tests() -> None:
     assert found == []
 
 
-def test_the_exceptions_are_all_needed() -> None:
+def test_all_exceptions_are_needed() -> None:
     for where in BY_NAME:
         assert "import_module" in (ROOT / where).read_text(encoding="utf-8"), where
     for where in RUN_OUR_OWN:
@@ -172,7 +172,7 @@ def test_the_exceptions_are_all_needed() -> None:
         "read(path, allow_pickle=True)",
     ],
 )
-def test_it_would_be_seen(source: str) -> None:
+def test_dangerous_source_is_found(source: str) -> None:
     assert len(list(dangers(ast.parse(source), "x.py"))) == 1
 
 
@@ -187,15 +187,15 @@ def test_it_would_be_seen(source: str) -> None:
         "feedback.load(state)",
     ],
 )
-def test_what_is_harmless_is_not_seen(source: str) -> None:
+def test_harmless_source_is_accepted(source: str) -> None:
     assert list(dangers(ast.parse(source), "x.py")) == []
 
 
-# -- what happens ----------------------------------------------------------------------------------
+# -- pickles in foreign bytes ----------------------------------------------------------------------
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -262,7 +262,7 @@ def as_a_states_tensors(bomb: bytes, _: Path) -> None:
 
 
 def opened(a_part: bytes) -> tuple[bytes, bytes]:
-    """Its JSON and its tensors."""
+    """The JSON and the tensors of a part."""
     text_bytes, tensors_bytes = struct.unpack_from("<2Q", a_part)
     return a_part[16 : 16 + text_bytes], a_part[16 + text_bytes : 16 + text_bytes + tensors_bytes]
 
@@ -321,7 +321,7 @@ def by_torch(bomb: Bomb) -> bytes:
 
 @pytest.mark.parametrize("made", [by_pickle, by_torch])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-def test_a_pickle_does_nothing_anywhere(
+def test_a_pickle_is_executed_nowhere(
     place: Callable[[bytes, Path], None], made: Callable[[Bomb], bytes], tmp_path: Path
 ) -> None:
     mark = tmp_path / "executed"
@@ -330,8 +330,8 @@ def test_a_pickle_does_nothing_anywhere(
     assert not mark.exists()
 
 
-def test_the_bomb_works(tmp_path: Path) -> None:
-    """Else the tests above would show nothing."""
+def test_the_pickle_works(tmp_path: Path) -> None:
+    """Otherwise the tests above would prove nothing."""
     mark = tmp_path / "executed"
     pickle.loads(by_pickle(Bomb(mark)))
     assert mark.exists()
@@ -340,20 +340,20 @@ def test_the_bomb_works(tmp_path: Path) -> None:
     assert other.exists()
 
 
-# -- a document that is JSON, and no state ---------------------------------------------------------
+# -- JSON that is no state -------------------------------------------------------------------------
 
 JUNK: list[Any] = [None, 5, 1e308, "x", [], {}, {"list": []}, {"dict": []}, {"tensor": "99"}, {"tensor": []}]
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 @pytest.mark.parametrize("key", ["parameters", "buffers", "optimizer", "trackers"])
-def test_a_part_of_a_state_that_is_something_else_is_refused(key: str, junk: Any) -> None:
+def test_a_part_of_a_state_of_another_type_is_refused(key: str, junk: Any) -> None:
     import json
 
     net, optimizer = model()
     before = serialization.replica_digest(net, optimizer)
     if (key, junk) in [("buffers", {"dict": []}), ("trackers", {})]:
-        return  # that is what they are here
+        return  # the valid type of this field
     state = serialization.capture_state(net, optimizer, {})
     which = 0 if key in ("buffers", "trackers") else 1
     text, tensors = opened(state[which])
@@ -367,7 +367,7 @@ def test_a_part_of_a_state_that_is_something_else_is_refused(key: str, junk: Any
 
 @pytest.mark.parametrize("junk", [*JUNK, {"dict": [[True, 1], ["a", 1]]}], ids=repr)
 @pytest.mark.parametrize("at", ["state", "param_groups"])
-def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str, junk: Any) -> None:
+def test_a_part_of_an_optimizers_state_of_another_type_is_refused(at: str, junk: Any) -> None:
     import json
 
     net, optimizer = model()
@@ -381,13 +381,13 @@ def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str
             entry[1] = junk
     changed = json.dumps(document).encode()
     if (at, junk) == ("state", {"dict": []}):
-        return  # an optimizer that has not made a step
+        return  # an optimizer without a step
     with pytest.raises(RemoteProtocolError):
         serialization.restore_state([own, part(changed, tensors)], net, optimizer, {})
 
 
 @pytest.mark.parametrize("junk", [*JUNK, [{"lr": 1.0}], {"list": [{"dict": [["params", 5]]}]}], ids=repr)
-def test_settings_that_are_something_else_are_refused(junk: Any) -> None:
+def test_settings_of_another_type_are_refused(junk: Any) -> None:
     import json
 
     net, optimizer = model()

@@ -1,4 +1,4 @@
-"""Chooses the seeds that `make test` simulates each time: few and quick ones that reach all that is counted.
+"""Chooses the seeds that `make test` simulates each time: few and fast ones that reach each counted case.
 
     PYTHONPATH=tests:tests/common python tests/simulation/choose_seeds.py world    of test_world.churn
                                                             ... staged, starved    of test_staged_world
@@ -17,21 +17,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TIMES = 2  # each thing that is counted is reached by as many seeds, if there are
-LEAST_S = 0.05  # what a history costs besides being simulated
+TIMES = 2  # seeds for each counted case, if there are as many
+LEAST_S = 0.05  # cost of a history besides its simulation
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     arguments.add_argument("sweep", choices=("world", "staged", "starved"))
     arguments.add_argument("--of", type=int, default=800, help="seeds to choose from")
-    given = arguments.parse_args()
-    tests = load(f"test_{'world' if given.sweep == 'world' else 'staged_world'}")
+    options = arguments.parse_args()
+    tests = load(f"test_{'world' if options.sweep == 'world' else 'staged_world'}")
     costs_s: dict[int, float] = {}
     reached: dict[int, frozenset[str]] = {}
-    for seed in range(given.of):
+    for seed in range(options.of):
         before_s = time.process_time()
-        world = simulate(tests, given.sweep, seed)
+        world = simulate(tests, options.sweep, seed)
         costs_s[seed] = time.process_time() - before_s + LEAST_S
         reached[seed] = frozenset(name for name, times in tests.reached_by(world).items() if times)
     seeds = choose(costs_s, reached)
@@ -55,7 +55,7 @@ def simulate(tests: Any, sweep: str, seed: int) -> Any:
 
 
 def choose(costs_s: dict[int, float], reached: dict[int, frozenset[str]]) -> list[int]:
-    """Greedily the seed that adds most for its cost; then those that are not needed go."""
+    """Take, again and again, the seed that adds most for its cost; then drop seeds that are not needed."""
     missing = {
         name: min(TIMES, of) for name, of in Counter(n for names in reached.values() for n in names).items()
     }

@@ -24,41 +24,41 @@ from gridtrain_coordinator.run import events as cio
 
 RULES = (
     "1 an older round's message is dropped",
-    "1 a later round's message is held",
+    "1 a later round's message is stored",
     "2 PREPARED, then YES",
     "2 skipped: a committed empty update",
     "3 COMMIT: all voted YES for one digest",
-    "3 ABORT: somebody voted NO",
-    "3 ABORT: silence",
+    "3 ABORT: a member voted NO",
+    "3 ABORT: timeout",
     "3 ABORT: digests differ",
     "3 the decision is repeated after a break",
     "3 a message of the next step proves the commit",
     "4 a retry commits in the same generation",
     "4 two aborts: the root asks for a Freeze",
-    "4 the link is at fault: the plan goes round it",
+    "4 the link is at fault: the next plan avoids it",
     "5 Freeze: FreezeReport",
     "5 frozen: neither votes nor applies",
     "6 at A - 1, prepared: applies A",
     "6 COMMIT by Freeze: all of S are prepared",
     "6 ABORT by Freeze: some of S are prepared",
-    "6 ABORT by Freeze: nobody is prepared",
-    "6 an open round is given up by the MembershipView",
+    "6 ABORT by Freeze: no member is prepared",
+    "6 the MembershipView ends an open round",
     "7 journalled, then MembershipView",
     "8 Ready by all, then StartGeneration",
-    "8 a death before StartGeneration: the verdict binds",
-    "9 comes back and holds what was decided",
-    "9 comes back prepared: applies it",
-    "9 comes back as a joiner",
+    "8 a death before StartGeneration: the verdict stands",
+    "9 rejoins with the decided state",
+    "9 rejoins prepared: applies it",
+    "9 rejoins as a newcomer",
     "10 a step commits while the coordinator is down",
     "10 PAUSED: a member fails while it is down",
     "11 term + 1 is journalled first",
-    "11 all of the generation come back: adopted",
+    "11 all of the generation rejoin: adopted",
     "11 some do not: Freeze without them",
     "11 from a backup: reports are ahead of the journal",
     "11 a lower term is refused",
-    "12 a joiner gets the state and is ready",
-    "12 a joiner is not ready: the next MembershipView without it",
-    "13 all are away: they are waited for",
+    "12 a newcomer receives the state and is ready",
+    "12 a newcomer is not ready: the next MembershipView without it",
+    "13 all are away: the run waits for them",
     "13 ROLLBACK to a checkpoint",
     "13 ROLLBACK to the beginning",
 )
@@ -128,7 +128,7 @@ class CommitCoverage:
             case io.MessageReceived(_, message) if isinstance(message, m.Data | m.Vote | m.Decision):
                 self._record_message(before, message, effects)
             case io.StateLoaded() if any(_is(effect, m.Ready) for effect in effects):
-                self.mark("12 a joiner gets the state and is ready")
+                self.mark("12 a newcomer receives the state and is ready")
             case _:
                 pass
         for effect in effects:
@@ -152,7 +152,7 @@ class CommitCoverage:
         elif message.round < before.here:
             self.mark("1 an older round's message is dropped")
         elif message.round > before.here or not before.is_open:
-            self.mark("1 a later round's message is held")
+            self.mark("1 a later round's message is stored")
 
     def _record_sent(self, message: m.Message) -> None:
         match message:
@@ -163,11 +163,11 @@ class CommitCoverage:
             case m.Decision(_, m.Verdict.COMMIT, reason) if reason != "repeated":
                 self.mark("3 COMMIT: all voted YES for one digest")
             case m.Decision(_, _, reason) if "voted NO" in reason:
-                self.mark("3 ABORT: somebody voted NO")
+                self.mark("3 ABORT: a member voted NO")
             case m.Decision(_, _, reason) if "updates differ" in reason:
                 self.mark("3 ABORT: digests differ")
             case m.Decision(_, m.Verdict.ABORT, reason) if reason != "repeated":
-                self.mark("3 ABORT: silence")
+                self.mark("3 ABORT: timeout")
             case m.RoundStalled(_, _, _, reason) if reason.startswith("attempts at step"):
                 self.mark("4 two aborts: the root asks for a Freeze")
             case m.FreezeReport():
@@ -197,16 +197,16 @@ class CommitCoverage:
         if ended is None:
             pass
         elif not ended.committed:
-            self.mark("6 an open round is given up by the MembershipView")
+            self.mark("6 the MembershipView ends an open round")
         elif away:
-            self.mark("9 comes back prepared: applies it")
+            self.mark("9 rejoins prepared: applies it")
         elif view.decided_round == ended.round:
             self.mark("6 COMMIT by Freeze: all of S are prepared")
         else:
             self.mark("6 at A - 1, prepared: applies A")
         if away and before.is_synced:
-            stayed = "9 comes back and holds what was decided"
-            self.mark(stayed if core.is_synced else "9 comes back as a joiner")
+            stayed = "9 rejoins with the decided state"
+            self.mark(stayed if core.is_synced else "9 rejoins as a newcomer")
 
     # -- the coordinator -----------------------------------------------------------------------------
 
@@ -226,7 +226,9 @@ class CommitCoverage:
                     journalled = True
                     self._record_generation(body, from_backup=from_backup)
                 case cio.Send(_, m.MembershipView() as view) if view != self._view:
-                    assert journalled or self._restarted or self._view is None, "sent before its journal"
+                    assert journalled or self._restarted or self._view is None, (
+                        "sent before its journal entry"
+                    )
                     self._view = view
                 case cio.Send(_, m.StartGeneration()) if not self._started:
                     self._started = True
@@ -237,11 +239,11 @@ class CommitCoverage:
     def _record_note(self, name: str, fields: Mapping[str, object]) -> None:
         reason = str(fields.get("reason", ""))
         if name == "no_route":
-            self.mark("4 the link is at fault: the plan goes round it")
+            self.mark("4 the link is at fault: the next plan avoids it")
         elif name == "lost" and reason.startswith("was not ready"):
-            self.mark("12 a joiner is not ready: the next MembershipView without it")
+            self.mark("12 a newcomer is not ready: the next MembershipView without it")
         elif name == "paused" and "are disconnected" in reason:
-            self.mark("13 all are away: they are waited for")
+            self.mark("13 all are away: the run waits for them")
         elif name == "rollback":
             to = "a checkpoint" if fields["to"] else "the beginning"
             self.mark(f"13 ROLLBACK to {to}")
@@ -254,15 +256,13 @@ class CommitCoverage:
         reports = [r for p, r in self._reports.items() if r.is_synced and p in self._members]
         if body["verdict"] == "ABORT" and reports:
             prepared = any(report.prepared is not None for report in reports)
-            self.mark(f"6 ABORT by Freeze: {'some of S are' if prepared else 'nobody is'} prepared")
+            self.mark(f"6 ABORT by Freeze: {'some of S are' if prepared else 'no member is'} prepared")
         if not self._started and self._members:
-            self.mark("8 a death before StartGeneration: the verdict binds")
+            self.mark("8 a death before StartGeneration: the verdict stands")
         if self._restarted and self._members:
             back = self._members <= members_now
             self.mark(
-                "11 all of the generation come back: adopted"
-                if back
-                else "11 some do not: Freeze without them"
+                "11 all of the generation rejoin: adopted" if back else "11 some do not: Freeze without them"
             )
             if from_backup:
                 self.mark("11 from a backup: reports are ahead of the journal")
@@ -275,7 +275,7 @@ def _is(effect: io.MemberEffect, kind: type[m.Message]) -> bool:
 
 
 def table(histories: Sequence[Counter[str]]) -> str:
-    """A table for people: in how many histories each rule was reached, and how often in all."""
+    """A table: in how many histories each rule was reached, and how often in all."""
     width = max(map(len, RULES))
     lines = [f"{'rule':<{width}}  histories      times"]
     for rule in RULES:

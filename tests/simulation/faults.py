@@ -1,4 +1,4 @@
-"""Faults of simulated groups: what goes wrong with some member, a connection or the coordinator."""
+"""Faults of simulated groups: of members, connections and the coordinator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Faults:
         return [worker for worker in self.world.alive if worker.core.is_synced]
 
     def some(self, count: int = 1) -> list[Any]:
-        """So many members, or none if there are not so many."""
+        """`count` members, or none if there are fewer."""
         members = self.members
         return self.random.sample(members, count) if len(members) >= count else []
 
@@ -46,9 +46,9 @@ class Faults:
         for worker in self.world.alive:
             self.world.break_edge(worker.peer, COORDINATOR, self.random.uniform(0.5, 3.0))
 
-    def cut_link(self) -> None:
+    def block_link(self) -> None:
         if pair := self.some(2):
-            self.world.cut_link(pair[0].peer, pair[1].peer, self.random.choice((1.0, 30.0)))
+            self.world.block_link(pair[0].peer, pair[1].peer, self.random.choice((1.0, 30.0)))
 
     def partition(self) -> None:
         peers = sorted(worker.peer for worker in self.world.alive)
@@ -69,7 +69,7 @@ class Faults:
         self.world.crash_coordinator(self.random.uniform(0.05, 1.5))
 
     def restart_and_crash(self) -> None:
-        """A member fails while nobody can plan without it."""
+        """A member fails while the coordinator is down and cannot plan without it."""
         self.world.crash_coordinator(self.random.uniform(0.3, 2.0))
         self.crash()
 
@@ -80,7 +80,7 @@ class Faults:
         self.world.back_up()
 
     def take_over(self) -> None:
-        """A standby takes over, and the old coordinator goes on; some find the way back to it."""
+        """A standby takes over, and the old coordinator goes on; some workers reconnect to the old one."""
         self.world.fail_over_coordinator()
         for worker in self.world.alive:
             if self.random.random() < 0.4:

@@ -2,11 +2,11 @@
 
 When, which and after how long is drawn from a separate generator, so that histories without restarts are the
 same as without this module.
-    member dies --0 .. 1.5 s--> another process with the same key and disk, and nothing else of it
+    member dies --0 .. 1.5 s--> another process with the same key and disk, without its memory
                                 --0 .. 2 s--> its model is built, and it sends its set-up
 
-An agent restarts its script immediately, and so does a container.  While a broken connection may still come
-back, the key alone does not show that the member's state is lost.
+An agent restarts its script immediately, and so does a container.  While a broken connection may still be
+restored, the key alone does not show that the member's state is lost.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ deadline after the call.  The digest of the transcript is stored.
     python record_transcripts.py --check FILE [--seeds A:B] [--only NAME]   compare; status 1 if any differs
     python record_transcripts.py --show NAME SEED [--names]                 print one transcript
 
-Run it with PYTHONPATH set to the tree under test.  To find out where two trees part, print the transcript of
+Run it with PYTHONPATH set to the tree under test.  To find where two trees differ, print the transcript of
 a history that differs from both trees and compare the two texts.
 
 A transcript does not depend on names in the source.  Classes and cores are numbered in the order of their
 first appearance in a history, dataclasses are written by the position of their fields, enums by value, sets
-and mappings in sorted order, floats by `repr`.  Texts for people and log notes are left out.
+and mappings in sorted order, floats by `repr`.  Texts for people and log messages are left out.
 Values that are part of a protocol or of a file format (message fields, journal keys and entries, addresses,
 descriptions of exchanges, enum values) are written as they are: they must not change.
 
@@ -64,8 +64,8 @@ from gridtrain.core.member.member import MemberCore
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
-from gridtrain.core.planning.network_model import LinkModel as LineLink
-from gridtrain.core.planning.network_model import NetworkModel as LineNetwork
+from gridtrain.core.planning.network_model import LinkModel as ModelledLink
+from gridtrain.core.planning.network_model import NetworkModel as ModelledNetwork
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import JoinRefused
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
@@ -79,7 +79,7 @@ from simulation.virtual_exchange import simulate_exchange
 from simulation.virtual_network import LinkProperties
 from simulation.world import COORDINATOR, SimWorker, World
 
-# -- what is known of the code under test ------------------------------------------------------
+# -- the code under test -----------------------------------------------------------------------
 
 HOOKS: tuple[tuple[type[Any], dict[str, Callable[..., Any]]], ...] = (
     (Membership, {"start": Membership.start, "handle": Membership.handle, "tick": Membership.tick}),
@@ -136,12 +136,12 @@ TEXTS: dict[type[Any], tuple[int, ...]] = {
 TEXT_KEYS = frozenset({"reason"})
 """Keys of journal entries whose values are texts for people: left out."""
 
-Workspaces = dict[m.Channel, Any]
+Buffers = dict[m.Channel, Any]
 
 EXCHANGES = ("dense", "direct", "dense-star", "topk", "gtopk", "tree", "star")
 
 
-def make_workspace(exchange: str, values_N: np.ndarray, k: int, rank: int, world_size: int) -> Any:
+def make_collective_buffer(exchange: str, values_N: np.ndarray, k: int, rank: int, world_size: int) -> Any:
     """The numbers of one collective: all of a vector, or its `k` largest elements."""
     contribution = values_N if exchange in DENSE else select(values_N, k)
     return make_buffer(exchange, rank, world_size, contribution, n=values_N.size, k=k)
@@ -153,14 +153,14 @@ def select(values_N: np.ndarray, k: int) -> bytes:
     return encode(indices, values_N[indices], n=values_N.size, kind=ValueKind.FP16)
 
 
-def residual_of(workspace: Any, values_N: np.ndarray, k: int) -> np.ndarray:
-    """What of `values_N` is not in the sum that `workspace` has computed, as far as this rank keeps it."""
-    if isinstance(workspace, DenseRingBuffer | DenseStarBuffer):
+def residual_of(buffer: Any, values_N: np.ndarray, k: int) -> np.ndarray:
+    """The part of `values_N` that is not in the sum of `buffer`, as far as this rank stores it."""
+    if isinstance(buffer, DenseRingBuffer | DenseStarBuffer):
         return np.zeros_like(values_N)
     sent = decode(select(values_N, k), n=values_N.size, max_entries=k, kind=ValueKind.FP16)
     residual_N = values_N.copy()
     residual_N[sent.indices] -= sent.values
-    for indices, values in workspace.truncated if isinstance(workspace, ButterflyBuffer) else ():
+    for indices, values in buffer.truncated if isinstance(buffer, ButterflyBuffer) else ():
         np.add.at(residual_N, indices, values)
     return residual_N
 
@@ -183,7 +183,7 @@ class Transcript:
         self.failure = ""
         self._digest = hashlib.blake2b(digest_size=16)
         self._classes: dict[type[Any], int] = {}
-        self._cores: dict[int, tuple[int, Any]] = {}  # by id: unique, as the core is held here
+        self._cores: dict[int, tuple[int, Any]] = {}  # by id: unique, as the core is referenced here
         self._deadlines: dict[int, float] = {}
 
     @property
@@ -203,7 +203,7 @@ class Transcript:
             self._write(f"  < {self.form(event)}")
 
     def returned(self, core: Any, effects: Iterable[Any]) -> None:
-        """What the call returned, and when the core wants to be called next."""
+        """The effects of the call, and the core's next deadline."""
         for effect in effects:
             if not isinstance(effect, NOTES):
                 self._write(f"  > {self.form(effect)}")
@@ -289,7 +289,7 @@ def _written(cls: type[Any]) -> tuple[str, ...] | None:
 
 
 def _form_of_bytes(value: bytes) -> str:
-    """Keys and digests in full, what is longer by its length and digest."""
+    """Keys and digests in full, longer values by their length and digest."""
     if len(value) <= 32:
         return f"x{value.hex()}"
     return f"x[{len(value)}]{hashlib.blake2b(value, digest_size=8).hexdigest()}"
@@ -297,7 +297,7 @@ def _form_of_bytes(value: bytes) -> str:
 
 @contextmanager
 def recording(keep: bool = False) -> Iterator[Transcript]:
-    """Record all calls of all cores meanwhile, but not those that a core makes inside of another one."""
+    """Record all calls of all cores in this context, except for calls of one core by another."""
     transcript, depth = Transcript(keep), 0
 
     def recorded(method: Callable[..., Any], call: str) -> Callable[..., Any]:
@@ -335,17 +335,17 @@ def recording(keep: bool = False) -> Iterator[Transcript]:
             setattr(owner, name, method)
 
 
-# -- what workers compute ----------------------------------------------------------------------
+# -- toy trainers ------------------------------------------------------------------------------
 
 N, K = 24, 5  # elements of the model, and of these how many a sparse exchange selects
 SAMPLES, EPOCHS = 60, 2
 
 
 class VectorTrainer:
-    """A model that is a vector.  Gradients are small integers, so that every sum is exact.
+    """A trainer whose model is a vector.  Gradients are small integers, so that every sum is exact.
 
     Args:
-        exchange: which one is used; where the coordinator chooses one, that one.
+        exchange: the exchange, unless the coordinator chooses one.
         buckets: collectives of one round.
     """
 
@@ -356,33 +356,35 @@ class VectorTrainer:
         self._model_N = np.zeros(N, np.float32)
         self._residual_N = np.zeros(N, np.float32)
         self._sum_N = np.zeros(N, np.float32)
-        self._of: tuple[int, ...] = ()  # the step, in its generation, that `_workspaces` are of
-        self._workspaces: Workspaces = {}
+        self._of: tuple[int, ...] = ()  # generation and step of `_buffers`
+        self._buffers: Buffers = {}
 
     def prepare(
-        self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
-    ) -> Workspaces:
-        exchange = CHOICES[seat.exchange] if seat.exchange else self._exchange
+        self, round_id: m.RoundId, assignment: RankAssignment, spans: Sequence[m.Span], skip: bool
+    ) -> Buffers:
+        exchange = CHOICES[assignment.exchange] if assignment.exchange else self._exchange
         here = round_id.term, round_id.generation, round_id.step
         if exchange == "dense" and round_id.attempt and self._of == here:
-            return self._workspaces  # a ring continues where the attempt before ended
+            return self._buffers  # a ring continues where the previous attempt ended
         self._of = here
         self._sum_N = self._residual_N + sum(
             (_gradient(position) for span in spans for position in range(span.start, span.stop)),
             np.zeros(N, np.float32),
         )
-        self._workspaces = {
-            channel: make_workspace(exchange, self._sum_N[part], K, seat.rank, seat.world_size)
+        self._buffers = {
+            channel: make_collective_buffer(
+                exchange, self._sum_N[part], K, assignment.rank, assignment.world_size
+            )
             for channel, part in zip(self._channels, self._parts, strict=True)
         }
-        return self._workspaces
+        return self._buffers
 
-    def commit(self, workspaces: Workspaces, skip: bool) -> None:
+    def commit(self, buffers: Buffers, skip: bool) -> None:
         if skip:
             return
         for channel, part in zip(self._channels, self._parts, strict=True):
-            self._model_N[part] += update_of(workspaces[channel], part.size)
-            self._residual_N[part] = residual_of(workspaces[channel], self._sum_N[part], K)
+            self._model_N[part] += update_of(buffers[channel], part.size)
+            self._residual_N[part] = residual_of(buffers[channel], self._sum_N[part], K)
 
     def capture(self) -> Any:
         return self._model_N.copy()
@@ -404,10 +406,10 @@ def _gradient(position: int) -> np.ndarray:
 
 
 class PartwiseWorker(SimWorker):
-    """Submits its collectives one after the other, as a trainer does that overlaps them with computing.
+    """Submits its collectives one after the other, as a trainer that overlaps them with computing.
 
-    In one half of all rounds all are there before the round opens, in the other half the round opens with the
-    first one, and the others follow; a few of those rounds are given up.
+    In one half of all rounds all are submitted before the round opens; in the other half the round opens with
+    the first one, and the others follow; a few of those rounds fail.
     """
 
     def handle(self, event: io.MemberEvent) -> None:
@@ -429,13 +431,13 @@ class PartwiseWorker(SimWorker):
 
 
 class MeasuredWorld(World):
-    """A world whose workers may tell how fast they compute, and how fast their links are."""
+    """A world whose workers may report how fast they compute, and how fast their links are."""
 
     speeds = ""
     """"constant": a worker's depends on its key; "in turns": all compute slowly and fast in turns."""
 
     links = False
-    """No two links are alike; `False`: nothing is known of them."""
+    """Whether the rates of links are reported; no two links are equal."""
 
     turn_s = 1.0
 
@@ -455,7 +457,7 @@ class MeasuredWorld(World):
     def rates_Bps(
         self, peer: m.PeerId, others: Sequence[m.PeerId]
     ) -> tuple[tuple[m.PeerId, float, float], ...]:
-        """Round-trip times are told a little later."""
+        """Round-trip times are reported a little later."""
         if not self.links:
             return ()
         rtt_s = tuple((other, (peer[2] + other[2]) / 5120) for other in others)
@@ -464,7 +466,7 @@ class MeasuredWorld(World):
 
 
 class VectorWorld(MeasuredWorld):
-    """A group in which every worker holds the whole model.
+    """A group in which every worker has the whole model.
 
     Args:
         exchange: "auto": the coordinator chooses one.
@@ -472,7 +474,8 @@ class VectorWorld(MeasuredWorld):
     """
 
     def __init__(
-        self, seed: int, exchange: str, *, buckets: int, follows: bool, begins: bytes, batch: int | None,
+        self, seed: int, exchange: str, *, buckets: int, can_catch_up: bool, initial_digest: bytes,
+        batch: int | None,
         **more: Any,
     ) -> None:  # fmt: skip
         self._partwise = buckets > 1
@@ -485,19 +488,19 @@ class VectorWorld(MeasuredWorld):
             facts = (("model", f"{PARAMETERS} parameters in 4 tensors"), ("exchange", AUTO.describe()))
             more["choices"] = {said: NEIGHBOURS[name] for said, name in CHOICES.items()}
         spec = m.LedgerSpec(SAMPLES, 1, epochs=more.pop("epochs", EPOCHS))
-        setup = m.Setup(facts, spec, 3, batch, can_catch_up=follows, initial_state_digest=begins)
+        setup = m.Setup(facts, spec, 3, batch, can_catch_up=can_catch_up, initial_state_digest=initial_digest)
         super().__init__(
             seed, partial(VectorTrainer, usual, buckets), NEIGHBOURS[usual], setup,
             **{"min_workers": 1, "compute_s": (0.001, 0.1), "checkpoint_every": 5, **more},
         )  # fmt: skip
 
     def send(self, src: m.PeerId, dst: m.PeerId, message: m.Message) -> None:
-        told = self._instead(message) if src in self.deceivers else message
-        if told is not None:
-            super().send(src, dst, told)
+        sent = self._instead(message) if src in self.deceivers else message
+        if sent is not None:
+            super().send(src, dst, sent)
 
     def _instead(self, message: m.Message) -> m.Message | None:
-        """What one that deceives says instead; None: nothing."""
+        """The message that a deceiver sends instead; None: none."""
         match self.deceivers_habit, message:
             case "boasts", m.FreezeReport():
                 applied = message.applied + self.random.choice((1, 2, 2, 50))
@@ -524,15 +527,15 @@ CHOICES = {
     DIRECT_DENSE: "direct",
     **dict(zip((x.describe() for x in AUTO.exchanges(PARAMETERS)), ("dense", "gtopk", "topk"), strict=True)),
 }
-"""What the coordinator may choose, by its description."""
+"""Exchanges that the coordinator may choose, by their descriptions."""
 
 
-def _everybody(rank: int, world_size: int, cuts: tuple[int, ...] = ()) -> frozenset[int]:
+def _everyone(rank: int, world_size: int, cuts: tuple[int, ...] = ()) -> frozenset[int]:
     return frozenset(range(world_size)) - {rank}
 
 
 class StageWorld(MeasuredWorld, StagedWorld):
-    """A model in stages; with `sizes` of its layers it can be partitioned anew.
+    """A model in stages; with `sizes` of its layers it can be repartitioned.
 
     Args:
         cuts: where the second and further stages begin.
@@ -547,26 +550,26 @@ class StageWorld(MeasuredWorld, StagedWorld):
         batch = more.pop("batch", None)
         setup = m.Setup((("kind", "pipeline"),), spec, 3, batch, stages=count, model=model)
         more = {"compute_s": (0.001, 0.1), "checkpoint_every": 4, **more}
-        super().__init__(seed, setup, _everybody, **more)
+        super().__init__(seed, setup, _everyone, **more)
 
     def make_worker(self, peer: m.PeerId, trainer: Any, setup: m.Setup) -> SimWorker:
-        """Where links are unlike, so are the machines."""
+        """Where links differ, machines differ as well."""
         flops = 1e12 * (1 + peer[3] % 4) if self.links else 0.0
         return super().make_worker(peer, trainer, replace(setup, flops=flops))
 
 
-# -- what goes wrong ---------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------
 
 
 class Trouble(Faults):
-    """What happens to the workers and the coordinator of one history, and when."""
+    """Faults of the workers and the coordinator of one history, and their times."""
 
     def __init__(self, world: World, dice: Random, most: int = 7) -> None:
         super().__init__(world, dice)
         self._most = most
 
     def plan(self, faults: Sequence[Callable[[Trouble], None]], events: int) -> None:
-        """So many of these faults, at random times: a calm run is over within two seconds."""
+        """Plan `events` of these faults at random times; a run without faults ends within two seconds."""
         within_s = self.random.choice((0.6, 1.5, 4.0))
         for _ in range(events):
             fault = self.random.choice(faults)
@@ -577,7 +580,7 @@ class Trouble(Faults):
             self.world.join()
 
     def crash_and_return(self) -> None:
-        """Another process comes with the key and the disk of the one that died, or only with its disk."""
+        """A process joins with the key and the disk of one that died, or only with its disk."""
         for worker in self.some():
             self.world.crash(worker.peer)
             same_key = partial(self.world.restart_process, worker.peer, self.random.choice((0.0, 0.3, 2.0)))
@@ -592,17 +595,17 @@ class Trouble(Faults):
     def crash_stage(self) -> None:
         """All replicas of one stage."""
         for worker in self.some():
-            seat = worker.core.rank_assignment
+            assignment = worker.core.rank_assignment
             for other in self.members:
                 if (
-                    seat is not None
+                    assignment is not None
                     and other.core.rank_assignment is not None
-                    and other.core.rank_assignment.stage == seat.stage
+                    and other.core.rank_assignment.stage == assignment.stage
                 ):
                     self.world.crash(other.peer)
 
     def crash_all(self) -> None:
-        """A power cut: some come back."""
+        """A power cut: some workers return."""
         for worker in self.world.alive:
             self.world.crash(worker.peer)
             if self.random.random() < 0.7:
@@ -617,29 +620,29 @@ class Trouble(Faults):
         for worker in self.some():
             self.world.leave(worker.peer)
 
-    def hand_over(self) -> None:
+    def leave_gracefully(self) -> None:
         for worker in self.some():
             self.world.leave_gracefully(worker.peer)
 
-    def hand_over_two(self) -> None:
+    def leave_two_gracefully(self) -> None:
         for worker in self.some(2):
             self.after(0.3, partial(self.world.leave_gracefully, worker.peer))
 
     def pause(self) -> None:
-        """The owner of a machine wants it for something else; the worker comes back later."""
+        """The owner of a machine needs it; the worker returns later."""
         for worker in self.some():
             worker.handle(io.LeaveGroup("its owner plays", is_temporary=True))
             self.world.crash(worker.peer)
             self.after(4.0, partial(self.world.restart_process, worker.peer))
 
-    def join_cut_off(self) -> None:
-        """A newcomer that only the coordinator reaches."""
+    def join_isolated(self) -> None:
+        """A newcomer that only the coordinator can reach."""
         newcomer = self.world.join()
         for member in self.members:
-            self.world.cut_link(newcomer.peer, member.peer, 30.0)
+            self.world.block_link(newcomer.peer, member.peer, 30.0)
 
     def catch_up(self) -> None:
-        """Whoever has no part in the generation asks members for the state, and gets pieces of it."""
+        """A worker outside the generation requests the state from members, and receives pieces of it."""
         members = self.members
         for worker in self.world.alive if members else []:
             if worker.core.rank_assignment is None:
@@ -657,12 +660,12 @@ class Trouble(Faults):
                 self.world.send(source.peer, worker.peer, answered)
 
     def refute(self) -> None:
-        """A state that was passed on turns out to be another one."""
+        """A forwarded state turns out to be a different one."""
         for worker in self.world.alive:
             worker.handle(io.StateDigestMismatch(worker.core.generation))
 
     def lie(self) -> None:
-        """A member says what no honest one says, to the coordinator or to another member."""
+        """A member sends a message that no honest member sends, to the coordinator or to another member."""
         for liar, other in [self.some(2)] if len(self.members) >= 2 else []:
             core, peers = liar.core, tuple(worker.peer for worker in self.members)
             step = core.step + self.random.choice((-1, 0, 1, 2, 50))
@@ -717,8 +720,8 @@ class Trouble(Faults):
 
 EVERYTHING = (
     Trouble.join, Trouble.join, Trouble.crash, Trouble.crash, Trouble.crash_and_return, Trouble.crash_all,
-    Trouble.leave, Trouble.hand_over, Trouble.pause, Trouble.break_edge, Trouble.break_coordinator,
-    Trouble.break_all_coordinator, Trouble.cut_link, Trouble.partition, Trouble.freeze,
+    Trouble.leave, Trouble.leave_gracefully, Trouble.pause, Trouble.break_edge, Trouble.break_coordinator,
+    Trouble.break_all_coordinator, Trouble.block_link, Trouble.partition, Trouble.freeze,
     Trouble.freeze_coordinator, Trouble.restart, Trouble.restart_and_crash, Trouble.restart_from_backup,
     Trouble.back_up, Trouble.take_over, Trouble.flip, Trouble.lose_decision, Trouble.miss_generation,
 )  # fmt: skip
@@ -741,13 +744,13 @@ def churn(
     links: bool = False,
     **more: Any,
 ) -> None:
-    """Workers that hold the whole model, and these faults, or (`calm`: how often) none."""
+    """Workers with the whole model, and these faults, or none with probability `calm`."""
     dice = Random(f"{exchange} {seed}")
     usual = {
         "buckets": 1,
         "batch": None,
-        "follows": dice.random() < 0.5,
-        "begins": dice.choice((b"", b"as built")),
+        "can_catch_up": dice.random() < 0.5,
+        "initial_digest": dice.choice((b"", b"as built")),
         "behind_nat": dice.choice((0.0, 0.0, 0.5, 1.0)),
         "skips": dice.choice((0.0, 0.0, 0.02)),
         "slow_restore": dice.choice((0.0, 0.0, 0.2)),
@@ -764,8 +767,8 @@ def churn(
     world.run(UNTIL_S, max_events=MOST_EVENTS)
 
 
-def compare_now_and_then(world: World, dice: Random) -> None:
-    """Members ask for averages, and compare their states; now and then one of them has another state."""
+def compare_sometimes(world: World, dice: Random) -> None:
+    """Members request averages and compare their states; sometimes a state diverges."""
     compared: dict[m.PeerId, int] = defaultdict(lambda: -1)
 
     def look() -> None:
@@ -786,11 +789,11 @@ def compare_now_and_then(world: World, dice: Random) -> None:
 
 
 def deceive(world: World, dice: Random) -> None:
-    """One of the first members says other things than its core does."""
+    """One of the first members sends other messages than its core."""
     assert isinstance(world, VectorWorld)
     world.deceivers = (dice.choice(sorted(world.workers)),)
     world.deceivers_habit = dice.choice(("boasts", "is silent", "refuses", "blames"))
-    compare_now_and_then(world, dice)
+    compare_sometimes(world, dice)
 
 
 def stages(seed: int, *, links: bool = False) -> None:
@@ -810,14 +813,14 @@ def stages(seed: int, *, links: bool = False) -> None:
     for _ in range(count * replicas + standbys):
         world.join()
     trouble = Trouble(world, dice, most=9)
-    trouble.plan((*STAGE_FAULTS, Trouble.join, Trouble.leave, Trouble.hand_over), dice.randint(0, 6))
-    if dice.random() < 0.8:  # people start their workers again
+    trouble.plan((*STAGE_FAULTS, Trouble.join, Trouble.leave, Trouble.leave_gracefully), dice.randint(0, 6))
+    if dice.random() < 0.8:  # owners restart their workers
         world.at(dice.uniform(5.0, 20.0), trouble.return_all)
     world.run(UNTIL_S, max_events=MOST_EVENTS)
 
 
 def repartition(seed: int) -> None:
-    """One replica of each stage and no standby: a loss leaves a stage to nobody."""
+    """One replica of each stage and no standby: after a loss a stage has no worker."""
     dice = Random(f"repartition {seed}")
     count = dice.randint(2, 4)
     sizes, cuts = _layers(dice, count)
@@ -843,7 +846,7 @@ STAGE_FAULTS = (
     Trouble.crash, Trouble.crash_stage, Trouble.crash_and_return, Trouble.crash_all, Trouble.break_edge,
     Trouble.break_coordinator, Trouble.restart, Trouble.restart_and_crash, Trouble.restart_from_backup,
     Trouble.freeze, Trouble.freeze_coordinator, Trouble.flip, Trouble.partition, Trouble.lose_decision,
-    Trouble.cut_link, Trouble.pause,
+    Trouble.block_link, Trouble.pause,
 )  # fmt: skip
 
 
@@ -853,8 +856,8 @@ def _layers(dice: Random, stages: int) -> tuple[list[int], list[int]]:
     return sizes, sorted(dice.sample(range(1, len(sizes)), stages - 1))
 
 
-class BareWorkspace:
-    """Stands for the numbers of a collective that is run without any."""
+class BareBuffer:
+    """A buffer without values, for a collective that is run without them."""
 
     def __init__(self, make: Callable[[int, int, int], Collective]) -> None:
         self.make_collective = make
@@ -869,7 +872,7 @@ class BareWorkspace:
 
 
 def collectives(seed: int) -> None:
-    """One collective alone, over a network that delays and reorders; in some histories a rank dies."""
+    """One collective over a network that delays and reorders; in some histories a rank dies."""
     dice = Random(f"collectives {seed}")
     size = dice.randint(1, 12)
     names = (*EXCHANGES, "telling", "subgroups", "activations")
@@ -880,14 +883,14 @@ def collectives(seed: int) -> None:
         "subgroups": _in_subgroups,
         "activations": _activation,
     }
-    workspaces: list[Any] = (
-        [BareWorkspace(bare[name]) for _ in range(size)]
+    buffers: list[Any] = (
+        [BareBuffer(bare[name]) for _ in range(size)]
         if name in bare
-        else [make_workspace(name, value, K, rank, size) for rank, value in enumerate(values)]
+        else [make_collective_buffer(name, value, K, rank, size) for rank, value in enumerate(values)]
     )
     skipping = [rank for rank in range(size) if dice.random() < 0.05 and name != "activations"]
     link = LinkProperties(delay_s=(0.001, 0.02), bandwidth_Bps=1e6, in_order=dice.random() < 0.5)
-    group = CollectiveGroup(workspaces, seed=seed, skipping=skipping, link=link)
+    group = CollectiveGroup(buffers, seed=seed, skipping=skipping, link=link)
     if dice.random() < 0.3:
         dead = dice.randrange(size)
         group.network.call_at(dice.uniform(0.0, 0.05), partial(group.network.crash, dead))
@@ -895,7 +898,7 @@ def collectives(seed: int) -> None:
 
 
 def _in_subgroups(rank: int, world_size: int, flags: int) -> Collective:
-    """Even ranks among themselves, odd ones as well."""
+    """One collective among the even ranks, and one among the odd ranks."""
     ranks = range(rank % 2, world_size, 2)
     return Subgroup(RingAllReduce(ranks.index(rank), len(ranks), 2, flags), ranks)
 
@@ -908,16 +911,16 @@ def _activation(rank: int, world_size: int, flags: int) -> Collective:
 
 
 def modelled_links(seed: int) -> None:
-    """One collective over modelled links, as the planner's estimates are checked."""
+    """One collective over modelled links, as in tests of the planner's estimates."""
     dice = Random(f"links {seed}")
     size = dice.randint(2, 12)
     pairs = {
-        (a, b): LineLink(dice.uniform(0.0001, 0.03), dice.uniform(1e6, 1e8))
+        (a, b): ModelledLink(dice.uniform(0.0001, 0.03), dice.uniform(1e6, 1e8))
         for a in range(size)
         for b in range(size)
     }
     up, down = ([dice.uniform(1e6, 1e8) for _ in range(size)] for _ in range(2))
-    network = LineNetwork(lambda a, b: pairs[a, b], up, down)
+    network = ModelledNetwork(lambda a, b: pairs[a, b], up, down)
     kinds = tuple(ExchangeKind)
     load = Workload(kinds[seed % len(kinds)], dice.randint(10_000, 900_000), density=0.02)
     simulate_exchange(load, network, lambda work: 1e-4)
@@ -928,14 +931,27 @@ RESTARTS = (
     Trouble.freeze_coordinator, Trouble.take_over, Trouble.break_all_coordinator, Trouble.join,
     Trouble.crash_all,
 )  # fmt: skip
-FOLLOWERS = (
-    Trouble.join, Trouble.join, Trouble.join, Trouble.join_cut_off, Trouble.crash, Trouble.cut_link,
-    Trouble.break_coordinator, Trouble.hand_over, Trouble.restart, Trouble.miss_generation, Trouble.catch_up,
-    Trouble.catch_up, Trouble.refute,
+CATCH_UP_FAULTS = (
+    Trouble.join, Trouble.join, Trouble.join, Trouble.join_isolated, Trouble.crash, Trouble.block_link,
+    Trouble.break_coordinator, Trouble.leave_gracefully, Trouble.restart, Trouble.miss_generation,
+    Trouble.catch_up, Trouble.catch_up, Trouble.refute,
 )  # fmt: skip
-LEAVING = (Trouble.hand_over, Trouble.hand_over_two, Trouble.join, Trouble.break_edge, Trouble.lose_decision)
+LEAVING = (
+    Trouble.leave_gracefully,
+    Trouble.leave_two_gracefully,
+    Trouble.join,
+    Trouble.break_edge,
+    Trouble.lose_decision,
+)
 PAUSING = (Trouble.pause, Trouble.pause, Trouble.join, Trouble.crash_and_return, Trouble.restart)
-CALMER = (Trouble.join, Trouble.crash, Trouble.break_edge, Trouble.restart, Trouble.flip, Trouble.hand_over)
+CALMER = (
+    Trouble.join,
+    Trouble.crash,
+    Trouble.break_edge,
+    Trouble.restart,
+    Trouble.flip,
+    Trouble.leave_gracefully,
+)
 
 HISTORIES: dict[str, tuple[Callable[[int], None], int]] = {
     "dense": (partial(churn, "dense"), 200),
@@ -954,10 +970,12 @@ HISTORIES: dict[str, tuple[Callable[[int], None], int]] = {
         60,
     ),
     "restarts": (partial(churn, "gtopk", faults=RESTARTS, calm=0.0), 120),
-    "followers": (partial(churn, "dense", faults=FOLLOWERS, follows=True, compute_s=(0.1, 0.3)), 100),
+    "followers": (
+        partial(churn, "dense", faults=CATCH_UP_FAULTS, can_catch_up=True, compute_s=(0.1, 0.3)), 100
+    ),
     "leaving": (partial(churn, "topk", faults=LEAVING, calm=0.0, workers=(3, 6)), 60),
     "pausing": (partial(churn, "gtopk", faults=PAUSING, calm=0.0, workers=(2, 5)), 60),
-    "comparing": (partial(churn, "dense", faults=CALMER, watch=compare_now_and_then, workers=(3, 5)), 60),
+    "comparing": (partial(churn, "dense", faults=CALMER, watch=compare_sometimes, workers=(3, 5)), 60),
     "partwise": (partial(churn, "dense", faults=CALMER, buckets=2, workers=(2, 5)), 60),
     "lying": (partial(churn, "gtopk", faults=(Trouble.lie,), calm=0.0, workers=(3, 6)), 100),
     "deceiving": (
@@ -973,7 +991,7 @@ HISTORIES: dict[str, tuple[Callable[[int], None], int]] = {
     "collectives": (collectives, 80),
     "links": (modelled_links, 28),
 }  # fmt: skip
-"""By name: how a history is run from its seed, and how many are recorded.  Seeds begin at 0."""
+"""By name: the function that runs a history from its seed, and the number of recorded seeds, from 0."""
 
 
 def record(name: str, seed: int, keep: bool = False) -> Transcript:

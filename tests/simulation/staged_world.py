@@ -1,14 +1,14 @@
-"""A model in stages on the virtual network: the real cores, and toy trainers that hold one stage each.
+"""A model in stages on the virtual network: the real cores, and toy trainers of one stage each.
 
 A step, as rank 2 of 3 x 2 sees it:
     rank 0 --activation--> rank 2 --activation--> rank 4         the positions of the samples, then
     rank 0 <--gradient---- rank 2 <--gradient---- rank 4         sums of them, one from each stage;
                            rank 2 <--share------> rank 3         replicas add up their sums;
-                           rank 2 <--seal-------> all others     one digest of all stages is voted on
+                           <--digest-----> all others     one digest of all stages is voted on
 
 The state of a layer is a number; a sample adds to it what its position and the layer determine, so that each
-one that is lost or counted twice shows.  A stage is a range of layers that may change.  Checkpoints go to a
-worker's own disk and to that of the next stage.
+one that is lost or counted twice is detected.  A stage is a range of layers that may change.  Checkpoints go
+to a worker's own disk and to that of the next stage.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from simulation.commit_coverage import open_round
 from simulation.world import SimWorker, World
 from simulation.world import WorkerDisk as OneDisk
 
-ACTIVATION, GRADIENT, SHARE, SEAL = range(4)
-MOST_STEPS_KEPT = 2
+ACTIVATION, GRADIENT, SHARE, DIGEST = range(4)
+MOST_STORED_STEPS = 2
 
 State = tuple[int, ...]
 """State of a stage, a number for each of its layers."""
@@ -56,7 +56,7 @@ def layer_weight(position: int, layer: int) -> int:
 class PipelineStep:
     """One step as rank `rank` sees it; a `gridtrain.core.collectives.collective.Collective`.
 
-    A payload is stored when it arrives, and whatever it makes possible is sent immediately.
+    A payload is stored when it arrives, and every payload that it completes is sent immediately.
     """
 
     def __init__(self, rank: int, layout: RankLayout, flags: int) -> None:
@@ -71,7 +71,7 @@ class PipelineStep:
             ACTIVATION: set(self._before),
             GRADIENT: set(self._after),
             SHARE: set(self._group),
-            SEAL: set(self._everyone),
+            DIGEST: set(self._everyone),
         }
         self._sent: set[int] = set()
         self.complete = False
@@ -101,12 +101,12 @@ class PipelineStep:
             (ACTIVATION, here, self._after),
             (GRADIENT, back, self._before),
             (SHARE, back, self._group),
-            (SEAL, shared, self._everyone),
+            (DIGEST, shared, self._everyone),
         ):
             if possible and kind not in self._sent:
                 self._sent.add(kind)
                 effects += [SendTo(rank, _slot_of(kind), self._flags) for rank in sorted(to)]
-        if shared and not self._due[SEAL] and not self.complete:
+        if shared and not self._due[DIGEST] and not self.complete:
             self.complete = True
             effects.append(CollectiveComplete(self._flags))
         return effects
@@ -125,7 +125,7 @@ class StageStateBuffer:
 
     def __init__(self, assignment: RankAssignment, state: State, positions: Sequence[int]) -> None:
         self.placement, self.state = assignment, state
-        self.positions = tuple(positions)  # of the first stage; others receive them from their neighbour
+        self.positions = tuple(positions)  # in the first stage; others receive them from their neighbour
         self.shares: dict[int, State] = {}
         self.digests: dict[int, str] = {}
 
@@ -138,7 +138,7 @@ class StageStateBuffer:
         if kind == ACTIVATION:
             self.positions = tuple(value)
         elif kind == GRADIENT:
-            assert tuple(value) == self.positions, "the gradient of other samples came back"
+            assert tuple(value) == self.positions, "received the gradient of other samples"
         elif kind == SHARE:
             self.shares[effect.rank] = tuple(value)
         else:
@@ -149,18 +149,17 @@ class StageStateBuffer:
         value: Any = self.positions
         if kind == SHARE:
             value = self._own_share()
-        elif kind == SEAL:
+        elif kind == DIGEST:
             value = self._own_digest()
         return json.dumps([kind, value]).encode()
 
     def compute_digest(self) -> bytes:
-        """Digest of all stages; where replicas of one stage differ a digest that no other has, so that all
-        abort."""
-        seals = {**self.digests, self.placement.rank: self._own_digest()}
+        """Digest of all stages; if replicas of a stage differ, one that no other rank has, so all abort."""
+        digests = {**self.digests, self.placement.rank: self._own_digest()}
         for stage in range(self.placement.stages):
-            if len({seals[rank] for rank in self.placement.layout.stage_ranks(stage)}) > 1:
+            if len({digests[rank] for rank in self.placement.layout.stage_ranks(stage)}) > 1:
                 return self.placement.own_id
-        return hashlib.blake2b(json.dumps(sorted(seals.items())).encode(), digest_size=16).digest()
+        return hashlib.blake2b(json.dumps(sorted(digests.items())).encode(), digest_size=16).digest()
 
     @property
     def after(self) -> State:
@@ -175,7 +174,7 @@ class StageStateBuffer:
 
 
 class StageTrainer:
-    """Holds the stage of its worker's rank."""
+    """Trainer of the stage of its worker's rank."""
 
     def __init__(self) -> None:
         self.layers = m.Span(0, 0)
@@ -209,7 +208,7 @@ class StageTrainer:
 
 
 class StagedWorker(SimWorker):
-    """As `SimWorker`; it keeps checkpoints of its own stage and of the one before."""
+    """As `SimWorker`; it stores checkpoints of its own stage and of the previous one."""
 
     trainer: StageTrainer
 
@@ -325,9 +324,9 @@ class StagedWorker(SimWorker):
             of_stage = sorted(
                 (k for k in self.stored_checkpoints if k.layers == layers), key=lambda k: k.applied
             )
-            for old in of_stage[:-MOST_STEPS_KEPT]:
+            for old in of_stage[:-MOST_STORED_STEPS]:
                 del self.stored_checkpoints[old]
-        # A worker that has had several stages holds old checkpoints of all: the oldest are deleted.
+        # A worker that has had several stages has old checkpoints of all: the oldest are deleted.
         for old in sorted(self.stored_checkpoints, key=lambda k: k.applied)[: -m.MAX_STAGE_CHECKPOINTS]:
             del self.stored_checkpoints[old]
         if self.alive:

@@ -1,8 +1,8 @@
 """`exchange="auto"` on the virtual network: the coordinator chooses, and later changes the choice; no
 gradient is lost.
 
-The workers' computing is slow and fast in turns, so that dense and sparse exchanges follow each other; all
-guarantees that `test_world` checks are checked over these histories.
+The workers compute slowly and fast in turns, so that dense and sparse exchanges follow each other.  The
+checks are those of `test_world`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ EDGES = {
 KINDS = {DENSE: "dense", DIRECT_DENSE: "direct", GTOPK: "gtopk", TOPK: "topk"}
 DENSE_KINDS = ("dense", "direct")
 RATE_Bps = 12.5e6
-SLOW_s, FAST_s = 3.0, 0.001  # computing of a sample: dense is little beside the one, much beside the other
+SLOW_s, FAST_s = (
+    3.0,
+    0.001,
+)  # computing a sample: a dense exchange is short against the one, long against the other
 
 
 class Trainer(group.ToyTrainer):
@@ -43,15 +46,15 @@ class Trainer(group.ToyTrainer):
 
     used: dict[m.RoundId, str]
 
-    def prepare(self, round_id: m.RoundId, seat: Any, spans: Sequence[m.Span], skip: bool) -> Any:
-        assert seat.exchange, "a round began before its exchange was chosen"
-        self.kind = KINDS[seat.exchange]
-        assert self.used.setdefault(round_id, seat.exchange) == seat.exchange
-        return super().prepare(round_id, seat, spans, skip)
+    def prepare(self, round_id: m.RoundId, assignment: Any, spans: Sequence[m.Span], skip: bool) -> Any:
+        assert assignment.exchange, "a round began before its exchange was chosen"
+        self.kind = KINDS[assignment.exchange]
+        assert self.used.setdefault(round_id, assignment.exchange) == assignment.exchange
+        return super().prepare(round_id, assignment, spans, skip)
 
 
 class AutoWorld(World):
-    """Computing changes its pace every `turn_s` seconds; all links are equal."""
+    """Workers compute slowly or fast for `turn_s` seconds each; all links are equal."""
 
     turn_s, slow_first = 1.0, True
 
@@ -72,8 +75,8 @@ def build(seed: int, workers: int, **more: Any) -> tuple[AutoWorld, Any, dict[m.
     book: Any = defaultdict(list)
     used: dict[m.RoundId, str] = {}
     facts = (("model", "120576 parameters in 4 tensors"), ("exchange", AUTO.describe()))
-    follows = Random(seed).random() < 0.5
-    setup = m.Setup(facts, m.LedgerSpec(group.SAMPLES, 1, epochs=2), 3, None, can_catch_up=follows)
+    can_catch_up = Random(seed).random() < 0.5
+    setup = m.Setup(facts, m.LedgerSpec(group.SAMPLES, 1, epochs=2), 3, None, can_catch_up=can_catch_up)
     min_workers = more.pop("min_workers", 1)
 
     def made() -> Trainer:
@@ -98,7 +101,7 @@ def build(seed: int, workers: int, **more: Any) -> tuple[AutoWorld, Any, dict[m.
 
 
 def switches(world: World, used: dict[m.RoundId, str]) -> Counter[tuple[str, str]]:
-    """From which exchange to which, over the committed steps."""
+    """Counts of (previous, next) exchange over the committed steps."""
     committed = sorted({round_id for _, round_id, _ in world.log.commits}, key=lambda r: (r.step, r.term))
     names = [KINDS[used[round_id]] for round_id in committed if round_id in used]
     return Counter((a, b) for a, b in pairwise(names) if a != b)
@@ -112,9 +115,9 @@ def test_a_slow_first_batch_makes_dense_and_faster_ones_sparse() -> None:
     first = min(used)
     assert KINDS[used[first]] in DENSE_KINDS
     assert any(a in DENSE_KINDS and b not in DENSE_KINDS for a, b in switches(world, used))
-    picture = world.coordinator.snapshot(world.now_s)
-    assert picture["facts"]["exchange"] in EDGES
-    assert " computing; " in picture["exchange_reason"]
+    status = world.coordinator.snapshot(world.now_s)
+    assert status["facts"]["exchange"] in EDGES
+    assert " computing; " in status["exchange_reason"]
 
 
 def test_nothing_is_chosen_before_all_have_computed() -> None:
@@ -136,16 +139,15 @@ def troubled(seed: int) -> tuple[AutoWorld, Any, dict[m.RoundId, str]]:
     return world, book, used
 
 
-def test_a_process_that_is_sent_its_predecessor_s_view_still_holds_its_checkpoint() -> None:
+def test_a_process_that_receives_its_predecessors_view_still_reports_its_checkpoint() -> None:
     """Seed 203: a frozen coordinator answers the Join of a process that has died since, and its
-    MembershipView reaches the next one.  The run starts over from that one's checkpoint, which nobody else
-    holds."""
+    MembershipView reaches the next process.  The run starts over from the checkpoint of this one."""
     world, book, _ = troubled(203)
     group.check(world, book)
     assert world.finished and world.log.restarted_processes == 1 and world.log.rollbacks == 1
 
 
-def test_promises_hold_while_the_exchange_changes(seeds: Seeds) -> None:
+def test_guarantees_hold_while_the_exchange_changes(seeds: Seeds) -> None:
     totals: Counter[tuple[str, str]] = Counter()
     count = 0
     for seed in seeds(16):

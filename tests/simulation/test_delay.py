@@ -18,7 +18,7 @@ KINDS = group.KINDS + group.OTHER_KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_calm_group_needs_one_step_more(kind: str) -> None:
+def test_a_group_without_faults_needs_one_step_more(kind: str) -> None:
     """120 samples in steps of 4 x 3: two passes of five steps, and the step that exchanges the last ones."""
     world, book = group.build(1, kind, workers=4, delay=1)
     world.run(60.0)
@@ -43,14 +43,14 @@ def history(seed: int, kind: str) -> tuple[World, Book]:
     return world, book
 
 
-def test_promises_hold_with_a_delay(seeds: Seeds) -> None:
+def test_guarantees_hold_with_a_delay(seeds: Seeds) -> None:
     totals: Counter[str] = Counter()
     for seed in seeds(400, drawn=60):
         world, book = history(seed, KINDS[seed % len(KINDS)])
         if not world.alive:
-            continue  # two have left at once, and nobody came after them
+            continue  # two have left at once, and no worker joined after them
         if world.log.start_overs or world.log.blank_backups:
-            continue  # the run has begun anew: `check` cannot tell the rounds of both runs apart
+            continue  # the run has started over: `check` cannot distinguish the rounds of both runs
         group.check(world, book)
         totals.update({name: getattr(world.log, name) for name in (*group.WHAT_HAPPENS, "repeated")})
     print(dict(totals))

@@ -14,9 +14,9 @@ from simulation.world import SimWorker, World
 
 WORKERS, FROM_STEP = 4, 2
 RANKS = (0, 2)
-"""Of whom leaves or crashes: who counts the votes, and somebody else.  Also the seeds."""
+"""Ranks that leave or crash: the root, which counts the votes, and another.  Also the seeds."""
 Event = Callable[[World, SimWorker], SimWorker]
-"""What happens, to a member if it happens to one; returns whom it concerns."""
+"""Lets something happen, to the given member or with a new one; returns the worker concerned."""
 
 
 def join(world: World, member: SimWorker) -> SimWorker:
@@ -28,7 +28,7 @@ def leave(world: World, member: SimWorker) -> SimWorker:
     return member
 
 
-def leave_with_handover(world: World, member: SimWorker) -> SimWorker:
+def leave_gracefully(world: World, member: SimWorker) -> SimWorker:
     world.leave_gracefully(member.peer)
     return member
 
@@ -45,8 +45,8 @@ def is_training(world: World) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS + OTHER_KINDS)
-@pytest.mark.parametrize("event", [join, leave, leave_with_handover, crash], ids=lambda event: event.__name__)
-def test_promises_hold(kind: str, event: Event) -> None:
+@pytest.mark.parametrize("event", [join, leave, leave_gracefully, crash], ids=lambda event: event.__name__)
+def test_guarantees_hold(kind: str, event: Event) -> None:
     samples = 150 if event is join else 60  # a newcomer is admitted after a second or two
     for seed in RANKS:
         world, book = build(seed, kind, workers=WORKERS, samples=samples, compute_s=(0.1, 0.2))
@@ -59,8 +59,8 @@ def test_promises_hold(kind: str, event: Event) -> None:
         world.run(90.0)
 
         check(world, book, samples)
-        assert not exempt(world), f"seed {seed}: the run began anew"
-        assert world.log.generations > generations, f"seed {seed}: nobody noticed"
+        assert not exempt(world), f"seed {seed}: the run started over"
+        assert world.log.generations > generations, f"seed {seed}: no new generation"
         steps = {round_id.step for peer, round_id, _ in world.log.commits if peer == concerned.peer}
         last = max(round_id.step for _, round_id, _ in world.log.commits)
         if event is join:
@@ -68,5 +68,5 @@ def test_promises_hold(kind: str, event: Event) -> None:
             assert steps and min(steps) > happened_at, f"seed {seed}: it took no part"
         else:
             assert concerned.left == (event is not crash) and not concerned.alive
-            assert FROM_STEP - 1 <= max(steps) < last, f"seed {seed}: it was there to the end"
-            assert event is not leave_with_handover or world.log.acknowledged, f"seed {seed}: no handover"
+            assert FROM_STEP - 1 <= max(steps) < last, f"seed {seed}: it took part to the end"
+            assert event is not leave_gracefully or world.log.acknowledged, f"seed {seed}: no transfer"

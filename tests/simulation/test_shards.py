@@ -30,7 +30,7 @@ def shards_read(world: World) -> dict[tuple[int, int], set[m.PeerId]]:
 
 
 @pytest.mark.parametrize("kind", group.KINDS)
-def test_a_calm_group_reads_most_shards_on_one_worker(kind: str) -> None:
+def test_a_group_without_faults_reads_most_shards_on_one_worker(kind: str) -> None:
     world, book = group.build(1, kind, workers=3, shards=SHARDS)
     world.run(60.0)
     group.check(world, book)
@@ -38,7 +38,7 @@ def test_a_calm_group_reads_most_shards_on_one_worker(kind: str) -> None:
     assert len(world.log.commits) == 3 * 14, "60 samples in steps of 3 x 3, twice: as without shards"
     readers = shards_read(world)
     assert len(readers) == 2 * len(SHARDS)
-    assert sum(len(peers) > 1 for peers in readers.values()) <= 2 * 2, "those that are divided at the end"
+    assert sum(len(peers) > 1 for peers in readers.values()) <= 2 * 2, "shards that are divided at the end"
 
 
 def history(seed: int) -> tuple[World, Book]:
@@ -51,7 +51,7 @@ def history(seed: int) -> tuple[World, Book]:
         kind,
         workers=random.randint(1, 5),
         delay=int(delay),
-        shards=SHARDS * 6 if stalls else SHARDS,  # who is late is known after some steps
+        shards=SHARDS * 6 if stalls else SHARDS,  # stragglers are known after some steps
         skips=random.choice((0.0, 0.0, 0.02)),
         slow_restore=random.choice((0.0, 0.0, 0.2)),
         may_be_absent=stalls,
@@ -77,7 +77,7 @@ COVERING = (1, 77)
 """Seeds with absences."""
 
 
-def test_promises_hold_with_shards(seeds: Seeds) -> None:
+def test_guarantees_hold_with_shards(seeds: Seeds) -> None:
     totals: Counter[str] = Counter()
     for seed in seeds(400, always=COVERING, drawn=20):
         world, book = history(seed)

@@ -1,8 +1,8 @@
 """S stages x R replicas on the virtual network, with workers that die, join, are partitioned and come back.
 
-Every seed is checked against the guarantees: replicas of a stage hold one state, all stages are at one step,
-every sample counts once (after a rollback: in the history that counts), and the run ends, or is paused for a
-reason that is true.  `GRIDTRAIN_SEEDS=500` or `make sweep` for more.
+Every seed is checked against the guarantees: replicas of a stage have one state, all stages are at one step,
+every sample counts once (after a rollback: in the remaining history), and the run ends, or is paused for a
+true reason.  `GRIDTRAIN_SEEDS=500` or `make sweep` for more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAMPLES, EPOCHS = 60, 2
 SEEN = ("finished", "rollbacks", "pauses", "reloads", "state_transfers")
 COVERING = (14, 15, 17, 18, 19, 21, 27, 28)
 STARVED_COVERING = (1, 8, 11, 14, 15, 18)
-"""Seeds in which each thing that is counted happens at least twice (`choose_seeds.py`)."""
+"""Seeds in which each counted case happens at least twice (`choose_seeds.py`)."""
 Seeds = Any
 
 
@@ -69,7 +69,7 @@ def at_stage(world: StagedWorld, stage: int) -> list[StagedWorker]:
 
 
 class Trouble(Faults):
-    """What goes wrong in one history, and when; nobody is spared."""
+    """Faults of one history, and their times; any worker can be hit."""
 
     coordinator_freezes_s = (0.2, 1.0, 3.0)
 
@@ -81,7 +81,7 @@ class Trouble(Faults):
         for _ in range(events):
             what = self.random.choice(FAULTS)
             self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(what, self))
-        if self.random.random() < 0.8:  # people start their workers again
+        if self.random.random() < 0.8:  # owners restart their workers
             self.world.at(self.random.uniform(5.0, 30.0), self.revive)
         if self.random.random() < 0.5:
             self.world.at(self.random.uniform(30.0, 60.0), self.revive)
@@ -140,17 +140,17 @@ FAULTS: tuple[Callable[[Trouble], None], ...] = (
     Trouble.join, Trouble.join, Trouble.crash, Trouble.crash, Trouble.crash_a_stage, Trouble.crash_and_back,
     Trouble.leave, Trouble.break_edge, Trouble.break_coordinator, Trouble.restart, Trouble.restart_and_crash,
     Trouble.restart_from_backup, Trouble.freeze, Trouble.freeze_coordinator, Trouble.flip, Trouble.partition,
-    Trouble.power_cut, Trouble.lose_decision, Trouble.cut_link,
+    Trouble.power_cut, Trouble.lose_decision, Trouble.block_link,
 )  # fmt: skip
 
 
 def model_of(sizes: Sequence[int], *cuts: int) -> m.StagedModel:
-    """Blocks of so many bytes, which are held twice: with their gradients."""
+    """Layers of these sizes in bytes; a worker stores each twice, with its gradients."""
     return m.StagedModel(cuts, tuple(m.LayerCosts(size, size) for size in sizes), copies=1.0)
 
 
 def fits(world: StagedWorld) -> str:
-    """How the model could be cut for those who live, all ways tried; empty: in no way."""
+    """A partition of the model that fits the living workers, by trying all; empty: none fits."""
     model = world.setup.model
     if model is None:
         return ""
@@ -166,41 +166,41 @@ def fits(world: StagedWorld) -> str:
 
 
 def may_go_on(world: StagedWorld, stages: int) -> str:
-    """Why a run that is paused could go on; empty: it could not."""
+    """Why a paused run could go on; empty: it could not."""
     short = len(world.alive) < stages
     if (short or world.setup.model is not None) and not fits(world):
         return ""
     blocks = defined_cuts(world.setup)[-1]
     of: dict[tuple[int, bytes], list[m.Span]] = defaultdict(list)
-    voices: Counter[tuple[int, bytes]] = Counter()
-    believed = {state[:2] for state in world.coordinator._checkpoints.quorum._confirmed}
+    votes: Counter[tuple[int, bytes]] = Counter()
+    confirmed = {state[:2] for state in world.coordinator._checkpoints.quorum._confirmed}
     for worker in world.alive:
         assert isinstance(worker, StagedWorker)
-        for held in worker.stored_checkpoints:
-            of[held.applied, held.history].append(held.layers)
-        voices.update({(held.applied, held.history) for held in worker.stored_checkpoints})
-        seat = worker.core.rank_assignment
-        if worker.core.is_synced and seat is not None:
-            of[worker.core.applied, worker.core.history].append(seat.layers)
-            believed.add((worker.core.applied, worker.core.history))
-    believed |= {at for at, count in voices.items() if 2 * count > len(world.alive)}
-    whole = [at for at, known in of.items() if not uncovered_spans(known, blocks) and at in believed]
-    # Before the first step all are waited for, and so they are where the coordinator's backup knows of none.
+        for checkpoint in worker.stored_checkpoints:
+            of[checkpoint.applied, checkpoint.history].append(checkpoint.layers)
+        votes.update({(kept.applied, kept.history) for kept in worker.stored_checkpoints})
+        assignment = worker.core.rank_assignment
+        if worker.core.is_synced and assignment is not None:
+            of[worker.core.applied, worker.core.history].append(assignment.layers)
+            confirmed.add((worker.core.applied, worker.core.history))
+    confirmed |= {at for at, count in votes.items() if 2 * count > len(world.alive)}
+    complete = [at for at, known in of.items() if not uncovered_spans(known, blocks) and at in confirmed]
+    # The run waits for all workers before the first step, and if the coordinator's backup knows of no worker.
     has_begun = not world.log.blank_backups or world.coordinator.run.highest_step > 0
-    whole = [at for at in whole if not short or (has_begun and at[0] >= 0)]
-    return f"every stage of {max(whole)[0]} is here; {fits(world)}" if whole else ""
+    complete = [at for at in complete if not short or (has_begun and at[0] >= 0)]
+    return f"every stage of {max(complete)[0]} is here; {fits(world)}" if complete else ""
 
 
 def check(world: StagedWorld, stages: int) -> None:
     log, samples = world.log, SAMPLES * (world.setup.ledger.epochs or 0)
     rounds: dict[int, list[m.RoundId]] = defaultdict(list)
     histories: dict[m.RoundId, set[bytes]] = defaultdict(set)
-    for _, round_id, history in log.commits:  # in the order in which it happened
+    for _, round_id, history in log.commits:  # in the order of the commits
         histories[round_id].add(history)
         if round_id not in rounds[round_id.step]:
             rounds[round_id.step].append(round_id)
     assert all(len(seen) == 1 for seen in histories.values()), "one step, and two histories"
-    for step, ids in rounds.items():  # all or none, but where the run went back beyond this step
+    for step, ids in rounds.items():  # all or none, except where the run went back beyond this step
         again = sum(to <= step and (since is None or step < since) for since, to in world.lost_steps)
         known = not (log.lost_disks or log.blackouts or log.start_overs)
         assert len(ids) <= 1 + again or not known, (step, ids, world.lost_steps)
@@ -229,17 +229,17 @@ def check(world: StagedWorld, stages: int) -> None:
     wrong = {p: seen[p] for p in range(samples) if seen[p] != 1}
     assert not wrong and len(seen) == samples, f"not counted once: {wrong}"
     for worker in over:
-        blocks = worker.trainer.layers
-        assert worker.core.rank_assignment is not None and blocks == worker.core.rank_assignment.layers
-        for block, number in zip(range(blocks.start, blocks.stop), worker.trainer.state, strict=True):
-            assert number == sum(layer_weight(p, block) for p in counted), f"block {block}"
+        layers = worker.trainer.layers
+        assert worker.core.rank_assignment is not None and layers == worker.core.rank_assignment.layers
+        for layer, number in zip(range(layers.start, layers.stop), worker.trainer.state, strict=True):
+            assert number == sum(layer_weight(p, layer) for p in counted), f"layer {layer}"
 
 
 def history(seed: int) -> tuple[StagedWorld, int]:
-    """All that a seed decides."""
+    """The history of this seed."""
     random = Random(seed)
     stages, replicas = random.randint(2, 4), random.randint(1, 2)
-    spare = random.choice((0, 0, 1, 2))
+    standbys = random.choice((0, 0, 1, 2))
     more = {
         "skips": random.choice((0.0, 0.0, 0.02)),
         "behind_nat": random.choice((0.0, 0.0, 0.5)),
@@ -251,7 +251,7 @@ def history(seed: int) -> tuple[StagedWorld, int]:
         cuts = sorted(random.sample(range(1, len(sizes)), stages - 1))
         model = model_of(sizes, 0, *cuts, len(sizes))
         memory = random.choice(((0,), (0,), (2 * sum(sizes), sum(sizes)), (sum(sizes),)))
-    world = build(seed, stages, stages * replicas + spare, model, memory=memory, **more)
+    world = build(seed, stages, stages * replicas + standbys, model, memory=memory, **more)
     Trouble(world, random).plan(random.randint(1, 7))
     world.run(400.0, max_events=2_000_000)
     return world, stages
@@ -284,8 +284,8 @@ def starved(seed: int) -> tuple[StagedWorld, int]:
     return world, stages
 
 
-def test_promises_hold_where_the_model_is_cut_anew(seeds: Seeds) -> None:
-    seen = ("finished", "left paused", "rollbacks", "merges", "cut anew", "to fewer", "to more")
+def test_guarantees_hold_when_the_model_is_repartitioned(seeds: Seeds) -> None:
+    seen = ("finished", "left paused", "rollbacks", "merges", "repartitioned", "to fewer", "to more")
     sweep(seeds(5, always=STARVED_COVERING, drawn=5), starved, () if seeds.is_replay else seen)
 
 
@@ -297,11 +297,11 @@ def test_a_stage_that_is_loaded_after_the_freeze_ends_a_pause() -> None:
     assert world.finished and world.pauses == 2 and len(world.lost_steps) == 1
 
 
-def test_promises_hold_under_churn(seeds: Seeds) -> None:
+def test_guarantees_hold_under_churn(seeds: Seeds) -> None:
     sweep(seeds(60, always=COVERING, drawn=6), history, () if seeds.is_replay else SEEN)
 
 
-def test_stages_are_created_anew_by_other_workers_if_no_step_was_committed() -> None:
+def test_other_workers_create_stages_again_if_no_step_was_committed() -> None:
     """The only worker with stage 0 is left out by a plan for the speeds of the cards."""
     check(*history(798943))
 
@@ -317,7 +317,7 @@ def reached_by(world: StagedWorld) -> dict[str, int]:
         "pauses": world.pauses,
         "reloads": world.reloads,
         "merges": world.merges,
-        "cut anew": sum(a != b for a, b in cuts),
+        "repartitioned": sum(a != b for a, b in cuts),
         "to more": sum(len(a) < len(b) for a, b in cuts),
         "to fewer": sum(len(a) > len(b) for a, b in cuts),
     } | {name: getattr(world.log, name) for name in logged}
@@ -339,7 +339,7 @@ def sweep(seeds: Iterable[int], of: Callable[[int], tuple[StagedWorld, int]], se
     assert all(counts[name] for name in seen), "choose other seeds: tests/simulation/choose_seeds.py"
 
 
-def test_a_calm_run_ends_in_one_generation() -> None:
+def test_a_run_without_faults_ends_in_one_generation() -> None:
     world = build(1, 3, 6)
     world.run(60.0)
     check(world, 3)
@@ -349,9 +349,8 @@ def test_a_calm_run_ends_in_one_generation() -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("when_s", (0.9, 1.3, 1.7))
-def test_any_stage_dies_and_a_spare_takes_its_seat(stage: int, when_s: float) -> None:
-    """2 x 4 and one standby: the dead worker's replica sends its state, nothing is lost, all know within 2
-    s."""
+def test_a_standby_replaces_a_dead_worker_of_any_stage(stage: int, when_s: float) -> None:
+    """2 x 4 and one standby: the dead worker's replica sends its state, nothing is lost, all know in 2 s."""
     world = build(7, 4, 9)
 
     def die() -> None:
@@ -361,11 +360,11 @@ def test_any_stage_dies_and_a_spare_takes_its_seat(stage: int, when_s: float) ->
     world.run(60.0)
     check(world, 4)
     assert world.finished and not world.lost_steps
-    assert len(world.coordinator.run.member_list) == 8, "the spare is in it"
+    assert len(world.coordinator.run.member_list) == 8, "the standby is a member"
     assert max(notice.took_s for notice in world.notices) < 2.0
 
 
-def test_without_a_spare_the_other_replica_goes_on_alone() -> None:
+def test_without_a_standby_the_other_replica_goes_on_alone() -> None:
     world = build(8, 2, 4)
     world.at(1.2, lambda: crash(world, at_stage(world, 1)[0].peer))
     world.run(60.0)
@@ -374,7 +373,7 @@ def test_without_a_spare_the_other_replica_goes_on_alone() -> None:
     assert len(world.coordinator.run.member_list) == 2
 
 
-def test_the_only_holder_dies_and_a_newcomer_goes_on_from_the_copy_on_the_next_stages_disk() -> None:
+def test_a_newcomer_continues_a_stage_from_the_copy_on_the_next_stages_disk() -> None:
     world = build(9, 3, 3)
     world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
     world.at(8.0, world.join)
@@ -388,10 +387,10 @@ def test_the_only_holder_dies_and_a_newcomer_goes_on_from_the_copy_on_the_next_s
     assert since is not None and 0 < since - to <= 4, "checkpoints are 4 steps apart"
 
 
-def test_survivors_go_on_with_fewer_stages_and_with_all_when_somebody_comes() -> None:
-    """Three stages of two blocks; the middle one's worker dies for good.
+def test_survivors_go_on_with_fewer_stages_until_a_newcomer_joins() -> None:
+    """Three stages of two layers; the worker of the middle stage dies for good.
 
-    0 2 4 6  ->  0 3 6, from the disks, which have the dead one's copy  ->  0 2 4 6, from memory
+    0 2 4 6  ->  0 3 6, from the disks, which have a copy of the middle stage  ->  0 2 4 6, from memory
     """
     world = build(9, 3, 3, model_of([1] * 6, 0, 2, 4, 6))
     world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
@@ -404,10 +403,10 @@ def test_survivors_go_on_with_fewer_stages_and_with_all_when_somebody_comes() ->
     world.run(120.0)
     check(world, 3)
     assert world.stage_bounds[1:] == [(0, 3, 6), (0, 2, 4, 6)]
-    assert world.finished and len(world.lost_steps) == 1, "the way back costs no step"
+    assert world.finished and len(world.lost_steps) == 1, "repartitioning again costs no step"
 
 
-def test_a_quick_rejoiner_saves_the_new_cut() -> None:
+def test_a_worker_that_rejoins_soon_avoids_a_repartition() -> None:
     world = build(9, 3, 3, model_of([1] * 6, 0, 2, 4, 6))
     world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
     world.at(3.0, world.join)
@@ -416,8 +415,8 @@ def test_a_quick_rejoiner_saves_the_new_cut() -> None:
     assert world.finished and set(world.stage_bounds) == {(0, 2, 4, 6)}
 
 
-def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
-    """Of 12 bytes with gradients each card holds 4: two cannot."""
+def test_a_run_whose_model_does_not_fit_waits_and_shows_the_reason() -> None:
+    """The model has 12 bytes with gradients, and each card 4: two cannot hold it."""
     world = build(9, 3, 3, model_of([1] * 6, 0, 2, 4, 6), memory=(4,))
     world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
     world.run(60.0)
@@ -430,21 +429,21 @@ def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
     assert world.finished and set(world.stage_bounds) == {(0, 2, 4, 6)}
 
 
-def test_who_comes_back_while_the_run_is_paused_brings_its_state_and_nothing_is_lost() -> None:
+def test_a_worker_that_rejoins_a_paused_run_brings_its_state() -> None:
     """It had lost its connections, not its memory."""
     world = build(10, 3, 3)
 
-    def cut() -> None:
+    def break_connections() -> None:
         side = {at_stage(world, 1)[0].peer}
         world.partition(side, 6.0)
 
-    world.at(1.4, cut)
+    world.at(1.4, break_connections)
     world.run(120.0)
     check(world, 3)
     assert world.finished and not world.lost_steps
 
 
-def test_a_power_cut_is_survived_by_the_disks() -> None:
+def test_a_run_continues_from_the_disks_after_a_power_cut() -> None:
     world = build(11, 3, 6)
     random = Random(1)
     trouble = Trouble(world, random)
@@ -455,6 +454,6 @@ def test_a_power_cut_is_survived_by_the_disks() -> None:
     assert world.finished and world.reloads >= 3
 
 
-def test_a_seat_is_at_each_step_one_stage() -> None:
-    seats = RankLayout.for_world_size(4, 8)
-    assert [seats.stage_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+def test_each_rank_belongs_to_one_stage() -> None:
+    layout = RankLayout.for_world_size(4, 8)
+    assert [layout.stage_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -1,8 +1,8 @@
-"""How long the others stand still when a worker's process is killed, in virtual time.
+"""How long the other workers stall when a worker's process is killed, in virtual time.
 
     kill | resets arrive | ended_s | Freeze, FreezeReport, MembershipView, Ready, StartGeneration | a step
 
-A busy machine does not change these figures, so they show a stage that waits in vain.
+A busy machine does not change these figures, so they show which part waits without need.
 The same with real processes: `make chaos CHAOS="--kinds kill"` (docs/reliability.md).
 """
 
@@ -46,7 +46,7 @@ def trainers(world: World) -> list[m.PeerId]:
 
 
 def stall_s(world: World) -> float:
-    """From now to the first commit of a generation of the living."""
+    """Seconds from now to the first commit of a generation of the living workers."""
     began_s, before = world.now_s, world.coordinator.generation
     while world.now_s < began_s + MAX_S:
         world.network.step()

@@ -26,7 +26,7 @@ def build(seed: int, kind: str, workers: int, **more: Any) -> tuple[World, Book]
 
 @pytest.mark.parametrize("kind", group.KINDS + group.OTHER_KINDS)
 @pytest.mark.parametrize("stalled", [0, 2])
-def test_a_stalled_trainer_does_not_hold_up_the_group(kind: str, stalled: int) -> None:
+def test_a_stalled_trainer_does_not_delay_the_group(kind: str, stalled: int) -> None:
     """Of four workers one stalls for much longer than the others need for several steps, the root or not."""
     world, book = build(5, kind, workers=4)
     world.run(2.0)
@@ -34,7 +34,7 @@ def test_a_stalled_trainer_does_not_hold_up_the_group(kind: str, stalled: int) -
     before = worker.core.step
     worker.stall(1.0)
     world.run(3.0)
-    assert worker.core.step >= before + 5, "the group has waited"
+    assert worker.core.step >= before + 5, "the group did not wait"
     world.run(120.0)
     group.check(world, book, SAMPLES)
     assert {peer for peer, _ in world.log.absences} == {worker.peer}
@@ -42,7 +42,7 @@ def test_a_stalled_trainer_does_not_hold_up_the_group(kind: str, stalled: int) -
     assert world.log.aborts == world.log.voided == 0 and world.log.generations == 1
 
 
-def test_without_consent_the_group_waits() -> None:
+def test_the_group_waits_for_a_trainer_that_does_not_allow_absence() -> None:
     world, book = build(5, "gtopk", workers=4, may_be_absent=False)
     world.run(2.0)
     worker = world.alive[1]
@@ -55,7 +55,7 @@ def test_without_consent_the_group_waits() -> None:
     assert not world.log.absences
 
 
-def test_a_calm_group_sends_no_message_for_it() -> None:
+def test_a_group_without_stalls_sends_no_message_about_absence() -> None:
     world, book = build(7, "gtopk", workers=4)
     sent: Counter[str] = Counter()
     send = world.send
@@ -83,7 +83,7 @@ def test_half_of_the_samples_is_a_quorum_and_less_is_not() -> None:
         group.check(world, book, SAMPLES)
 
 
-def test_a_batch_that_is_too_late_is_handed_out_again() -> None:
+def test_a_batch_that_is_too_late_is_assigned_again() -> None:
     world, book = build(5, "gtopk", workers=4, compute_s=(0.005, 0.006))
     world.run(1.5)
     worker = world.alive[1]
@@ -124,7 +124,7 @@ def history(seed: int, kind: str) -> tuple[World, Book]:
     return world, book
 
 
-def test_promises_hold_with_stalls(seeds: Seeds) -> None:
+def test_guarantees_hold_with_stalls(seeds: Seeds) -> None:
     """Histories over all exchanges; every case of an absence occurs in some of them."""
     kinds = group.KINDS + group.OTHER_KINDS
     totals: Counter[str] = Counter()
@@ -150,7 +150,7 @@ def test_promises_hold_with_stalls(seeds: Seeds) -> None:
         pytest.param(4633, id="a leaver is killed when its residual is accepted, and comes back"),
     ],
 )
-def test_promises_hold_when_all_members_restart(seed: int) -> None:
+def test_guarantees_hold_when_all_members_restart(seed: int) -> None:
     kinds = group.KINDS + group.OTHER_KINDS
     world, book = history(seed, kinds[seed % len(kinds)])
     group.check(world, book, SAMPLES)

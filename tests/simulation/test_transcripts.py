@@ -1,6 +1,6 @@
 """The cores behave as recorded in transcripts/baseline.json: every event, effect and deadline of a history.
 
-A refactoring leaves all digests as they are.  Where a change of behaviour is meant, record anew and say so:
+A refactoring leaves all digests as they are.  If a change of behaviour is meant, record again and say so:
 
     PYTHONPATH=tests:tests/common python tests/simulation/record_transcripts.py --out FILE
 """

@@ -29,7 +29,7 @@ def uneven(rng: random.Random, world_size: int) -> NetworkModel:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ExchangeKind)
-def test_the_simulation_is_what_the_collectives_do(kind: ExchangeKind, seed: int) -> None:
+def test_the_simulated_messages_are_those_of_the_collectives(kind: ExchangeKind, seed: int) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 12)
     load, network = Workload(kind, rng.randint(10_000, 900_000), density=0.02), uneven(rng, size)

@@ -1,4 +1,4 @@
-"""The virtual network as transcripts: when things arrive, and what faults take away."""
+"""Transcripts of the virtual network: when messages arrive, and which ones faults remove."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def test_messages_overtake_each_other_unless_the_link_is_in_order():
     assert arrivals(seed=0, in_order=True) == list(range(10))
 
 
-def test_some_are_lost_some_come_twice():
+def test_messages_can_be_lost_or_arrive_twice():
     assert 0 < len(arrivals(seed=0, loss=0.5)) < 10 < len(arrivals(seed=0, duplicate=0.5)) < 20
     assert sorted(arrivals(seed=0, duplicate=1.0)) == sorted([*range(10), *range(10)])
 
@@ -94,7 +94,7 @@ def test_a_link_can_be_set_for_one_direction():
     assert transcript == ["1 b -> a: fast", "5 a -> b: slow"]
 
 
-def test_a_crash_ends_a_nodes_timers_and_what_it_would_send_or_receive():
+def test_a_crashed_node_has_no_timers_and_neither_sends_nor_receives():
     network, transcript = network_of("a", "b")
     network.send("b", "a", "last words")
     network.send("a", "b", "too late")
@@ -107,7 +107,7 @@ def test_a_crash_ends_a_nodes_timers_and_what_it_would_send_or_receive():
 
 
 @pytest.mark.parametrize("heal_at_s", [0.2, 0.9])
-def test_a_partition_loses_what_is_sent_into_it(heal_at_s):
+def test_a_partition_loses_messages_that_are_sent_into_it(heal_at_s):
     network, transcript = network_of("a", "b", "c")
     network.call_at(0.1, lambda: network.partition(["a"], ["b", "c"]))
     network.call_at(0.15, lambda: network.send("a", "b", "lost"))
@@ -118,7 +118,7 @@ def test_a_partition_loses_what_is_sent_into_it(heal_at_s):
     assert transcript == ["1.15 b -> c: same side", "2 c -> a: again"]
 
 
-def test_a_partition_loses_what_is_in_flight():
+def test_a_partition_loses_messages_in_flight():
     network, transcript = network_of("a", "b")
     network.send("a", "b", "in flight")
     network.call_at(0.5, lambda: network.partition(["a"], ["b"]))

@@ -33,7 +33,7 @@ SAMPLES = 60
 KINDS = ("dense", "topk", "gtopk")
 FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
 RESUMED = ("dense", "dense-int8")
-"""In a retry these go on from what had arrived."""
+"""In a retry these continue from the values that had arrived."""
 OTHER_KINDS = ("tree", "star", "direct", "dense-star", "dense-int8", "direct-bf16", "dense-star-int8")
 WHAT_HAPPENS = (
     "aborts",
@@ -48,7 +48,7 @@ WHAT_HAPPENS = (
     "caught_up",
 )
 COVERING = (33, 35, 46, 180, 380, 399, 426, 485, 512, 528, 604, 671, 715, 717, 769)
-"""Seeds that reach every counted rule, each at least twice where two of 800 do (`choose_seeds.py`)."""
+"""Seeds that reach every counted rule, each at least twice if two of 800 do (`choose_seeds.py`)."""
 Seeds = Any
 
 
@@ -66,45 +66,49 @@ class ToyTrainer:
         self.model = np.zeros(N, np.float32)
         self.residual = np.zeros(N, np.float32)
         self._book = book
-        self.attempts: dict[m.RoundId, ToyTrainer.Attempt] = {}  # by round, all of this worker's own
+        self.attempts: dict[m.RoundId, ToyTrainer.Attempt] = {}  # by round, all of this worker
 
     class Attempt:
-        """What one worker brought into one round, and what it would be left with."""
+        """One worker's contribution to one round, and the residual that a commit leaves it."""
 
         def __init__(self, rank: int, before: np.ndarray, contribution: np.ndarray, make: Callable[[], Any]):
             self.rank, self.before, self.contribution = rank, before, contribution
             self.left, self.make = np.zeros(N, np.float32), make
-            self.workspace: Any = None
+            self.buffer: Any = None
 
         @property
         def residual(self) -> np.ndarray:
-            if getattr(self.workspace, "rest_N", None) is not None:
-                return self.workspace.rest_N
+            if getattr(self.buffer, "rest_N", None) is not None:
+                return self.buffer.rest_N
             left = self.left.copy()
-            for indices, values in getattr(self.workspace, "truncated", []):
+            for indices, values in getattr(self.buffer, "truncated", []):
                 np.add.at(left, indices, values)
             return left
 
         @property
         def update(self) -> np.ndarray:
-            return update_of(self.workspace, N)
+            return update_of(self.buffer, N)
 
     def _begin(
-        self, round_id: m.RoundId, seat: RankAssignment, vectors: tuple[np.ndarray, np.ndarray], payload: Any
+        self,
+        round_id: m.RoundId,
+        assignment: RankAssignment,
+        vectors: tuple[np.ndarray, np.ndarray],
+        payload: Any,
     ) -> dict[m.Channel, Any]:
-        """An attempt of `vectors`: the residual before, and the contribution."""
-        make = partial(make_buffer, self.kind, seat.rank, seat.world_size, payload, n=N, k=K)
-        attempt = self.Attempt(seat.rank, *vectors, make)
-        attempt.workspace = make()
+        """Begin an attempt with `vectors`: the residual before, and the contribution."""
+        make = partial(make_buffer, self.kind, assignment.rank, assignment.world_size, payload, n=N, k=K)
+        attempt = self.Attempt(assignment.rank, *vectors, make)
+        attempt.buffer = make()
         return self._enter(round_id, attempt)
 
     def _enter(self, round_id: m.RoundId, attempt: ToyTrainer.Attempt) -> dict[m.Channel, Any]:
         self.attempts[round_id] = attempt
         self._book[round_id].append(attempt)
-        return {m.Channel(): attempt.workspace}
+        return {m.Channel(): attempt.buffer}
 
     def prepare(
-        self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
+        self, round_id: m.RoundId, assignment: RankAssignment, spans: Sequence[m.Span], skip: bool
     ) -> dict[m.Channel, Any]:
         if round_id.attempt and self.kind in RESUMED:
             return self._enter(round_id, self.attempt)
@@ -115,7 +119,7 @@ class ToyTrainer:
         acc = self.residual + contribution
         chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
         payload = acc if self.kind in DENSE else encode(chosen, acc[chosen], **FORMAT)
-        buffers = self._begin(round_id, seat, (self.residual, contribution), payload)
+        buffers = self._begin(round_id, assignment, (self.residual, contribution), payload)
         self.attempt = self.attempts[round_id]
         if self.kind not in DENSE:
             mine = decode(payload, max_entries=K, **FORMAT)
@@ -123,22 +127,22 @@ class ToyTrainer:
             self.attempt.left[mine.indices] -= mine.values
         return buffers
 
-    def prepare_empty(self, round_id: m.RoundId, seat: RankAssignment) -> dict[m.Channel, Any]:
+    def prepare_empty(self, round_id: m.RoundId, assignment: RankAssignment) -> dict[m.Channel, Any]:
         earlier = replace(round_id, attempt=round_id.attempt - 1)
         before = self.attempts.get(earlier) if round_id.attempt else None
         if before is not None and self.kind in RESUMED:
             return self._enter(round_id, before)
         zeros = np.zeros(N, np.float32)
         empty = encode(np.empty(0, np.int64), np.empty(0, np.float32), **FORMAT)
-        return self._begin(round_id, seat, (zeros, zeros), zeros if self.kind in DENSE else empty)
+        return self._begin(round_id, assignment, (zeros, zeros), zeros if self.kind in DENSE else empty)
 
-    def apply_missed(self, workspaces: dict[m.Channel, Any]) -> None:
-        mine = workspaces[m.Channel()]
-        attempt = next(each for each in self.attempts.values() if each.workspace is mine)
+    def apply_missed(self, buffers: dict[m.Channel, Any]) -> None:
+        mine = buffers[m.Channel()]
+        attempt = next(each for each in self.attempts.values() if each.buffer is mine)
         self.model = self.model + attempt.update
         self.residual = self.residual + attempt.residual
 
-    def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None:
+    def commit(self, buffers: dict[m.Channel, Any], skip: bool) -> None:
         if skip:
             return
         self.model = self.model + self.attempt.update
@@ -162,18 +166,22 @@ def build(
     kind: str,
     workers: int,
     *,
-    follows: bool | None = None,
+    can_catch_up: bool | None = None,
     samples: int = SAMPLES,
     delay: int = 0,
     shards: tuple[int, ...] = (),
     **more: Any,
 ) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
-    if follows is None:  # newcomers take over the state while the others train on
-        follows = Random(seed).random() < 0.5
-    begins = Random(seed ^ 0xA11CE).choice((b"", b"as built"))  # all build the same model: do they say so?
+    if can_catch_up is None:  # whether newcomers catch up while the others train
+        can_catch_up = Random(seed).random() < 0.5
+    initial_digest = Random(seed ^ 0xA11CE).choice(
+        (b"", b"as built")
+    )  # whether workers report that all build the same model
     spec = m.LedgerSpec(sum(shards) or samples, 1, epochs=2, delay=delay, shards=shards)
-    setup = m.Setup((("kind", kind),), spec, 3, None, can_catch_up=follows, initial_state_digest=begins)
+    setup = m.Setup(
+        (("kind", kind),), spec, 3, None, can_catch_up=can_catch_up, initial_state_digest=initial_digest
+    )
     more = {
         "behind_nat": Random(seed).choice((0.0, 0.0, 0.5, 1.0)),
         "compute_s": (0.001, 0.1),
@@ -187,17 +195,17 @@ def build(
 
 
 class Trouble(Faults):
-    """What goes wrong in one history, and when.  The last member is spared but by `end-all`."""
+    """Faults of one history, and their times.  Only `end_all` ends the last member."""
 
     def __init__(self, world: World, random: Random) -> None:
         super().__init__(world, random)
-        # Of a dice of its own, so that seeds stay the histories that they were but for their leaves.
+        # A separate generator, so that a seed's other draws do not depend on it.
         self.in_order = Random(world._seed ^ 0x5EED).random() < 0.7
 
     def plan(self, events: int) -> None:
-        """Most of a calm run is over after a second or two: trouble comes early, and in bursts."""
+        """A run without faults takes a second or two, so faults come early, and in bursts."""
         process_restarts.schedule_restarts(self.world, self.world._seed, lambda: self.members, within_s=3.0)
-        if self.random.random() < 0.1:  # nothing else goes wrong: the rules that take a calm run are reached
+        if self.random.random() < 0.1:  # no other fault, to reach the rules that need a run without faults
             alone = self.random.choice((Trouble.miss_generation, Trouble.end_all))
             self.world.at(self.random.uniform(0.6, 0.9), partial(alone, self))
             return
@@ -220,62 +228,62 @@ class Trouble(Faults):
             (self.world.leave_gracefully if self.in_order else self.world.leave)(peer)
 
     def end_all(self) -> None:
-        """Power cut: all workers, and some of them come back with what they had saved."""
+        """A power cut ends all workers; some return with their checkpoints."""
         disks = [worker.disk for worker in self.world.alive]
         for worker in self.world.alive:
             self.world.crash(worker.peer)
         survive = self.random.random() < 0.6
         for disk in disks[:3] or [None]:
-            kept = disk if survive and self.random.random() < 0.8 else None
-            self.world.at(self.world.now_s + self.random.uniform(0.1, 3.0), partial(self.world.join, kept))
+            saved = disk if survive and self.random.random() < 0.8 else None
+            self.world.at(self.world.now_s + self.random.uniform(0.1, 3.0), partial(self.world.join, saved))
 
-    def cut_link(self) -> None:
+    def block_link(self) -> None:
         if len(self.members) >= 2:
-            super().cut_link()
+            super().block_link()
             if self.random.random() < 0.5:
-                self.join()  # a generation is to form meanwhile
+                self.join()  # so that a generation forms meanwhile
 
 
 FAULTS: tuple[Callable[[Trouble], None], ...] = (
     Trouble.join, Trouble.crash, Trouble.leave, Trouble.break_edge, Trouble.break_coordinator,
     Trouble.break_all_coordinator, Trouble.restart, Trouble.restart_from_backup, Trouble.back_up,
     Trouble.restart_and_crash, Trouble.freeze, Trouble.freeze_coordinator, Trouble.flip, Trouble.partition,
-    Trouble.end_all, Trouble.lose_decision, Trouble.cut_link, Trouble.miss_generation, Trouble.take_over,
+    Trouble.end_all, Trouble.lose_decision, Trouble.block_link, Trouble.miss_generation, Trouble.take_over,
 )  # fmt: skip
 
 
-def as_if_nobody_had_died(attempts: list[ToyTrainer.Attempt]) -> list[ToyTrainer.Attempt]:
-    """The same exchange again among all members: the residual that a dead one would have had.
+def repeat_without_deaths(attempts: list[ToyTrainer.Attempt]) -> list[ToyTrainer.Attempt]:
+    """Repeat the exchange among all members, to compute the residual that a dead member would have had.
 
-    That part, and only that, is what a death may lose (guarantee 2).
+    Only that part may be lost by a death (guarantee 2).
     """
     again = []
     for old in sorted(attempts, key=lambda attempt: attempt.rank):
         new = ToyTrainer.Attempt(old.rank, old.before, old.contribution, old.make)
-        new.left, new.workspace = old.left, old.make()
+        new.left, new.buffer = old.left, old.make()
         again.append(new)
-    CollectiveGroup([attempt.workspace for attempt in again], seed=0).run()
+    CollectiveGroup([attempt.buffer for attempt in again], seed=0).run()
     return again
 
 
-def with_what_was_there(
+def counted_submissions(
     submissions: list[Submission], book: dict[m.RoundId, list[ToyTrainer.Attempt]], committed: set[m.RoundId]
 ) -> set[tuple[m.PeerId, m.RoundId]]:
-    """Which submissions count; `book` is completed alike.
+    """The submissions that count; their attempts are added to `book`.
 
-    A ring goes on where its attempt before ended (RESUME).  So a step can be committed in an attempt that one
-    member never began, as it had left after all of its parts had come: its earlier ones count.
+    A retried ring continues where the previous attempt ended (RESUME).  So a step can be committed in an
+    attempt that a member never began, if all its parts had arrived before it left: its earlier one counts.
     """
     peers: dict[m.RoundId, set[m.PeerId]] = defaultdict(set)
     for submission in submissions:
         peers[submission.round].add(submission.peer)
     counted = {(peer, round_id) for round_id in committed for peer in peers[round_id]}
     for round_id in committed:
-        there, ranks = set(peers[round_id]), {attempt.rank for attempt in book[round_id]}
+        present, ranks = set(peers[round_id]), {attempt.rank for attempt in book[round_id]}
         for number in range(round_id.attempt - 1, -1, -1):
             earlier = replace(round_id, attempt=number)
-            counted |= {(peer, earlier) for peer in peers[earlier] - there}
-            there |= peers[earlier]
+            counted |= {(peer, earlier) for peer in peers[earlier] - present}
+            present |= peers[earlier]
             book[round_id] += [attempt for attempt in book.get(earlier, ()) if attempt.rank not in ranks]
             ranks = {attempt.rank for attempt in book[round_id]}
     return counted
@@ -284,16 +292,16 @@ def with_what_was_there(
 def exempt(world: World) -> bool:
     """A rollback: the exception to guarantees 3 and 4 (rule 13).
 
-    It is always shown, unless whoever knew is gone: the coordinator's disk, and all workers, or the backup
-    is from before the first generation and somebody new comes before those who hold the model.
+    It is always logged, unless no record is left: the coordinator's disk and all workers are lost, or the
+    backup is older than the first generation and a new worker joins before those with the model.
     """
     log = world.log
     return bool(log.rollbacks or log.start_overs or (log.blackouts and log.lost_disks) or log.blank_backups)
 
 
 def divided(world: World) -> bool:
-    """Two runs were made of one, as only an operator can prevent: by two coordinators that live and have some
-    workers each (decision 0017), or by one whose backup knew of no member."""
+    """One run became two, which only an operator can prevent: two coordinators with some workers each
+    (decision 0017), or a coordinator whose backup knew of no member."""
     if world.log.blank_backups:
         return True
     if not world.log.coordinator_failovers:
@@ -316,11 +324,13 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]], samples
     assert world.finished, (
         f"not finished after {world.now_s:.1f} s: {world.coordinator.snapshot(world.now_s)}"
     )
-    survivors = [w for w in world.alive if w.core.is_finished]  # not who was away when the run ended
+    survivors = [
+        w for w in world.alive if w.core.is_finished
+    ]  # without workers that were away when the run ended
     if not survivors:
         return  # the last one died after the end
     check_residuals(world)
-    # 3: a step was committed in one round only, and 1: with one history on all who committed it.
+    # 3: a step was committed in one round only, and 1: with one history on all workers that committed it.
     rounds_of: dict[int, set[m.RoundId]] = defaultdict(set)
     histories: dict[m.RoundId, set[bytes]] = defaultdict(set)
     for _, round_id, history in log.commits:
@@ -329,55 +339,57 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]], samples
     assert all(len(seen) == 1 for seen in histories.values())
     if not exempt(world):
         assert all(len(ids) == 1 for ids in rounds_of.values()), rounds_of
-    # After a rollback the latest round of each step is the one that counts.
+    # After a rollback the latest round of each step counts.
     last = survivors[0].core.applied
-    first_commits = {round_id.step: round_id for round_id in histories}  # by time: a blank backup counts anew
+    first_commits = {
+        round_id.step: round_id for round_id in histories
+    }  # by time: with a blank backup steps count from 0 again
     committed = {round_id for step, round_id in first_commits.items() if step <= last}
     assert len(committed) == last + 1
     assert len({w.trainer.model.tobytes() for w in survivors}) == 1
     # 4: every position in exactly one committed round.
     seen = [0] * (2 * samples)
-    counted = with_what_was_there(log.submissions, book, committed)
+    counted = counted_submissions(log.submissions, book, committed)
     for submission in log.submissions:
         if (submission.peer, submission.round) in counted:
             for span in submission.spans:
                 for position in range(span.start, span.stop):
                     seen[position] += 1
     assert set(seen) == {1}, f"positions not counted once: {[i for i, c in enumerate(seen) if c != 1]}"
-    # 2: nothing lost and nothing invented in any committed round, to the last bit.
+    # 2: no part of a gradient lost or added in any committed round, to the last bit.
     model = np.zeros(N, np.float32)
     committed_by = {(peer, round_id) for peer, round_id, _ in log.commits}
     for round_id in sorted(committed - log.skipped):
-        attempts = as_if_nobody_had_died(book[round_id])
+        attempts = repeat_without_deaths(book[round_id])
         before = sum(a.before + a.contribution for a in attempts)
         after = attempts[0].update + sum(a.residual for a in attempts)
-        assert np.array_equal(before, after), f"round {round_id} does not conserve"
-        # The survivors are left with exactly what the calm exchange leaves them with.
+        assert np.array_equal(before, after), f"round {round_id} does not conserve the sum"
+        # The survivors have exactly the residuals of the exchange without deaths.
         left = {attempt.rank: attempt.residual.tobytes() for attempt in attempts}
         for worker in survivors:
             mine = worker.trainer.attempts.get(round_id)
             if (worker.peer, round_id) not in committed_by:
-                continue  # it was cut off before all parts had come, and has received the state since
+                continue  # it lost its connection before all parts arrived, and has received the state since
             assert mine is None or mine.residual.tobytes() == left[mine.rank]
         model += attempts[0].update
     assert np.array_equal(model, survivors[0].trainer.model)
 
 
 def check_residuals(world: World) -> None:
-    """What a leaver handed over counts once or not at all; nothing vanishes in silence."""
+    """A transferred residual counts once or not at all; none is lost without a report."""
     log = world.log
     leavers = [leaver for leaver, _ in log.added_residuals]
-    assert len(leavers) == len(set(leavers)), "inherited twice"
+    assert len(leavers) == len(set(leavers)), "added twice"
     assert set(log.added_residuals) <= set(log.acknowledged)
-    for leaver, heir in log.acknowledged:
+    for leaver, recipient in log.acknowledged:
         assert not world.workers[leaver].alive or (
             not world.workers[leaver].core.is_finished or leaver in world.restarted_processes
         )
-        told = (leaver, heir) in log.added_residuals or (leaver, heir) in log.void_residuals
-        told = told or heir in world.restarted_processes  # it died, and what it held with it
-        assert told or not world.workers[heir].alive or world.workers[heir].has_residual_of(leaver), (
-            "it vanished"
-        )
+        settled = (leaver, recipient) in log.added_residuals or (leaver, recipient) in log.void_residuals
+        settled = settled or recipient in world.restarted_processes  # it died with the residual
+        assert (
+            settled or not world.workers[recipient].alive or world.workers[recipient].has_residual_of(leaver)
+        ), "the residual is lost"
 
 
 def once_acknowledged(world: World, do: Callable[[], None]) -> None:
@@ -388,8 +400,8 @@ def once_acknowledged(world: World, do: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_leaves_in_order_leaves_its_residual_behind(kind: str) -> None:
-    """Two of three leave, the second while it may hold the first one's residual."""
+def test_a_leaving_worker_transfers_its_residual(kind: str) -> None:
+    """Two of three leave, the second while it may have the first one's residual."""
     passed_on = 0
     for first, second in permutations(range(3), 2):
         world, book = build(3, kind, workers=3, behind_nat=0.0)
@@ -399,21 +411,24 @@ def test_who_leaves_in_order_leaves_its_residual_behind(kind: str) -> None:
         world.run(60.0)
         check(world, book)
         rounds = {round_id for _, round_id, _ in world.log.commits}
-        counted = with_what_was_there(world.log.submissions, book, rounds)
-        # Void where the step that it left in was committed with what it had brought: it was counted already.
-        brought_all = {peer for peer, round_id in counted if round_id not in rounds}
-        assert world.log.added_residuals and {leaver for leaver, _ in world.log.void_residuals} <= brought_all
+        counted = counted_submissions(world.log.submissions, book, rounds)
+        # Void if the step in which it left was committed with its contribution, which counted already.
+        contributed_all = {peer for peer, round_id in counted if round_id not in rounds}
+        assert (
+            world.log.added_residuals
+            and {leaver for leaver, _ in world.log.void_residuals} <= contributed_all
+        )
         if (peers[first], peers[second]) in world.log.added_residuals:
             passed_on += 1
             assert len(world.log.added_residuals) == 2
             (last,) = [worker for worker in world.alive if worker.core.is_finished]
-            brought = sum(attempt.contribution for round_id in rounds for attempt in book[round_id])
-            assert np.array_equal(brought, last.trainer.model + last.trainer.residual), "nothing is lost"
-    assert passed_on, "the second one was the heir of the first one at least once"
+            contributed = sum(attempt.contribution for round_id in rounds for attempt in book[round_id])
+            assert np.array_equal(contributed, last.trainer.model + last.trainer.residual), "nothing is lost"
+    assert passed_on, "the second one receives the residual of the first one at least once"
 
 
 @pytest.mark.parametrize("kind", KINDS + OTHER_KINDS)
-def test_calm_group_trains_to_the_end(kind: str) -> None:
+def test_a_group_without_faults_trains_to_the_end(kind: str) -> None:
     world, book = build(1, kind, workers=4)
     world.run(60.0)
     check(world, book)
@@ -424,7 +439,7 @@ def test_calm_group_trains_to_the_end(kind: str) -> None:
 
 
 def history(seed: int, kind: str) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
-    """All that a seed decides."""
+    """The history of this seed."""
     random = Random(seed)
     skips, slow = random.choice((0.0, 0.0, 0.02)), random.choice((0.0, 0.0, 0.2))
     world, book = build(seed, kind, workers=random.randint(1, 5), skips=skips, slow_restore=slow)
@@ -434,7 +449,7 @@ def history(seed: int, kind: str) -> tuple[World, dict[m.RoundId, list[ToyTraine
 
 
 def reached_by(world: World) -> dict[str, int]:
-    """How often a history has reached each counted rule, and what happened in it."""
+    """How often a history has reached each counted rule, and counts of its events."""
     return {name: getattr(world.log, name) for name in WHAT_HAPPENS} | world.coverage.reached
 
 
@@ -444,7 +459,7 @@ def churn(seed: int) -> World:
     return world
 
 
-def test_promises_hold_under_churn(seeds: Seeds) -> None:
+def test_guarantees_hold_under_churn(seeds: Seeds) -> None:
     """Histories over the three exchanges: those of `COVERING` and 50 others in `make test`, all in a sweep.
 
     Prints a table of the commit rules that they have reached.
@@ -464,21 +479,23 @@ def test_promises_hold_under_churn(seeds: Seeds) -> None:
         assert totals["rollbacks"] < 0.2 * len(reached)
 
 
-def test_a_coordinator_takes_back_the_workers_of_a_later_one_that_stay_with_it() -> None:
+def test_a_coordinator_takes_back_the_workers_that_a_later_one_has_lost() -> None:
     """Seed 60966: a restarted coordinator that a standby has replaced raises its term above the standby's,
-    because the only worker strays to it.  Back at the standby, that worker waited for the other one forever.
+    because the only worker connects to it.  Back at the standby, it waited for the other one forever.
     """
     assert churn(60966).log.coordinator_failovers == 1
 
 
-def test_promises_hold_on_the_other_topologies(seeds: Seeds) -> None:
+def test_guarantees_hold_on_the_other_topologies(seeds: Seeds) -> None:
     for seed in seeds(150, always=range(len(OTHER_KINDS)), drawn=14):
         world, book = history(seed, OTHER_KINDS[seed % len(OTHER_KINDS)])
         check(world, book)
 
 
-def test_promises_hold_if_member_lists_come_as_changes(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they do in groups of more than a page: here a page has one member."""
+def test_guarantees_hold_if_member_lists_are_sent_as_changes(
+    seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in groups of more than a page: here a page has one member."""
     monkeypatch.setattr(member_lists, "MEMBERS_PER_PAGE", 1)
     made: list[m.MemberListChanges] = []
     make = m.MemberListChanges.apply
@@ -486,7 +503,7 @@ def test_promises_hold_if_member_lists_come_as_changes(seeds: Seeds, monkeypatch
     def apply(changes: m.MemberListChanges, base: Sequence[m.Member]) -> tuple[m.Member, ...] | None:
         made.append(changes)
         members = make(changes, base)
-        assert members is not None, "the coordinator knows which list a member holds"
+        assert members is not None, "the coordinator knows which list a member has"
         return members
 
     monkeypatch.setattr(m.MemberListChanges, "apply", apply)

@@ -1,6 +1,6 @@
 """A virtual network for any kind of node and message: seconds of traffic in milliseconds.
 
-When, how often and whether a message arrives is drawn from one seeded generator, so a seed is a history.
+One seeded generator decides when, how often and whether a message arrives, so a seed is a history.
 
     a sends --> [partition? loss? queue at bandwidth] --> delay --> [partition? crash?]
       --> deliver(a, b, message)

@@ -76,7 +76,7 @@ class StallingTrainer(SimTrainer, Protocol):
 
 
 RESIDUAL_TRANSFER_S = 3.0
-MOST_FOLLOWING_S = 2.0
+MOST_CATCH_UP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,9 @@ class History:
         default_factory=list
     )  # residuals: (leaver, recipient)
     added_residuals: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)
-    void_residuals: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # acknowledged for nothing
+    void_residuals: list[tuple[m.PeerId, m.PeerId]] = field(
+        default_factory=list
+    )  # acknowledged, but counted already
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class SimWorker:
         self.peer = peer
         self.trainer = trainer
         self.disk: WorkerDisk | None = None
-        self.flip_next = False  # one bit of the next update is wrong here
+        self.flip_next = False  # whether one bit of the next update is to be wrong here
         self.alive = True
         self.left = False
         join = m.Join("sim", peer.hex()[:6], peer.hex())
@@ -161,7 +163,9 @@ class SimWorker:
         self._missed_events: list[io.MemberEvent] = []
         self._buffers: dict[m.Channel, Any] = {}
         self._state_requests: list[tuple[m.PeerId, int, int, bool]] = []
-        self._forward_requests: list[tuple[m.PeerId, int, int]] = []  # who is sent the state that we receive
+        self._forward_requests: list[
+            tuple[m.PeerId, int, int]
+        ] = []  # workers to which the received state is forwarded
         self._received_block: m.StateBlock | None = None
         self._computed: tuple[m.Span, ...] = ()  # the batch of the turn before, in a run with a delay
         self._begun: tuple[m.Span, ...] = ()  # the batch that is computed, or was computed last
@@ -222,7 +226,7 @@ class SimWorker:
         self.handle(io.SubmitRound(round_id, collectives, is_absent=True))
 
     def _apply_missed(self) -> None:
-        """What the trainer does first once it runs again."""
+        """Apply missed steps, as the trainer does first once it runs again."""
         missed, self._missed = self._missed, []
         for buffers, skipped in missed:
             if not skipped:
@@ -365,7 +369,7 @@ class SimWorker:
         """Whether the residual of this worker has been received and is not added yet."""
         return leaver in self._pending_residuals
 
-    # -- leaving in order --------------------------------------------------------------------------
+    # -- leaving with a residual transfer ----------------------------------------------------------
 
     def leave(self) -> None:
         """Accept no residuals, end the open round, transfer the residual, leave."""
@@ -403,7 +407,7 @@ class SimWorker:
         if self.core.rank_assignment is None and not self._connected_sources:
             self.world.later(0.2, self.peer, self._catch_up)
         elif self.core.rank_assignment is None and not self._frozen:
-            fails = self.world.catch_up_s() > MOST_FOLLOWING_S * 0.9
+            fails = self.world.catch_up_s() > MOST_CATCH_UP_S * 0.9
             self.handle(io.CatchUpFailed("on purpose") if fails else io.CaughtUp(0, b""))
             self.world.log.caught_up += 1
 
@@ -581,7 +585,7 @@ class World:
         setup: of all workers.
         behind_nat: probability that a worker cannot be dialled.
         skips: probability that a worker's gradient is not finite.
-        slow_restore: probability that loading a state takes longer than anybody waits.
+        slow_restore: probability that loading a state takes longer than the others wait.
         may_be_absent: whether steps commit without workers whose trainers have stalled.
         declines: probability that a worker cannot be absent from a step.
     """
@@ -677,7 +681,7 @@ class World:
         self.join()
 
     def join(self, disk: WorkerDisk | None = None) -> SimWorker:
-        """A new worker joins; with `disk`, one that restarts with a new name and what it had saved."""
+        """A new worker joins; with `disk`, one that restarts with a new name and its checkpoints."""
         peer = self.random.randbytes(32)
         if self._nat.random() < self._behind_nat:
             self._hidden.add(peer)
@@ -750,7 +754,7 @@ class World:
 
     def start_coordinator(self) -> None:
         """Start it, after the first time from its journal; living workers reconnect."""
-        terms = [body["term"] for kind, body in self._journal if kind == "term"]  # as the real journal counts
+        terms = [body["term"] for kind, body in self._journal if kind == "term"]  # as in the real journal
         self.coordinator = Membership(
             me=COORDINATOR,
             run="sim",
@@ -789,7 +793,7 @@ class World:
         self.at(self.now_s + down_s, self.start_coordinator)
 
     def freeze_coordinator(self, for_s: float) -> None:
-        """As SIGSTOP: deadlines and messages are only looked at afterwards."""
+        """As SIGSTOP: deadlines and messages are handled afterwards."""
         if not self.coordinator_up or self._coordinator_frozen:
             return
         asked, self._coordinator_frozen = self.coordinator, True
@@ -802,7 +806,7 @@ class World:
             if self.random.random() < 0.5:
                 self._coordinator_tick()
             for event in missed:
-                self._tell_coordinator(event)
+                self._pass_to_coordinator(event)
 
         self.at(self.now_s + for_s, thaw)
 
@@ -841,7 +845,7 @@ class World:
         if away_s:
             self.break_edge(dst, COORDINATOR, back_after_s=away_s)
 
-    def cut_link(self, a: m.PeerId, b: m.PeerId, for_s: float) -> None:
+    def block_link(self, a: m.PeerId, b: m.PeerId, for_s: float) -> None:
         """Partition these two from each other."""
         holes = {(a, b), (b, a)}
         self._partitions |= holes
@@ -865,7 +869,7 @@ class World:
         for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
             self._disconnect(pair)
             (peer,) = pair - {COORDINATOR}
-            self._tell_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
+            self._pass_to_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
         self.log.coordinator_failovers += 1
         # Neither knows a member: each may begin with the workers that reach it, unaware of the other.
         self.log.blank_backups += not any(kind == "generation" for kind, _ in self._journal)
@@ -885,12 +889,12 @@ class World:
 
         def begin() -> None:
             self._misdirected.add(peer)
-            self._tell_stale_coordinator(cio.PeerConnected(peer, "open"))
+            self._pass_to_stale_coordinator(cio.PeerConnected(peer, "open"))
             self._notify(COORDINATOR, peer, _ConnectionChange(True))
 
         def end() -> None:
             self._misdirected.discard(peer)
-            self._tell_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
+            self._pass_to_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
             if self.workers[peer].alive:
                 self._notify(COORDINATOR, peer, _ConnectionChange(False))
                 self.connect(peer, COORDINATOR)
@@ -898,7 +902,7 @@ class World:
         self.at(self.now_s + 0.1, begin)
         self.at(self.now_s + 0.1 + for_s, end)
 
-    def _tell_stale_coordinator(self, event: cio.Event | None) -> None:
+    def _pass_to_stale_coordinator(self, event: cio.Event | None) -> None:
         if self._stale_coordinator is None or self.finished:
             return
         stale, now_s = self._stale_coordinator, self.now_s
@@ -908,7 +912,7 @@ class World:
                     self._notify(COORDINATOR, peer, message)
                 case cio.DialBack(peer, addresses):
                     back = cio.DialBackResult(peer, addresses[0])
-                    self.at(now_s + 0.01, partial(self._tell_stale_coordinator, back))
+                    self.at(now_s + 0.01, partial(self._pass_to_stale_coordinator, back))
                 case _:
                     pass  # it writes to another disk
 
@@ -1014,7 +1018,7 @@ class World:
 
     def send(self, src: m.PeerId, dst: m.PeerId, message: m.Message) -> None:
         if dst == COORDINATOR and src in self._misdirected:
-            self._tell_stale_coordinator(cio.MessageReceived(src, message))
+            self._pass_to_stale_coordinator(cio.MessageReceived(src, message))
         elif self.connected(src, dst) and self._is_passable(
             src, dst, self._relayed.get(frozenset((src, dst)))
         ):
@@ -1029,15 +1033,15 @@ class World:
         """Pass an event to the coordinator, unless it crashes before."""
         recipient = self.coordinator
 
-        def tell() -> None:
+        def pass_event() -> None:
             if self.coordinator_up and self.coordinator is recipient:
-                self._tell_coordinator(event)
+                self._pass_to_coordinator(event)
 
-        self.at(self.now_s + delay_s, tell)
+        self.at(self.now_s + delay_s, pass_event)
 
     def catch_up_s(self) -> float:
         """Seconds that a worker takes to catch up."""
-        return self.random.uniform(0.05, MOST_FOLLOWING_S)
+        return self.random.uniform(0.05, MOST_CATCH_UP_S)
 
     def restore_s(self) -> float:
         if self.slow_next_restore:
@@ -1063,7 +1067,7 @@ class World:
     def rates_Bps(
         self, peer: m.PeerId, others: Sequence[m.PeerId]
     ) -> tuple[tuple[m.PeerId, float, float], ...]:
-        """What a worker measures of its links, as in `LinkRates`."""
+        """Rates that a worker measures, as in `LinkRates`."""
         return ()
 
     def compute_s(self, peer: m.PeerId) -> float:
@@ -1079,14 +1083,14 @@ class World:
             if not self._coordinator_frozen:
                 self._coordinator_tick()
             if self._stale_coordinator is not None and self.now_s >= self._stale_coordinator.deadline_s:
-                self._tell_stale_coordinator(None)
+                self._pass_to_stale_coordinator(None)
             self.at(self.now_s + 0.05, self._coordinator_ticks)
 
     def _coordinator_tick(self) -> None:
         if self.coordinator_up and self.now_s >= self.coordinator.deadline_s:
             self._execute_coordinator(self.coordinator.tick(self.now_s), None)
 
-    def _tell_coordinator(self, event: cio.Event) -> None:
+    def _pass_to_coordinator(self, event: cio.Event) -> None:
         if self._coordinator_frozen:
             self._coordinator_missed.append(event)
         else:
@@ -1115,7 +1119,7 @@ class World:
                 event = cio.PeerDisconnected(src, "connection broke")
             case _:
                 event = cio.MessageReceived(src, message)
-        self._tell_coordinator(event)
+        self._pass_to_coordinator(event)
 
     def _execute_coordinator(self, effects: list[cio.Effect], event: cio.Event | None) -> None:
         self.coverage.record_coordinator(self.coordinator, event, effects, from_backup=self._from_backup)
@@ -1129,13 +1133,15 @@ class World:
                     self.log.rollbacks += 1
                 case cio.JournalEntry(kind, body):
                     self._from_backup = self._from_backup and kind != "generation"
-                    self._journal.append((kind, json.loads(json.dumps(body))))  # as a disk gives it back
+                    self._journal.append(
+                        (kind, json.loads(json.dumps(body)))
+                    )  # as it is read back from a disk
                     self.log.generations += kind == "generation"
                 case cio.DialBack(peer, addresses):
                     proven = "" if peer in self._hidden else addresses[0]
                     delay_s = self.deadlines.reach_s if not proven else 0.01
                     self.later_at_coordinator(delay_s, cio.DialBackResult(peer, proven))
                 case cio.RecordViolation(peer, reason):
-                    self._tell_coordinator(cio.WorkerRemoved(peer, "offence", reason, ""))
+                    self._pass_to_coordinator(cio.WorkerRemoved(peer, "offence", reason, ""))
                 case _:
                     pass

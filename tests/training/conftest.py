@@ -1,7 +1,7 @@
-"""A perfect network in one process: the real workspaces and the real cores, and nothing that can fail.
+"""A perfect network in one process: the real buffers and cores, without faults.
 
 The training loops of P workers run in P threads.  The last one to arrive at a step runs the collectives of
-all of them to the end, compares their votes and hands everybody the same outcome.
+all to the end, compares their votes and returns the same outcome to all.
 """
 
 import threading
@@ -21,7 +21,7 @@ MOST_ABORTS = 3
 
 
 class PerfectNetwork:
-    """`samples[rank]` is what each worker's gradient stands for; `aborts` names (step, attempt) that fail."""
+    """`samples[rank]`: the samples of each worker's gradient; `aborts`: (step, attempt) that fail."""
 
     def __init__(self, world_size=1, samples=None, aborts=()):
         self.samples = list(samples or [1] * world_size)
@@ -29,7 +29,7 @@ class PerfectNetwork:
         self.aborts = set(aborts)
         self.step, self.attempt = 0, 0
         self.updates = []  # digest of each committed update
-        self._brought = [None] * self.world_size
+        self._submitted = [None] * self.world_size
         self._barrier = threading.Barrier(self.world_size, action=self._round)
         self._outcome = None
 
@@ -59,17 +59,18 @@ class PerfectNetwork:
             raise errors[0]
         return results
 
-    def exchange(self, rank, workspaces, skip, salt):
-        self._brought[rank] = (workspaces, skip, salt)
+    def exchange(self, rank, buffers, skip, salt):
+        self._submitted[rank] = (buffers, skip, salt)
         self._barrier.wait(PATIENCE_S)
         return self._outcome
 
     def _round(self):
-        (counts,) = {len(workspaces) for workspaces, _, _ in self._brought}
-        skips = [self._run([(w[channel], skip) for w, skip, _ in self._brought]) for channel in range(counts)]
+        (counts,) = {len(buffers) for buffers, _, _ in self._submitted}
+        skips = [
+            self._run([(w[channel], skip) for w, skip, _ in self._submitted]) for channel in range(counts)
+        ]
         votes = {
-            (salt, *(workspace.compute_digest() for workspace in workspaces))
-            for workspaces, _, salt in self._brought
+            (salt, *(buffer.compute_digest() for buffer in buffers)) for buffers, _, salt in self._submitted
         }
         committed = len(votes) == 1 and (self.step, self.attempt) not in self.aborts
         self._outcome = RoundOutcome(committed, any(skips))
@@ -128,8 +129,8 @@ class _Session(TrainingSession):
     def report_digest(self, step, digest):
         pass
 
-    def run(self, plan, workspaces, skip, salt):
-        return self.network.exchange(plan.rank, workspaces, skip, salt)
+    def run(self, plan, buffers, skip, salt):
+        return self.network.exchange(plan.rank, buffers, skip, salt)
 
     def report_figures(self, figures):
         self.notes.append(dict(figures))

@@ -1,4 +1,4 @@
-"""A worker under `exchange="auto"`: what one exchange keeps back goes on under the next, to the last bit."""
+"""A worker with `exchange="auto"`: the residual of one exchange continues with the next, to the last bit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_no_gradient_is_lost_when_the_exchange_changes(
     left = sum(residual for _, residual, _ in results)
     assert torch.equal(updates[0] + left, brought)
     if schedule[-1] == DENSE:
-        assert all(not wrapped.residual_state() for _, _, wrapped in results), "nothing is kept back any more"
+        assert all(not wrapped.residual_state() for _, _, wrapped in results), "no residual is left"
 
 
 @pytest.mark.parametrize("aborts", [(), ((1, 0), (2, 0), (2, 1))])
@@ -108,8 +108,8 @@ def test_no_change_of_local_steps_is_lost_when_the_exchange_changes(network: Any
     assert results[0][2].current_exchange == LocalSteps(3, GTopK(DENSITY, values="fp32"))
 
 
-def test_a_dense_step_takes_along_what_others_left(network: Any) -> None:
-    """What a leaver hands over arrives while dense steps are taken: it is in the next one."""
+def test_a_dense_step_sends_received_residuals(network: Any) -> None:
+    """A residual that is transferred during dense steps is in the next one."""
 
     def absorb(rank: int, step: int, wrapped: GridOptimizer) -> None:
         if (rank, step) == (1, 1):
@@ -124,7 +124,7 @@ def test_a_dense_step_takes_along_what_others_left(network: Any) -> None:
     assert all(torch.equal(update, brought) for update, _, _ in results)
 
 
-def test_a_checkpoints_residual_is_sent_whatever_is_chosen(network: Any) -> None:
+def test_a_checkpoints_residual_is_sent_by_any_chosen_exchange(network: Any) -> None:
     saved = {"residual": torch.arange(N, dtype=torch.float32)}
 
     def worker(session: Any) -> Any:
@@ -142,25 +142,25 @@ def test_a_checkpoints_residual_is_sent_whatever_is_chosen(network: Any) -> None
     assert torch.equal(update, saved["residual"])
 
 
-def test_who_leaves_while_nothing_is_kept_back_loses_nothing(network: Any) -> None:
-    """None would be a residual that is lost, and `hand_over` would say so."""
+def test_a_worker_without_a_residual_loses_nothing_when_it_leaves(network: Any) -> None:
+    """None would mean a lost residual, which a transfer would report."""
     for _, _, wrapped in train(network(RANKS), [GTOPK, DENSE]):
-        given_N = wrapped.residual.take(lambda: None)
-        assert given_N is not None and given_N.shape == (wrapped.residual.size,) and not given_N.any()
+        taken_N = wrapped.residual.take(lambda: None)
+        assert taken_N is not None and taken_N.shape == (wrapped.residual.size,) and not taken_N.any()
 
 
-def test_it_says_what_it_used(network: Any) -> None:
+def test_the_description_names_the_options(network: Any) -> None:
     (_, _, wrapped), *_ = train(network(RANKS), [DENSE, GTOPK])
     assert wrapped.current_exchange == GTopK(DENSITY, values="fp32")
     assert wrapped.describe_exchange() == "auto(density=0.1, values=fp32)"
 
 
-def test_what_was_not_offered_is_no_exchange(network: Any) -> None:
+def test_an_exchange_that_is_no_choice_is_refused(network: Any) -> None:
     with pytest.raises(LocalProtocolError, match="not one of the choices"):
         train(network(1), ["GTopK(density=0.5)"])
 
 
-def test_words_that_mean_nothing_are_refused() -> None:
+def test_an_invalid_description_is_refused() -> None:
     from gridtrain.config import exchange_of
 
     with pytest.raises(ConfigError, match='exchange="auto"'):
@@ -169,7 +169,7 @@ def test_words_that_mean_nothing_are_refused() -> None:
     assert exchange_of(None) == GTopK()
 
 
-def test_densities_that_learn() -> None:
+def test_the_largest_density_that_learns() -> None:
     assert [Auto.density_of(n) for n in (1000, 120_576, 1_000_000, 25_600_000, 10**9)] == [
         0.05,
         0.05,
@@ -189,7 +189,7 @@ def test_densities_that_learn() -> None:
         Auto(sparse=False),
     ],
 )
-def test_what_it_says_is_read_back(auto: Auto) -> None:
+def test_a_description_is_parsed_back(auto: Auto) -> None:
     assert Auto.parse(auto.describe()) == auto
     assert Auto.parse("GTopK(density=0.01)") is None
 
@@ -203,12 +203,12 @@ def test_densities_of_changes_are_those_of_local_steps() -> None:
 
 
 @pytest.mark.parametrize("computing", [0.0, 1.0, -1.0, float("nan")])
-def test_a_share_of_the_time_lies_between_none_and_all(computing: float) -> None:
+def test_an_invalid_share_of_computing_is_refused(computing: float) -> None:
     with pytest.raises(ConfigError, match="computing is"):
         Auto(computing=computing)
 
 
-def test_overlap_needs_an_exchange_that_is_named() -> None:
+def test_overlap_requires_a_given_exchange() -> None:
     from gridtrain.sdk.grid import _fit_auto
 
     inner = torch.optim.SGD(Vector().parameters(), lr=1.0)

@@ -37,13 +37,13 @@ def run(network, models, steps, every, exchange, aborts=(), bad=()):
 
 
 def models():
-    big = 2**40 + 3  # more than float32 holds
+    big = 2**40 + 3  # more digits than float32 has
     return [Counted([1.0, 2.0], big, True), Counted([3.0, 2.0], 5), Counted([5.0, -1.0], -7)]
 
 
 @pytest.mark.parametrize("exchange", [Dense(), GTopK(density=0.5)], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("aborts", [(), {(1, 0), (1, 1)}])
-def test_by_eye(network, exchange, aborts):
+def test_averages_are_those_computed_by_hand(network, exchange, aborts):
     assert run(network, models(), 1, 2, exchange) == [
         [[1.0, 2.0], 2**40 + 3, True, 1.0],
         [[3.0, 2.0], 5, False, 3.0],
@@ -56,14 +56,14 @@ def test_by_eye(network, exchange, aborts):
     ]
 
 
-def test_statistics_that_are_not_finite_are_healed(network):
+def test_statistics_that_are_not_finite_are_replaced_by_the_average(network):
     broken = models()
     broken[1].mean[0] = math.nan
     assert [row[0] for row in run(network, broken, 1, 1, Dense())] == [[3.0, 0.5]] * 3
 
 
 class Masked(nn.Module):
-    """Statistics beside what no training changes."""
+    """Statistics, and constants that no training changes."""
 
     def __init__(self, mean):
         super().__init__()
@@ -74,8 +74,8 @@ class Masked(nn.Module):
         self.register_buffer("angles", 10000 ** -(torch.arange(64) / 64))
 
 
-def test_constants_stay_to_the_last_bit_and_keep_nothing_from_being_averaged(network):
-    """Seven equal float32 numbers, summed and divided by 7, are others; float64 ones lose half of theirs."""
+def test_constants_do_not_change_and_statistics_beside_them_are_averaged(network):
+    """The mean of seven equal float32 numbers differs by rounding; float64 ones lose half of their digits."""
 
     def worker(session):
         model = Masked(float(session.rank))
@@ -92,12 +92,12 @@ def test_constants_stay_to_the_last_bit_and_keep_nothing_from_being_averaged(net
             assert torch.equal(buffer, model.get_buffer(name)), name
 
 
-def test_a_skipped_step_leaves_them(network):
+def test_a_skipped_step_averages_no_buffers(network):
     after = run(network, models(), 1, 1, GTopK(), bad={(0, 2)})
     assert [row[0] for row in after] == [[1.0, 2.0], [3.0, 2.0], [5.0, -1.0]]
 
 
-def test_batch_norm_in_a_loop(network):
+def test_batch_norm_statistics_are_averaged_in_a_loop(network):
     def worker(session):
         generator = torch.Generator().manual_seed(session.rank)
         model = nn.BatchNorm1d(4)
@@ -115,13 +115,13 @@ def test_batch_norm_in_a_loop(network):
     assert equal == [False, False, True, False, False, True]
 
 
-def test_vectors_hold_persistent_buffers_only():
+def test_only_persistent_buffers_are_averaged():
     model = Counted([1.0, 2.0], 9)
     assert [buffer.tolist() for buffer in model_buffers.float_buffers(model)] == [[1.0, 2.0]]
     assert model_buffers.integer_buffers_vector(model).tolist() == [9, 0]
 
 
-def test_a_shared_buffer_counts_under_its_persistent_name():
+def test_a_shared_buffer_is_averaged_under_its_persistent_name():
     model = nn.Module()
     shared = torch.tensor([4.0])
     model.register_buffer("cache", shared, persistent=False)

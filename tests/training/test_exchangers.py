@@ -1,4 +1,4 @@
-"""What the exchanges' options mean, and what is refused with which words."""
+"""Options of the exchanges: descriptions, refused values, and residuals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
         ),
     ],
 )
-def test_workers_with_other_options_have_another_text(exchange: Any, text: str) -> None:
+def test_each_combination_of_options_has_its_own_description(exchange: Any, text: str) -> None:
     assert exchange.describe() == text
 
 
@@ -97,25 +97,25 @@ def test_workers_with_other_options_have_another_text(exchange: Any, text: str) 
         (lambda: Deadlines(beat_s="a"), r"beat_s is 'a'; it must be a number >= 0 -> the default is 0\.5"),
     ],
 )
-def test_what_there_is_not_is_refused(make: Any, words: str) -> None:
+def test_invalid_options_are_refused(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 
 
 @pytest.mark.parametrize("values", VALUE_KINDS)
-def test_every_kind_of_values_can_be_asked_for(values: str) -> None:
+def test_every_kind_of_values_is_accepted(values: str) -> None:
     assert TopK(values=values).values == GTopK(values=values, topology="star").values == values
 
 
 @pytest.mark.parametrize("topology", SPARSE_BUFFERS)
-def test_each_topology_of_gtopk_has_edges_that_both_ends_know(topology: str) -> None:
+def test_edges_of_each_topology_are_symmetric(topology: str) -> None:
     edges = neighbours_of(GTopK(topology=topology))
     for world_size in range(1, 20):
         for rank in range(world_size):
             assert all(rank in edges(other, world_size) for other in edges(rank, world_size))
 
 
-def test_a_dense_star_is_a_workspace_of_its_own() -> None:
+def test_a_dense_star_has_its_own_buffer() -> None:
     star = make_dense_buffer("star", np.zeros(4, np.float32), 2)
     ring = make_dense_buffer("ring", np.zeros(4, np.float32), 2)
     assert isinstance(star, DenseStarBuffer) and not isinstance(ring, DenseStarBuffer)
@@ -147,7 +147,7 @@ def test_no_gradient_is_lost_through_steps_retries_and_skips(
 ) -> None:
     """In rational numbers: integers, of which float32 adds any number here without rounding.
 
-    A worker's share of a step's samples may be none.  Some attempts are aborted, and some steps skipped.
+    A worker's share of a step's samples may be 0.  Some attempts are aborted, and some steps skipped.
     """
     for seed in seeds(6, drawn=2):
         rng, n = np.random.default_rng(seed), 250
@@ -186,7 +186,7 @@ def test_no_gradient_is_lost_through_steps_retries_and_skips(
 
 
 @pytest.mark.parametrize("values", KINDS)
-def test_a_residual_that_comes_between_two_attempts_stays(values: str) -> None:
+def test_a_residual_received_between_two_attempts_is_kept(values: str) -> None:
     """A resumed ring sends the contribution of its first attempt."""
     exchangers = [make_exchanger(Dense(topology="ring", values=values), (0, 3), CPU) for _ in range(2)]
     before = [np.array(v, np.float32) for v in ([1.25, 2.5, 3.0], [0.5, 0.5, 0.5])]
@@ -235,14 +235,14 @@ def test_buckets_share_one_residual(values: str) -> None:
 
 @pytest.mark.parametrize("values", KINDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_cannot_be_sent_is_a_skip(values: str, bad: float) -> None:
+def test_values_that_cannot_be_sent_skip_the_step(values: str, bad: float) -> None:
     one = make_exchanger(Dense(values=values), (0, 2), CPU)
     attempt = one.prepare_bucket(0, torch.tensor([bad, 1.0]) * 8, plan(0, 2), usable=True)
     assert attempt.skip and not one.feedback.residual_N.any()
     assert one.prepare_bucket(0, torch.tensor([1.0, 1.0]), plan(0, 2), usable=False).skip
 
 
-def test_float32_keeps_no_residual() -> None:
+def test_float32_has_no_residual() -> None:
     one = make_exchanger(Dense(), (0, 2), CPU)
     attempt = one.prepare_bucket(0, torch.ones(2), plan(0, 2), usable=True)
     assert type(attempt.buffer) is DenseRingBuffer and attempt.buffer.rest_N is None
@@ -254,12 +254,12 @@ def test_float32_keeps_no_residual() -> None:
     [(RoundOutcome(True, False), 0.0), (RoundOutcome(False, False), 2.5), (RoundOutcome(True, True), 2.5)],
     ids=["committed", "aborted", "skipped"],
 )
-def test_a_residual_is_given_away_as_the_last_round_leaves_it(settled: RoundOutcome, left: float) -> None:
+def test_a_residual_is_taken_as_the_last_round_leaves_it(settled: RoundOutcome, left: float) -> None:
     one = make_exchanger(Dense(values="int8"), (0, 4), CPU)
     one.feedback.load({"residual": torch.full((4,), 2.5)})
     residual = WorkerResidual(one, 4)
     attempt = one.prepare_bucket(0, torch.ones(4), plan(0, 1), usable=True)
     attempt.buffer.make_collective(0, 1, 0).start(0.0)
     residual.mark_sent(attempt)
-    given_N = residual.take(lambda: settled)
-    assert residual.size == 4 and given_N is not None and given_N.tolist() == [left] * 4
+    taken_N = residual.take(lambda: settled)
+    assert residual.size == 4 and taken_N is not None and taken_N.tolist() == [left] * 4

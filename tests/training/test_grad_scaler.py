@@ -29,7 +29,7 @@ def backward(model, scaler, step, bad=False):
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_alone_it_is_the_plain_optimizer_under_the_plain_scaler(network, unscale_first):
+def test_a_single_worker_trains_as_with_the_plain_scaler(network, unscale_first):
     model = model_of()
     twin = copy.deepcopy(model)
     wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
@@ -50,7 +50,7 @@ def test_alone_it_is_the_plain_optimizer_under_the_plain_scaler(network, unscale
 
 
 def scales(network, make_scaler, explicit=False):
-    """Three workers; at step 1 the gradient of rank 1 overflows.  Their scales after each step."""
+    """The scales of three workers after each step; at step 1 the gradient of rank 1 overflows."""
 
     def worker(session):
         model = model_of()
@@ -77,12 +77,12 @@ def scales(network, make_scaler, explicit=False):
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-def test_one_overflow_halves_everybodys_scale(network, explicit):
+def test_one_overflow_halves_the_scale_of_all(network, explicit):
     #   good, bad: halved, good, good: doubled after two
     assert scales(network, GridScaler, explicit) == [[1024.0, 512.0, 512.0, 1024.0]] * 3
 
 
-def test_the_plain_scaler_would_drift_but_forks_no_parameters(network):
+def test_with_the_plain_scaler_scales_diverge_but_not_parameters(network):
     assert scales(network, torch.amp.GradScaler) == [
         [1024.0, 2048.0, 2048.0, 4096.0],
         [1024.0, 512.0, 512.0, 1024.0],
@@ -90,7 +90,7 @@ def test_the_plain_scaler_would_drift_but_forks_no_parameters(network):
     ]
 
 
-def test_no_gradient_at_all(network):
+def test_a_step_without_gradients_changes_no_scale(network):
     model = model_of()
     wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
     scaler = GridScaler(**SCALING)
@@ -100,7 +100,7 @@ def test_no_gradient_at_all(network):
     assert wrapped.skipped_steps == 0
 
 
-def test_disabled_it_does_nothing(network):
+def test_a_disabled_scaler_does_nothing(network):
     model = model_of()
     wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
     scaler = GridScaler("cpu", enabled=False)
@@ -110,8 +110,8 @@ def test_disabled_it_does_nothing(network):
     assert wrapped.skipped_steps == 0
 
 
-class Elsewhere:
-    """A session whose owner wants the worker elsewhere: no attempt begins, and the group goes on."""
+class PausedSession:
+    """A session whose worker is paused: no attempt begins, and the group goes on."""
 
     def begin(self):
         return None
@@ -120,16 +120,16 @@ class Elsewhere:
         pass
 
 
-def test_a_step_that_went_on_without_this_worker_says_nothing_of_the_scale():
+def test_a_missed_step_does_not_change_the_scale():
     model, scaler = model_of(), GridScaler(**SCALING)
-    optimizer = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), Elsewhere())
+    optimizer = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), PausedSession())
     backward(model, scaler, 0)
     scaler.step(optimizer)
     scaler.update()
     assert optimizer.last_skipped and scaler.get_scale() == 1024.0
 
 
-def test_a_scaler_that_is_not_enabled_says_nothing_to_a_newcomer():
+def test_a_disabled_scaler_is_not_in_the_state():
     scaler = GridScaler(**SCALING)
     scaler.load_state_dict(GridScaler(enabled=False).state_dict())
     assert scaler.get_scale() == 1024.0

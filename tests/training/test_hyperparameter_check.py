@@ -1,4 +1,4 @@
-"""Rows of settings: who has to leave, and what a damaged or incomplete row may not do."""
+"""Rows of settings: which worker has to leave, and that damaged or incomplete rows have no effect."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def sgd(**options):
 
 
 def summed(optimizers, skipping=()):
-    """What every rank holds after the ring: the sum of all rows."""
+    """The sum of all rows, which every rank has after the ring."""
     parts = [
         hyperparameter_check.make_hyperparameter_buffer(plan(rank, len(optimizers)), one)
         for rank, one in enumerate(optimizers)
@@ -31,8 +31,8 @@ def summed(optimizers, skipping=()):
     return sum(part.update_N for part in parts)
 
 
-def told(sums_N, world_size):
-    """What each rank is told: None to go on."""
+def answers_of(sums_N, world_size):
+    """The answer for each rank: None to go on."""
     answers = []
     for rank in range(world_size):
         try:
@@ -45,7 +45,7 @@ def told(sums_N, world_size):
     return answers
 
 
-def test_a_first_attempt_carries_no_rows():
+def test_a_first_attempt_sends_no_rows():
     assert hyperparameter_check.make_hyperparameter_buffer(plan(0, 3, attempt=0), sgd()) is None
 
 
@@ -61,49 +61,49 @@ def test_a_first_attempt_carries_no_rows():
     ],
 )
 @pytest.mark.parametrize("skipping", [(), (0,)], ids=["", "a gradient is not finite"])
-def test_the_largest_party_goes_on(rates, leaving, skipping):
-    answers = told(summed([sgd(lr=rate) for rate in rates], skipping), len(rates))
+def test_the_largest_group_of_equal_settings_goes_on(rates, leaving, skipping):
+    answers = answers_of(summed([sgd(lr=rate) for rate in rates], skipping), len(rates))
     assert [rank for rank, reason in enumerate(answers) if reason] == leaving
 
 
-def test_in_words():
+def test_the_error_names_the_settings():
     rates = [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.01, "momentum": 0.9, "nesterov": True}]
-    assert told(summed([sgd(**options) for options in rates]), 3)[2] == (
+    assert answers_of(summed([sgd(**options) for options in rates]), 3)[2] == (
         "step 7 cannot be committed: rank 2 has lr=0.01, momentum=0.9, nesterov=True, but 2 of 3 workers "
         "(rank 0) have lr=0.1, momentum=0, nesterov=False; they continue without rank 2"
     )
 
 
-def test_the_group_is_named():
+def test_the_error_names_the_parameter_group():
     first, second = nn.Linear(2, 1), nn.Linear(2, 1)
     groups = [
         [{"params": first.parameters()}, {"params": second.parameters(), "lr": lr}] for lr in (1.0, 2.0)
     ]
-    reason = told(summed([torch.optim.SGD(group, lr=0.1) for group in groups]), 2)[1]
+    reason = answers_of(summed([torch.optim.SGD(group, lr=0.1) for group in groups]), 2)[1]
     assert "rank 1 has lr of group 1=2.0, but 1 of 2 workers (rank 0) have lr of group 1=1.0;" in reason
 
 
-def test_what_is_beyond_a_row_is_told_by_its_digest():
+def test_settings_beyond_a_row_are_compared_by_their_digest():
     def many(last):
         parameters = [nn.Parameter(torch.ones(1)) for _ in range(60)]
         groups = [{"params": [p], "weight_decay": 0.0} for p in parameters]
         groups[-1]["weight_decay"] = last
         return torch.optim.SGD(groups, lr=0.1)
 
-    reason = told(summed([many(0.0), many(0.5)]), 2)[1]
+    reason = answers_of(summed([many(0.0), many(0.5)]), 2)[1]
     assert "rank 1 has settings " in reason and "have settings " in reason
 
 
 @pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf, 300.0, -1.0, 0.0])
 @pytest.mark.parametrize("at", [0, 20, 600])
-def test_an_incomplete_row_condemns_nobody(at, damage):
+def test_no_worker_leaves_because_of_an_incomplete_row(at, damage):
     sums_N = summed([sgd(lr=0.1), sgd(lr=0.2)])
     sums_N[at] = damage
-    assert told(sums_N, 2) == [None, None] or damage == 0.0, "0 may be what was there"
+    assert answers_of(sums_N, 2) == [None, None] or damage == 0.0, "the value may have been 0"
 
 
 def test_texts_from_the_network_are_made_printable():
     evil = sgd()
     evil.param_groups[0]["lr"] = "\x1b[2J\x07"
-    (_, reason) = told(summed([evil, sgd()]), 2)
+    (_, reason) = answers_of(summed([evil, sgd()]), 2)
     assert "\x1b" not in reason and "\x07" not in reason and "lr=?[2J?" in reason

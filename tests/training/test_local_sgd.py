@@ -1,5 +1,5 @@
-"""LocalSteps: workers train alone for a while; after each exchange all hold the same parameters, and what was
-not exchanged is kept."""
+"""LocalSteps: workers train alone for some steps; after each exchange all have the same parameters, and the
+rest of each change is in the residual."""
 
 import copy
 import math
@@ -77,7 +77,7 @@ def equal(one, other):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_all_workers_hold_the_same_bits_after_every_exchange(network, exchange, world_size, momentum):
+def test_all_workers_have_the_same_bits_after_every_exchange(network, exchange, world_size, momentum):
     def worker(session):
         model = small_model()
         inner = adamw(model)
@@ -103,7 +103,7 @@ def test_all_workers_hold_the_same_bits_after_every_exchange(network, exchange, 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("local", [False, True])
-def test_the_exchange_has_the_same_bits_in_the_memory_of_the_host(network, local, dtype, device):
+def test_the_exchange_gives_the_same_bits_in_host_memory(network, local, dtype, device):
     exchange = GTopK(density=0.5, momentum=0.0 if local else 0.5)
 
     def worker(session, exchange_device):
@@ -116,12 +116,12 @@ def test_the_exchange_has_the_same_bits_in_the_memory_of_the_host(network, local
             optimizer = GridOptimizer(sgd(model), model, exchange, session, **options)
         for step in range(4 * EVERY):
             train_step(model, optimizer, 100 * step + session.rank)
-        held = [
+        tensors = [
             optimizer._flat.flat_N,
             optimizer._exchanger.feedback.residual_N,
             *getattr(optimizer, "_anchor", []),
         ]
-        assert {each.device.type for each in held} == {exchange_device or device}
+        assert {each.device.type for each in tensors} == {exchange_device or device}
         return flat(model).cpu()
 
     usual, on_host = (
@@ -161,7 +161,7 @@ def test_a_device_without_an_index_is_the_current_one(monkeypatch, asked, own, c
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(network, dtype):
+def test_other_dtypes_are_trained(network, dtype):
     def worker(session):
         model = small_model(dtype)
         optimizer = wrap(session, model, Dense(), sgd(model, lr=0.3))
@@ -173,11 +173,11 @@ def test_other_dtypes(network, dtype):
     assert len(set(network(3).train(worker))) == 1
 
 
-# -- what it computes ----------------------------------------------------------------------------------
+# -- the algorithm -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_step_and_nothing_outside_is_plain_dense_sgd(network, world_size):
+def test_one_local_step_without_an_outer_optimizer_is_dense_sgd(network, world_size):
     def worker(session, local):
         model = small_model()
         inner = sgd(model)
@@ -197,8 +197,8 @@ def test_every_step_and_nothing_outside_is_plain_dense_sgd(network, world_size):
 
 
 @pytest.mark.parametrize("rate, momentum", [(1.0, 0.0), (0.7, 0.9)])
-def test_it_is_diloco_as_published(network, rate, momentum):
-    """Algorithm 1 with torch's own SGD(nesterov=True) outside; the mean is weighted by samples."""
+def test_the_algorithm_is_diloco_as_published(network, rate, momentum):
+    """Algorithm 1 with torch's SGD(nesterov=True) as outer optimizer; the mean is weighted by samples."""
     samples, rounds = [1, 3, 2], 4
 
     def worker(session):
@@ -228,7 +228,7 @@ def test_it_is_diloco_as_published(network, rate, momentum):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_update_has_the_same_bits_in_any_blocks_layout_and_form(monkeypatch, momentum, dtype):
+def test_an_update_has_the_same_bits_for_any_block_size_and_layout(monkeypatch, momentum, dtype):
     """Workers may have other numbers of threads, and the parameters of some in channels_last."""
     where = np.arange(1, 310, 7)
     updates = [SparseVector(where, np.linspace(-1, 1, where.size, dtype=np.float32) / k) for k in (3, 5)]
@@ -265,7 +265,7 @@ def test_a_change_whose_sum_overflows_is_finite(last, finite):
 
 
 def test_a_turn_with_few_samples_trains_less(network):
-    """Of three calls only the first one is for samples; the stand-ins of the others move nothing."""
+    """Only the first of three calls has samples; the placeholders of the others change nothing."""
     model, twin = small_model(), small_model()
     optimizer, plain = wrap(network().session(), model, Dense()), adamw(twin)
     optimizer.begin_turn(1)
@@ -289,7 +289,7 @@ def integers(step, rank, n):
 
 @pytest.mark.parametrize("exchange", EXCHANGES[1:], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_nothing_of_the_change_is_lost(network, exchange, world_size):
+def test_no_part_of_a_change_is_lost(network, exchange, world_size):
     """Integers over a power of two: residuals after + update == residuals before + changes, exactly."""
     n, rounds = 60, 6
 
@@ -342,11 +342,11 @@ def test_an_abort_keeps_the_residual_and_the_change(network):
         for retry in (2, 3):
             assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[retry], strict=True))
         for attempt, number in enumerate((0, 1, 1, 1, 2)):
-            assert torch.equal(seen[attempt][1], anchors[number]), "who asks now is given the anchor"
+            assert torch.equal(seen[attempt][1], anchors[number]), "a newcomer now receives the anchor"
         assert after == smooth_after
 
 
-# -- what goes wrong on one worker -----------------------------------------------------------------------
+# -- faults on one worker --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
@@ -368,7 +368,7 @@ def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange,
         assert optimizer.last_skipped and optimizer.skipped_steps == 1
         assert replica_digest(model, optimizer.replicated) == before, "all are back at the anchor"
         assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual_state().items())
-        assert bool(inner.state_dict()["state"]) == (session.rank != 1), "its moments were poisoned"
+        assert bool(inner.state_dict()["state"]) == (session.rank != 1), "its moments were not finite"
         for step in range(EVERY):
             train_step(model, optimizer, 70 * step + session.rank)
         assert not optimizer.last_skipped and torch.isfinite(flat(model)).all()
@@ -378,7 +378,7 @@ def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange,
     assert caplog.text.count("parameters are not finite after 3 local steps") == 1
 
 
-def test_a_stand_in_batch_counts_for_nothing(network):
+def test_a_placeholder_batch_does_not_count(network):
     def worker(session):
         model = small_model()
         optimizer = wrap(session, model, GTopK(density=0.1))
@@ -434,7 +434,7 @@ def test_scaled_gradients_are_unscaled_for_the_local_steps(network):
     assert (flat(model) - flat(twin)).abs().max() < 1e-6
 
 
-def test_a_learning_rate_of_ones_own_never_commits(network):
+def test_a_step_with_different_learning_rates_never_commits(network):
     def worker(session):
         model = small_model()
         optimizer = wrap(session, model, Dense(), sgd(model, lr=0.1 + 0.1 * session.rank))
@@ -456,7 +456,7 @@ def trained(network, *, momentum=0.9, rounds=2):
     return model, optimizer
 
 
-def test_a_newcomer_takes_parameters_and_velocity_and_has_moments_of_its_own(network):
+def test_a_newcomer_receives_parameters_and_velocity_but_no_moments(network):
     model, optimizer = trained(network)
     fresh = small_model()
     newcomer = wrap(network().session(), fresh, GTopK(density=0.2), outer_momentum=0.9)
@@ -464,26 +464,26 @@ def test_a_newcomer_takes_parameters_and_velocity_and_has_moments_of_its_own(net
     assert replica_digest(fresh, newcomer.replicated) == replica_digest(model, optimizer.replicated)
     assert not newcomer.inner.state_dict()["state"]
     for one, wrapped in ((model, optimizer), (fresh, newcomer)):
-        kept = wrapped.inner.state_dict()["state"]
+        moments = wrapped.inner.state_dict()["state"]
         wrapped.restore_state(optimizer.capture_state())
-        assert wrapped.inner.state_dict()["state"].keys() == kept.keys(), "a state leaves moments alone"
+        assert wrapped.inner.state_dict()["state"].keys() == moments.keys(), "a state does not change moments"
         assert replica_digest(one, wrapped.replicated) == replica_digest(model, optimizer.replicated)
 
 
-def test_replaying_updates_leads_to_the_same_bits(network):
-    """A follower has an image of step 1 and the updates of steps 2 to 4; it trains nothing itself."""
-    model, follower = small_model(), small_model()
+def test_replayed_updates_give_the_same_bits(network):
+    """A newcomer has a snapshot of step 1 and the updates of steps 2 to 4; it does not train."""
+    model, newcomer = small_model(), small_model()
     group = network()
     session = group.session()
     optimizer = wrap(session, model, GTopK(density=0.2), outer_learning_rate=0.7, outer_momentum=0.9)
-    behind = wrap(
-        network().session(), follower, GTopK(density=0.2), outer_learning_rate=0.7, outer_momentum=0.9
+    replaying = wrap(
+        network().session(), newcomer, GTopK(density=0.2), outer_learning_rate=0.7, outer_momentum=0.9
     )
     run, updates = session.run, []
 
-    def recorded(plan, workspaces, skip, settings):
-        outcome = run(plan, workspaces, skip, settings)
-        updates.append(StepUpdate(plan.step, settings, outcome.is_skipped, workspaces[0].update))
+    def recorded(plan, buffers, skip, settings):
+        outcome = run(plan, buffers, skip, settings)
+        updates.append(StepUpdate(plan.step, settings, outcome.is_skipped, buffers[0].update))
         return outcome
 
     session.run = recorded
@@ -491,15 +491,15 @@ def test_replaying_updates_leads_to_the_same_bits(network):
         train_step(model, optimizer, step)
         optimizer.param_groups[0]["lr"] *= 0.9
         if step == 2 * EVERY - 1:
-            behind.restore_state(optimizer.capture_state())
+            replaying.restore_state(optimizer.capture_state())
             first = len(updates)
     for update in updates[first:]:
-        behind.replay_update(update)
-    optimizer.param_groups[0]["lr"] /= 0.9  # replayed is what was voted on, before the last change
-    assert replica_digest(follower, behind.replicated) == replica_digest(model, optimizer.replicated)
+        replaying.replay_update(update)
+    optimizer.param_groups[0]["lr"] /= 0.9  # the replay ends before the last change of the learning rate
+    assert replica_digest(newcomer, replaying.replicated) == replica_digest(model, optimizer.replicated)
 
 
-def test_a_checkpoint_goes_on_as_if_nothing_had_happened(network):
+def test_a_run_continues_from_a_checkpoint_as_without_the_restart(network):
     model, optimizer = trained(network)
     document, tensors = optimizer.pack()
     again = small_model()
@@ -537,10 +537,10 @@ def test_a_state_with_another_velocity_is_refused(network):
         optimizer.unpack(document | {"moments": {"dict": []}}, tensors)
 
 
-# -- how it is called ------------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------------
 
 
-def test_what_it_shows_is_the_inner_optimizer(network):
+def test_the_wrapper_shows_the_inner_optimizer(network):
     model = small_model()
     inner = adamw(model)
     optimizer = wrap(network().session(), model, GTopK(), inner)
@@ -551,7 +551,7 @@ def test_what_it_shows_is_the_inner_optimizer(network):
     assert optimizer.local_calls == 1
 
 
-def test_timings_are_of_each_step_and_the_notes_of_the_whole(network):
+def test_timings_are_of_each_local_step_and_reports_of_the_turn(network):
     session = network().session()
     model = small_model()
     optimizer = wrap(session, model, GTopK(density=0.1))
@@ -567,7 +567,7 @@ def test_timings_are_of_each_step_and_the_notes_of_the_whole(network):
     assert noted["computing_s"] == pytest.approx(sum(computing_s))
 
 
-def test_adam_is_what_it_is_for(network, recwarn):
+def test_adam_gives_no_warning(network, recwarn):
     wrap(network().session(), small_model(), GTopK(density=0.01))
     assert not recwarn.list
 
@@ -590,7 +590,7 @@ def test_an_exchange_by_hand_and_a_closure_are_refused(network):
         optimizer.step(lambda: 0.0)
 
 
-def test_a_clip_norm_has_nothing_to_clip(network):
+def test_a_clip_norm_is_refused(network):
     model, exchange = small_model(), LocalSteps(2, Dense())
     with pytest.raises(ConfigError, match="clip each worker's"):
         LocalSGDOptimizer(adamw(model), model, exchange, network().session(), clip_norm=1.0)
@@ -622,20 +622,20 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(network):
         ({"outer_momentum": -0.1}, "outer_momentum"),
     ],
 )
-def test_what_cannot_be_is_refused(options, problem):
+def test_invalid_options_are_refused(options, problem):
     with pytest.raises(ConfigError, match=problem):
         LocalSteps(**{"every": 4, **options})
 
 
-def test_workers_with_other_settings_do_not_describe_themselves_alike():
+def test_different_settings_have_different_descriptions():
     variants = [LocalSteps(4), LocalSteps(5), LocalSteps(4, Dense()), LocalSteps(4, outer_momentum=0.5)]
     variants.append(LocalSteps(4, outer_learning_rate=0.5))
     assert len({variant.describe() for variant in variants}) == 5
     assert LocalSteps(4).sparse and not LocalSteps(4, Dense()).sparse
 
 
-def test_moments_start_afresh_each_time_also_those_that_an_optimizer_is_born_with(network):
-    """Adagrad has sums before its first step: two bad batches, and the group skips two exchanges, not all."""
+def test_moments_are_reset_to_those_of_a_new_optimizer(network):
+    """Adagrad has sums before its first step: two bad batches skip two exchanges, not all."""
     model = small_model()
     adagrad = torch.optim.Adagrad(model.parameters(), lr=0.01)
     optimizer = LocalSGDOptimizer(

@@ -1,4 +1,4 @@
-"""What a worker's residual becomes when it pauses more than once between two steps, and then leaves."""
+"""The residual of a worker that pauses more than once between two steps, and then leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELSEWHERE = replace(OF_A_PEER, applied=5)
 
 @pytest.fixture
 def state(tmp_path: Path) -> Any:
-    """Its `untransferred` is what the next transfers leave over: a residual, nothing, or an error."""
+    """A model state; `untransferred` are the results of the next transfers: a residual, none, or an error."""
 
     def transfer(budget_bytes: int) -> LeftResidual | None:
         left = made.untransferred.pop(0)
@@ -48,7 +48,7 @@ def state(tmp_path: Path) -> Any:
     ids=["own", "received", "both", "received later", "restarted"],
 )
 @pytest.mark.parametrize("ending", ["pause", "leave"])
-def test_what_arrives_between_two_pauses_is_left_as_well(
+def test_a_residual_received_between_two_pauses_is_left_as_well(
     state: Any, tmp_path: Path, untransferred: list[LeftResidual | None], expected: list[float], ending: str
 ) -> None:
     state.untransferred = list(untransferred)
@@ -63,7 +63,7 @@ def test_what_arrives_between_two_pauses_is_left_as_well(
     assert left is not None and left.residual_N.tolist() == expected
 
 
-def test_what_was_left_is_written_although_the_group_is_gone(state: Any, tmp_path: Path) -> None:
+def test_a_residual_is_written_although_the_group_is_gone(state: Any, tmp_path: Path) -> None:
     state.untransferred = [OWN, GridtrainError("this worker has left the run")]
     state.rest(1000)
     state.leave(1000, between_steps=False)

@@ -1,4 +1,4 @@
-"""The wrapped optimizer in ordinary training loops: alone it is the inner one, in a group all stay equal."""
+"""The wrapped optimizer in ordinary loops: as the inner one with one worker, equal on all in a group."""
 
 import copy
 import math
@@ -57,7 +57,7 @@ def same(one, other):
 
 
 def alone_and_plain(network, make_optimizer, model=None, exchange=None, **options):
-    """The same model twice: under the wrapper in a group of one, and under the plain optimizer."""
+    """The same model twice: with the wrapper in a group of one, and with the plain optimizer."""
     model = model or small_model()
     twin = copy.deepcopy(model)
     session = network().session()
@@ -65,7 +65,7 @@ def alone_and_plain(network, make_optimizer, model=None, exchange=None, **option
     return model, wrapped, twin, make_optimizer(twin), session
 
 
-# -- alone: bit for bit the inner optimizer ---------------------------------------------------------
+# -- one worker: bit for bit the inner optimizer ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def alone_and_plain(network, make_optimizer, model=None, exchange=None, **option
     ids=["sgd", "nesterov", "adamw", "groups"],
 )
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_dense_alone_is_the_plain_optimizer(network, make_optimizer, set_to_none):
+def test_a_single_dense_worker_trains_as_the_plain_optimizer(network, make_optimizer, set_to_none):
     model, wrapped, twin, plain, _ = alone_and_plain(network, make_optimizer)
     for step in range(10):
         for one, optimizer in ((model, wrapped), (twin, plain)):
@@ -92,7 +92,7 @@ def test_dense_alone_is_the_plain_optimizer(network, make_optimizer, set_to_none
     assert replica_digest(model, wrapped.inner) == replica_digest(twin, plain)
 
 
-def test_full_density_alone_is_the_plain_optimizer(network):
+def test_a_single_worker_with_full_density_trains_as_the_plain_optimizer(network):
     exchange = GTopK(density=1.0, values="fp32")
     model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, exchange=exchange)
     for step in range(5):
@@ -111,7 +111,7 @@ def train_step(model, optimizer, step):
     optimizer.zero_grad()
 
 
-def test_accumulation_and_local_clipping(network):
+def test_gradients_can_be_accumulated_and_clipped_locally(network):
     model, wrapped, twin, plain, _ = alone_and_plain(network, sgd)
     for step in range(4):
         for one, optimizer in ((model, wrapped), (twin, plain)):
@@ -123,7 +123,7 @@ def test_accumulation_and_local_clipping(network):
     assert same(model, twin)
 
 
-def test_explicit_form_clips_what_was_exchanged(network):
+def test_the_exchanged_gradient_can_be_clipped(network):
     model, wrapped, twin, plain, session = alone_and_plain(network, sgd)
     for step in range(4):
         backward(model, step)
@@ -156,7 +156,7 @@ def test_clip_norm_clips_the_update(network):
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_schedulers_take_it_for_an_optimizer(network):
+def test_schedulers_accept_the_wrapper_as_an_optimizer(network):
     model, wrapped, twin, plain, _ = alone_and_plain(network, sgd)
     assert isinstance(wrapped, torch.optim.Optimizer)
     loops = []
@@ -197,7 +197,7 @@ def test_step_hooks_run(network):
     assert seen == ["before", "after"]
 
 
-def test_frozen_and_tied_parameters(network):
+def test_frozen_and_tied_parameters_are_trained_correctly(network):
     torch.manual_seed(1)
     model = nn.ModuleDict(
         {"embed": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 7, bias=False)}
@@ -255,7 +255,7 @@ def test_a_compiled_model_trains_like_a_plain_one(network):
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_all_workers_hold_the_same_bits(network, exchange, world_size):
+def test_all_workers_have_the_same_bits(network, exchange, world_size):
     def worker(session):
         model = small_model()
         optimizer = GridOptimizer(sgd(model, weight_decay=0.01), model, exchange, session, clip_norm=0.5)
@@ -270,7 +270,7 @@ def test_all_workers_hold_the_same_bits(network, exchange, world_size):
     assert group.step == 12
 
 
-def test_dense_in_a_group_is_one_process_with_the_whole_batch(network):
+def test_a_dense_group_trains_as_one_process_with_the_whole_batch(network):
     samples = [3, 5, 1, 7]
 
     def worker(session):
@@ -303,8 +303,8 @@ def train_step_on(model, optimizer, data):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
-def test_a_stand_in_batch_counts_for_nothing(network, exchange):
-    """A worker without samples may run its loop on any batch: weight 0, even if that batch is bad."""
+def test_a_placeholder_batch_does_not_count(network, exchange):
+    """A worker without samples may run its loop on any batch: its weight is 0, even if the batch is bad."""
 
     def worker(session):
         model = small_model()
@@ -358,7 +358,7 @@ def test_no_gradient_is_lost(network, exchange, world_size):
         assert (error.abs() <= bound).all(), f"{world_size=} {step=}"
 
 
-def test_what_a_decay_drops_is_counted_and_reported(network):
+def test_the_part_that_a_decay_drops_is_counted_and_reported(network):
     """A quarter of the residual is dropped at each commit, and not in a round that is aborted or skipped."""
 
     def worker(session):
@@ -404,7 +404,7 @@ def test_an_abort_keeps_the_residual_and_retries_the_same_gradient(network):
 
 
 def test_a_retry_reweights_to_the_new_membership(network):
-    """The other worker's samples vanish between two attempts: the same gradient now counts whole."""
+    """The other worker's samples are removed between two attempts: the same gradient has weight 1 then."""
     group = network(1, samples=[2], aborts={(0, 0)})
     model = nn.Linear(1, 1, bias=False)
     optimizer = GridOptimizer(sgd(model, lr=1.0), model, Dense(), session := group.session())
@@ -449,7 +449,7 @@ def test_one_bad_gradient_skips_the_step_on_all(network, exchange, bad):
 # -- hyper-parameters -----------------------------------------------------------------------------
 
 
-def test_a_learning_rate_of_ones_own_never_commits(network):
+def test_a_step_with_different_learning_rates_never_commits(network):
     def worker(session):
         model = small_model()
         train_step(model, GridOptimizer(sgd(model, lr=0.1 + session.rank), model, Dense(), session), 0)
@@ -462,7 +462,7 @@ def test_a_learning_rate_of_ones_own_never_commits(network):
     assert group.updates == []
 
 
-def test_hyper_digest_sees_every_plain_field():
+def test_the_settings_digest_depends_on_every_plain_field():
     def of(**options):
         return wrap(lambda m: sgd(m, **options)).hyperparameter_digest()
 
@@ -475,7 +475,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
     return GridOptimizer(make_optimizer(model), model, exchange or Dense(), None, **options)
 
 
-# -- what is refused, and why -----------------------------------------------------------------------
+# -- refused uses -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
         ),
     ],
 )
-def test_misfits_are_refused(make, message):
+def test_unsupported_optimizers_and_models_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -510,7 +510,7 @@ def test_closures_and_late_groups_are_refused():
         wrapped.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-def test_a_thawed_parameter_is_refused(network):
+def test_a_parameter_that_is_unfrozen_later_is_refused(network):
     model = small_model()
     model[0].bias.requires_grad_(False)
     wrapped = GridOptimizer(sgd(model), model, Dense(), network().session())
@@ -521,7 +521,7 @@ def test_a_thawed_parameter_is_refused(network):
 
 
 def test_a_parameter_that_is_frozen_later_is_refused(network):
-    """Its gradient would be zeros, and weight decay and momentum would move it."""
+    """Its gradient would be 0, and weight decay and momentum would change it."""
     model = small_model()
     wrapped = GridOptimizer(sgd(model, momentum=0.9), model, Dense(), network().session())
     backward(model, 0)
@@ -534,8 +534,8 @@ def test_a_parameter_that_is_frozen_later_is_refused(network):
 
 
 @pytest.mark.parametrize("exchange", [Dense(), LocalSteps(2, Dense())])
-def test_a_group_that_the_inner_optimizer_is_given_later_is_refused(network, exchange):
-    """Each worker would train it by its own samples alone, and no vote would tell."""
+def test_a_group_added_later_to_the_inner_optimizer_is_refused(network, exchange):
+    """Each worker would train it on its own samples only, which no vote would detect."""
     model, session = small_model(), network().session()
     inner = sgd(model)
     kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
@@ -556,10 +556,10 @@ def test_adam_after_a_sparse_exchange_warns_with_the_remedy(optimizer, recwarn):
         wrap(lambda m: optimizer(m.parameters()), exchange=GTopK())
 
 
-# -- what the runtime learns ----------------------------------------------------------------------
+# -- reports to the runtime -----------------------------------------------------------------------
 
 
-def test_the_seconds_of_each_step_are_noted(network):
+def test_the_seconds_of_each_step_are_recorded(network):
     model, wrapped, _, _, session = alone_and_plain(network, sgd)
     train_step(model, wrapped, 0)
     train_step(model, wrapped, 1)
@@ -569,7 +569,7 @@ def test_the_seconds_of_each_step_are_noted(network):
     assert all(seconds >= 0.0 for note in session.notes for seconds in note.values())
 
 
-def test_residuals_are_saved_apart(network):
+def test_residuals_are_saved_separately(network):
     model, wrapped, *_ = alone_and_plain(network, sgd, exchange=GTopK(density=0.1, momentum=0.9))
     train_step(model, wrapped, 0)
     twin = copy.deepcopy(model)
@@ -585,8 +585,8 @@ def test_residuals_are_saved_apart(network):
 
 
 @pytest.mark.parametrize("exchange", [Dense(), GTopK(density=0.5)])
-def test_what_a_gpu_still_computes_when_step_is_called_counts_as_computing(network, monkeypatch, exchange):
-    """A GPU only queues backward; the coordinator would otherwise take it for many times as fast."""
+def test_queued_work_of_a_gpu_counts_as_computing(network, monkeypatch, exchange):
+    """A GPU only queues backward; otherwise the coordinator would consider it many times as fast."""
     clock_s = [0.0]
 
     def finish(device):
@@ -601,7 +601,7 @@ def test_what_a_gpu_still_computes_when_step_is_called_counts_as_computing(netwo
     assert optimizer.timings["computing_s"] == 2.0 and sum(optimizer.timings.values()) == 2.0
 
 
-def test_only_a_gpu_is_waited_for_and_on_the_stream_of_the_thread(monkeypatch):
+def test_only_a_gpu_is_synchronised_on_the_stream_of_the_thread(monkeypatch):
     finished = []
 
     def current_stream(device):

@@ -1,4 +1,4 @@
-"""Skipped steps have a line each, at growing intervals where they follow one another."""
+"""Skipped steps are logged, at growing intervals if they follow one another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from gridtrain.training.skip_report import SkipReport
 
 
-def test_a_worker_whose_gradient_is_not_finite_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_logs_that_its_gradient_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
     figures: dict[str, float] = {}
     report = SkipReport(figures.update)
     with caplog.at_level(logging.INFO, "gridtrain"):
@@ -23,7 +23,7 @@ def test_a_worker_whose_gradient_is_not_finite_is_told_so(caplog: pytest.LogCapt
     assert report.total == 2 and figures == {"own_skipped_steps": 1.0}
 
 
-def test_many_in_a_row_have_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_skipped_steps_in_a_row_have_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     report = SkipReport(lambda figures: None)
     for step in range(20):
         report.record_skipped(step, is_own=True)

@@ -1,4 +1,4 @@
-"""Members that select different numbers of entries hold one update, and what is not sent stays with them."""
+"""Members that select different numbers of entries have one update, and the rest is in their residuals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan_of(step: int, rank: int, world_size: int, share: float) -> StepPlan:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.describe())
-def test_all_hold_one_update_and_nothing_is_lost(
+def test_all_have_one_update_and_nothing_is_lost(
     exchange: TopK | GTopK, seeds: Callable[[int], Iterable[int]]
 ) -> None:
     """Integers over a power of two: residuals after + update == residuals before + contributions, exactly."""
@@ -40,7 +40,7 @@ def test_all_hold_one_update_and_nothing_is_lost(
         group = [SparseExchanger(exchange, (0, N), torch.device("cpu")) for _ in range(size)]
         for step in range(STEPS):
             gradients = [torch.from_numpy(rng.integers(-64, 65, N).astype(np.float32)) for _ in group]
-            held = _masses(group, exchange)
+            before = _masses(group, exchange)
             attempts = _exchange(group, gradients, shares, step, seed)
             updates = [one.commit(attempt) for one, attempt in zip(group, attempts, strict=True)]
             assert all(isinstance(update, SparseVector) for update in updates)
@@ -49,9 +49,9 @@ def test_all_hold_one_update_and_nothing_is_lost(
                 assert update.values.tobytes() == updates[0].values.tobytes(), f"seed {seed}"
             after = sum(one.feedback.residual_N.numpy().astype(np.float64) for one in group)
             after[updates[0].indices] += updates[0].values
-            if exchange.momentum == 0.0:  # else u is added as well
+            if exchange.momentum == 0.0:  # otherwise u is added as well
                 fresh = sum(gradient.numpy().astype(np.float64) for gradient in gradients) / size
-                assert np.array_equal(after, held + fresh), f"seed {seed}, step {step}"
+                assert np.array_equal(after, before + fresh), f"seed {seed}, step {step}"
 
 
 def _masses(group: list[SparseExchanger], exchange: TopK | GTopK) -> np.ndarray:
@@ -76,7 +76,7 @@ def _exchange(
     return attempts
 
 
-def test_the_residual_keeps_what_a_smaller_share_does_not_send() -> None:
+def test_entries_that_a_smaller_share_does_not_send_are_in_the_residual() -> None:
     exchange = GTopK(density=0.05, values="fp32", topology="tree")
     gradient = torch.arange(N, dtype=torch.float32) - 100
     one = SparseExchanger(exchange, (0, N), torch.device("cpu"))
@@ -86,8 +86,8 @@ def test_the_residual_keeps_what_a_smaller_share_does_not_send() -> None:
     assert sent.indices.tolist() == [395, 396, 397, 398, 399], "the largest 5 of the k = 20 entries"
     CollectiveGroup([attempt.buffer], seed=0).run()
     one.commit(attempt)
-    kept = one.feedback.residual_N
-    assert torch.equal(kept[:395], gradient[:395]) and not kept[395:].any()
+    residual = one.feedback.residual_N
+    assert torch.equal(residual[:395], gradient[:395]) and not residual[395:].any()
     again = one.prepare_bucket(0, torch.zeros(N), plan_of(1, 0, 1, 1.0), usable=True)
     assert again.prepared is not None
     assert again.prepared.decoded.indices.tolist() == list(range(375, 395)), "a whole share sends it next"
@@ -96,6 +96,8 @@ def test_the_residual_keeps_what_a_smaller_share_does_not_send() -> None:
 def test_a_share_of_k_is_at_least_one_entry_and_one_for_each_chunk() -> None:
     assert [GTopK(density=0.01).k_at(0, 10_000, share) for share in (1.0, 0.5, 1 / 16)] == [100, 50, 6]
     assert GTopK(density=0.01).k_at(0, 200, 1 / 16) == 1
-    assert TopK(density=0.01, chunk=1000).k_at(0, 10_500, 1 / 16) == 11, "else a chunk never sends anything"
+    assert TopK(density=0.01, chunk=1000).k_at(0, 10_500, 1 / 16) == 11, (
+        "otherwise a chunk never sends anything"
+    )
     assert TopK(density=0.01, chunk=1000).k_at(0, 50, 1 / 16) == 1
     assert GTopK(density=0.01, warmup=((5, 0.5),)).k_at(4, 1000, 0.25) == 125

@@ -1,4 +1,4 @@
-"""A residual is given away as its worker's last round has left it, or not at all."""
+"""A residual is taken for a transfer as its worker's last round has left it, or not at all."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def a_round() -> tuple[Exchanger, ExchangeAttempt]:
         (outcome(committed=True, skip=True), np.zeros(4)),
         (None, None),
     ],
-    ids=["committed", "aborted", "skipped", "nobody knows"],
+    ids=["committed", "aborted", "skipped", "unknown"],
 )
-def test_the_round_that_is_under_way_is_settled_first(settled: RoundOutcome | None, left_N: object) -> None:
+def test_a_round_in_progress_is_settled_first(settled: RoundOutcome | None, left_N: object) -> None:
     sparse, attempt = a_round()
     residual = WorkerResidual(sparse, 4)
     residual.mark_sent(attempt)
-    given_N = residual.take(lambda: settled)
-    assert given_N is None if left_N is None else np.array_equal(given_N, left_N)
+    taken_N = residual.take(lambda: settled)
+    assert taken_N is None if left_N is None else np.array_equal(taken_N, left_N)
 
 
-def test_what_is_half_applied_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_applied_residual_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse, attempt = a_round()
     residual = WorkerResidual(sparse, 4)
     residual.mark_sent(attempt)
@@ -77,7 +77,7 @@ def test_what_is_half_applied_is_not_given_away(monkeypatch: pytest.MonkeyPatch)
 
 
 def wrapped_whole() -> GridOptimizer:
-    """With a session that nothing here asks."""
+    """With a session that these tests do not use."""
     model = nn.Linear(2, 2, bias=False)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     session: Any = SimpleNamespace()
@@ -108,12 +108,12 @@ def residual_of(trains: GridOptimizer | Pipeline) -> WorkerResidual:
     return trains.held.residual
 
 
-def give_up(trains: GridOptimizer | Pipeline) -> None:
-    """As after a pause, when what was kept back has been handed over or is lost."""
+def reset_residual(trains: GridOptimizer | Pipeline) -> None:
+    """As after a pause, when the residual was transferred or is lost."""
     residual_of(trains).clear()
 
 
-def get_another_seat(trains: GridOptimizer | Pipeline) -> None:
+def change_stage(trains: GridOptimizer | Pipeline) -> None:
     assert isinstance(trains, Pipeline)
     trains._session.snapshot = WorkerSnapshot(rank=1, world_size=2)  # type: ignore[misc]
     trains.held.pack(trains._session.snapshot)
@@ -121,17 +121,17 @@ def get_another_seat(trains: GridOptimizer | Pipeline) -> None:
 
 
 BEGINNINGS = pytest.mark.parametrize(
-    "made, begin_anew",
-    [(wrapped_whole, give_up), (stage_of_two, give_up), (stage_of_two, get_another_seat)],
+    "made, reset",
+    [(wrapped_whole, reset_residual), (stage_of_two, reset_residual), (stage_of_two, change_stage)],
     ids=["whole model", "stage", "another stage"],
 )
 
 
 @BEGINNINGS
-def test_a_residual_that_begins_anew_is_given_away_again(
-    made: Callable[[], Any], begin_anew: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+def test_a_residual_can_be_taken_again_after_a_reset(
+    made: Callable[[], Any], reset: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What others have left to this worker is in it, and was lost if this one left before a step."""
+    """It contains residuals received from others, which were lost if this worker left before a step."""
     trains = made()
 
     def interrupted(attempt: ExchangeAttempt) -> None:
@@ -141,47 +141,47 @@ def test_a_residual_that_begins_anew_is_given_away_again(
         patched.setattr(residual_of(trains)._exchanger, "commit", interrupted)
         residual_of(trains).commit(a_round()[1])
     assert residual_of(trains).take(lambda: pytest.fail("there is no round to settle")) is None
-    begin_anew(trains)
+    reset(trains)
     assert residual_of(trains).add(INHERITED, 2)
-    given_N = residual_of(trains).take(lambda: pytest.fail("there is no round to settle"))
-    assert given_N is not None and given_N.tolist() == [0, 2.5, 0, 0]
+    taken_N = residual_of(trains).take(lambda: pytest.fail("there is no round to settle"))
+    assert taken_N is not None and taken_N.tolist() == [0, 2.5, 0, 0]
 
 
 @BEGINNINGS
-def test_a_round_is_not_settled_for_a_residual_that_came_after_it(
-    made: Callable[[], Any], begin_anew: Callable[[Any], None]
+def test_a_round_is_not_settled_for_a_later_residual(
+    made: Callable[[], Any], reset: Callable[[Any], None]
 ) -> None:
     trains = made()
     plan = StepPlan(step=0, attempt=0, rank=0, world_size=1, samples=1, total_samples=1)
     residual = residual_of(trains)
     residual.mark_sent(residual._exchanger.prepare_bucket(0, GRADIENT_N, plan, usable=True))
-    begin_anew(trains)
+    reset(trains)
     assert residual_of(trains).add(INHERITED, 2)
-    given_N = residual_of(trains).take(lambda: outcome(committed=True))
-    assert given_N is not None and given_N.tolist() == [0, 2.5, 0, 0]
+    taken_N = residual_of(trains).take(lambda: outcome(committed=True))
+    assert taken_N is not None and taken_N.tolist() == [0, 2.5, 0, 0]
 
 
 def test_without_a_residual_nothing_is_settled() -> None:
     dense = make_exchanger(Dense(), (0, 4), torch.device("cpu"))
-    assert WorkerResidual(dense, 4).take(lambda: pytest.fail("there is nothing to give away")) is None
+    assert WorkerResidual(dense, 4).take(lambda: pytest.fail("there is no residual to take")) is None
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_what_a_dense_step_has_taken_along_is_not_given_away_again(committed: bool) -> None:
+def test_a_residual_that_a_dense_step_has_sent_is_not_taken_again(committed: bool) -> None:
     auto = Auto(density=0.25)
     chosen = AutoExchanger(auto.exchanges(4), (0, 4), torch.device("cpu"))
     residual = WorkerResidual(chosen, 4)
-    kept_N = np.array([0, 1.0, -2.0, 0.5], np.float32)
-    assert residual.add(SparseVector(np.arange(4), kept_N), 1)
+    stored_N = np.array([0, 1.0, -2.0, 0.5], np.float32)
+    assert residual.add(SparseVector(np.arange(4), stored_N), 1)
     plan = StepPlan(0, 0, rank=0, world_size=1, samples=1, total_samples=1, exchange=Dense().describe())
     residual.mark_sent(chosen.prepare_bucket(0, GRADIENT_N, plan, usable=True))
-    given_N = residual.take(lambda: outcome(committed=committed))
-    left_N = np.zeros(4) if committed else kept_N
-    assert given_N is not None and np.array_equal(given_N, left_N), "the others have applied it"
+    taken_N = residual.take(lambda: outcome(committed=committed))
+    left_N = np.zeros(4) if committed else stored_N
+    assert taken_N is not None and np.array_equal(taken_N, left_N), "the others have applied it"
 
 
-def test_what_an_absent_worker_has_rounded_is_added() -> None:
-    """A step was committed without its trainer: the I/O thread has rounded what it passed on."""
+def test_rounding_errors_of_an_absent_worker_are_added() -> None:
+    """A step was committed without its trainer: the I/O thread has rounded forwarded values."""
     one = make_exchanger(Dense(values="bf16"), (0, 3), torch.device("cpu"))
     residual = WorkerResidual(one, 3)
     residual.add_truncated((), np.array([0.5, 0.0, -0.25], np.float32))

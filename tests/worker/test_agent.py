@@ -1,7 +1,7 @@
 """The agent starts, stops and restarts a script as a user expects, and leaves no process behind.
 
-Where a test waits for "everybody is gone" it reads the output pipe to its end: whoever is alive
-still holds it open.
+To wait until all processes have ended, a test reads the output pipe to its end, because a living process
+holds it open.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gridtrain_worker.control_socket import ask_agent, find_worker
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
-NOBODY = Invitation("tcp://127.0.0.1:1", bytes(32), bytes(32), "default")
+NO_COORDINATOR = Invitation("tcp://127.0.0.1:1", bytes(32), bytes(32), "default")
 StartAgent = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -69,7 +69,7 @@ def test_a_script_that_raises_is_reported_in_one_line(
 ) -> None:
     assert supervise(Job(python("raise ValueError('no such column')"), invitation)) == 1
     err = capfd.readouterr().err
-    assert "ValueError: no such column" in err, "its own traceback comes through"
+    assert "ValueError: no such column" in err, "its own traceback is printed"
     (line,) = [line for line in err.splitlines() if "the script ended" in line]
     assert "with exit code 1 after" in line and "->" in line
 
@@ -89,7 +89,7 @@ def test_a_worker_that_was_removed_gets_no_advice_to_restart(
     monkeypatch.setattr(agent_module, "ACCESS_CHECK_S", 0.1)
     said: list[str] = []
 
-    def tell(line: str) -> None:
+    def record(line: str) -> None:
         said.append(line)
         if "is joining the run" in line:
             operator = coordinator.operator_client()
@@ -98,7 +98,7 @@ def test_a_worker_that_was_removed_gets_no_advice_to_restart(
 
     before = {bytes.fromhex(member["peer"]) for member in coordinator.access()["enrolled"]}
     with pytest.raises(JoinRefused, match=r"put out|removed"):
-        supervise(Job(python("raise SystemExit(1)"), coordinator.invitation()), tell)
+        supervise(Job(python("raise SystemExit(1)"), coordinator.invitation()), record)
     assert "the script ended with exit code 1" in said[-1] and "--restarts" not in said[-1]
 
 
@@ -109,13 +109,13 @@ def test_a_script_that_does_not_stop_is_ended(
     monkeypatch.setattr(policy_enforcer, "OBEY_TIMEOUT_S", 0.2)
     said: list[str] = []
 
-    def tell(line: str) -> None:
+    def record(line: str) -> None:
         said.append(line)
         if "is joining the run" in line:
             threading.Timer(0.5, lambda: ask_agent(find_worker(""), {"ask": "stop"})).start()
 
     job = Job(python("import time; time.sleep(600)"), invitation, grace_s=5.0)
-    assert supervise(job, tell) == 128 + signal.SIGTERM
+    assert supervise(job, record) == 128 + signal.SIGTERM
     assert said[-1] == "the script did not stop within 0.2 s; terminating it with SIGTERM"
 
 
@@ -129,7 +129,7 @@ def test_a_script_that_was_killed_is_reported(
 def test_the_script_finds_its_run_in_the_environment(
     invitation: Invitation, state: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All that `gridtrain.join` needs; nothing of it lets anybody in."""
+    """All that `gridtrain.join` needs, and nothing that admits a worker."""
     ours = "{name: value for name, value in os.environ.items() if name.startswith('GRIDTRAIN_')}"
     code = f"import json, os; print(json.dumps({ours}))"
     job = Job(
@@ -146,7 +146,7 @@ def test_the_script_finds_its_run_in_the_environment(
     )
     assert supervise(job) == 0
     found = json.loads(capfd.readouterr().out)
-    assert found.pop("GRIDTRAIN_CONTROL").endswith("control.sock"), "where its owner's wishes come from"
+    assert found.pop("GRIDTRAIN_CONTROL").endswith("control.sock"), "where its owner's directives come from"
     assert found == {
         "GRIDTRAIN_COORDINATOR": invitation.address,
         "GRIDTRAIN_COORDINATOR_KEY": invitation.coordinator.hex(),
@@ -163,10 +163,10 @@ def test_the_script_finds_its_run_in_the_environment(
     }
 
 
-def test_a_script_begins_with_the_caps_that_were_set(
+def test_a_script_begins_with_the_rate_limits_that_were_set(
     invitation: Invitation, state: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By `gridtrain worker set` in an earlier stay: they hold before the script has asked the agent."""
+    """By `gridtrain worker set` in an earlier stay: they apply before the script has asked the agent."""
     folder = identities(state, invitation) / "worker-0"
     folder.mkdir(parents=True)
     (folder / "controls.json").write_text('{"upload": "5Mbit"}')
@@ -185,7 +185,9 @@ def test_a_json_log_has_no_other_lines(invitation: Invitation, capfd: pytest.Cap
     assert captured.out == "out\n"
 
 
-def test_a_prefix_only_if_asked(invitation: Invitation, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_have_a_prefix_only_on_request(
+    invitation: Invitation, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = "import sys; print('one'); print('two'); print('three', file=sys.stderr)"
     assert supervise(Job(python(code), invitation, name="anna", prefix=True)) == 0
     captured = capsys.readouterr()
@@ -193,12 +195,12 @@ def test_a_prefix_only_if_asked(invitation: Invitation, capsys: pytest.CaptureFi
     assert "[anna] three\n" in captured.err
 
 
-# -- what is found out before the script starts ----------------------------------------------------
+# -- errors that are found before the script starts -------------------------------------------------
 
 
-def test_no_coordinator(tmp_path: Path) -> None:
+def test_a_missing_coordinator_is_reported(tmp_path: Path) -> None:
     mark = tmp_path / "started"
-    job = Job(python(f"open({str(mark)!r}, 'w')"), NOBODY, connect_s=0.3)
+    job = Job(python(f"open({str(mark)!r}, 'w')"), NO_COORDINATOR, connect_s=0.3)
     with pytest.raises(
         CoordinatorUnreachable, match=r"tcp://127\.0\.0\.1:1.*within 0\.3 s -> check that the address"
     ):
@@ -206,13 +208,13 @@ def test_no_coordinator(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_another_run(invitation: Invitation) -> None:
+def test_an_invitation_to_another_run_is_refused(invitation: Invitation) -> None:
     with pytest.raises(JoinRefused, match='serves the run "default", not "mine" -> ask the run') as caught:
         supervise(Job(python("pass"), replace(invitation, run="mine")))
     assert caught.value.code == "wrong-run"
 
 
-def test_a_run_that_is_finished(tmp_path: Path) -> None:
+def test_a_finished_run_is_refused(tmp_path: Path) -> None:
     status = {"run": "default", "finished": True}
     entry = Enrollment("tcp://lab-pc:7700", bytes(32), "default", True, tmp_path / "worker-0.key", status)
     with pytest.raises(JoinRefused, match='the run "default" is finished -> ask its owner') as caught:
@@ -220,9 +222,7 @@ def test_a_run_that_is_finished(tmp_path: Path) -> None:
     assert caught.value.code == "finished"
 
 
-def test_an_invitation_that_does_not_let_in_starts_nothing(
-    coordinator: LiveCoordinator, tmp_path: Path
-) -> None:
+def test_an_invalid_invitation_starts_no_script(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     never = replace(coordinator.invitation(), token=b"t" * 32)
     mark = tmp_path / "started"
     with pytest.raises(
@@ -233,14 +233,14 @@ def test_an_invitation_that_does_not_let_in_starts_nothing(
 
 
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_encryption_is_as_both_sides_were_told(encrypted: bool) -> None:
-    job = Job(python("pass"), replace(NOBODY, encrypted=encrypted), unencrypted=encrypted)
+def test_different_settings_of_encryption_are_refused(encrypted: bool) -> None:
+    job = Job(python("pass"), replace(NO_COORDINATOR, encrypted=encrypted), unencrypted=encrypted)
     with pytest.raises(ConfigError, match="encrypted, but this worker was") as caught:
         supervise(job)
     assert "--unencrypted" in caught.value.remedy
 
 
-def test_a_program_that_does_not_exist(invitation: Invitation) -> None:
+def test_a_program_that_does_not_exist_is_reported(invitation: Invitation) -> None:
     with pytest.raises(ConfigError, match="cannot start 'pyhton'"):
         supervise(Job(("pyhton", "train.py"), invitation))
 
@@ -256,15 +256,15 @@ def test_a_program_that_does_not_exist(invitation: Invitation) -> None:
 )
 def test_a_job_that_cannot_work_is_refused_at_once(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Job(**{"command": ("python", "train.py"), "invitation": NOBODY, "settings": wrong})  # type: ignore[arg-type]
+        Job(**{"command": ("python", "train.py"), "invitation": NO_COORDINATOR, "settings": wrong})  # type: ignore[arg-type]
     assert caught.value.remedy
 
 
-# -- who we are ------------------------------------------------------------------------------------
+# -- identity --------------------------------------------------------------------------------------
 
 
-def test_a_machine_that_was_let_in_needs_no_further_use(coordinator: LiveCoordinator, state: Path) -> None:
-    """It is the same worker as before, for the coordinator too; the used-up invitation finds the run."""
+def test_an_admitted_machine_needs_no_further_use(coordinator: LiveCoordinator, state: Path) -> None:
+    """It is the same worker as before; the used-up invitation still names the run."""
     once = coordinator.invitation(uses=1)
     before = coordinator.access()["enrolled_total"]
     for _ in range(3):
@@ -277,10 +277,10 @@ def test_a_machine_that_was_let_in_needs_no_further_use(coordinator: LiveCoordin
     ]
 
 
-def test_two_workers_of_one_machine_are_two(
+def test_two_workers_of_one_machine_have_two_keys(
     agent: StartAgent, coordinator: LiveCoordinator, state: Path
 ) -> None:
-    """The second one finds the first one's key held; when that has ended, its key is taken again."""
+    """The second one finds the first one's key in use; when the first has ended, its key is used again."""
     before = coordinator.access()["enrolled_total"]
     first, second = agent(SAYS_WHO_IT_IS), agent(SAYS_WHO_IT_IS)
     said = [process.stdout.readline().strip() for process in (first, second)]
@@ -294,10 +294,10 @@ def test_two_workers_of_one_machine_are_two(
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks a process up in /proc")
-def test_the_script_and_the_logs_hold_no_secret(
+def test_the_script_and_the_logs_contain_no_secret(
     agent: StartAgent, coordinator: LiveCoordinator, invitation: Invitation, state: Path
 ) -> None:
-    """Neither the token nor a secret key: whoever may look at the script's process learns nothing."""
+    """Neither the token nor a secret key is visible in the script's process."""
     process = agent(SAYS_WHO_IT_IS)
     assert process.stdout is not None
     path = Path(process.stdout.readline().strip())
@@ -339,40 +339,40 @@ def test_a_script_that_failed_is_started_again(
 
 
 @pytest.mark.parametrize(("sound_s", "pauses"), [(60.0, [0.01, 0.02, 0.04]), (0.0, [0.01, 0.01, 0.01])])
-def test_the_pause_grows_with_early_failures_alone(
+def test_the_pause_grows_only_with_early_failures(
     invitation: Invitation, monkeypatch: pytest.MonkeyPatch, sound_s: float, pauses: list[float]
 ) -> None:
-    """Was: killed once an hour, a worker waited twice as long each time."""
+    """A worker that is killed once an hour must not wait twice as long each time."""
     monkeypatch.setattr(agent_module, "BACKOFF_RESET_S", sound_s)
     lines: list[str] = []
     job = Job(python("raise SystemExit(5)"), invitation, restarts=3, backoff_s=0.01)
     assert supervise(job, lines.append) == 5
-    told = [line.rpartition(" in ")[2] for line in lines if line.startswith("restart ")]
-    assert told == [f"{pause_s:g} s" for pause_s in pauses]
+    shown = [line.rpartition(" in ")[2] for line in lines if line.startswith("restart ")]
+    assert shown == [f"{pause_s:g} s" for pause_s in pauses]
 
 
-@pytest.mark.parametrize("answers, put_out", [([False, True], False), ([False] * 9, True)])
-def test_one_refused_handshake_does_not_put_a_worker_out(
-    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, answers: list[bool], put_out: bool
+@pytest.mark.parametrize("answers, is_removed", [([False, True], False), ([False] * 9, True)])
+def test_one_refused_handshake_does_not_remove_a_worker(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, answers: list[bool], is_removed: bool
 ) -> None:
-    """Whoever sits on the way can refuse one; refused on end, the script is not started again."""
+    """A peer on the path can refuse one; only after repeated refusals the script is not started again."""
     now_s, asked = [0.0], iter(answers)
 
-    def still_let_in(entry: Enrollment, timeout_s: float) -> bool:
+    def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
         now_s[0] += 1.0
         return next(asked, True)
 
-    monkeypatch.setattr(agent_module, "is_still_admitted", still_let_in)
+    monkeypatch.setattr(agent_module, "is_still_admitted", is_still_admitted)
     monkeypatch.setattr(agent_module, "ACCESS_RETRY_S", 0.0)
     monkeypatch.setattr(agent_module, "_clock", lambda: now_s[0])
     lines: list[str] = []
     job = Job(python("raise SystemExit(5)"), invitation, restarts=1, backoff_s=0.01)
-    if put_out:
+    if is_removed:
         with pytest.raises(JoinRefused, match="was removed from the run"):
             supervise(job, lines.append)
     else:
         assert supervise(job, lines.append) == 5
-    assert any(line.startswith("restart 1 of 1") for line in lines) is not put_out
+    assert any(line.startswith("restart 1 of 1") for line in lines) is not is_removed
 
 
 # -- signals, against a real agent process ---------------------------------------------------------
@@ -411,7 +411,7 @@ while True: time.sleep(600)
 TAKES_ITS_TIME = """
 import signal, sys, time
 def leave(number, frame):
-    with open(FEEL, "w") as file:
+    with open(SENSORS, "w") as file:
         file.write('{"on_battery": false}')
     print("plugged in again", flush=True)
     open(GATE).read()
@@ -431,7 +431,7 @@ print("ready", flush=True)
 
 @pytest.fixture
 def agent(invitation: Invitation) -> Iterator[StartAgent]:
-    """Start an agent, and come back when its script has said "ready"."""
+    """Start an agent; return when its script has printed "ready"."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str, **options: object) -> subprocess.Popen[str]:
@@ -477,7 +477,7 @@ def test_a_script_that_ignores_the_signal_is_killed_after_its_grace(agent: Start
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked at in /proc")
 def test_ctrl_z_stops_the_script_too(agent: StartAgent) -> None:
-    """The script is in a group of its own, which the terminal does not stop."""
+    """The script is in its own process group, which the terminal does not stop."""
     process = agent(SAYS_WHO_IT_IS)
     assert process.stdout is not None
     script = [process.stdout.readline() for _ in range(2)][1].strip()
@@ -509,7 +509,9 @@ def test_a_second_signal_kills_at_once(agent: StartAgent) -> None:
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=WITHIN_S)
-    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM), "whichever was seen first"
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM), (
+        "the signal that was handled first"
+    )
 
 
 def test_no_restart_after_a_signal(agent: StartAgent) -> None:
@@ -519,8 +521,8 @@ def test_no_restart_after_a_signal(agent: StartAgent) -> None:
     assert (out, process.returncode) == ("leaving on SIGTERM\n", 128 + signal.SIGTERM)
 
 
-def test_what_a_script_leaves_running_ends_with_it(agent: StartAgent) -> None:
-    """The script ends; its child, which would sleep for ten minutes, holds stderr open until it ends too."""
+def test_processes_that_a_script_leaves_running_are_ended(agent: StartAgent) -> None:
+    """The script ends; its child, which would sleep for ten minutes, holds stderr open until it ends, too."""
     process = agent(LEAVES_A_CHILD)
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == 0
@@ -529,11 +531,11 @@ def test_what_a_script_leaves_running_ends_with_it(agent: StartAgent) -> None:
 def test_a_script_that_was_ended_as_it_did_not_pause_is_started_again(
     agent: StartAgent, tmp_path: Path
 ) -> None:
-    """Also where the reason for the pause goes while the script is still ending: no restart is used up."""
+    """Also if the reason for the pause ends while the script is still ending: no restart is used up."""
     feel, gate = tmp_path / "sensors.json", tmp_path / "gate"
     feel.write_text('{"on_battery": false}')
     os.mkfifo(gate)
-    ends = TAKES_ITS_TIME.replace("FEEL", repr(str(feel))).replace("GATE", repr(str(gate)))
+    ends = TAKES_ITS_TIME.replace("SENSORS", repr(str(feel))).replace("GATE", repr(str(gate)))
     process = agent(ends, sensors=str(feel), controls=[["battery", "pause"]], obey_s=0.1)
     feel.write_text('{"on_battery": true}')
     assert process.stdout is not None and process.stderr is not None

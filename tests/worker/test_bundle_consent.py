@@ -40,7 +40,7 @@ pathlib.Path(sys.argv[1]).write_text(os.environ["GRIDTRAIN_DATA_DIR"] + " " + he
 
 
 class Owner:
-    """A folder with a run.toml, and the coordinator's shelf that holds what is made of it."""
+    """A folder with a run.toml, and the bundle server with the bundle of that folder."""
 
     def __init__(self, folder: Path, coordinator: LiveCoordinator) -> None:
         self.folder, self.coordinator, self.mark = folder, coordinator, folder / "mark"
@@ -54,14 +54,14 @@ class Owner:
         )
 
     def serve(self) -> str:
-        """What there is now; its digest."""
+        """Serve the bundle of the present files; return its digest."""
         bundle = Bundle.from_run_file(RunFile.find({}, self.folder))
         assert bundle is not None
         self.coordinator.daemon._bundle_server = BundleServer(bundle)
         return bundle.digest
 
     def ran(self) -> str:
-        """What the script wrote, once."""
+        """The text that the script wrote; empty if it did not run."""
         text = self.mark.read_text() if self.mark.exists() else ""
         self.mark.unlink(missing_ok=True)
         return text
@@ -80,13 +80,13 @@ def folder_of(state: Path, invitation: Invitation, digest: str) -> Path:
     return home / digest.removeprefix("sha256:")[:32] / "files"
 
 
-def test_it_is_run_once_it_is_accepted_and_a_changed_one_is_asked_for_anew(
+def test_a_bundle_runs_once_it_is_accepted_and_a_changed_one_asks_again(
     owner: Owner, invitation: Invitation, state: Path
 ) -> None:
     asked: list[str] = []
 
-    def person(offer: BundleOffer) -> bool:
-        assert not owner.mark.exists(), "nothing is run before the answer"
+    def ask(offer: BundleOffer) -> bool:
+        assert not owner.mark.exists(), "nothing runs before the answer"
         assert (offer.folder / "train.py").read_text() == SCRIPT, "it can be read before"
         asked.append(offer.bundle.digest)
         return len(asked) > 1
@@ -94,40 +94,38 @@ def test_it_is_run_once_it_is_accepted_and_a_changed_one_is_asked_for_anew(
     job = Job((), invitation)
     first = owner.serve()
     with pytest.raises(NotAccepted, match="did not accept"):
-        supervise(job, ask=person)
+        supervise(job, ask=ask)
     assert owner.ran() == ""
-    assert supervise(job, ask=person) == 0
+    assert supervise(job, ask=ask) == 0
     folder = folder_of(state, invitation, first)
     assert owner.ran() == f"{folder} one" and asked == [first] * 2
 
-    def nobody(offer: BundleOffer) -> bool:
+    def never_asked(offer: BundleOffer) -> bool:
         raise AssertionError("it was accepted")
 
-    assert supervise(job, ask=nobody) == 0 and owner.ran().endswith(" one")
+    assert supervise(job, ask=never_asked) == 0 and owner.ran().endswith(" one")
 
     (owner.folder / "helper.py").write_text("WORD = 'two'\n")
     second = owner.serve()
     with pytest.raises(NotAccepted, match=f"bundle {second} has not been accepted on this machine") as caught:
         supervise(job)
     assert f"--accept {second}" in caught.value.remedy and owner.ran() == ""
-    assert supervise(job, ask=person) == 0
+    assert supervise(job, ask=ask) == 0
     assert owner.ran().endswith(" two") and asked == [first, first, second]
 
 
-def test_a_digest_that_was_accepted_beforehand_is_the_only_one_that_is_run(
-    owner: Owner, invitation: Invitation
-) -> None:
+def test_only_a_bundle_with_an_accepted_digest_runs(owner: Owner, invitation: Invitation) -> None:
     digest = owner.serve()
-    for given in (digest[:-1] + ("0" if digest[-1] != "0" else "1"), digest[:20]):
+    for other in (digest[:-1] + ("0" if digest[-1] != "0" else "1"), digest[:20]):
         with pytest.raises(NotAccepted, match="but --accept specifies"):
-            supervise(Job((), invitation, accept=given))
+            supervise(Job((), invitation, accept=other))
     assert owner.ran() == ""
     assert supervise(Job((), invitation, accept=digest.removeprefix("sha256:"))) == 0
     assert owner.ran().endswith(" one")
-    assert supervise(Job((), invitation)) == 0, "it is remembered"
+    assert supervise(Job((), invitation)) == 0, "the consent is stored"
 
 
-def test_a_dry_run_starts_nothing_and_agrees_to_nothing(owner: Owner, invitation: Invitation) -> None:
+def test_a_dry_run_starts_nothing_and_accepts_nothing(owner: Owner, invitation: Invitation) -> None:
     seen: list[tuple[Job, BundleOffer | None]] = []
     digest = owner.serve()
     dry = Job((), invitation, dry_run=True, accept=digest, name="anna")
@@ -139,7 +137,7 @@ def test_a_dry_run_starts_nothing_and_agrees_to_nothing(owner: Owner, invitation
     assert owner.ran() == ""
 
 
-def test_files_are_private_and_put_right_again(owner: Owner, invitation: Invitation, state: Path) -> None:
+def test_files_are_private_and_restored(owner: Owner, invitation: Invitation, state: Path) -> None:
     digest = owner.serve()
     job = Job((), invitation, accept=digest)
     assert supervise(job) == 0
@@ -154,20 +152,20 @@ def test_files_are_private_and_put_right_again(owner: Owner, invitation: Invitat
     assert not elsewhere.exists() and not (folder / "helper.py").is_symlink()
 
 
-def test_it_is_fetched_once(
+def test_a_bundle_is_fetched_once(
     owner: Owner, invitation: Invitation, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = owner.serve()
     job = Job((), invitation, accept=digest)
     assert supervise(job) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(bundle_consent, "fetch_bundle", lambda *_: pytest.fail("it is kept"))
+        patch.setattr(bundle_consent, "fetch_bundle", lambda *_: pytest.fail("it is cached"))
         assert supervise(job) == 0
     (folder_of(state, invitation, digest).parent / "bundle.tar").write_bytes(b"damaged")
-    assert supervise(job) == 0, "fetched anew"
+    assert supervise(job) == 0, "fetched again"
 
 
-def test_a_large_bundle_comes_in_blocks(owner: Owner, invitation: Invitation, state: Path) -> None:
+def test_a_large_bundle_is_sent_in_blocks(owner: Owner, invitation: Invitation, state: Path) -> None:
     blob = os.urandom(3_500_000)
     (owner.folder / "weights.bin").write_bytes(blob)
     text = (owner.folder / "run.toml").read_text()
@@ -177,20 +175,20 @@ def test_a_large_bundle_comes_in_blocks(owner: Owner, invitation: Invitation, st
     assert (folder_of(state, invitation, digest) / "weights.bin").read_bytes() == blob
 
 
-def test_a_coordinator_that_sends_something_else(
+def test_a_bundle_that_differs_from_the_announced_one_is_refused(
     owner: Owner, invitation: Invitation, coordinator: LiveCoordinator, state: Path
 ) -> None:
-    """It announces one digest and sends other bytes: nothing is kept."""
+    """It announces one digest and sends other bytes: nothing is stored."""
     owner.serve()
-    shelf = coordinator.daemon._bundle_server
-    honest = b"".join(shelf._blocks)
-    shelf._blocks = [honest.replace(b"one", b"two")]
+    bundle_server = coordinator.daemon._bundle_server
+    honest = b"".join(bundle_server._blocks)
+    bundle_server._blocks = [honest.replace(b"one", b"two")]
     with pytest.raises(RemoteProtocolError, match="was requested"):
         supervise(Job((), invitation), ask=lambda offer: True)
-    shelf._blocks = [honest[:-512]]
+    bundle_server._blocks = [honest[:-512]]
     with pytest.raises(RemoteProtocolError, match="were announced"):
         supervise(Job((), invitation), ask=lambda offer: True)
-    shelf._blocks = [honest, b""]
+    bundle_server._blocks = [honest, b""]
     with pytest.raises(RemoteProtocolError, match="with a block of another bundle"):
         supervise(Job((), invitation), ask=lambda offer: True)
     assert owner.ran() == "" and not list(state.rglob("train.py"))
@@ -201,18 +199,18 @@ def test_a_coordinator_that_sends_something_else(
     [[], {}, {"digest": "sha256:0", "bytes": 1}, {"digest": f"sha256:{64 * 'a'}", "bytes": 1 << 30},
      {"digest": f"sha256:{64 * 'a'}", "bytes": True}, {"digest": 7, "bytes": 1}],
 )  # fmt: skip
-def test_an_announcement_that_cannot_be(said: object) -> None:
+def test_an_impossible_announcement_is_refused(said: object) -> None:
     with pytest.raises(RemoteProtocolError, match="announces an invalid bundle"):
         bundle_fetch.AnnouncedBundle.from_status({"bundle": said})
 
 
-def test_a_run_without_a_bundle_wants_a_command(invitation: Invitation) -> None:
+def test_a_run_without_a_bundle_requires_a_command(invitation: Invitation) -> None:
     with pytest.raises(ConfigError, match="has no bundle") as caught:
         supervise(Job((), invitation))
     assert "-- python train.py" in caught.value.remedy
 
 
-# -- what the script needs -----------------------------------------------------------------------------
+# -- requirements of the script ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def test_a_run_without_a_bundle_wants_a_command(invitation: Invitation) -> None:
         ((("no-such-package-of-ours", ""),), "no-such-package-of-ours"),
     ],
 )
-def test_packages(requires: tuple[tuple[str, str], ...], missing: str) -> None:
+def test_missing_packages_are_named(requires: tuple[tuple[str, str], ...], missing: str) -> None:
     run = RunDescription(script="train.py", requires=requires, image="registry.example/x")
     if not missing:
         bundle_consent.check_packages(run)
@@ -239,7 +237,7 @@ def test_versions_are_compared_by_number() -> None:
     assert number("2.10.0+cpu") > number("2.9") and number("2.0") == number("2") and number("dev") == ()
 
 
-def test_data_is_known_by_its_digest(tmp_path: Path) -> None:
+def test_data_is_checked_by_its_digest(tmp_path: Path) -> None:
     files, data_dir = tmp_path / "files", tmp_path / "data"
     files.mkdir()
     (data_dir / "sets").mkdir(parents=True)
@@ -275,7 +273,7 @@ def test_a_file_of_the_volunteer_is_never_removed(tmp_path: Path) -> None:
         assert path.read_bytes() == b"the volunteer's"
 
 
-def test_the_script_is_told_where_the_data_lies(
+def test_the_script_receives_the_folder_of_the_data(
     owner: Owner, invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine" / "sets").mkdir(parents=True)
@@ -343,7 +341,7 @@ def test_data_is_fetched_once_it_is_accepted(
     lines: list[str] = []
     job = Job((), invitation, settings={"cache_limit": "5GB"})
 
-    def person(offer: BundleOffer) -> bool:
+    def ask(offer: BundleOffer) -> bool:
         text, facts = shown(offer, job)
         assert "720 B will be fetched, and kept in the cache of at most 5GB" in text
         assert f"from {server.url}/breaks/corpus.txt, {digest_of(CORPUS)}\n" in text
@@ -351,7 +349,7 @@ def test_data_is_fetched_once_it_is_accepted(
         assert not (tmp_path / "cache").exists(), "nothing is fetched before the answer"
         return True
 
-    assert supervise(job, lines.append, ask=person) == 0
+    assert supervise(job, lines.append, ask=ask) == 0
     folder = owner.ran().split()[0]
     assert (Path(folder) / "sets" / "corpus.txt").read_bytes() == CORPUS
     assert re.fullmatch(r"fetched corpus.txt: 720 B of 720 B in \d+\.\d s", lines[2]), lines
@@ -361,7 +359,7 @@ def test_data_is_fetched_once_it_is_accepted(
     assert [asked for _, asked in server.stop()] == ["-", "bytes=100-", "bytes=200-", "-"]
 
 
-NEEDS_ROOM = """
+NEEDS_SPACE = """
 import os, pathlib, sys
 from gridtrain.errors import DataError
 from gridtrain.training.data.shard_files import ShardCache
@@ -377,7 +375,7 @@ except DataError as error:
 def test_no_other_run_removes_the_data_while_the_script_runs(
     owner: Owner, invitation: Invitation, server: Server
 ) -> None:
-    (owner.folder / "train.py").write_text(NEEDS_ROOM)
+    (owner.folder / "train.py").write_text(NEEDS_SPACE)
     owner.describe(described(f"{server.url}/plain"))
     digest = owner.serve()
     for _ in ("fetched", "from the cache"):
@@ -395,7 +393,7 @@ def test_no_other_run_removes_the_data_while_the_script_runs(
         ("plain", "600B", "a shard of 720 B does not fit into the cache of 600 B"),
     ],
 )
-def test_data_that_is_refused(
+def test_unusable_data_is_refused(
     fault: str, limit: str, words: str, owner: Owner, invitation: Invitation, server: Server
 ) -> None:
     owner.describe(described(f"{server.url}/{fault}"))
@@ -412,7 +410,7 @@ pathlib.Path(sys.argv[1]).write_text(f"{os.environ['GRIDTRAIN_CACHE_LIMIT']} {da
 """
 
 
-def test_of_an_index_only_the_files_that_are_needed_are_fetched(
+def test_only_needed_files_of_an_index_are_fetched(
     owner: Owner, invitation: Invitation, server: Server, tmp_path: Path
 ) -> None:
     for number in range(3):
@@ -443,7 +441,7 @@ def test_an_index_with_control_characters_is_not_shown(owner: Owner, invitation:
         supervise(Job((), invitation, dry_run=True))
 
 
-def test_agreements_that_cannot_be_read_are_none(tmp_path: Path) -> None:
+def test_consents_that_cannot_be_read_are_ignored(tmp_path: Path) -> None:
     for text in ("", "{", "{}", "[1, null]", "[" * 100_000):
         (tmp_path / bundle_consent.ACCEPTED).write_text(text)
         assert bundle_consent._read_consents(tmp_path) == []
@@ -451,7 +449,9 @@ def test_agreements_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     assert bundle_consent._read_consents(tmp_path) == ["sha256:a"]
 
 
-def test_a_disk_that_takes_nothing(owner: Owner, invitation: Invitation, state: Path) -> None:
+def test_a_disk_that_cannot_be_written_to_is_reported(
+    owner: Owner, invitation: Invitation, state: Path
+) -> None:
     owner.serve()
     (state / "gridtrain" / "default").mkdir(parents=True)
     (state / "gridtrain" / "default" / "bundles").write_text("in the way")

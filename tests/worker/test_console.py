@@ -1,4 +1,4 @@
-"""What a volunteer sees while the script runs, and at its end."""
+"""The console of a volunteer while the script runs, and at its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gridtrain_worker.console import (
 )
 from gridtrain_worker.contribution_stats import LOOK_EVERY_S, ContributionStats
 
-GIVEN = Contribution(
+CONTRIBUTION = Contribution(
     step=410,
     steps=380,
     samples=12160,
@@ -56,20 +56,20 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_live_line_has_whole_figures(monkeypatch: pytest.MonkeyPatch, columns: int, shown: str) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     out = io.StringIO()
-    TerminalConsole(out).show_progress(GIVEN, 0.0)
+    TerminalConsole(out).show_progress(CONTRIBUTION, 0.0)
     assert out.getvalue() == shown
 
 
-def test_the_live_line_is_below_what_the_script_prints() -> None:
+def test_the_live_line_is_below_the_scripts_output() -> None:
     out = io.StringIO()
-    voice = TerminalConsole(out)
-    voice.show_progress(GIVEN, 0.0)
-    voice.write_output("loss 1.0\n", out)
-    voice.say("hello")
-    voice.write_output("no end", out)  # nothing may be put behind it
-    voice.show_progress(GIVEN, 1.0)
-    voice.write_output(" of the line\n", out)
-    voice.show_summary(GIVEN, GIVEN)
+    console = TerminalConsole(out)
+    console.show_progress(CONTRIBUTION, 0.0)
+    console.write_output("loss 1.0\n", out)
+    console.say("hello")
+    console.write_output("no end", out)  # nothing may be appended to it
+    console.show_progress(CONTRIBUTION, 1.0)
+    console.write_output(" of the line\n", out)
+    console.show_summary(CONTRIBUTION, CONTRIBUTION)
     assert out.getvalue().split(CLEAR) == [
         LINE,
         "loss 1.0\n" + LINE,
@@ -80,14 +80,14 @@ def test_the_live_line_is_below_what_the_script_prints() -> None:
     ]
 
 
-def test_programs_get_json_lines_and_not_too_many() -> None:
+def test_a_json_log_has_few_progress_lines() -> None:
     out = io.StringIO()
-    voice = JsonConsole(out)
-    voice.say("hello")
-    voice.show_progress(GIVEN, 0.0)
-    voice.show_progress(Contribution(step=411), 9.9)
-    voice.show_progress(GIVEN, 10.0)  # nothing new
-    voice.show_summary(GIVEN, GIVEN)
+    console = JsonConsole(out)
+    console.say("hello")
+    console.show_progress(CONTRIBUTION, 0.0)
+    console.show_progress(Contribution(step=411), 9.9)
+    console.show_progress(CONTRIBUTION, 10.0)  # nothing new
+    console.show_summary(CONTRIBUTION, CONTRIBUTION)
     said = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [line["event"] for line in said] == ["says", "contribution", "contributed"]
     assert said[0]["fields"] == {"text": "hello"}
@@ -95,7 +95,7 @@ def test_programs_get_json_lines_and_not_too_many() -> None:
 
 
 class Full(io.StringIO):
-    """On a disk without room, or in a pipe that nobody reads."""
+    """A file on a full disk, or a pipe without a reader."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__()
@@ -109,35 +109,35 @@ class Full(io.StringIO):
 @pytest.mark.parametrize(
     "kind", [TerminalConsole, TextConsole, lambda stream: Console()], ids=["terminal", "lines", "none"]
 )
-def test_a_log_without_room_costs_its_lines_and_a_reader_that_went_ends_it(
+def test_a_full_disk_costs_lines_of_the_log_and_a_closed_pipe_ends_the_agent(
     kind: Callable[[TextIO], Console],
 ) -> None:
     out = Full(OSError(errno.ENOSPC, "no room"))
-    voice = kind(out)
-    voice.say("hello")
-    voice.show_progress(GIVEN, 0.0)
-    voice.write_output("loss 1.0\n", out)
-    voice.show_summary(GIVEN, GIVEN)
-    out.error = BrokenPipeError(errno.EPIPE, "nobody reads")
+    console = kind(out)
+    console.say("hello")
+    console.show_progress(CONTRIBUTION, 0.0)
+    console.write_output("loss 1.0\n", out)
+    console.show_summary(CONTRIBUTION, CONTRIBUTION)
+    out.error = BrokenPipeError(errno.EPIPE, "no reader")
     with pytest.raises(BrokenPipeError):
-        voice.write_output("loss 0.9\n", out)
+        console.write_output("loss 0.9\n", out)
     out.error = None
-    voice.write_output("loss 0.8\n", out)
+    console.write_output("loss 0.8\n", out)
     assert out.getvalue().endswith("loss 0.8\n")
 
 
 def test_in_a_json_log_the_lines_of_the_script_are_json_too() -> None:
     out, other = io.StringIO(), io.StringIO()
-    voice = JsonConsole(out)
+    console = JsonConsole(out)
     for piece in ("Traceback:\n  fi", "le\r\n\n", "x" * 70_000, " no end"):
-        voice.write_output(piece, out)
-        voice.show_progress(GIVEN, 0.0)
-    voice.write_output("loss 1.0\n", other)
-    voice.end_output()
+        console.write_output(piece, out)
+        console.show_progress(CONTRIBUTION, 0.0)
+    console.write_output("loss 1.0\n", other)
+    console.end_output()
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     texts = [line["fields"]["text"] for line in lines if line["event"] == "output"]
     assert texts == ["Traceback:", "  file", "", "x" * 65_536, "x" * 4_464 + " no end"]
-    assert other.getvalue() == "loss 1.0\n", "stdout is the script's own"
+    assert other.getvalue() == "loss 1.0\n", "stdout belongs to the script"
 
 
 def test_a_tally_is_written_once_a_second_and_read_back(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_a_tally_is_written_once_a_second_and_read_back(tmp_path: Path) -> None:
     assert not ContributionReporter(None).is_due(0.0)
 
 
-def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Least of all the loop's thread, which beats and votes; and what is told last is what stays."""
+def test_a_hanging_disk_delays_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above all not the I/O thread, which sends heartbeats and votes; the last report is written."""
     going_on, write = threading.Event(), Contribution.write
 
     def slow(given: Contribution, path: Path) -> None:
@@ -187,12 +187,12 @@ NOT_FIGURES = {
 
 
 @pytest.mark.parametrize("text", NOT_FIGURES.values(), ids=NOT_FIGURES)
-def test_what_a_script_writes_there_is_figures_or_nothing(tmp_path: Path, text: str) -> None:
+def test_a_malformed_contribution_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "now.json").write_text(text)
     assert Contribution.read(tmp_path / "now.json") is None
 
 
-def test_scripts_of_one_stay_and_earlier_stays_add_up(tmp_path: Path) -> None:
+def test_contributions_of_scripts_and_stays_add_up(tmp_path: Path) -> None:
     identity = tmp_path / "worker-0.key"
 
     def stay(scripts: list[Contribution]) -> list[str]:
@@ -206,7 +206,7 @@ def test_scripts_of_one_stay_and_earlier_stays_add_up(tmp_path: Path) -> None:
         giving.finish()  # once only
         return out.getvalue().splitlines()
 
-    assert stay([Contribution(sent_bytes=5)]) == [], "joined, and gave nothing: no thanks for that"
+    assert stay([Contribution(sent_bytes=5)]) == [], "joined without a contribution: no thanks"
     first = Contribution(
         step=5, steps=5, samples=50, run_samples=100, sent_bytes=1, received_bytes=2, world_size=2
     )

@@ -36,7 +36,7 @@ def key(entry: Enrollment) -> bytes:
     return Identity.read(entry.identity).public
 
 
-def test_an_invitation_that_was_not_needed_lets_the_other_worker_in(
+def test_an_unused_invitation_admits_the_other_worker(
     coordinator: LiveCoordinator, state: Path, stack: ExitStack
 ) -> None:
     first, second = coordinator.invitation(), coordinator.invitation()
@@ -46,24 +46,26 @@ def test_an_invitation_that_was_not_needed_lets_the_other_worker_in(
     (book,) = state.rglob(STORE_FILE)
     assert key(b) == known and second.text() in book.read_text()
     assert S_IMODE(book.stat().st_mode) == 0o600
-    a = stack.enter_context(enroll(first, WITHIN_S))  # used up: it takes what the other one did not need
+    a = stack.enter_context(
+        enroll(first, WITHIN_S)
+    )  # used up: it uses the invitation that the other one did not need
     assert key(a) != known
     assert second.text() not in book.read_text(), "it is spent"
     with pytest.raises(JoinRefused, match=r"in use by other workers -> .* another invitation"):
         stack.enter_context(enroll(first, WITHIN_S))  # two invitations are two workers
 
 
-def test_two_at_once(coordinator: LiveCoordinator, stack: ExitStack) -> None:
+def test_two_workers_can_enroll_at_once(coordinator: LiveCoordinator, stack: ExitStack) -> None:
     first, second = coordinator.invitation(), coordinator.invitation()
     with enroll(first, WITHIN_S):
         pass
-    for _ in range(3):  # whichever is faster
+    for _ in range(3):  # in either order
         both = Barrier(2)
 
         def start(invitation: Invitation, both: Barrier = both) -> bytes:
             both.wait(WITHIN_S)
             with enroll(invitation, WITHIN_S) as entry:
-                both.wait(WITHIN_S)  # they are in together
+                both.wait(WITHIN_S)  # both are admitted at the same time
                 return key(entry)
 
         with ThreadPoolExecutor(2) as pool:
@@ -71,9 +73,7 @@ def test_two_at_once(coordinator: LiveCoordinator, stack: ExitStack) -> None:
         assert len(set(keys)) == 2
 
 
-def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(
-    coordinator: LiveCoordinator, stack: ExitStack
-) -> None:
+def test_a_removed_worker_needs_a_new_invitation(coordinator: LiveCoordinator, stack: ExitStack) -> None:
     once, often = coordinator.invitation(), coordinator.invitation(uses=9)
     with enroll(once, WITHIN_S) as entry:
         peer = key(entry)
@@ -81,22 +81,22 @@ def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(
         coordinator.operator_client().order(RemoveWorker(peer, False, "too slow"))
         assert not is_still_admitted(entry, WITHIN_S)
     digits = peer.hex()[:12]
-    told = (
+    expected = (
         f'this worker, key {digits}, was removed from the run "default", .* -> ask the run\'s owner for a new'
     )
     for _ in range(2):
-        with pytest.raises(JoinRefused, match=told):
+        with pytest.raises(JoinRefused, match=expected):
             stack.enter_context(enroll(once, WITHIN_S))
     with pytest.raises(
         JoinRefused, match=r"^this worker was removed from the run: too slow -> ask the run's owner"
     ):
-        stack.enter_context(enroll(often, WITHIN_S))  # of before: no other key is made for it
+        stack.enter_context(enroll(often, WITHIN_S))  # an earlier invitation: no other key is made for it
     assert len(list(entry.identity.parent.glob("*.key"))) == 1
     with enroll(coordinator.invitation(), WITHIN_S) as again:
         assert key(again) == peer
 
 
-def test_who_was_banned_is_told_what_the_owner_can_do(coordinator: LiveCoordinator, stack: ExitStack) -> None:
+def test_a_banned_worker_is_refused_with_the_remedy(coordinator: LiveCoordinator, stack: ExitStack) -> None:
     with enroll(coordinator.invitation(), WITHIN_S) as entry:
         peer = key(entry)
     coordinator.operator_client().order(RemoveWorker(peer, True, "spam"))
@@ -105,7 +105,7 @@ def test_who_was_banned_is_told_what_the_owner_can_do(coordinator: LiveCoordinat
         stack.enter_context(enroll(coordinator.invitation(), WITHIN_S))
 
 
-def test_the_other_worker_of_a_machine_stays_in(coordinator: LiveCoordinator, stack: ExitStack) -> None:
+def test_the_other_worker_of_a_machine_stays_admitted(coordinator: LiveCoordinator, stack: ExitStack) -> None:
     often = coordinator.invitation(uses=2)
     with enroll(often, WITHIN_S) as one, enroll(often, WITHIN_S) as two:
         peers = key(one), key(two)
@@ -115,7 +115,7 @@ def test_the_other_worker_of_a_machine_stays_in(coordinator: LiveCoordinator, st
         stack.enter_context(enroll(often, WITHIN_S))
 
 
-def test_a_folder_that_cannot_be_written_to(
+def test_a_folder_that_cannot_be_written_to_is_reported(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
     invitation = coordinator.invitation()
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_to(
         stack.enter_context(enroll(invitation, WITHIN_S))
 
 
-def test_a_memory_that_is_damaged_is_none(coordinator: LiveCoordinator, state: Path) -> None:
+def test_a_damaged_record_of_invitations_is_ignored(coordinator: LiveCoordinator, state: Path) -> None:
     invitation = coordinator.invitation()
     with enroll(invitation, WITHIN_S) as entry:
         peer = key(entry)

@@ -1,4 +1,4 @@
-"""Names that say nothing about a person."""
+"""Random names that contain no personal data, and the usable CPUs."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def test_a_random_name_by_default() -> None:
     assert MachineInfo.detect("anna").name == "anna"
 
 
-def test_only_the_cpus_that_we_may_use() -> None:
+def test_only_usable_cpus_are_counted() -> None:
     assert 1 <= MachineInfo.detect().cpus <= (os.cpu_count() or 1)

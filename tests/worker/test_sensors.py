@@ -1,4 +1,4 @@
-"""What is concluded from what a machine says of itself; its libraries and programs are stand-ins here."""
+"""Conclusions from the readings of a machine; its libraries and programs are fakes here."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class NvmlError(Exception):
 class Card:
     """nvidia-ml-py with one GPU.
 
-    computing: ids of the processes that compute; drawing: id -> percent of whoever uses it, as NVML tells it
-    of the last seconds; None: an old card, which does not.
+    computing: ids of the processes that compute; drawing: id -> percent of each process, as NVML reports
+    it for the last seconds; None: an old card, which does not report it.
     """
 
     NVMLError = NvmlError
@@ -55,7 +55,7 @@ class Card:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., MachineSensors]:
-    """Not a container, and nobody is there, unless something else is said."""
+    """Sensors of a machine that is no container and has no users, unless given otherwise."""
     utmp = tmp_path / "utmp"
     utmp.touch()
     monkeypatch.setattr(module, "UTMP", utmp)
@@ -95,11 +95,13 @@ class NoChildren:
         "we compute, there is a desktop", "we rest on it, a game draws", "an old card does not tell",
     ],
 )  # fmt: skip
-def test_who_else_uses_the_gpu(machine: Callable[..., MachineSensors], card: Card, used: bool) -> None:
+def test_use_of_the_gpu_by_other_programs_is_found(
+    machine: Callable[..., MachineSensors], card: Card, used: bool
+) -> None:
     assert machine(card).read((ME,), ("gpu",)).gpu_used is used
 
 
-def test_in_a_container_nobody_can_tell(
+def test_in_a_container_use_of_the_gpu_is_unknown(
     machine: Callable[..., MachineSensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_sees_all_processes", lambda: False)
@@ -107,7 +109,7 @@ def test_in_a_container_nobody_can_tell(
     assert readings.gpu_used is None and "container" in readings.why_absent("gpu")
 
 
-def test_the_hosts_process_ids_are_told_by_the_kernels_number(
+def test_the_hosts_process_ids_are_recognized_by_the_pid_namespace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place = tmp_path / "pid"
@@ -120,23 +122,23 @@ def test_the_hosts_process_ids_are_told_by_the_kernels_number(
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> str:
-    """One at which a key was pressed a minute ago, as a path from /dev."""
+    """A terminal at which a key was pressed a minute ago, as a path below /dev."""
     file = tmp_path / "terminal"
     file.touch()
     os.utime(file, (time.time() - 60, time.time()))
     return os.path.relpath(file, "/dev")
 
 
-def test_the_last_key_counts(machine: Callable[..., MachineSensors], terminal: str) -> None:
+def test_idle_time_begins_at_the_last_key(machine: Callable[..., MachineSensors], terminal: str) -> None:
     idle_s = machine(users=(terminal,)).read((), ("idle",)).idle_s
     assert idle_s is not None and 55 < idle_s < 600
-    assert machine().read((), ("idle",)).idle_s == module.NOBODY_IDLE_S, "nobody has logged in"
+    assert machine().read((), ("idle",)).idle_s == module.NOBODY_IDLE_S, "no user has logged in"
 
 
-def test_where_nobody_lists_who_is_there_the_sensor_is_absent(
+def test_without_a_list_of_users_the_sensor_is_absent(
     machine: Callable[..., MachineSensors], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: str
 ) -> None:
-    """A container has no such list, nor have some systems: that is not the same as an empty one."""
+    """Containers and some systems have no such list, which is not the same as an empty one."""
     monkeypatch.setattr(module, "UTMP", tmp_path / "none")
     found = machine()
     assert "neither a desktop session nor a terminal reports idle time" in found.read(
@@ -155,9 +157,9 @@ def test_where_nobody_lists_who_is_there_the_sensor_is_absent(
         ("c1 990 root -\n", "Type=unspecified\nClass=manager\n", module.NOBODY_IDLE_S),
         ("7 1000 anna -\n", "Type=unspecified\nClass=user\nTTY=\n", None),
     ],
-    ids=["nobody has logged in", "services of root", "somebody, who knows where"],
+    ids=["no user has logged in", "services of root", "a user at an unknown terminal"],
 )
-def test_systemd_knows_who_has_logged_in_where_no_list_exists(
+def test_systemd_reports_users_where_no_list_exists(
     machine: Callable[..., MachineSensors],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -165,19 +167,19 @@ def test_systemd_knows_who_has_logged_in_where_no_list_exists(
     shown: str,
     idle_s: float | None,
 ) -> None:
-    """A machine of that kind at which nobody sits trains, after its start as well."""
+    """Such a machine trains if no user is present, also after its start."""
     monkeypatch.setattr(module, "UTMP", tmp_path / "none")
-    told = {"list-sessions": listed, "show-session": shown}
-    monkeypatch.setattr(module, "_command_output", lambda *command: told[command[1]])
+    output = {"list-sessions": listed, "show-session": shown}
+    monkeypatch.setattr(module, "_command_output", lambda *command: output[command[1]])
     assert machine().read((), ("idle",)).idle_s == idle_s
 
 
-def test_somebody_at_a_desktop_that_says_nothing_may_be_there(
+def test_a_user_at_a_desktop_without_idle_time_may_be_present(
     machine: Callable[..., MachineSensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert machine(users=(":0",)).read((), ("idle",)).why_absent("idle")
     monkeypatch.setattr(module, "_command_output", lambda *command: "")
-    assert machine(users=(":0",)).read((), ("idle",)).why_absent("idle"), "systemd does not know of it"
-    told = {"list-sessions": "2 1000 anna seat0\n", "show-session": "Type=x11\nIdleHint=no\nTTY=\n"}
-    monkeypatch.setattr(module, "_command_output", lambda *command: told[command[1]])
-    assert machine(users=(":0",)).read((), ("idle",)).idle_s == 0.0, "and there it says something"
+    assert machine(users=(":0",)).read((), ("idle",)).why_absent("idle"), "systemd does not know this session"
+    output = {"list-sessions": "2 1000 anna seat0\n", "show-session": "Type=x11\nIdleHint=no\nTTY=\n"}
+    monkeypatch.setattr(module, "_command_output", lambda *command: output[command[1]])
+    assert machine(users=(":0",)).read((), ("idle",)).idle_s == 0.0, "systemd reports this session"

@@ -1,4 +1,4 @@
-"""One stay of a worker in a run: its owner's rules, restarts and what it has given, together."""
+"""One stay of a worker in a run: its owner's rules, restarts and contributions together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gridtrain_worker.console import Console
 
 pytestmark = pytest.mark.integration
 
-# The first of its lives is ended by the agent, as it does not obey; the second fails; the third is fine.
+# The agent ends the first process, as it does not obey; the second fails; the third succeeds.
 SCRIPT = """
 import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -36,7 +36,7 @@ sys.exit(3 if life == 1 else 0)
 """
 
 
-class Ear(Console):
+class RecordingConsole(Console):
     def __init__(self) -> None:
         self.ended: list[tuple[Contribution, Contribution]] = []
 
@@ -44,16 +44,16 @@ class Ear(Console):
         self.ended.append((given, total))
 
 
-def test_what_is_given_adds_up_over_a_pause_and_a_failure(
+def test_contributions_add_up_over_a_pause_and_a_failure(
     invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_enforcer, "OBEY_TIMEOUT_S", 0.1)
     monkeypatch.setenv("GRIDTRAIN_SET", "battery=pause")  # which is the agent's, not the script's
     said: list[str] = []
-    sensors, ear = tmp_path / "sensors", Ear()
+    sensors, console = tmp_path / "sensors", RecordingConsole()
     sensors.write_text(json.dumps({"on_battery": False}))
 
-    def tell(line: str) -> None:
+    def record(line: str) -> None:
         said.append(line)
         if "started again when training is allowed" in line:
             (tmp_path / "new").write_text(json.dumps({"on_battery": False}))
@@ -68,7 +68,7 @@ def test_what_is_given_adds_up_over_a_pause_and_a_failure(
         sensors=str(sensors),
         backoff_s=0.01,
     )
-    assert supervise(job, tell, console=ear) == 0
+    assert supervise(job, record, console=console) == 0
     assert len(list(tmp_path.glob("life-*"))) == 3
     order = [
         "is joining the run",
@@ -80,5 +80,5 @@ def test_what_is_given_adds_up_over_a_pause_and_a_failure(
     ]
     found = [[i for i, line in enumerate(said) if words in line] for words in order]
     assert all(found) and [first for first, *_ in found] == sorted(first for first, *_ in found), said
-    ((given, total),) = ear.ended
+    ((given, total),) = console.ended
     assert (given.steps, given.samples, given.sent_bytes, given.step) == (30, 120, 15, 30) and total == given

@@ -1,4 +1,4 @@
-"""What a volunteer allows, as a table of moments: nothing here reads a clock or a sensor."""
+"""A volunteer's rules at given times and sensor readings, without a clock or a sensor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_without_rules_everything_is_allowed() -> None:
         ("13:00", "outside its hours, until 22:00"),
     ],
 )
-def test_hours_go_over_midnight(clock: str, expected: str) -> None:
+def test_hours_can_include_midnight(clock: str, expected: str) -> None:
     assert said(TrainingPolicy(rules("hours=22:00-07:00,12:00-13:00")), SensorReadings(), clock) == expected
 
 
@@ -83,12 +83,12 @@ def test_the_last_window_of_today_is_over_and_tomorrows_is_named() -> None:
         ("temperature=80", SensorReadings(temperature_C=79.9), ""),
     ],
 )
-def test_each_sensor_holds_the_script_back(rule: str, readings: SensorReadings, expected: str) -> None:
+def test_each_sensor_pauses_the_script(rule: str, readings: SensorReadings, expected: str) -> None:
     assert said(TrainingPolicy(rules(rule)), readings) == expected
 
 
 @pytest.mark.parametrize("rule", ["battery=pause", "gpu=pause", "idle=10m", "temperature=80"])
-def test_a_sensor_that_cannot_be_read_holds_it_back_by_name(rule: str) -> None:
+def test_a_sensor_that_cannot_be_read_pauses_the_script_with_its_name(rule: str) -> None:
     name, controls = rule.partition("=")[0], TrainingPolicy(rules(rule))
     gone = SensorReadings(absent={name: "its driver is gone"})
     assert said(controls, gone) == f'the "{name}" sensor cannot be read (its driver is gone)'
@@ -96,7 +96,7 @@ def test_a_sensor_that_cannot_be_read_holds_it_back_by_name(rule: str) -> None:
     assert controls.unreadable(QUIET) == {}
 
 
-def test_heat_has_two_limits() -> None:
+def test_the_temperature_has_two_limits() -> None:
     """C:  70   79   80 | 79   70 | 69   79   80
     run  run  pause......... | run  run  pause"""
     controls = TrainingPolicy(rules("temperature=80/70"))
@@ -116,7 +116,7 @@ def test_a_gpu_that_was_used_a_moment_ago_is_still_in_use() -> None:
     ), "clock"
 
 
-def test_the_days_bytes() -> None:
+def test_the_daily_traffic_budget_pauses_the_script() -> None:
     controls = TrainingPolicy(rules("budget=5GB"))
     assert said(controls, SensorReadings(), moved=4_999_999_999) == ""
     assert (
@@ -125,7 +125,7 @@ def test_the_days_bytes() -> None:
     )
 
 
-def test_the_owners_word_holds_until_taken_back_or_its_time() -> None:
+def test_a_pause_on_request_lasts_until_it_is_ended_or_its_time() -> None:
     controls = TrainingPolicy()
     controls.pause()
     assert said(controls, QUIET) == "on request"
@@ -136,7 +136,7 @@ def test_the_owners_word_holds_until_taken_back_or_its_time() -> None:
     assert said(controls, QUIET, "13:00") == "" and not controls.is_paused
 
 
-def test_several_reasons_are_all_said_and_the_latest_time_only_if_all_have_one() -> None:
+def test_all_reasons_are_shown_and_a_time_only_if_all_have_one() -> None:
     controls = TrainingPolicy(rules("hours=22:00-07:00", "budget=1kB", "battery=pause"))
     both = said(controls, SensorReadings(on_battery=False), moved=1000)
     assert both == "outside its hours, the day's traffic budget is used up, until 00:00"
@@ -171,16 +171,16 @@ def test_rules_survive_being_written_and_read() -> None:
         ("nothing", "one of the keys"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(word: str, expected: str) -> None:
+def test_an_invalid_rule_is_refused_with_valid_ones(word: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=r" -> ") as refused:
         rules(word)
     assert expected in str(refused.value)
 
 
-# -- the day's bytes on the disk ---------------------------------------------------------------------
+# -- the traffic of the day on the disk --------------------------------------------------------------
 
 
-def test_the_days_bytes_survive_a_restart_and_end_with_the_day(tmp_path: Path) -> None:
+def test_the_traffic_of_the_day_survives_a_restart(tmp_path: Path) -> None:
     today, tomorrow = date(2026, 3, 2), date(2026, 3, 3)
     Budget(tmp_path).add(700, today)
     again = Budget(tmp_path)
@@ -193,8 +193,8 @@ def test_the_days_bytes_survive_a_restart_and_end_with_the_day(tmp_path: Path) -
     }  # fmt: skip
 
 
-def test_a_clock_that_is_wrong_for_a_while_loses_nothing(tmp_path: Path) -> None:
-    """A machine that begins in 1970 until it hears the time: what was moved on this day still counts."""
+def test_a_clock_that_is_wrong_for_a_while_loses_no_traffic(tmp_path: Path) -> None:
+    """A machine that starts in 1970 until its clock is set: the traffic of the day still counts."""
     today = date(2026, 3, 2)
     Budget(tmp_path).add(700, today)
     Budget(tmp_path).add(5, date(1970, 1, 1))
@@ -208,7 +208,7 @@ def test_a_clock_that_is_wrong_for_a_while_loses_nothing(tmp_path: Path) -> None
     assert len(json.loads((tmp_path / FILE).read_text())["others"]) == MAX_DAYS - 1
 
 
-def test_what_an_older_gridtrain_has_counted_counts(tmp_path: Path) -> None:
+def test_traffic_counted_by_an_older_version_counts(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"day": "2026-03-02", "bytes": 700}')
     assert Budget(tmp_path).today_bytes(date(2026, 3, 2)) == 700
 
@@ -216,7 +216,7 @@ def test_what_an_older_gridtrain_has_counted_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"day": "today", "bytes": 1}', '{"day": "2026-03-02", "bytes": -1}']
 )
-def test_a_file_that_says_nothing_is_no_empty_budget(tmp_path: Path, text: str) -> None:
+def test_a_malformed_file_is_no_empty_budget(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ConfigError, match="remove the file"):
         Budget(tmp_path)
@@ -225,7 +225,7 @@ def test_a_file_that_says_nothing_is_no_empty_budget(tmp_path: Path, text: str) 
 # -- sensors -----------------------------------------------------------------------------------------
 
 
-def test_fakes_say_what_they_are_told(tmp_path: Path) -> None:
+def test_fake_sensors_report_given_readings(tmp_path: Path) -> None:
     fake = FakeSensors(on_battery=False)
     assert fake.read(()) == SensorReadings(
         on_battery=False,
@@ -242,7 +242,7 @@ def test_fakes_say_what_they_are_told(tmp_path: Path) -> None:
             FileSensors(file).read(())
 
 
-def test_on_this_machine_each_sensor_says_something_or_why_not() -> None:
+def test_each_sensor_of_this_machine_has_a_reading_or_a_reason() -> None:
     readings = MachineSensors().read(())
     for name, value in (
         ("battery", readings.on_battery),

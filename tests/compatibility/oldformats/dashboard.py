@@ -1,4 +1,4 @@
-"""What the tests use of the dashboard, whose packages are optional.  To be adapted as `library` is."""
+"""Names of the dashboard, whose packages are optional; to be adapted as `library`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from gridtrain_coordinator.dashboard.board import Board
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 PACKAGE = "gridtrain_coordinator.dashboard"
-"""Where openapi.json lies."""
+"""The folder of openapi.json."""
 
 __all__ = ["PACKAGE", "Board", "exposition"]

@@ -1,4 +1,4 @@
-"""The recorded files: where they lie, what stands in them, and copies that a program may use as its own."""
+"""The recorded files: their folder, their contents, and copies that a program may change."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DATA = Path(__file__).parent.parent / "data"
 
 @cache
 def recorded(name: str) -> Any:
-    """The JSON in a file below `data/`.  Not to be changed by who gets it."""
+    """The JSON in a file below `data/`; callers must not change it."""
     return json.loads((DATA / name).read_text(encoding="utf-8"))
 
 
 def private_copy(source: Path, target: Path) -> Path:
-    """A copy for its owner alone, folders 0700 and files 0600, with journals under their real name."""
+    """A private copy, folders 0700 and files 0600, with journals under their real name."""
     shutil.copytree(source, target)
     for folder, _, files in os.walk(target):
         Path(folder).chmod(0o700)

@@ -1,7 +1,7 @@
 """Everything of gridtrain that the tests of this folder use, under the names that they use.
 
-When a module, a class or a function is renamed, this file is adapted; what was recorded never is.  The
-dashboard, whose packages are optional, is imported by its own tests alone.
+When a module, a class or a function is renamed, this file is adapted; recorded data never are.  Only its own
+tests import the dashboard, whose packages are optional.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from gridtrain.runtime.client.invitation_store import InvitationStore as Remembe
 from gridtrain.runtime.client.worker_naming import run_folder_name
 from gridtrain.runtime.client.worker_naming import state_directory as folder_of_run
 from gridtrain.runtime.contribution import Contribution
-from gridtrain.runtime.state_transfer.blobs import split_blocks as cut_state
+from gridtrain.runtime.state_transfer.blobs import split_blocks as split_state
 from gridtrain.runtime.state_transfer.blobs import state_digest
 from gridtrain.runtime.state_transfer.residual_pieces import select_entries as choose_residual
 from gridtrain.runtime.state_transfer.state_snapshot import StateSnapshot
@@ -87,7 +87,7 @@ from gridtrain_coordinator.membership.membership import Membership as Membership
 from gridtrain_coordinator.run.events import JournalEntry as JournalEntry
 from gridtrain_coordinator.run.events import MessageReceived as MessageReceived
 from gridtrain_coordinator.run.journal_recovery import recover_run as recover_run
-from gridtrain_coordinator.serving import load_authorization as door_of_journal
+from gridtrain_coordinator.serving import load_authorization as access_of_journal
 from gridtrain_worker.budget import Budget as DayBudget
 from gridtrain_worker.bundle_consent import ACCEPTED, ARCHIVE, BundleOffer, require_consent
 from gridtrain_worker.control_socket import ask_agent as ask_agent
@@ -143,19 +143,18 @@ __all__ = [
     "TensorTreeSpec",
     "ValueKind",
     "WirePrecision",
+    "access_of_journal",
     "ask_agent",
     "capture_state",
     "choose_residual",
     "command_line",
     "content_digest",
-    "cut_state",
     "dashboard_token",
     "dataset_digest",
     "decode_sparse",
     "derive_layer_seed",
     "derive_step_seed",
     "describe_optimizer",
-    "door_of_journal",
     "encode_sparse",
     "export_model",
     "extend_history",
@@ -190,6 +189,7 @@ __all__ = [
     "restore_state",
     "run_folder_name",
     "sparse_digest",
+    "split_state",
     "state_digest",
     "value_digest",
     "worker_commands",

@@ -15,7 +15,7 @@ ADDED = {
     ("Member", "entries_share"),
     ("Auto", "computing"),
 }
-"""Fields that commit 330f465 did not have; in whatever it wrote, they have their defaults."""
+"""Fields that commit 330f465 did not have; in its data they have their defaults."""
 
 
 def plain(value: Any) -> Any:

@@ -25,7 +25,7 @@ class ExactSGD(torch.optim.Optimizer):
 
 
 class Tracker:
-    """Its state has one of each type that a state may hold."""
+    """Its state has a value of each type that a state may contain."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {
@@ -49,7 +49,7 @@ class Tracker:
 
 
 def tiny_model() -> nn.Module:
-    """Without random numbers; batch norm brings float and integer buffers."""
+    """A model without random numbers; batch norm has float and integer buffers."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     with torch.no_grad():
         for number, tensor in enumerate((*model.parameters(), *model.buffers())):

@@ -3,10 +3,10 @@
     make fuzz MINUTES=5                        all targets, five minutes in all
     make fuzz MINUTES=1 TARGET=codec SEED=7    one of them; the same seed gives the same inputs
     python tests/fuzz --replay FILE            one input, its traceback
-    python tests/fuzz --grow --minutes 5       fuzz, and add what reached something new to the corpus
-    python tests/fuzz --minimise               drop from the corpus what reaches nothing additional
+    python tests/fuzz --grow --minutes 5       fuzz, and add inputs that reach new lines to the corpus
+    python tests/fuzz --minimise               drop inputs from the corpus that reach no additional lines
 
-Exits with 0, or with 1 if something was found: the inputs are then in tests/fuzz/findings/.
+Exits with 0, or with 1 for findings, whose inputs are then in tests/fuzz/findings/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gridfuzz.trial import Finding, Trial, interrupted, minimised
 from gridfuzz.worker import Job
 
 SHOWN = 8
-"""Findings whose traceback is printed; those of the others lie beside their inputs."""
+"""Number of findings whose traceback is printed; the others are written beside their inputs."""
 
 ROOT = corpus.HERE.parents[1]
 
@@ -54,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=1.0, help="in all, over all targets")
     parser.add_argument("--inputs", type=int, help="of each target, instead of a time")
     parser.add_argument("--target", default="", help="some, with commas between them")
-    parser.add_argument("--seed", type=int, help="the same inputs again; else another one each time")
-    parser.add_argument("--road", choices=("auto", "atheris", "own"), default="auto")
+    parser.add_argument("--seed", type=int, help="repeats the same inputs; otherwise drawn")
+    parser.add_argument("--fuzzer", choices=("auto", "atheris", "own"), default="auto")
     parser.add_argument("--jobs", type=int, default=0, help="processes; else one for each core")
     parser.add_argument("--grow", action="store_true")
     parser.add_argument("--minimise", action="store_true")
@@ -70,20 +70,20 @@ def _fuzz(options: argparse.Namespace, names: Sequence[str]) -> int:
     for name in [name for name in names if registry.missing(name)]:
         print(f"{name:<12} left out: there is no {registry.missing(name)}")
     names = [name for name in names if not registry.missing(name)]
-    road = options.road
-    if road == "auto":
-        road = "atheris" if guided.available() else "own"
+    fuzzer = options.fuzzer
+    if fuzzer == "auto":
+        fuzzer = "atheris" if guided.available() else "own"
     seed = options.seed if options.seed is not None else SystemRandom().randrange(2**31)
     jobs = options.jobs or len(os.sched_getaffinity(0))
-    guide = "atheris (libFuzzer)" if road == "atheris" else "lines reached (atheris is not installed)"
-    if road == "own" and guided.available():
+    guide = "atheris (libFuzzer)" if fuzzer == "atheris" else "lines reached (atheris is not installed)"
+    if fuzzer == "own" and guided.available():
         guide = "lines reached"
     print(f"seed {seed}, {jobs} processes, guided by {guide}")
     print(f"{'target':<12}{'inputs':>10}{'/ s':>8}{'accepted':>10}{'lines reached':>16}{'MiB':>6}  findings")
     seconds = options.minutes * 60 * min(jobs, len(names)) / max(1, len(names))
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        todo = [Job(name, seed, seconds, options.inputs, road, Path(folder) / name) for name in names]
+        todo = [Job(name, seed, seconds, options.inputs, fuzzer, Path(folder) / name) for name in names]
         results = []
         for job, result in zip(todo, pool.map(_run, todo), strict=True):
             results.append(result)
@@ -102,7 +102,7 @@ def _run(job: Job) -> dict[str, Any]:
     job.folder.mkdir(parents=True, exist_ok=True)
     died = _child("work", job)
     path = job.folder / "result.json"
-    if not path.exists():  # the process died, of the input that was under way
+    if not path.exists():  # the process died from the current input
         data = interrupted(job.folder / "current") if (job.folder / "current").exists() else b""
         fatal = Finding(job.name, "the process died", data, died)
         return {"inputs": 0, "accepted": 0, "seconds": 1.0, "peak_mib": 0, "findings": [fatal]}
@@ -117,7 +117,7 @@ def _run(job: Job) -> dict[str, Any]:
 
 
 def _child(kind: str, job: Job) -> str:
-    """Runs it to its end; returns the end of its output."""
+    """Run a child process to its end; return the end of its output."""
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     command = [sys.executable, str(corpus.HERE), kind, job.argument()]
     limit_s = 300 + 4 * job.seconds if job.inputs is None else None
@@ -170,7 +170,7 @@ def replay(paths: Sequence[Path], name: str = "") -> int:
 
 
 def _target_of(path: Path) -> str:
-    """From findings/<target>-<digest> or corpus/<target>/<digest>."""
+    """The target of findings/<target>-<digest> or corpus/<target>/<digest>."""
     parent = path.resolve().parent.name
     return parent if parent in registry.NAMES else path.name.partition("-")[0]
 

@@ -1,6 +1,6 @@
 """The corpus: inputs in the repository, corpus/<target>/<name>.
 
-A file is named after its content (12 digits of a digest).  One that shows a fault that was fixed is
+A file is named after its content (12 digits of a digest).  An input that showed a fault, now fixed, is
 `regression-<words>-<digest>`, and is never removed.
 """
 
@@ -41,25 +41,25 @@ def store(name: str, inputs: Iterable[bytes], words: str = "") -> list[Path]:
 
 
 def minimised(target: Target, inputs: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Regressions, and a greedy selection of the others that reaches everything with few bytes."""
+    """Regressions, and a greedy selection of the others that reaches the same with few bytes."""
     reach, trial = Reach(target.watched), Trial(target)
     steps: dict[str, set[Step]] = {
         name: reach.trace(lambda data=data: trial.one(data))  # type: ignore[misc]
         for name, data in inputs.items()
     }
-    kept = {name: data for name, data in inputs.items() if name.startswith(REGRESSION)}
-    reached: set[Step] = set().union(*(steps[name] for name in kept))
-    left = {name: data for name, data in inputs.items() if name not in kept}
+    chosen = {name: data for name, data in inputs.items() if name.startswith(REGRESSION)}
+    reached: set[Step] = set().union(*(steps[name] for name in chosen))
+    left = {name: data for name, data in inputs.items() if name not in chosen}
     while left:
         name = max(left, key=lambda n: (len(steps[n] - reached) / (40 + len(left[n])), n))
         data = left.pop(name)
         if not steps[name] - reached:
             break
-        if sum(map(len, kept.values())) + len(data) > MAX_TARGET_BYTES:
+        if sum(map(len, chosen.values())) + len(data) > MAX_TARGET_BYTES:
             continue
-        kept[name] = data
+        chosen[name] = data
         reached |= steps[name]
-    return kept
+    return chosen
 
 
 def replace(name: str, inputs: Mapping[str, bytes]) -> None:

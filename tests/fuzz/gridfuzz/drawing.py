@@ -1,4 +1,4 @@
-"""A value for every field type, from the choices that bytes make.
+"""Draws a value for every field type from the choices of the input's bytes.
 
 Likely values are those of the current state (`Hints`), the bounds, and anything between.  All values are
 within the declared bounds; the target `codec` covers values outside of them.
@@ -19,7 +19,7 @@ from gridtrain.network.wire import schema
 from gridtrain.network.wire.codec import TYPE_CODES, encode
 
 Hints = Mapping[str, Sequence[Any]]
-"""By a field's name, or its kind's: values that make sense now."""
+"""Plausible values in the current state, by a field's name or the name of its kind."""
 
 _TEXTS = (
     "",
@@ -95,7 +95,7 @@ def value(kind: declaration.FieldType, source: Source, hints: Hints, name: str =
             return source.bytes(source.choice((0, 8, 40, 200)))
         case schema.RecordField(cls=cls, field_types=inner_kinds):
             fields = {name: value(inner, source, hints, name) for name, inner in inner_kinds.items()}
-            return _put_right(cls(**fields))
+            return _repaired(cls(**fields))
     raise TypeError(f"nothing draws a {type(kind).__name__}")
 
 
@@ -107,7 +107,7 @@ def _real(source: Source, low: float, high: float) -> float:
     return drawn if low <= drawn <= high else low
 
 
-def _put_right(drawn: Any) -> Any:
+def _repaired(drawn: Any) -> Any:
     """The value, repaired if it breaks a rule about several fields."""
     match drawn:
         case m.Span(start, stop):

@@ -69,7 +69,7 @@ def fuzz(
         *map(str, folders),
         f"-seed={seed % 2**31 or 1}",
         f"-max_len={target.max_bytes}",
-        "-timeout=86400",  # `Trial` goes by CPU time; libFuzzer's goes by the clock on the wall
+        "-timeout=86400",  # `Trial` limits CPU time; libFuzzer limits wall-clock time
         f"-artifact_prefix={folders[0].parent}/",
         "-rss_limit_mb=0",
         "-verbosity=0",
@@ -81,4 +81,4 @@ def fuzz(
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # leaving the usual way, an interpreter with atheris in it may wait for itself for ever
+        os._exit(1)  # a regular exit of an interpreter with atheris may hang for ever

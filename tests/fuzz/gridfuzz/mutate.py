@@ -42,7 +42,7 @@ MSGPACK = (
     b"\xa1\xff",  # no UTF-8
     b"\xa3\xed\xa0\x80",  # a surrogate
     b"\x91" * 600,
-    b"\xdc\x10\x00" * 300,  # arrays of 4096 items, one in the other, all of which are still to come
+    b"\xdc\x10\x00" * 300,  # nested arrays of 4096 items, all of which are missing
 )
 JSON = (
     *(
@@ -125,7 +125,7 @@ def tree(document: bytes, random: Random) -> bytes:
     """A msgpack document, changed in one to three places; other bytes as they are."""
     try:
         plain = msgpack.unpackb(document, use_list=True, strict_map_key=False)
-    except Exception:  # it is fuzzed input: whatever is wrong with it, it is not a tree
+    except Exception:  # fuzzed input can fail in any way; it is not a tree
         return document
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         plain = _altered(plain, random)

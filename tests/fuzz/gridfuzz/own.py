@@ -39,7 +39,7 @@ def mutated(target: Target, random: Random, pool: Sequence[bytes]) -> bytes:
 def fuzz(
     trial: Trial, reach: Reach, corpus: Sequence[bytes], seed: int, over: Callable[[], bool]
 ) -> list[bytes]:
-    """Fuzz until `over`; returns the pool: the corpus, and inputs that reached something new."""
+    """Fuzz until `over`; returns the pool: the corpus, and inputs that reached new lines."""
     target, random = trial.target, Random(f"{seed} {trial.target.name}")
     pool = list(corpus)
     for data in [*corpus, *(target.valid(random) for _ in range(FRESH))]:

@@ -15,7 +15,7 @@ Step = tuple[str, int, int]  # file, from line, to line
 
 
 class Reach:
-    """Reach in the named modules; `steps` and `lines` grow with each `trace`."""
+    """Lines reached in the named modules; `steps` and `lines` grow with each `trace`."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._lines_of = {_file_of(name): _lines(name) for name in modules}

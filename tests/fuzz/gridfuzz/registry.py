@@ -18,12 +18,12 @@ _MODULES = {
     "journal": "stores",
     "stateblocks": "stores",
     "state": "stores",
-    "sealed": "seals",
+    "sealed": "secure_channels",
     "collectives": "exchanges",
     "attempts": "rounds",
     "member": "members",
     "membership": "coordinators",
-    "door": "doors",
+    "door": "access",
 }
 _NEEDS = {
     "invitation": "gridtrain.core.group.invitation",

@@ -1,7 +1,7 @@
-"""Bytes as a sequence of choices, so that any bytes are a message or a schedule, and a small change of the
-bytes is a small change of it.
+"""Bytes as a sequence of choices: any bytes are a message or a schedule, and a small change of the bytes is a
+small change of it.
 
-When the bytes are used up every choice is the first, simplest one.
+When the bytes are used up, every choice is the first, simplest one.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ class Source:
             return min(high, max(low, how % 12))
         if how < 160:
             return (low, high, low + 1, high - 1)[how % 4] if high > low else low
-        if how < 224:  # beside a power of two
+        if how < 224:  # close to a power of two
             return min(high, max(low, (1 << self.byte() % 64) + how % 3 - 1))
         return low + int.from_bytes(self.bytes(8), "little") % (high - low + 1)

@@ -25,7 +25,7 @@ from gridfuzz.targets.base import Target
 HANG_S = 10.0
 RSS_STEP_KIB = 16 << 10
 MEASURED_EVERY = 32
-"""Memory is measured exactly of one input in so many, and of each that the process grows with."""
+"""Memory is measured exactly for one input in so many, and for each with which the process grows."""
 
 PRODUCT = ("/gridtrain/", "/gridtrain_coordinator/", "/gridtrain_worker/")
 
@@ -46,10 +46,10 @@ class Finding:
 
 @dataclass
 class Trial:
-    """Runs the inputs of one target, counts them, and keeps one finding of each signature."""
+    """Runs the inputs of one target, counts them, and stores one finding of each signature."""
 
     target: Target
-    current: Path | None = None  # the input under way is written there, in case the process dies of it
+    current: Path | None = None  # the current input is written there, in case the process dies
     measured_every: int = MEASURED_EVERY
     inputs: int = 0
     accepted: int = 0
@@ -62,7 +62,7 @@ class Trial:
             self.current.write_bytes(bytes(8 + self.target.max_bytes))
             with self.current.open("r+b") as file:
                 self._slot = mmap.mmap(file.fileno(), 0)
-        # CPU time of this process, not of the clock: another process cannot make an input a hang.
+        # CPU time of this process, so that other processes cannot make an input a hang.
         signal.signal(signal.SIGVTALRM, _on_alarm)
 
     def one(self, data: bytes) -> Finding | None:
@@ -103,7 +103,7 @@ class Trial:
             return self.target.run(data), None, time.process_time() - began_s
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # whatever it is, it is what we look for
+        except BaseException as error:  # any exception is a finding
             return False, error, 0.0
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)

@@ -1,7 +1,7 @@
 """One target in one process, until its time or its inputs are used up.
 
-worker   fuzzes; writes `result.json`, and to pool/ what reached something new
-keep     adds to the corpus what reaches more than the corpus does
+worker   fuzzes; writes `result.json`, and inputs that reached new lines to pool/
+keep     adds inputs to the corpus that reach more than the corpus
 measure  traces pool/ and the corpus in the same way for both fuzzers: the lines reached
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MEMORY_BYTES = 8 << 30
-"""An input that asks for all memory gets a MemoryError, which is a finding, and the machine lives on."""
+"""Limit of memory: an input that allocates too much raises MemoryError, which is a finding."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Job:
     seed: int
     seconds: float
     inputs: int | None
-    road: str
+    fuzzer: str
     folder: Path
 
     def argument(self) -> str:
@@ -42,7 +42,7 @@ class Job:
 
 def work(job: Job) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    if job.road == "atheris":
+    if job.fuzzer == "atheris":
         from gridfuzz import guided
 
         target = guided.find(job.name)
@@ -76,29 +76,29 @@ def work(job: Job) -> int:
         }
         (job.folder / "result.json").write_text(json.dumps(result))
 
-    kept = corpus.load(job.name)
-    if job.road == "atheris":
+    stored = corpus.load(job.name)
+    if job.fuzzer == "atheris":
         seeds = job.folder / "seeds"
-        _seed(seeds, target, job.seed, kept)
+        _seed(seeds, target, job.seed, stored)
         guided.fuzz(trial, [pool, seeds], job.seed, over, end)
     else:
         from gridfuzz import own
         from gridfuzz.reach import Reach
 
-        for data in own.fuzz(trial, Reach(target.watched), list(kept.values()), job.seed, over):
+        for data in own.fuzz(trial, Reach(target.watched), list(stored.values()), job.seed, over):
             (pool / corpus.digest(data)).write_bytes(data)
         end()
     return 0
 
 
-def _seed(folder: Path, target: Any, seed: int, kept: dict[str, bytes]) -> None:
+def _seed(folder: Path, target: Any, seed: int, stored: dict[str, bytes]) -> None:
     from random import Random
 
     from gridfuzz.own import FRESH
 
     folder.mkdir(parents=True, exist_ok=True)
     random = Random(f"{seed} {target.name}")
-    for number, data in enumerate([*kept.values(), *(target.valid(random) for _ in range(FRESH))]):
+    for number, data in enumerate([*stored.values(), *(target.valid(random) for _ in range(FRESH))]):
         (folder / f"{number:04}").write_bytes(data)
 
 
@@ -129,7 +129,7 @@ def measure(job: Job) -> int:
 
 
 def keep(job: Job) -> int:
-    """Add to the corpus what reaches more than the corpus does."""
+    """Add inputs to the corpus that reach more than the corpus."""
     from gridfuzz import corpus, registry
     from gridfuzz.trial import Trial
 
@@ -149,5 +149,5 @@ KINDS = {"work": work, "measure": measure, "keep": keep}
 def main(kind: str, text: str) -> int:
     job = Job.parse(text)
     if os.environ.get("PYTHONHASHSEED") != "0":
-        sys.exit("a worker needs PYTHONHASHSEED=0: the order of sets is part of what a seed repeats")
+        sys.exit("a worker needs PYTHONHASHSEED=0, because inputs of a seed depend on the order of sets")
     return KINDS[kind](job)

@@ -37,7 +37,7 @@ def found(workers: tuple[int, ...] = (4,)) -> BenchResult:
     return BenchResult(BenchPlan(10_000_000, workers=workers), 2, "", LOCAL, exchanges)
 
 
-def test_sentences_say_what_the_figures_mean() -> None:
+def test_sentences_explain_the_figures() -> None:
     assert summary_sentences(found()) == [
         "Selecting takes 50.0 ms per step on one CPU thread, 10.0 times as long as a copy.",
         "On a link of 20Mbit a step among 4 workers takes at least 24.0 s with dense and 0.20 s with gTop-k, "
@@ -46,7 +46,7 @@ def test_sentences_say_what_the_figures_mean() -> None:
     ]
 
 
-def test_the_tables() -> None:
+def test_the_tables_are_printed() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
     print_result(found(), console)
     text = console.export_text()
@@ -55,7 +55,7 @@ def test_the_tables() -> None:
     assert "24.00 s" in text and "0.20 s" in text
 
 
-def test_the_processor_alone_as_json() -> None:
+def test_figures_of_the_processor_are_printed_as_json() -> None:
     done = CliRunner().invoke(cli, ["bench", "--parameters", "20000", "--workers", "", "--json"])
     assert done.exit_code == 0, done.output
     figures = json.loads(done.stdout)
@@ -86,7 +86,7 @@ def test_a_local_group_is_measured() -> None:
         ("--parameters", "1000000000000000", "a payload has at most 4,294,967,296 elements"),
     ],
 )
-def test_options_that_cannot_work(
+def test_invalid_options_are_refused(
     option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

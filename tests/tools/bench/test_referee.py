@@ -1,4 +1,4 @@
-"""The barrier: nobody goes on before all are there, and whoever is missing is said."""
+"""The barrier: no member goes on before all have arrived, and missing members are counted."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from gridtrain.tools.bench.exchange_names import EXCHANGE_CLASSES, parse_exchang
 from gridtrain.tools.bench.process_barrier import BarrierClient, BarrierServer
 
 
-def play(path: Path, places: list[str], heard: list[str], number: int) -> threading.Thread:
-    """A member that goes from place to place."""
+def start_member(path: Path, places: list[str], answers: list[str], number: int) -> threading.Thread:
+    """A member that waits at one barrier after the other."""
 
     def run() -> None:
-        player = BarrierClient(path)
-        heard.extend(player.wait_at(place, number=number) for place in places)
+        client = BarrierClient(path)
+        answers.extend(client.wait_at(place, number=number) for place in places)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 
 
-def test_all_go_on_together(tmp_path: Path) -> None:
-    heard: list[str] = []
+def test_all_members_go_on_together(tmp_path: Path) -> None:
+    answers: list[str] = []
     with BarrierServer(tmp_path / "r", 3) as referee:
-        threads = [play(tmp_path / "r", ["ready", "done"], heard, number) for number in range(3)]
+        threads = [start_member(tmp_path / "r", ["ready", "done"], answers, number) for number in range(3)]
         ready = referee.wait_for_all("ready", 10.0)
-        assert heard == []  # all wait for the word
+        assert answers == []  # all wait
         referee.release("go")
         done = referee.wait_for_all("done", 10.0)
         referee.release("end")
         for thread in threads:
             thread.join(10.0)
     assert [sorted(report["number"] for report in reports) for reports in (ready, done)] == [[0, 1, 2]] * 2
-    assert sorted(heard) == ["end"] * 3 + ["go"] * 3
+    assert sorted(answers) == ["end"] * 3 + ["go"] * 3
 
 
 def test_a_missing_member_is_counted(tmp_path: Path) -> None:
     with BarrierServer(tmp_path / "r", 2) as referee:
-        play(tmp_path / "r", ["ready"], [], 0)
+        start_member(tmp_path / "r", ["ready"], [], 0)
         with pytest.raises(GridtrainError, match="1 of 2 members are at 'ready' after 1 s"):
             referee.wait_for_all("ready", 1.0)
 
 
 def test_a_member_at_another_place_is_named(tmp_path: Path) -> None:
     with BarrierServer(tmp_path / "r", 1) as referee:
-        play(tmp_path / "r", ["done"], [], 0)
+        start_member(tmp_path / "r", ["done"], [], 0)
         with pytest.raises(GridtrainError, match=r"members are at \['done'\], but must be at 'ready'"):
             referee.wait_for_all("ready", 10.0)
 
 
-def test_what_the_check_finds_ends_the_wait(tmp_path: Path) -> None:
+def test_an_error_of_the_check_ends_the_wait(tmp_path: Path) -> None:
     def check() -> None:
         raise GridtrainError("worker-2 ended")
 
@@ -67,10 +67,10 @@ def test_what_the_check_finds_ends_the_wait(tmp_path: Path) -> None:
 
 def test_a_member_without_a_referee_ends(tmp_path: Path) -> None:
     referee = BarrierServer(tmp_path / "r", 1)
-    player = BarrierClient(tmp_path / "r")
+    client = BarrierClient(tmp_path / "r")
     with referee:
-        pass  # it is gone
-    assert player.wait_at("ready") == "end"
+        pass  # it has ended
+    assert client.wait_at("ready") == "end"
 
 
 def test_a_repeat_lasts_from_the_first_start_to_the_last_end() -> None:

@@ -1,4 +1,4 @@
-"""A bundle's archive is the one that its files give, and nothing else passes for one."""
+"""A bundle's archive is determined by its files, and other archives are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gridtrain.tools.bundle.bundle_archive import MAX_BUNDLE_BYTES, MAX_FILES, A
 FILES = {"train.py": b"print('hello')\n", "run.toml": b"", "lib/model.py": bytes(range(256)) * 5}
 
 
-def test_there_and_back_and_the_same_each_time() -> None:
+def test_an_archive_is_reproducible_and_unpacked_as_it_was_packed() -> None:
     archive = pack(FILES)
     assert unpack(archive) == FILES
     assert pack(dict(reversed(FILES.items()))) == archive
@@ -54,13 +54,13 @@ def test_any_tar_reads_it(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value), "none")[:20] if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_packed(files: dict[str, bytes], words: str) -> None:
+def test_files_that_cannot_be_packed_are_refused(files: dict[str, bytes], words: str) -> None:
     with pytest.raises(ArchiveError, match=words):
         pack(files)
 
 
 def made_by_tarfile(change: Callable[[tarfile.TarInfo], None], format: int = tarfile.USTAR_FORMAT) -> bytes:
-    """An archive with one member, as somebody else might make it."""
+    """An archive with one member, made by another program."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=format) as archive:
         info = tarfile.TarInfo("train.py")
@@ -96,8 +96,8 @@ HOSTILE = {
     "only zeros": bytes(1024),
     "cut short": pack(FILES)[:-512],
     "cut in a file": pack(FILES)[:700],
-    "something behind it": pack(FILES) + b"x",
-    "zeros behind it": pack(FILES) + bytes(512),
+    "trailing bytes": pack(FILES) + b"x",
+    "trailing zeros": pack(FILES) + bytes(512),
     "something in a gap": pack({"a": b"x"}).replace(b"x" + bytes(10), b"x" + b"hidden" + bytes(4), 1),
     "twice the same name": pack({"a": b""})[:512] + pack({"a": b""}),
     "not in order": pack({"b": b""})[:512] + pack({"a": b""}),
@@ -109,12 +109,12 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_somebody_else_made_is_refused(name: str) -> None:
+def test_an_archive_of_another_program_is_refused(name: str) -> None:
     with pytest.raises(RemoteProtocolError, match="not a bundle"):
         unpack(HOSTILE[name])
 
 
-def test_every_changed_byte_is_noticed_or_is_a_files_own() -> None:
+def test_every_changed_byte_is_found_unless_it_is_a_files_content() -> None:
     archive = pack({"a": b"xyz", "b": b""})
     for at in range(len(archive)):
         changed = bytearray(archive)

@@ -1,4 +1,4 @@
-"""What the owner's run.toml makes of a folder, and what a volunteer's machine takes for that bundle."""
+"""The bundle of a folder with a run.toml, and the checks of a volunteer's machine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def made(folder: Path) -> Bundle:
     return bundle
 
 
-def test_only_what_is_named_travels_and_of_run_toml_only_the_run(folder: Path) -> None:
+def test_only_named_files_and_the_run_table_are_in_the_bundle(folder: Path) -> None:
     bundle = made(folder)
     assert sorted(bundle.files) == ["lib/model.py", "run.toml", "train.py"]
     assert bundle.files["run.toml"].decode() == SHIPPED
@@ -79,7 +79,7 @@ def test_only_what_is_named_travels_and_of_run_toml_only_the_run(folder: Path) -
     assert opened == bundle and opened.run.digest == digest_of(SCRIPT)
 
 
-def test_the_digest_is_of_the_contents_alone(folder: Path) -> None:
+def test_the_digest_depends_only_on_the_contents(folder: Path) -> None:
     digest = made(folder).digest
     (folder / "run.toml").write_text(TOML.replace("1Mbit", "2Mbit") + "\n# a comment\n")
     (folder / "train.py").touch()
@@ -94,7 +94,7 @@ def test_a_run_without_a_script_has_no_bundle(tmp_path: Path) -> None:
     assert Bundle.from_run_file(RunFile()) is None
 
 
-def test_another_script_than_run_toml_names(folder: Path) -> None:
+def test_a_script_with_another_digest_is_refused(folder: Path) -> None:
     pinned = TOML.replace('script = "train.py"', f'script = "train.py"\ndigest = "{digest_of(SCRIPT)}"')
     (folder / "run.toml").write_text(pinned)
     assert made(folder).run.digest == digest_of(SCRIPT)
@@ -115,14 +115,14 @@ def test_another_script_than_run_toml_names(folder: Path) -> None:
         ("lib/model.py", "../model.py", "refers to '../model.py'"),
     ],
 )
-def test_files_that_cannot_be(folder: Path, old: str, new: str, words: str) -> None:
+def test_invalid_files_are_refused(folder: Path, old: str, new: str, words: str) -> None:
     (folder / "run.toml").write_text(TOML.replace(old, new))
     with pytest.raises(ConfigError, match=words) as caught:
         made(folder)
     assert caught.value.remedy
 
 
-def test_another_digest_than_was_announced(folder: Path) -> None:
+def test_a_bundle_with_another_digest_is_refused(folder: Path) -> None:
     bundle = made(folder)
     with pytest.raises(RemoteProtocolError, match="was requested"):
         Bundle.from_archive(bundle.archive + b"\0", bundle.digest)
@@ -145,7 +145,7 @@ def test_another_digest_than_was_announced(folder: Path) -> None:
     ],
     ids=["no run.toml", "less", "more", "another script", "no TOML", "no text", "a comment", "other tables"],
 )
-def test_archives_that_do_not_fit_together(files: dict[str, bytes], words: str) -> None:
+def test_inconsistent_archives_are_refused(files: dict[str, bytes], words: str) -> None:
     archive = pack(files)
     with pytest.raises(RemoteProtocolError, match=words) as caught:
         Bundle.from_archive(archive, digest_of(archive))
@@ -185,7 +185,7 @@ def test_the_index_of_the_data_is_in_the_bundle_and_its_digest(folder: Path) -> 
         ('{"shards": [{"url": "file:///a.txt"}]}', "lists file:///a.txt, a file of this machine"),
     ],
 )
-def test_an_index_that_volunteers_cannot_use(folder: Path, text: str, words: str) -> None:
+def test_an_index_that_volunteers_cannot_use_is_refused(folder: Path, text: str, words: str) -> None:
     (folder / "run.toml").write_text(INDEXED.replace("sets/", ""))
     (folder / "index.json").write_text(text)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -193,6 +193,6 @@ def test_an_index_that_volunteers_cannot_use(folder: Path, text: str, words: str
     assert "--url URL" in caught.value.remedy
 
 
-def test_the_shipped_form_is_read_back_as_it_was(folder: Path) -> None:
+def test_the_run_toml_of_a_bundle_is_read_back(folder: Path) -> None:
     run = replace(made(folder).run, about="", image="", data=None, requires=(), arguments=())
     assert RunFile.parse(run_to_toml(run).encode(), Path("run.toml")).run == run

@@ -18,7 +18,7 @@ from gridtrain.tools.demo.orchestrator import DemoPlan
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[DemoPlan]:
-    """What the command would have run."""
+    """The plans that the command would have run."""
     seen: list[DemoPlan] = []
     monkeypatch.setattr(main, "run_demo", lambda plan, console: seen.append(plan))
     return seen
@@ -31,7 +31,7 @@ def test_help_names_every_option() -> None:
         assert f"--{option}" in result.output, option
 
 
-def test_by_default_gtopk_goes_on_past_the_dense_run(plans: list[DemoPlan]) -> None:
+def test_by_default_gtopk_has_more_steps_than_dense(plans: list[DemoPlan]) -> None:
     assert CliRunner().invoke(demo, []).exit_code == 0
 
     assert plans == [DemoPlan(runs=(("dense", 250), ("gtopk", 450)), out=Path("demo-results"))]
@@ -47,7 +47,7 @@ def test_options_reach_the_plan(plans: list[DemoPlan]) -> None:
     assert plan.out == Path("elsewhere")
 
 
-def test_quick_is_tiny(plans: list[DemoPlan]) -> None:
+def test_the_quick_demo_is_small(plans: list[DemoPlan]) -> None:
     CliRunner().invoke(demo, ["--quick"])
 
     (plan,) = plans

@@ -1,4 +1,4 @@
-"""What a person reads meanwhile: lines in a pipe, a table on a terminal."""
+"""The progress of the demo: lines in a pipe, a table on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def record(step: int, held_out: float | None = None) -> StepRecord:
     return StepRecord(step, 0.324 * step, 3.25, held_out, SentBytes(720_000 * step), times)
 
 
-def test_a_pipe_gets_lines_without_control_characters() -> None:
+def test_a_pipe_receives_lines_without_control_characters() -> None:
     console = Console(file=io.StringIO(), width=200)
     view = view_for(console)
     assert isinstance(view, LineView)
@@ -35,7 +35,7 @@ def test_a_pipe_gets_lines_without_control_characters() -> None:
     ]
 
 
-def test_the_last_step_is_always_said() -> None:
+def test_the_last_step_is_always_printed() -> None:
     console = Console(file=io.StringIO(), width=200)
     view = LineView(console, every_s=1e9)
     view._printed_s = float("inf")
@@ -48,7 +48,7 @@ def test_the_last_step_is_always_said() -> None:
     assert "step 20/20" in console.file.getvalue()
 
 
-def test_a_terminal_gets_a_row_per_run() -> None:
+def test_a_terminal_shows_a_row_for_each_run() -> None:
     console = Console(file=io.StringIO(), width=140, force_terminal=True)
     view = view_for(console)
     assert isinstance(view, TableView)

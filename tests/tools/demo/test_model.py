@@ -20,17 +20,17 @@ def test_small_is_the_size_whose_rates_were_tuned() -> None:
     assert SIZES["small"].parameters == 120_576
 
 
-def test_a_seed_fixes_every_bit_and_another_seed_another_model() -> None:
+def test_a_seed_determines_every_bit_of_the_model() -> None:
     torch.manual_seed(1)
     one = ByteGPT(SIZES["tiny"], seed=7)
-    torch.manual_seed(2)  # the global generator plays no part
+    torch.manual_seed(2)  # the global generator is not used
     same, other = ByteGPT(SIZES["tiny"], seed=7), ByteGPT(SIZES["tiny"], seed=8)
 
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.token.weight, other.token.weight)
 
 
-def test_a_byte_changes_only_what_comes_after_it() -> None:
+def test_a_byte_changes_only_later_outputs() -> None:
     model = ByteGPT(SIZES["tiny"])
     text_BT = torch.arange(32).unsqueeze(0)
     changed_BT = text_BT.clone()
@@ -42,13 +42,13 @@ def test_a_byte_changes_only_what_comes_after_it() -> None:
     assert not torch.equal(before[20], after[20])
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_an_untrained_model_has_the_loss_of_uniform_bytes() -> None:
     x_BT, y_BT = Windows(bytes(range(256)) * 8, context=64).evenly_spaced(16)
 
     assert ByteGPT().loss(x_BT, y_BT).item() == pytest.approx(5.545, abs=0.2)  # ln 256
 
 
-def test_windows_tile_the_text_and_y_is_one_ahead() -> None:
+def test_windows_cover_the_text_and_targets_are_one_byte_ahead() -> None:
     windows = Windows(b"abcdefghij", context=3)
 
     assert [(bytes(x.tolist()), bytes(y.tolist())) for x, y in (windows[i] for i in range(len(windows)))] == [

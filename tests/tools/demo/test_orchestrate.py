@@ -1,4 +1,4 @@
-"""Processes: followed while they work, explained when they fail, gone in every case."""
+"""Processes of the demo: their records are read, failures are explained, and all are ended."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Lifeline:
         return f"held = open({str(self.path)!r}, 'w'); held.write('.'); held.flush()\n"
 
     def read_to_end(self) -> bytes:
-        """Blocks until no process holds it."""
+        """Block until no process holds it open."""
         os.set_blocking(self._reader, True)
         found = b""
         while piece := os.read(self._reader, 64):
@@ -67,16 +67,16 @@ def test_records_come_in_order_and_the_coordinator_is_ended_with_the_workers(tmp
     lifeline = Lifeline(tmp_path)
     lines = [record(1), record(2, held_out=2.5), record(3)]
     code = f"open({str(tmp_path / STEPS_FILE)!r}, 'w').write({''.join(r.to_line() for r in lines)!r})"
-    heard: list[StepRecord] = []
+    records_seen: list[StepRecord] = []
 
     supervise(
         python("coordinator", lifeline.hold + FOREVER),
         lambda: [python("worker-1", lifeline.hold + code), python("worker-2", lifeline.hold)],
         tmp_path,
-        heard.append,
+        records_seen.append,
     )
 
-    assert heard == lines
+    assert records_seen == lines
     assert lifeline.read_to_end() == b"..."
 
 
@@ -109,7 +109,7 @@ def test_a_coordinator_that_cannot_start_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_silence_is_a_failure_not_a_hang(tmp_path: Path) -> None:
+def test_a_run_without_steps_fails_after_its_limit(tmp_path: Path) -> None:
     with pytest.raises(GridtrainError, match=r"no step was committed for 0 s"):
         supervise(
             python("coordinator", FOREVER),
@@ -120,16 +120,18 @@ def test_silence_is_a_failure_not_a_hang(tmp_path: Path) -> None:
         )
 
 
-def test_ctrl_c_leaves_nobody_behind_not_even_a_stubborn_grandchild(
+def test_ctrl_c_ends_all_processes_also_one_that_ignores_signals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gridtrain.tools.demo.orchestrator.SHUTDOWN_TIMEOUTS_S", (0.2, 0.1))
     lifeline = Lifeline(tmp_path)
     ready = f"open({str(tmp_path / STEPS_FILE)!r}, 'w').write({record(1).to_line()!r})\n"
-    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{lifeline.hold}{ready}{FOREVER}"
+    ignores_sigterm = (
+        f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{lifeline.hold}{ready}{FOREVER}"
+    )
     parent = f"""\
         import subprocess, sys
-        subprocess.Popen([sys.executable, "-c", {deaf!r}])
+        subprocess.Popen([sys.executable, "-c", {ignores_sigterm!r}])
         {FOREVER}
     """
 
@@ -143,7 +145,7 @@ def test_ctrl_c_leaves_nobody_behind_not_even_a_stubborn_grandchild(
 
 
 def test_workers_are_started_when_the_coordinator_listens(tmp_path: Path) -> None:
-    """It says so by a file; a worker that came earlier would have no invitation."""
+    """It shows that by a file; an earlier worker would have no invitation."""
     (tmp_path / "asked").touch()
     listens = f"""\
         import pathlib, time
@@ -163,7 +165,7 @@ def test_workers_are_started_when_the_coordinator_listens(tmp_path: Path) -> Non
     assert (tmp_path / "worker-1.log").read_text() == "came\n"
 
 
-def test_a_coordinator_that_never_listens_is_no_hang(tmp_path: Path) -> None:
+def test_a_coordinator_that_never_listens_fails_after_its_limit(tmp_path: Path) -> None:
     with pytest.raises(
         GridtrainError, match=r"(?s)no step was committed for 0 s.*coordinator, end of its log"
     ):
@@ -194,16 +196,14 @@ class NoView:
 PLAN = {"runs": (("gtopk", 450),), "workers": 2, "cap": "20Mbit", "density": 0.05}
 
 
-def test_the_coordinators_command_is_what_a_user_would_type(tmp_path: Path) -> None:
+def test_the_coordinators_command_is_that_of_a_user(tmp_path: Path) -> None:
     command = coordinator_command(2, tmp_path)
     assert " ".join(command.argv[3:]) == (
         f"coordinator --listen tcp://127.0.0.1:0 --state {tmp_path} --min-workers 2"
     )
 
 
-def test_the_workers_commands_are_those_that_a_user_would_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_workers_commands_are_those_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = DemoPlan(**PLAN, out=tmp_path)
     train = training_command(plan, "gtopk", 450, tmp_path)
     limits = ("--upload-limit", "20Mbit", "--download-limit", "20Mbit")
@@ -211,7 +211,7 @@ def test_the_workers_commands_are_those_that_a_user_would_type(
     asked: list[tuple[CoordinatorEndpoint, int, float]] = []
     invitation = Invitation("tcp://127.0.0.1:7700", bytes(32), bytes(range(32)), "default")
 
-    class Desk:
+    class Operator:
         def __init__(self, contact: CoordinatorEndpoint) -> None:
             self.contact = contact
 
@@ -219,7 +219,7 @@ def test_the_workers_commands_are_those_that_a_user_would_type(
             asked.append((self.contact, uses, expires_s))
             return invitation
 
-    monkeypatch.setattr("gridtrain.tools.demo.orchestrator.OperatorClient", Desk)
+    monkeypatch.setattr("gridtrain.tools.demo.orchestrator.OperatorClient", Operator)
     Identity.generate().write(tmp_path / OPERATOR_KEY)
     EndpointFile("tcp://127.0.0.1:7700", "tcp://127.0.0.1:7700", bytes(32), "default", True).write(tmp_path)
     workers = worker_commands(2, tmp_path, train, limits)
@@ -234,7 +234,7 @@ def test_the_workers_commands_are_those_that_a_user_would_type(
     )
 
 
-def test_a_curve_is_made_of_the_steps_that_were_measured(tmp_path: Path) -> None:
+def test_a_curve_has_the_measured_steps(tmp_path: Path) -> None:
     records = [record(1), record(2, held_out=2.5), record(3), record(4, held_out=2.25)]
     (tmp_path / STEPS_FILE).write_text("".join(r.to_line() for r in records))
 

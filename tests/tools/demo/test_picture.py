@@ -1,4 +1,4 @@
-"""The picture: ticks that people read at a glance, and no text that is cut or covers another."""
+"""The chart: readable ticks, and no text that leaves the picture or covers another."""
 
 from __future__ import annotations
 

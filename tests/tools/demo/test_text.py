@@ -1,4 +1,4 @@
-"""Real text: the same on every call, never in both halves, and a clear word where there is none."""
+"""The text of the demo: the same on every call, no file in both halves, and an error if there is none."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_every_tenth_file_is_held_out_and_no_file_is_in_both(tmp_path: Path) -> 
     assert corpus.files == 40
 
 
-def test_a_long_file_is_cut_at_a_lines_end(tmp_path: Path) -> None:
+def test_a_long_file_is_truncated_at_the_end_of_a_line(tmp_path: Path) -> None:
     corpus = text_corpus.load_corpus(library(tmp_path, files=30, lines=9_000))
 
     assert len(corpus.train) + len(corpus.held_out) <= 30 * text_corpus.FILE_LIMIT_BYTES
     assert set(corpus.train.splitlines()) <= {b"module %02d" % i for i in range(30)}
 
 
-def test_the_whole_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_text_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_corpus, "TOTAL_LIMIT_BYTES", 700_000)
     corpus = text_corpus.load_corpus(library(tmp_path, files=60, lines=3_000))
 

@@ -1,4 +1,4 @@
-"""The whole demo over real processes, tiny: does the road hold from end to end, and do the bytes add up?"""
+"""The whole demo with real processes, in its quick form: its results, and the bytes of each role."""
 
 from __future__ import annotations
 

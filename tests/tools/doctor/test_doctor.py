@@ -1,6 +1,6 @@
-"""`gridtrain doctor` against a real coordinator, and against whatever can be in its way; never for long.
+"""`gridtrain doctor` with a real coordinator, and with obstacles; each check ends in time.
 
-Each test is a table of levels by name; what a fix says is checked by its first words.
+Each test is a table of levels by name; fixes are checked by their first words.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def quick_probe(text: str = TORCH) -> machine_check.TorchProbe:
     return machine_check.TorchProbe((sys.executable, "-S", "-c", f"print({text!r})"))
 
 
-def nobody_trains(picture: Mapping[str, Any]) -> RunStatus:
+def no_worker_trains(status: Mapping[str, Any]) -> RunStatus:
     raise ConfigError("no worker trains yet")
 
 
 def look(invitation: Invitation, **options: Any) -> dict[str, Finding]:
-    """What was found, by name; within the time that is promised."""
+    """The findings by name, within the documented time."""
     began_s = time.monotonic()
-    examination = Examination(invitation, nobody_trains, **{"probe": quick_probe, **options})
+    examination = Examination(invitation, no_worker_trains, **{"probe": quick_probe, **options})
     found = {finding.name: finding for finding in examination.findings()}
     assert time.monotonic() - began_s < MOST_S
     return found
@@ -61,12 +61,12 @@ def levels(found: Mapping[str, Finding]) -> dict[str, str]:
     return {name: str(finding.level) for name, finding in found.items()}
 
 
-def test_a_machine_that_can_join(coordinator: LiveCoordinator) -> None:
+def test_a_machine_that_can_join_has_no_failures(coordinator: LiveCoordinator) -> None:
     once = coordinator.invitation(uses=1)
     found = look(once)
     assert levels(found) == {
         "python": "ok",
-        "memory": levels(found)["memory"],  # this machine's business
+        "memory": levels(found)["memory"],  # depends on this machine
         "disk": "ok",
         "name": "ok",
         "port": "ok",
@@ -85,19 +85,19 @@ def test_a_machine_that_can_join(coordinator: LiveCoordinator) -> None:
     assert 0 < found["coordinator"].figures["rtt_s"] < 10
     assert abs(found["clock"].figures["skew_s"]) < 2
     assert "no worker trains yet" in found["prediction"].text
-    with enroll(once, WITHIN_S):  # the use is still there
+    with enroll(once, WITHIN_S):  # the use is not spent
         pass
 
 
-def test_a_burst_that_waited_in_a_buffer_is_not_taken_for_a_fast_line() -> None:
-    """All 16 messages are there when the loop looks, 21 ms after it asked: 100 Mbit/s, and not 25 Gbit/s."""
+def test_a_buffered_burst_is_not_measured_as_a_fast_link() -> None:
+    """All 16 messages have arrived when the loop reads, 21 ms after the request: that is 100 Mbit/s."""
     read_s = [7.021 + 5e-6 * index for index in range(16)]
     assert download_rate_Bps(7.0, read_s, rtt_s=0.0005) == pytest.approx(12.8e6, rel=0.01)
     in_turn_s = [7.0005 + 0.02 * (index + 1) / 16 for index in range(16)]
     assert download_rate_Bps(7.0, in_turn_s, rtt_s=0.0005) == pytest.approx(13.1e6, rel=0.01)
 
 
-def test_a_used_up_invitation_of_this_machine_still_finds_the_run(coordinator: LiveCoordinator) -> None:
+def test_a_used_up_invitation_of_this_machine_still_names_the_run(coordinator: LiveCoordinator) -> None:
     once = coordinator.invitation(uses=1)
     with enroll(once, WITHIN_S):
         while_it_runs = look(once)["invitation"]
@@ -107,10 +107,10 @@ def test_a_used_up_invitation_of_this_machine_still_finds_the_run(coordinator: L
     assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
 
 
-def test_an_invitation_that_is_not_valid(
+def test_an_invalid_invitation_is_reported(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Used up by another machine; expired; withdrawn; never made."""
+    """Used up by another machine; expired; withdrawn; unknown."""
     others = len(coordinator.access()["invitations"])
     withdrawn = coordinator.invitation()
     operator = coordinator.operator_client()
@@ -123,54 +123,56 @@ def test_an_invitation_that_is_not_valid(
     while len(coordinator.access()["invitations"]) > others:  # until the short one is over; pytest bounds it
         pass
     never = replace(withdrawn, token=bytes(31) + b"x")
-    told = {
+    expected = {
         withdrawn: "this invitation was withdrawn by the run's owner",
         short: "this invitation has expired",
         used: "this invitation is used up",
         never: UNKNOWN_INVITATION,
     }
-    for invitation, text in told.items():
+    for invitation, text in expected.items():
         found = look(invitation)["invitation"]
         assert (found.level, found.text) == (FindingLevel.FAILURE, text)
         assert "ask the run's owner for a new one" in found.fix
 
 
-def test_another_coordinators_key(coordinator: LiveCoordinator) -> None:
+def test_the_key_of_another_coordinator_is_reported(coordinator: LiveCoordinator) -> None:
     other = replace(coordinator.invitation(), coordinator=coordinator.invitation().token)
     found = look(other)
     assert levels(found)["port"] == "ok" and found["invitation"].level is FindingLevel.FAILURE
     assert "with another key" in found["invitation"].text
 
 
-def test_something_that_only_listens(invitation: Invitation) -> None:
+def test_a_program_that_only_listens_is_reported(invitation: Invitation) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         found = look(replace(invitation, address=address))
     assert found["invitation"].text.startswith("another program or a coordinator")
 
 
-def test_a_closed_port(invitation: Invitation) -> None:
+def test_a_closed_port_is_reported(invitation: Invitation) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     found = look(replace(invitation, address=address))
     assert found["port"].text == f"no program is listening on {address}"
     assert found["port"].fix.startswith("ask the run's owner whether `gridtrain coordinator` is running")
-    assert "invitation" not in found, "what comes after is not looked at"
+    assert "invitation" not in found, "later checks are skipped"
 
 
-def test_a_name_that_nobody_knows(invitation: Invitation) -> None:
+def test_an_unknown_host_name_is_reported(invitation: Invitation) -> None:
     found = look(replace(invitation, address="tcp://no-such-host.invalid:7700"))
     assert found["name"].level is FindingLevel.FAILURE and "port" not in found
 
 
-def test_a_name_server_that_is_silent(invitation: Invitation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_server_that_does_not_answer_is_reported(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(60))
     monkeypatch.setattr(connection_check, "RESOLVE_TIMEOUT_S", 0.2)
     found = look(replace(invitation, address="tcp://far.example:7700"))
     assert found["name"].text == "no name server answered for far.example within 0.2 s"
 
 
-def test_everything_is_over_when_the_time_is(
+def test_all_checks_end_within_the_time(
     coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_check, "_installed", lambda: "torch 9.9")
@@ -196,27 +198,27 @@ def hanging_probe(at: str = "import") -> machine_check.TorchProbe:
         ("gpu", "", "failure", "torch: its GPU driver does not answer within"),
     ],
 )
-def test_torch_that_is_not_done_in_time(
+def test_a_probe_of_torch_that_is_not_done_in_time_is_reported(
     monkeypatch: pytest.MonkeyPatch, at: str, installed: str, level: str, text: str
 ) -> None:
     """A busy machine can join; one whose driver hangs would hang in training, too."""
     monkeypatch.setattr(machine_check, "_installed", lambda: installed)
     probe = hanging_probe(at)
-    heard = probe._process.stdout
-    assert heard is not None
-    select.select([heard], [], [], 30.0)  # it has begun, however slowly
+    output = probe._process.stdout
+    assert output is not None
+    select.select([output], [], [], 30.0)  # it has begun, also on a slow machine
     (found,), flops = probe.findings(time.monotonic() + 0.3)
     assert (str(found.level), flops) == (level, None) and found.text.startswith(text)
     assert found.fix and probe._process.poll() is not None
 
 
-def test_what_is_installed_is_known_without_an_import() -> None:
+def test_the_installed_torch_is_found_without_an_import() -> None:
     pytest.importorskip("torch")
     assert re.fullmatch(r"torch \d+\.\d+.*", machine_check._installed())
 
 
 def test_ctrl_c_leaves_no_process(coordinator: LiveCoordinator) -> None:
-    examination = Examination(coordinator.invitation(), nobody_trains, probe=hanging_probe)
+    examination = Examination(coordinator.invitation(), no_worker_trains, probe=hanging_probe)
     started: list[machine_check.TorchProbe] = []
     examination._probe = lambda: started.append(hanging_probe()) or started[0]  # type: ignore[func-returns-value]
     findings = examination.findings()
@@ -241,7 +243,7 @@ def test_ctrl_c_leaves_no_process(coordinator: LiveCoordinator) -> None:
         (TORCH, ("ok", "torch 9.9 on cpu: 50 Gflop/s in float32")),
     ],
 )
-def test_torch_as_it_is_found(said: str, expected: tuple[str, str]) -> None:
+def test_findings_about_torch(said: str, expected: tuple[str, str]) -> None:
     probe = quick_probe(said)
     try:
         (first, *_), _ = probe.findings(time.monotonic() + 10)
@@ -251,7 +253,7 @@ def test_torch_as_it_is_found(said: str, expected: tuple[str, str]) -> None:
     assert bool(first.fix) == (expected[0] == "failure")
 
 
-def test_gpus_as_they_are_found() -> None:
+def test_findings_about_gpus() -> None:
     gib = 2**30
     said = TORCH.replace('"gpus": []', f'"gpus": [["A", {7 * gib}, {8 * gib}], ["B", {gib}, {8 * gib}]]')
     probe = quick_probe(said)
@@ -264,7 +266,7 @@ def test_gpus_as_they_are_found() -> None:
     ]
 
 
-def test_the_real_probe() -> None:
+def test_the_real_probe_finds_torch() -> None:
     pytest.importorskip("torch")
     probe = machine_check.TorchProbe()
     findings, flops = probe.findings(time.monotonic() + 60)
@@ -272,7 +274,7 @@ def test_the_real_probe() -> None:
     assert findings[0].level is FindingLevel.OK and flops is not None and flops > 1e8
 
 
-def test_little_memory_and_a_wrong_clock() -> None:
+def test_little_memory_and_a_wrong_clock_are_warnings() -> None:
     assert machine_check.check_memory(lambda: 1 << 30).level is FindingLevel.WARNING
     assert machine_check.check_memory(lambda: 64 << 30).text == "64.0 GiB of memory free"
     assert machine_check.check_memory(lambda: None).level is FindingLevel.WARNING
@@ -284,7 +286,7 @@ def test_little_memory_and_a_wrong_clock() -> None:
 # -- the prediction ----------------------------------------------------------------------------------
 
 LOAD = Workload(ExchangeKind.DENSE, 10_000_000)
-LINE = LinkMeasurement(0.02, 12.5e6, 12.5e6)
+LINK = LinkMeasurement(0.02, 12.5e6, 12.5e6)
 
 
 def run_of(
@@ -294,9 +296,9 @@ def run_of(
     return RunStatus(network, LOAD, [10.0] * size, [32] * size, whole, [flops] * size)
 
 
-def test_a_fourth_like_the_others_brings_what_three_say() -> None:
-    """Ring over even lines: 2 (P-1)/P * 40 MB: 4.3 s for three, 4.8 s for four; computing is 10 s."""
-    said = predict_speedup(run_of(3), dict.fromkeys(range(3), LINE), LINE, 1e12)
+def test_a_fourth_equal_machine_has_the_predicted_gain() -> None:
+    """Ring over equal links: 2 (P-1)/P * 40 MB: 4.3 s for three, 4.8 s for four; computing is 10 s."""
+    said = predict_speedup(run_of(3), dict.fromkeys(range(3), LINK), LINK, 1e12)
     assert said.assumptions == ()
     assert said.step_s == pytest.approx(14.5, rel=0.1) and said.joined_step_s == pytest.approx(15.0, rel=0.1)
     assert (
@@ -304,28 +306,30 @@ def test_a_fourth_like_the_others_brings_what_three_say() -> None:
     )
 
 
-def test_a_thin_line_slows_the_others_down() -> None:
+def test_a_slow_link_delays_the_others() -> None:
     thin = LinkMeasurement(0.1, 0.125e6, 1.25e6)
     said = predict_speedup(run_of(3), dict.fromkeys(range(3), thin), thin, 1e12)
     assert said.gain < -0.5 and said.exchange_s > said.compute_s
 
 
-def test_a_slow_machine_waits_for_nobody_where_samples_are_dealt_out() -> None:
+def test_a_slow_machine_costs_little_with_a_global_batch_size() -> None:
     own, dealt = (
-        predict_speedup(run_of(3, whole=w), dict.fromkeys(range(3), LINE), LINE, 1e11) for w in (None, 96)
+        predict_speedup(run_of(3, whole=w), dict.fromkeys(range(3), LINK), LINK, 1e11) for w in (None, 96)
     )
     assert own.gain < -0.5, "its own 32 samples take ten times as long"
-    assert dealt.gain > own.gain and abs(dealt.gain) < 0.1, "it gets a few samples, and costs a little line"
+    assert dealt.gain > own.gain and abs(dealt.gain) < 0.1, (
+        "it receives a few samples, and its link costs a little"
+    )
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_a_prediction_names_assumed_figures() -> None:
     run = replace(run_of(1), flops=())
     said = predict_speedup(run, {}, LinkMeasurement(), None)
     assert len(said.assumptions) == 2 and said.step_s == 10.0
     assert said.gain == pytest.approx(2 * 10.0 / said.joined_step_s - 1)
 
 
-# -- lines that need namespaces ----------------------------------------------------------------------
+# -- links that need namespaces ----------------------------------------------------------------------
 
 HAVE_NAMESPACES = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "iptables")))
 
@@ -387,7 +391,7 @@ def doctor_in(far: Any, tmp_path: Path, invitation: str) -> tuple[dict[str, dict
 
 @pytest.fixture
 def far_coordinator(far: Any, tmp_path: Path) -> Iterator[str]:
-    """In namespace b; gives an invitation to it."""
+    """A coordinator in namespace b; yields an invitation to it."""
     state = tmp_path / "coordinator"
     serve = ("coordinator", "--listen", "tcp://10.77.3.2:7700", "--state", str(state))
     process = subprocess.Popen(
@@ -403,14 +407,14 @@ def far_coordinator(far: Any, tmp_path: Path) -> Iterator[str]:
     process.communicate()
 
 
-def test_a_firewall_that_drops_everything(far: Any, far_coordinator: str, tmp_path: Path) -> None:
+def test_a_firewall_that_drops_packets_is_reported(far: Any, far_coordinator: str, tmp_path: Path) -> None:
     assert far("b", "iptables", "-A", "INPUT", "-p", "tcp", "--dport", "7700", "-j", "DROP").returncode == 0
     found, code, took_s = doctor_in(far, tmp_path, far_coordinator)
     assert found["port"]["level"] == "failure" and "did not answer within" in found["port"]["text"]
     assert found["port"]["fix"].startswith("ask the run's owner to open") and code == 2 and took_s < MOST_S
 
 
-def test_a_machine_that_cannot_be_dialled(far: Any, far_coordinator: str, tmp_path: Path) -> None:
+def test_a_machine_that_cannot_be_dialled_is_reported(far: Any, far_coordinator: str, tmp_path: Path) -> None:
     assert far("a", "iptables", "-A", "INPUT", "-p", "tcp", "--syn", "-j", "DROP").returncode == 0
     found, code, took_s = doctor_in(far, tmp_path, far_coordinator)
     assert found["reachable"]["level"] == "warning" and found["coordinator"]["level"] == "ok"
@@ -418,10 +422,10 @@ def test_a_machine_that_cannot_be_dialled(far: Any, far_coordinator: str, tmp_pa
 
 
 @pytest.mark.parametrize(("rate", "least_Bps", "most_Bps"), [("10mbit", 0.1e6, 1.6e6), ("64kbit", 0, 20e3)])
-def test_a_slow_line(
+def test_a_slow_link_is_reported(
     far: Any, far_coordinator: str, tmp_path: Path, rate: str, least_Bps: float, most_Bps: float
 ) -> None:
-    """At 64 kbit/s a burst takes 33 s: it is not waited for, and said to be slow."""
+    """At 64 kbit/s a burst takes 33 s: the check does not wait for it, and reports a slow link."""
     for letter, place in zip("ab", far.pair, strict=True):
         shape = ("tc", "qdisc", "add", "dev", place, "root", "tbf", "rate", rate, "burst", "4kb")
         assert far(letter, *shape, "latency", "400ms").returncode == 0

@@ -1,4 +1,4 @@
-"""Flags > GRIDTRAIN_* > run.toml > defaults, from one table; and what is none of it is refused by name."""
+"""Flags > GRIDTRAIN_* > run.toml > defaults, from one table; unknown names are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FILE = f"[run.data]\nfile = 'x'\ndigest = 'sha256:{64 * 'a'}'\n"
 
 
 @pytest.mark.parametrize(("flag", "variable", "toml", "value", "source", "where"), LADDER)
-def test_who_wins(
+def test_flags_precede_variables_and_run_toml(
     flag: str | None, variable: str | None, toml: str | None, value: str, source: str, where: str
 ) -> None:
     environ = {} if variable is None else {"GRIDTRAIN_UPLOAD_LIMIT": variable}
@@ -48,7 +48,7 @@ def test_who_wins(
 
 
 def examples(one: Option) -> tuple[str, str, Any]:
-    """As a text, in TOML, and the value of both."""
+    """The value as a text, in TOML, and as Python value."""
     if one.choices:
         return one.choices[-1], f'"{one.choices[-1]}"', one.choices[-1]
     match one.kind:
@@ -67,7 +67,7 @@ def examples(one: Option) -> tuple[str, str, Any]:
 @pytest.mark.parametrize(
     ("program", "one"), [(program, one) for program, options in PROGRAMS.items() for one in options]
 )
-def test_every_option_comes_from_every_place(program: str, one: Option) -> None:
+def test_every_option_is_read_from_every_source(program: str, one: Option) -> None:
     text, toml, value = examples(one)
     table, key = one.toml_location(program)
     assert resolve(program, {one.name: value}, {}, RunFile())[one.name].source == "flag"
@@ -147,13 +147,13 @@ def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str)
         ("[coordinator]\nbackup_every = nan\n", "is nan"),
     ],
 )
-def test_what_run_toml_cannot_say(toml: str, words: str) -> None:
+def test_invalid_values_in_run_toml_are_refused(toml: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         resolve("coordinator", {}, {}, run_toml(toml))
     assert caught.value.remedy
 
 
-def test_the_file_is_found_and_folders_in_it_are_beside_it(tmp_path: Path) -> None:
+def test_the_file_is_found_and_its_folders_are_relative_to_it(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[coordinator]\nstate = "state"\nbackup_to = "/abs"\n')
     for file in (RunFile.find({}, tmp_path), RunFile.find({"GRIDTRAIN_CONFIG": str(tmp_path / "run.toml")})):
         found = resolve("coordinator", {}, {}, file)
@@ -166,11 +166,11 @@ def test_the_file_is_found_and_folders_in_it_are_beside_it(tmp_path: Path) -> No
         RunFile.find({}, tmp_path)
 
 
-def test_a_script_started_by_hand_is_configured_alike() -> None:
+def test_a_script_without_an_agent_has_the_same_configuration() -> None:
     file = run_toml('[worker]\nupload_limit = "3Mbit"\ncheckpoint_every = 50\nrelay = false\n')
-    given = {"name": "anna", "checkpoint_every": "70", "listen": None}
+    settings = {"name": "anna", "checkpoint_every": "70", "listen": None}
     found = join_settings(
-        given,
+        settings,
         {"GRIDTRAIN_EXPORT_DIR": "out", "GRIDTRAIN_UNENCRYPTED": "true", "GRIDTRAIN_WAIT": "auto"},
         file,
     )
@@ -182,7 +182,7 @@ def test_a_script_started_by_hand_is_configured_alike() -> None:
     assert JoinConfig.from_environment({}, **keys, **found).relay == "no"
 
 
-def test_join_takes_what_the_table_says_it_takes() -> None:
+def test_join_accepts_the_options_of_the_table() -> None:
     import inspect
 
     from gridtrain.sdk.join import join
@@ -219,7 +219,7 @@ def options_markdown(program: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_documents_table_is_this_one() -> None:
+def test_the_documented_table_is_current() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     for program in PROGRAMS:
         assert options_markdown(program) in text, f"docs/configuration.md lacks the table of {program}"
@@ -227,8 +227,8 @@ def test_the_documents_table_is_this_one() -> None:
         assert not what or f"`{name}`: {what}" in text
 
 
-def test_commas_only_where_they_separate() -> None:
-    """Parts of the day have commas between them, and are one rule."""
+def test_only_separating_commas_split_a_value() -> None:
+    """Hours of the day have commas between them, but are one rule."""
     hosts, rules = find_option("coordinator", "dashboard_hosts"), find_option("worker", "set")
     assert hosts.from_text("a,b, c", "there") == ("a", "b", "c")
     assert rules.from_text("hours=22:00-07:00,12:00-13:00 gpu=pause", "there") == (
@@ -239,7 +239,7 @@ def test_commas_only_where_they_separate() -> None:
     )
 
 
-def test_names_are_derived_from_one() -> None:
+def test_names_of_variables_and_keys_follow_from_the_flag() -> None:
     one = find_option("worker", "upload_limit")
     assert (one.flag, one.variable, one.toml_location("worker")) == (
         "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", ("worker", "upload_limit"),

@@ -1,4 +1,4 @@
-"""Stages that are put together from checkpoints of another cut: every bit is where it was.
+"""Stages that are assembled from checkpoints of another partition, without changing a bit.
 
 whole [0 4)  ->  [0 1) [1 4)  ->  [0 2) [2 4)  ->  [0 4)     compared with the first
 """
@@ -33,7 +33,7 @@ class Head(nn.Module):
 
 
 def layers() -> list[nn.Module]:
-    """The head's weight is the embedding's: of the whole it is one parameter, of two stages one copy each."""
+    """The head's weight is the embedding's: one parameter of the whole model, or a copy in each stage."""
     embed = nn.Embedding(7, 3)
     return [embed, nn.BatchNorm1d(3), nn.Linear(3, 3), Head(embed.weight)]
 
@@ -45,8 +45,8 @@ def staging(*cuts: int) -> ModelStages:
 class Trained:
     """A stage with its optimizer, in two groups."""
 
-    def __init__(self, cut: ModelStages, stage: int, lr: float = 0.1) -> None:
-        self.module: StageModule = cut.build(stage)[0]
+    def __init__(self, partition: ModelStages, stage: int, lr: float = 0.1) -> None:
+        self.module: StageModule = partition.build(stage)[0]
         matrices = [p for p in self.module.parameters() if p.dim() > 1]
         vectors = [p for p in self.module.parameters() if p.dim() == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -65,11 +65,11 @@ class Trained:
             self.module, self.inner
         )
         document[checkpoint_merge.FROZEN_KEY] = []
-        held = CheckpointInfo(9, b"h", LedgerState(step=10))
-        return Checkpoint(Path("nowhere"), held, (), document, tensors, residual or {})
+        info = CheckpointInfo(9, b"h", LedgerState(step=10))
+        return Checkpoint(Path("nowhere"), info, (), document, tensors, residual or {})
 
     def facts(self) -> dict[str, Tensor]:
-        """All that belongs to it, by name."""
+        """All values of the stage, by name."""
         found = {f"buffer {name}": b.clone() for name, b in model_buffers.buffers_of(self.module)}
         for name, parameter in canonical_parameters(self.module):
             found[name] = parameter.detach().clone()
@@ -78,37 +78,37 @@ class Trained:
         return found
 
 
-def cut_anew(founds: list[Checkpoint], *cuts: int) -> list[Trained]:
-    cut = staging(*cuts)
-    made = [Trained(cut, stage) for stage in range(cut.stages)]
+def repartition(checkpoints: list[Checkpoint], *cuts: int) -> list[Trained]:
+    partition = staging(*cuts)
+    made = [Trained(partition, stage) for stage in range(partition.stages)]
     for one in made:
-        checkpoint_merge.load_merged(founds, one.module, one.inner, {}, cut.tied_names)
+        checkpoint_merge.load_merged(checkpoints, one.module, one.inner, {}, partition.tied_names)
     return made
 
 
-def test_a_state_survives_any_cut_bit_for_bit() -> None:
+def test_a_state_survives_repartitions_bit_for_bit() -> None:
     torch.manual_seed(3)
     whole = Trained(staging(0, BLOCKS), 0)
     for _ in range(3):
         whole.step()
-    parts = cut_anew([whole.saved()], 0, 1, 4)
-    parts = cut_anew([part.saved() for part in parts], 0, 2, 4)
-    assert "3.weight" in parts[1].facts(), "the second stage has a copy of the tied one"
-    (again,) = cut_anew([part.saved() for part in parts], 0, BLOCKS)
+    parts = repartition([whole.saved()], 0, 1, 4)
+    parts = repartition([part.saved() for part in parts], 0, 2, 4)
+    assert "3.weight" in parts[1].facts(), "the second stage has a copy of the tied parameter"
+    (again,) = repartition([part.saved() for part in parts], 0, BLOCKS)
     before, after = whole.facts(), again.facts()
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert [g["weight_decay"] for g in again.inner.param_groups] == [0.1, 0.0]
 
 
-def test_what_was_not_sent_goes_with_its_parameters() -> None:
-    """Only the worker that had it has it: a copy of a neighbour's checkpoint brings none."""
-    cut = staging(0, 1, 4)
-    parts = [Trained(cut, stage) for stage in range(2)]
+def test_a_residual_moves_with_its_parameters() -> None:
+    """Only the worker's own checkpoint contains it; a copy of a neighbour's does not."""
+    partition = staging(0, 1, 4)
+    parts = [Trained(partition, stage) for stage in range(2)]
     flats = [FlatGradient(part.module, part.inner) for part in parts]
     marks = [torch.arange(float(flat.n)) + 1 for flat in flats]
     mine, copy = parts[0].saved({"residual": marks[0]}), parts[1].saved()
-    (whole,) = cut_anew([mine, copy], 0, BLOCKS)
+    (whole,) = repartition([mine, copy], 0, BLOCKS)
     flat = FlatGradient(whole.module, whole.inner)
     residual = checkpoint_merge.merged_residual([mine, copy], whole.module, flat)["residual"]
     assert torch.equal(residual[: flats[0].n], marks[0]) and not residual[flats[0].n :].any()
@@ -118,16 +118,16 @@ def test_what_was_not_sent_goes_with_its_parameters() -> None:
     ("missing", "text"),
     [(True, "no checkpoint contains '1.weight'"), (False, "different optimizer settings")],
 )
-def test_what_does_not_fit_together_is_refused(missing: bool, text: str) -> None:
-    cut = staging(0, 1, 4)
-    parts = [Trained(cut, 0), Trained(cut, 1, lr=0.1 if missing else 0.2)]
+def test_checkpoints_that_do_not_fit_together_are_refused(missing: bool, text: str) -> None:
+    partition = staging(0, 1, 4)
+    parts = [Trained(partition, 0), Trained(partition, 1, lr=0.1 if missing else 0.2)]
     for part in parts:
         part.step()
-    founds = [part.saved() for part in parts]
+    checkpoints = [part.saved() for part in parts]
     with pytest.raises(RemoteProtocolError, match=text):
-        cut_anew(founds[:1] if missing else founds, 0, BLOCKS)
+        repartition(checkpoints[:1] if missing else checkpoints, 0, BLOCKS)
 
 
-def test_places_are_those_of_the_cut() -> None:
+def test_positions_of_parameters_are_those_of_the_partition() -> None:
     names = [Trained(staging(0, 1, 3, 4), stage).facts().keys() for stage in range(3)]
     assert not any(a & b for a, b in pairwise(names))

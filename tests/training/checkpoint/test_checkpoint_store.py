@@ -1,4 +1,4 @@
-"""Where a worker's checkpoints lie, and who may look."""
+"""The folders of a worker's checkpoints, and their permissions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, CheckpointStore
 
 
-def test_a_new_folder_is_its_owners_alone(tmp_path: Path) -> None:
-    """Whatever others may usually read: a residual is made of gradients of this machine's samples."""
+def test_only_the_owner_may_read_a_new_folder(tmp_path: Path) -> None:
+    """For any umask: a residual is made of gradients of this machine's samples."""
     before = os.umask(0o022)
     try:
         made, there = (
@@ -33,7 +33,7 @@ def test_a_new_folder_is_its_owners_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     modes = [stat.S_IMODE(folder.stat().st_mode) for folder in (tmp_path / "new", tmp_path)]
-    assert modes == [0o700, 0o755], "a folder that was there is its owner's affair"
+    assert modes == [0o700, 0o755], "permissions of an existing folder do not change"
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_facts_that_a_version_did_not_record_may_be_missing(written: str, facts:
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["a flipped bit", "torn"])
-def test_a_damaged_residual_is_lost_and_the_state_is_not(
+def test_a_damaged_residual_does_not_affect_the_state(
     torn: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One bit makes an infinity of 1.0, and that would go into the training."""
-    held = CheckpointInfo(4, b"h" * 32, LedgerState(step=5))
+    """One bit turns 1.0 into infinity, which would get into the training."""
+    info = CheckpointInfo(4, b"h" * 32, LedgerState(step=5))
     residual = {"residual": torch.ones(8)}
     path = checkpoint_store.step_folder(tmp_path, 5)
-    checkpoint_store.save(CheckpointContent(held, (), {}, {"weight": torch.zeros(3)}, residual), path)
+    checkpoint_store.save(CheckpointContent(info, (), {}, {"weight": torch.zeros(3)}, residual), path)
     whole = checkpoint_store.read(path)
     assert torch.equal(whole.residual["residual"], residual["residual"])
     file = path / "residual.safetensors"
@@ -70,7 +70,7 @@ def test_a_damaged_residual_is_lost_and_the_state_is_not(
     assert "differs from what was written, and is lost; the state is not affected" in caplog.text
 
 
-def test_a_disk_that_stays_full_is_repeated_every_ten_minutes_until_there_is_room(
+def test_a_full_disk_is_logged_every_ten_minutes_until_there_is_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, is_full, figures = 0.0, True, []
@@ -85,8 +85,8 @@ def test_a_disk_that_stays_full_is_repeated_every_ten_minutes_until_there_is_roo
 
     def write(step: int) -> list[str]:
         caplog.clear()
-        held = CheckpointInfo(step - 1, b"h" * 32, LedgerState(step=step))
-        store.write(CheckpointContent(held, (), {}, {}, {}))
+        info = CheckpointInfo(step - 1, b"h" * 32, LedgerState(step=step))
+        store.write(CheckpointContent(info, (), {}, {}, {}))
         store.wait()
         return caplog.messages
 

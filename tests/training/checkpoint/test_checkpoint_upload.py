@@ -1,4 +1,4 @@
-"""Uploads from a disk: what counts, what is tried again, what is left to others, what is kept."""
+"""Uploads from a disk: complete checkpoints, retries, the choice of the uploading worker, and retention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WITHIN_S = 60.0
 
 
 def save(folder: Path, step: int, history: bytes = b"h", blocks: int = 0) -> Path:
-    """Write a checkpoint to a disk; with a residual, which stays there."""
+    """Write a checkpoint to a disk, with a residual, which is not uploaded."""
     position = CheckpointInfo(step - 1, history * 32, LedgerState(step=step))
     tensors, residual = {"weight": torch.full((3,), float(step))}, {"residual": torch.ones(3)}
     facts = (("blocks", str(blocks)),) if blocks else ()
@@ -40,7 +40,7 @@ def save(folder: Path, step: int, history: bytes = b"h", blocks: int = 0) -> Pat
 
 
 class Uploads:
-    """One worker's uploads, each of which is waited for."""
+    """One worker's uploads; `add` waits for each."""
 
     def __init__(self, store: RemoteStore, folder: Path, start_step: int = 0, keep: int = 2) -> None:
         self.figures: list[float] = []
@@ -71,7 +71,7 @@ def store(tmp_path: Path) -> RemoteStore:
     return RemoteStore(f"file://{tmp_path}/storage")
 
 
-def test_a_residual_stays_on_its_disk(store: RemoteStore, tmp_path: Path) -> None:
+def test_a_residual_is_not_uploaded(store: RemoteStore, tmp_path: Path) -> None:
     Uploads(store, tmp_path / "anna").add(10)
     assert store.fetch_latest(tmp_path / "bert") == 10
     there, here = (checkpoint_store.read(tmp_path / name / "step-00000010") for name in ("anna", "bert"))
@@ -85,11 +85,11 @@ def test_a_worker_takes_over_from_one_that_has_missed_a_checkpoint(
     anna, bert = Uploads(store, tmp_path / "anna", keep=9), Uploads(store, tmp_path / "bert", keep=9)
     anna.add(10)
     bert.add(20)
-    assert store.steps() == [10], "anna's turn, who has uploaded the previous one"
+    assert store.steps() == [10], "anna uploads, as it has uploaded the previous one"
     bert.add(30)
     assert store.steps() == [30, 10]
     anna.add(40)
-    assert store.steps() == [30, 10], "now it is bert's"
+    assert store.steps() == [30, 10], "now bert uploads"
     late = Uploads(store, tmp_path / "cora", start_step=30, keep=9)
     late.add(40)
     assert store.steps() == [40, 30, 10], "a new group does not know that bert is gone"
@@ -108,7 +108,7 @@ def test_the_last_checkpoint_is_uploaded_although_the_worker_of_the_previous_one
     assert [found.worker for found in store.manifests(15)] == [bert.uploader._worker], "it is there already"
 
 
-def test_stages_count_together_and_an_incomplete_checkpoint_is_no_reason_to_remove_one(
+def test_an_incomplete_checkpoint_of_stages_does_not_replace_a_complete_one(
     store: RemoteStore, tmp_path: Path
 ) -> None:
     first, second = Uploads(store, tmp_path / "anna", keep=1), Uploads(store, tmp_path / "bert", keep=1)
@@ -120,7 +120,7 @@ def test_stages_count_together_and_an_incomplete_checkpoint_is_no_reason_to_remo
     for step in range(30, 100, 10):
         first.add(step, "blocks-000-002", blocks=3)
     second.add(90, "blocks-002-003", blocks=3, history=b"o")
-    assert store.steps() == [90, 80, 70, 60, 20], "only so many are incomplete"
+    assert store.steps() == [90, 80, 70, 60, 20], "the number of incomplete ones is bounded"
     assert store.fetch_latest(tmp_path / "cora") == 20, "step 90 has two histories"
     assert sorted(path.parent.name for path in (tmp_path / "cora").glob("*/step-00000020")) == [
         "blocks-000-002",
@@ -139,7 +139,7 @@ def test_a_run_that_began_at_an_earlier_step_overwrites_nothing(
     assert other.figures[-1] >= MAX_FINAL_ATTEMPTS and store.steps() == [50]
 
 
-def test_training_does_not_wait_and_old_checkpoints_make_room_for_new_ones(
+def test_training_does_not_wait_for_uploads_and_waiting_ones_are_superseded(
     store: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, goes_on, true_put = threading.Event(), threading.Event(), LocalFileSystem.put_file
@@ -158,11 +158,11 @@ def test_training_does_not_wait_and_old_checkpoints_make_room_for_new_ones(
         assert began.wait(WITHIN_S)
     goes_on.set()
     slow.wait()
-    assert store.steps() == [40, 10], "30 was superseded, and 20 dropped; what had begun was completed"
+    assert store.steps() == [40, 10], "30 was superseded, 20 dropped; the begun upload was completed"
     assert not list((tmp_path / "anna").glob(".step-*"))
 
 
-def test_what_was_damaged_is_not_used(
+def test_a_damaged_checkpoint_is_not_used(
     store: RemoteStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     uploads = Uploads(store, tmp_path / "anna")
@@ -179,17 +179,17 @@ def test_what_was_damaged_is_not_used(
         ConfigError, match=r"no checkpoint in file://.* can be used: .* SHA-256 .* were written"
     ):
         store.fetch_latest(tmp_path / "cora")
-    assert not list(tmp_path.glob("cora/*")), "no half checkpoint"
+    assert not list(tmp_path.glob("cora/*")), "no incomplete checkpoint"
 
 
-def test_a_storage_that_does_not_answer_is_an_error_in_time(
+def test_a_storage_that_does_not_answer_is_an_error_after_its_deadline(
     store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silent = threading.Event()
-    monkeypatch.setattr(LocalFileSystem, "cat_file", lambda *_, **__: silent.wait(WITHIN_S))
+    never_answered = threading.Event()
+    monkeypatch.setattr(LocalFileSystem, "cat_file", lambda *_, **__: never_answered.wait(WITHIN_S))
     with pytest.raises(ConfigError, match=r"TimeoutError: it has not answered within 0\.05 s"):
         store.check(0.05)
-    silent.set()
+    never_answered.set()
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,9 @@ def test_an_unusable_url_is_named_without_secrets() -> None:
     assert "nonsense://host/run" in str(refused.value) and "secret" not in str(refused.value)
 
 
-def test_a_part_on_the_disk_stays_with_its_residual(store: RemoteStore, tmp_path: Path) -> None:
+def test_a_part_on_the_disk_is_not_replaced_because_of_its_residual(
+    store: RemoteStore, tmp_path: Path
+) -> None:
     first, second = Uploads(store, tmp_path / "anna"), Uploads(store, tmp_path / "bert")
     first.add(10, "blocks-000-002", blocks=3)
     second.add(10, "blocks-002-003", blocks=3)
@@ -275,7 +277,7 @@ store.put(folder, remote_store.MODEL_PART, "anna")
 
 
 @pytest.mark.parametrize("at", [".safetensors", "model.json"])
-def test_killed_in_mid_upload_it_does_not_count_and_the_next_attempt_completes_it(
+def test_an_upload_that_was_killed_is_completed_by_the_next_attempt(
     at: str, store: RemoteStore, tmp_path: Path
 ) -> None:
     uploads = Uploads(store, tmp_path / "anna")

@@ -1,5 +1,4 @@
-"""The base stays where it is: no state, checkpoint or digest of replicas contains it, and its own digest sees
-every bit of it."""
+"""The frozen base: no state, checkpoint or replica digest contains it; its own digest covers every bit."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ FROZEN = ["embed.weight", "layers.0.base.weight", "layers.0.base.bias"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_state_has_what_is_trained_and_nothing_else(dtype: torch.dtype) -> None:
+def test_a_state_contains_only_trained_parameters(dtype: torch.dtype) -> None:
     """`restore_state` makes a worker with the same base equal to the last bit."""
     model, joiner = language(width=64, dtype=dtype), language(width=64, dtype=dtype)
     optimizer, joined = adamw(model), adamw(joiner)
@@ -97,7 +96,7 @@ def test_a_state_has_what_is_trained_and_nothing_else(dtype: torch.dtype) -> Non
     assert serialization.replica_digest(model, optimizer) == serialization.replica_digest(joiner, joined)
 
 
-def test_a_checkpoint_names_what_it_lacks() -> None:
+def test_a_checkpoint_names_missing_parameters() -> None:
     model = language()
     FrozenBase(model)
     document, tensors = serialization.pack_state(model, adamw(model), {})
@@ -118,7 +117,7 @@ def test_a_model_without_frozen_parameters_has_no_base() -> None:
     assert frozen_base.FROZEN_KEY not in document and document["aliases"] == {"head.weight": "embed.weight"}
 
 
-def test_what_was_frozen_in_an_earlier_run_of_this_process_is_sent_when_it_is_trained() -> None:
+def test_parameters_frozen_in_an_earlier_run_are_sent_when_they_are_trained() -> None:
     model = language()
     FrozenBase(model)
     model.requires_grad_(True)
@@ -152,7 +151,7 @@ def _as(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_digest_sees(change: str) -> None:
+def test_the_digest_depends_on_each_property(change: str) -> None:
     models = [language(), language()]
     for model in models:
         model.embed.weight.data[3, 2] = 0.0
@@ -162,7 +161,7 @@ def test_the_digest_sees(change: str) -> None:
     assert FrozenBase(models[1]).digest() != first
 
 
-def test_the_digest_sees_neither_trained_values_nor_strides_nor_the_size_of_chunks(
+def test_the_digest_depends_neither_on_trained_values_nor_on_strides_nor_on_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = language()
@@ -176,7 +175,7 @@ def test_the_digest_sees_neither_trained_values_nor_strides_nor_the_size_of_chun
 
 @torch.no_grad()
 def with_more_tokens(seed: int) -> Language:
-    """As `resize_token_embeddings` does: copied rows, and new ones that are drawn."""
+    """As `resize_token_embeddings`: copied rows, and new ones that are drawn."""
     model = language()
     torch.manual_seed(seed)
     rows = torch.cat([model.embed.weight, torch.randn(3, 16)])
@@ -205,7 +204,7 @@ def test_a_compiled_model_has_the_same_base() -> None:
 
 
 def test_the_tensors_inside_of_a_wrapper_are_read() -> None:
-    """As quantized tensors are wrappers of packed values and scales."""
+    """Quantized tensors are wrappers of packed values and scales."""
 
     def wrapped(scale: float) -> FrozenBase:
         model = nn.Linear(4, 4)
@@ -218,7 +217,7 @@ def test_the_tensors_inside_of_a_wrapper_are_read() -> None:
 
 
 def test_the_scales_of_4_bit_tensors_are_read() -> None:
-    """As of bitsandbytes' `Params4bit`; its values may be repacked later, which is no change of the base."""
+    """As in bitsandbytes' `Params4bit`; its values may be repacked later, which is no change of the base."""
 
     def scaled(scale: float) -> FrozenBase:
         packed = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
@@ -233,7 +232,7 @@ def test_the_scales_of_4_bit_tensors_are_read() -> None:
 
 
 class EightBits(nn.Parameter):
-    """As bitsandbytes' `Int8Params`: one scale for each row, and the values once more."""
+    """As bitsandbytes' `Int8Params`: one scale for each row, and a second copy of the values."""
 
     SCB: torch.Tensor | None
     CB: torch.Tensor | None
@@ -266,8 +265,8 @@ def test_values_of_8_bit_tensors_that_differ_from_the_parameter_are_read() -> No
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_a_forward_pass_that_moves_the_scales_of_8_bit_tensors_is_no_change_of_the_base(scale: float) -> None:
-    """As `Linear8bitLt.init_8bit_state` does."""
+def test_moving_the_scales_of_8_bit_tensors_is_no_change_of_the_base(scale: float) -> None:
+    """As `Linear8bitLt.init_8bit_state`."""
     layer = in_eight_bits(scale)
     weight, state = layer.weight, layer.state
     state.SCB, state.CB, weight.SCB, weight.CB = weight.SCB, weight.CB, None, None  # type: ignore[attr-defined, union-attr]
@@ -290,7 +289,7 @@ def test_the_context_of_a_wrapper_is_read(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "state", [SimpleNamespace(), SimpleNamespace(as_dict=lambda: {})], ids=["AttributeError", "TypeError"]
 )
-def test_scales_that_cannot_be_read(state: Any) -> None:
+def test_scales_that_cannot_be_read_are_reported(state: Any) -> None:
     packed = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
     packed.quant_state = state  # type: ignore[attr-defined]
     model = nn.ParameterDict({"packed": packed})
@@ -310,15 +309,15 @@ def test_the_description_is_the_fact() -> None:
     assert base.describe_model().startswith("96 parameters (and 448 frozen) in 7 tensors, digest ")
 
 
-def test_values_that_are_not_there() -> None:
+def test_missing_values_are_reported() -> None:
     model = language()
     model.embed.to("meta")
     model.head.weight = model.embed.weight
     with pytest.raises(
         ConfigError, match=r"'embed\.weight' cannot be read: it is a Parameter on meta"
-    ) as told:
+    ) as caught:
         FrozenBase(model).facts()
-    assert "load the model completely before" in told.value.remedy
+    assert "load the model completely before" in caught.value.remedy
     base = FrozenBase(model, rule="any")
     assert base.describe().endswith("digest unknown") and base.facts() == (("base", "any"),)
 
@@ -337,7 +336,7 @@ def test_workers_with_differently_quantized_bases_describe_the_same_model() -> N
 
 
 @pytest.mark.parametrize("options", [{"rule": "some"}, {"sent": ["embed"]}, {"sent": ["layers.0.down"]}])
-def test_options_that_cannot_be(options: Any) -> None:
+def test_invalid_options_of_the_base_are_refused(options: Any) -> None:
     with pytest.raises(ConfigError, match=r"^base is 'some'|no frozen parameter has such a name"):
         FrozenBase(language(), **options)
 
@@ -385,9 +384,9 @@ def test_a_state_that_contains_another_base_is_refused_and_changes_nothing() -> 
     FrozenBase(model)
     with pytest.raises(
         RemoteProtocolError, match=r"trained on another base: .* '.*' has other values"
-    ) as told:
+    ) as caught:
         serialization.restore_state(blobs, model, adamw(model), {})
-    assert "load the base with which the run was started" in told.value.remedy
+    assert "load the base with which the run was started" in caught.value.remedy
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -403,8 +402,8 @@ def test_a_peer_cannot_name_a_wrapped_tensor() -> None:
 # -- a base that changes -----------------------------------------------------------------------------------
 
 
-def test_a_script_that_changes_frozen_parameters_is_told() -> None:
-    """A momentum encoder, for example, which the states of other workers would lack."""
+def test_changed_frozen_parameters_are_found() -> None:
+    """For example a momentum encoder, which the states of other workers would lack."""
     model = language()
     base = FrozenBase(model)
     base.check_unchanged()  # the script may load values until the worker joins
@@ -415,9 +414,9 @@ def test_a_script_that_changes_frozen_parameters_is_told() -> None:
     model.layers[0].base.weight.data.mul_(0.99)
     for _ in range(2):
         base.check_sometimes()  # the sixth and the seventh call
-    with pytest.raises(ConfigError, match=r"^1 frozen .* 'layers\.0\.base\.weight'; they") as told:
+    with pytest.raises(ConfigError, match=r"^1 frozen .* 'layers\.0\.base\.weight'; they") as caught:
         base.check_sometimes()
-    assert "send_frozen" in told.value.remedy and "unmerge_adapter()" in told.value.remedy
+    assert "send_frozen" in caught.value.remedy and "unmerge_adapter()" in caught.value.remedy
     with pytest.raises(ConfigError):
         base.check_unchanged()
 
@@ -437,7 +436,7 @@ def test_a_script_that_changes_frozen_parameters_is_told() -> None:
 def test_the_origin_is_a_name_on_the_hub_or_that_of_a_folder(
     name: Any, revision: Any, origin: str, tmp_path: Path
 ) -> None:
-    """The path of a folder is this worker's business."""
+    """The path of a folder is private to this worker."""
     (tmp_path / "my-model").mkdir()
     model = language()
     model.config = SimpleNamespace(

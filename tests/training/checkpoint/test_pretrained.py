@@ -27,7 +27,7 @@ ADAPTER = PretrainedLayout(
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Of 40 bytes each."""
+    """Tensors of 40 bytes each."""
     return {stored: torch.full((10,), float(n)) for n, stored in enumerate(NAMES.values())}
 
 
@@ -38,7 +38,7 @@ def files(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("most_bytes", "shards"), [(200, 1), (199, 2), (120, 2), (119, 3), (80, 3), (40, 5), (1, 5)]
 )
-def test_a_shard_has_at_most_so_many_bytes_or_one_tensor(
+def test_a_shard_has_at_most_the_given_size_or_one_tensor(
     most_bytes: int, shards: int, tmp_path: Path
 ) -> None:
     assert write_directory(WHOLE, tensors(), tmp_path / "out", most_bytes) == WrittenDirectory(5, 50, [])
@@ -47,9 +47,9 @@ def test_a_shard_has_at_most_so_many_bytes_or_one_tensor(
     index = tmp_path / "out" / "model.safetensors.index.json"
     found = {}
     for path in paths:
-        held = safetensors.torch.load_file(path)
-        assert sum(tensor.nbytes for tensor in held.values()) <= max(most_bytes, 40)
-        found |= {name: (path.name, tensor) for name, tensor in held.items()}
+        tensors_by_name = safetensors.torch.load_file(path)
+        assert sum(tensor.nbytes for tensor in tensors_by_name.values()) <= max(most_bytes, 40)
+        found |= {name: (path.name, tensor) for name, tensor in tensors_by_name.items()}
     assert all(torch.equal(found[name][1], tensors()[stored]) for name, stored in NAMES.items())
     if shards == 1:
         assert paths[0].name == "model.safetensors" and not index.exists()
@@ -65,22 +65,22 @@ def test_a_later_export_leaves_no_tensors_of_an_earlier_one(tmp_path: Path) -> N
     (out / "tokenizer.json").write_text("mine")
     write_directory(WHOLE, tensors(), out, 200)
     assert files(out) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert files(tmp_path) == [f"out/{name}" for name in files(out)], "nothing left aside"
+    assert files(tmp_path) == [f"out/{name}" for name in files(out)], "no temporary files"
 
 
-def test_an_adapter_and_a_second_one(tmp_path: Path) -> None:
-    held = {"x.default": torch.zeros(2), "x.second": torch.ones(3), "base": torch.ones(9)}
-    assert write_directory(ADAPTER, held, tmp_path / "out") == WrittenDirectory(2, 5, [])
+def test_two_adapters_are_written_to_separate_folders(tmp_path: Path) -> None:
+    tensors_by_name = {"x.default": torch.zeros(2), "x.second": torch.ones(3), "base": torch.ones(9)}
+    assert write_directory(ADAPTER, tensors_by_name, tmp_path / "out") == WrittenDirectory(2, 5, [])
     assert files(tmp_path / "out") == sorted([*ADAPTER.texts, *ADAPTER.names])
     second = safetensors.torch.load_file(tmp_path / "out" / "second" / "adapter_model.safetensors")
-    assert torch.equal(second["a"], held["x.second"])
+    assert torch.equal(second["a"], tensors_by_name["x.second"])
 
 
 def test_a_tensor_that_the_checkpoint_lacks_is_named_and_nothing_is_written(tmp_path: Path) -> None:
-    held = tensors()
-    del held["model.layers.3.weight"]
+    tensors_by_name = tensors()
+    del tensors_by_name["model.layers.3.weight"]
     with pytest.raises(ConfigError, match=r"lacks 1 of 5 tensors, such as 'model.layers.3.weight'"):
-        write_directory(WHOLE, held, tmp_path / "out")
+        write_directory(WHOLE, tensors_by_name, tmp_path / "out")
     assert files(tmp_path) == []
 
 
@@ -91,7 +91,7 @@ def test_an_adapter_may_lack_frozen_tensors_but_not_all(tmp_path: Path) -> None:
         write_directory(ADAPTER, {"base": torch.ones(3)}, tmp_path / "none")
 
 
-def test_what_was_written_is_read_and_what_is_damaged_is_refused() -> None:
+def test_a_written_description_is_read_and_a_damaged_one_is_refused() -> None:
     for layout in (WHOLE, ADAPTER):
         assert PretrainedLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
     for node in (
@@ -129,7 +129,7 @@ def test_a_checkpoint_does_not_choose_the_files_of_tensors(path: str) -> None:
         PretrainedLayout.from_json({"texts": {}, "names": {path: {}}})
 
 
-def test_what_a_checkpoint_describes_has_a_bounded_size() -> None:
+def test_the_size_of_a_description_is_bounded() -> None:
     texts = {"config.json": "x" * (pretrained.MAX_TEXT_BYTES + 1)}
     with pytest.raises(
         ValueError, match=r"has 16777217 bytes for config\.json; at most 16777216 are allowed"
@@ -154,7 +154,7 @@ def test_what_a_checkpoint_describes_has_a_bounded_size() -> None:
 
 
 def test_a_whole_model_replaces_an_adapter(tmp_path: Path) -> None:
-    """With an adapter's configuration beside it, `from_pretrained` looks for the adapter's base."""
+    """With an adapter's configuration in the folder, `from_pretrained` would look for the adapter's base."""
     out = tmp_path / "out"
     adapter = PretrainedLayout({"adapter_config.json": "{}"}, {"adapter_model.safetensors": {"a": "x"}})
     write_directory(adapter, {"x": torch.zeros(2)}, out)
@@ -164,7 +164,7 @@ def test_a_whole_model_replaces_an_adapter(tmp_path: Path) -> None:
     assert files(out) == ["adapter_config.json", "adapter_model.safetensors", "config.json"]
 
 
-def test_a_failure_loses_no_tensors_of_an_earlier_export(
+def test_a_failure_keeps_the_tensors_of_an_earlier_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, replaced, replace = tmp_path / "out", [], os.replace
@@ -185,14 +185,14 @@ def test_a_failure_loses_no_tensors_of_an_earlier_export(
     assert files(tmp_path) == [f"out/{name}" for name in before] and replaced == ["model.safetensors"]
 
     def record(source: Path, target: Path) -> None:
-        assert len(list(out.glob("model-0*"))) == 5, "the earlier ones are still there"
+        assert len(list(out.glob("model-0*"))) == 5, "the earlier files still exist"
         replaced.append(target.name)
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", record)
     write_directory(WHOLE, tensors(), out, 200)
     assert replaced[1:] == ["model.safetensors", "config.json"]
-    assert files(out) == ["config.json", "model-best.safetensors", "model.safetensors"], "others' files stay"
+    assert files(out) == ["config.json", "model-best.safetensors", "model.safetensors"], "other files stay"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_the_folder_may_be_the_current_one(
 
 
 class Adapter(nn.Linear):
-    """What `describe` needs of a `PeftModel`, whose adapters have folders."""
+    """The interface of a `PeftModel` that `describe` uses; adapters have folders."""
 
     folder = ""
 
@@ -232,7 +232,7 @@ class Adapter(nn.Linear):
         safetensors.torch.save_file(state_dict, path / "adapter_model.safetensors")
 
 
-def test_what_cannot_be_exported_later_is_not_described(
+def test_a_model_that_cannot_be_exported_is_not_described(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft.peft_model", SimpleNamespace(PeftModel=Adapter))
@@ -247,6 +247,6 @@ def test_what_cannot_be_exported_later_is_not_described(
     assert "can only be exported as plain files: its description" in caplog.text
 
 
-def test_a_plain_model_has_no_such_directory() -> None:
+def test_a_plain_model_is_not_described() -> None:
     assert pretrained.find_pretrained(nn.Linear(2, 1)) is None
     assert pretrained.describe(nn.Linear(2, 1)) is None

@@ -1,4 +1,4 @@
-"""A joiner receives the state bit for bit, and nothing that comes from another worker is believed."""
+"""A newcomer receives the state bit for bit, and a state of another worker is not trusted."""
 
 import random
 from collections import Counter
@@ -57,26 +57,26 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler_name", SCHEDULERS)
-def test_the_joiner_goes_on_bit_for_bit(optimizer_name, scheduler_name):
+def test_a_newcomer_continues_bit_for_bit(optimizer_name, scheduler_name):
     def worker(seed):
         model = model_of(seed)
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         return model, optimizer, SCHEDULERS[scheduler_name](optimizer)
 
-    donor, joiner = worker(seed=0), worker(seed=9)
-    train(*donor, steps=3)
-    assert replica_digest(*donor[:2]) != replica_digest(*joiner[:2])
-    restore_state(capture_state(*donor[:2], {"lr": donor[2]}), *joiner[:2], {"lr": joiner[2]})
-    assert replica_digest(*donor[:2]) == replica_digest(*joiner[:2])
-    assert all(map(torch.equal, float_buffers(donor[0]), float_buffers(joiner[0])))
-    for one in (donor, joiner):
+    source, newcomer = worker(seed=0), worker(seed=9)
+    train(*source, steps=3)
+    assert replica_digest(*source[:2]) != replica_digest(*newcomer[:2])
+    restore_state(capture_state(*source[:2], {"lr": source[2]}), *newcomer[:2], {"lr": newcomer[2]})
+    assert replica_digest(*source[:2]) == replica_digest(*newcomer[:2])
+    assert all(map(torch.equal, float_buffers(source[0]), float_buffers(newcomer[0])))
+    for one in (source, newcomer):
         train(*one, steps=4, seed=2)
-    assert replica_digest(*donor[:2]) == replica_digest(*joiner[:2])
-    assert donor[2].state_dict().keys() == joiner[2].state_dict().keys()
+    assert replica_digest(*source[:2]) == replica_digest(*newcomer[:2])
+    assert source[2].state_dict().keys() == newcomer[2].state_dict().keys()
 
 
-def test_a_loss_scale_is_taken_over_where_both_sides_have_one():
-    """A checkpoint from before it was tracked has none, nor has a worker beside the GPUs that needs none."""
+def test_a_loss_scale_is_received_if_both_sides_have_one():
+    """Checkpoints of earlier versions have none, and neither have workers on a CPU beside those on GPUs."""
     ours = f"{serialization.INTERNAL_PREFIX}scaler"
 
     def worker(scale, **others):
@@ -84,21 +84,21 @@ def test_a_loss_scale_is_taken_over_where_both_sides_have_one():
         scaler = GridScaler(device="cpu", init_scale=scale)
         return layer, torch.optim.SGD(layer.parameters(), lr=0.1), {ours: scaler} | others
 
-    donor, joiner = worker(8.0), worker(1024.0)
-    restore_state(capture_state(*donor), *joiner)
-    assert joiner[2][ours].get_scale() == 8.0
+    source, newcomer = worker(8.0), worker(1024.0)
+    restore_state(capture_state(*source), *newcomer)
+    assert newcomer[2][ours].get_scale() == 8.0
     older, beside = (*worker(2.0)[:2], {}), (*worker(2.0)[:2], {})
-    restore_state(capture_state(*older), *joiner)
-    assert joiner[2][ours].get_scale() == 8.0, "it keeps its own"
-    restore_state(capture_state(*donor), *beside)
-    assert replica_digest(*beside[:2]) == replica_digest(*donor[:2])
+    restore_state(capture_state(*older), *newcomer)
+    assert newcomer[2][ours].get_scale() == 8.0, "it keeps its own scale"
+    restore_state(capture_state(*source), *beside)
+    assert replica_digest(*beside[:2]) == replica_digest(*source[:2])
     with pytest.raises(
         RemoteProtocolError, match=r"the state tracks \['scaler'\], but this worker tracks \[\]"
     ):
-        restore_state(capture_state(*worker(8.0, scaler=GridScaler(device="cpu"))), *joiner)
+        restore_state(capture_state(*worker(8.0, scaler=GridScaler(device="cpu"))), *newcomer)
 
 
-def test_who_has_no_loss_scale_begins_like_the_others():
+def test_a_worker_without_a_loss_scale_has_the_same_digest():
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -109,7 +109,7 @@ def test_who_has_no_loss_scale_begins_like_the_others():
 
 
 class WideMoments(torch.optim.Optimizer):
-    """Sums up in float32 what bfloat16 would lose."""
+    """Accumulates in float32, as bfloat16 would lose small changes."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -127,7 +127,7 @@ class WideMoments(torch.optim.Optimizer):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, WideMoments])
 def test_an_optimizers_state_keeps_its_own_precision(kind, dtype):
-    """torch itself would load it in the parameters': a newcomer would differ for ever."""
+    """torch itself would load it with the parameters' dtype, and a newcomer would differ for ever."""
 
     def worker():
         layer = nn.Linear(4, 4, bias=False).to(dtype)
@@ -139,13 +139,13 @@ def test_an_optimizers_state_keeps_its_own_precision(kind, dtype):
             layer.weight.grad = torch.randn(4, 4, generator=generator).to(dtype)
             optimizer.step()
 
-    donor, joiner = worker(), worker()
-    steps(*donor, seed=0)
-    restore_state(capture_state(*donor, {}), *joiner, {})
-    assert replica_digest(*donor) == replica_digest(*joiner)
-    for one in (donor, joiner):
+    source, newcomer = worker(), worker()
+    steps(*source, seed=0)
+    restore_state(capture_state(*source, {}), *newcomer, {})
+    assert replica_digest(*source) == replica_digest(*newcomer)
+    for one in (source, newcomer):
         steps(*one, seed=1)
-    assert replica_digest(*donor) == replica_digest(*joiner)
+    assert replica_digest(*source) == replica_digest(*newcomer)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_plain_data_keeps_its_types(pair):
     assert torch.equal(box.content["tensor"][0], torch.arange(3))
 
 
-def test_the_capture_is_a_copy(pair):
+def test_a_captured_state_is_a_copy(pair):
     blobs = capture_state(*pair, {})
     before = replica_digest(*pair)
     with torch.no_grad():
@@ -186,21 +186,21 @@ def test_the_capture_is_a_copy(pair):
     assert replica_digest(*pair) == before
 
 
-def test_a_compiled_donor_and_a_plain_joiner(pair):
+def test_a_state_of_a_compiled_model_fits_a_plain_one(pair):
     compiled = torch.compile(pair[0], backend="eager")
-    joiner = model_of(5), None
-    optimizer = torch.optim.SGD(joiner[0].parameters(), lr=0.1, momentum=0.9)
-    restore_state(capture_state(compiled, pair[1], {}), joiner[0], optimizer, {})
-    assert replica_digest(compiled, pair[1]) == replica_digest(joiner[0], optimizer)
-    assert model_digest(compiled) == model_digest(joiner[0])
+    newcomer = model_of(5), None
+    optimizer = torch.optim.SGD(newcomer[0].parameters(), lr=0.1, momentum=0.9)
+    restore_state(capture_state(compiled, pair[1], {}), newcomer[0], optimizer, {})
+    assert replica_digest(compiled, pair[1]) == replica_digest(newcomer[0], optimizer)
+    assert model_digest(compiled) == model_digest(newcomer[0])
 
 
-def test_what_cannot_be_sent_is_refused_with_its_place(pair):
+def test_a_value_that_cannot_be_sent_is_refused_with_its_path(pair):
     with pytest.raises(ConfigError, match=r"ema\.deep\[1\] is a function"):
         capture_state(*pair, {"ema": Box(deep=[1, lambda: 0])})
 
 
-# -- nothing from the network is trusted --------------------------------------------------------------
+# -- untrusted states ---------------------------------------------------------------------------------
 
 
 def test_another_model_is_refused_and_nothing_changes(pair):
@@ -275,11 +275,11 @@ def test_mutated_states_are_valid_or_refused(pair):
         ([], []),
     ],
 )
-def test_wrappers_leave_no_trace_in_names(names, canonical):
+def test_names_do_not_contain_wrappers(names, canonical):
     assert canonical_names(names) == canonical
 
 
-def test_model_digest_sees_names_shapes_dtypes_and_what_is_frozen():
+def test_the_model_digest_depends_on_names_shapes_dtypes_and_frozen_parameters():
     variants = [
         nn.Linear(3, 2),
         nn.Linear(2, 3),
@@ -293,7 +293,7 @@ def test_model_digest_sees_names_shapes_dtypes_and_what_is_frozen():
     assert text == f"60 parameters (and 3 frozen) in 6 tensors, digest {value.hex()[:12]}"
 
 
-def test_digest_sees_one_bit(pair):
+def test_the_replica_digest_depends_on_every_bit(pair):
     before = replica_digest(*pair)
     momentum = pair[1].state[pair[0][0].weight]["momentum_buffer"]
     for tensor in (pair[0][2].bias, momentum):

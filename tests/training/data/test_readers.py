@@ -1,4 +1,4 @@
-"""Positions to batches: data sets with an index, and such that are read from the front."""
+"""From positions to batches, for data sets with an index and for streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 
 
 class Letters(IterableDataset[int]):
-    """100, 101 .. 109 in pass 1; counts how often it was opened, and what was read."""
+    """100, 101 .. 109 in pass 1; counts how often it was opened and read."""
 
     def __init__(self, size: int = 10) -> None:
         self.size, self.epoch, self.seen = size, 0, Counter[str]()  # shared by the copies of a reader
@@ -52,7 +52,7 @@ def numbers(batches: list[Any]) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
 
 
-def test_an_iterable_is_read_once_through_though_others_hold_parts_of_it() -> None:
+def test_a_stream_is_read_once_a_pass() -> None:
     data = Letters()
     reader = IterableReader(data, SPEC, 1, sampler.collate)
     taken = [numbers(reader.read((Span(start, start + 2),)))[0] for start in (0, 4, 8, 12)]
@@ -60,7 +60,7 @@ def test_an_iterable_is_read_once_through_though_others_hold_parts_of_it() -> No
     assert data.seen == {"opened": 2, "read": 10 + 4}, "two passes, one after the other"
 
 
-def test_what_is_requeued_is_read_from_the_front_and_the_place_is_kept() -> None:
+def test_requeued_samples_are_read_from_the_front_and_the_position_is_kept() -> None:
     data = Letters()
     reader = IterableReader(data, SPEC, 2, sampler.collate)
     assert numbers(reader.read((Span(6, 8),))) == [[6], [7]]
@@ -69,14 +69,14 @@ def test_what_is_requeued_is_read_from_the_front_and_the_place_is_kept() -> None
     assert numbers(reader.read((Span(10, 12),))) == [[100], [101]]
 
 
-def test_two_passes_that_are_read_in_turn_do_not_mix() -> None:
-    """A generator may look at its data set's pass number at every sample."""
+def test_two_passes_read_alternately_do_not_mix() -> None:
+    """A generator may read its data set's pass number at every sample."""
     reader = IterableReader(Letters(), SPEC, 1, sampler.collate)
     spans = (Span(2, 4), Span(12, 14)), (Span(5, 7), Span(15, 17))
     assert [numbers(reader.read(both))[0] for both in spans] == [[2, 3, 102, 103], [5, 6, 105, 106]]
 
 
-def test_a_stand_in_is_what_was_read_last() -> None:
+def test_a_placeholder_is_the_batch_read_last() -> None:
     data = Letters()
     reader = IterableReader(data, SPEC, 1, sampler.collate)
     first = numbers(reader.read((Span(6, 8),)))
@@ -98,14 +98,14 @@ def test_a_pass_that_ends_early_is_an_error_with_both_numbers() -> None:
         ([1, 2], 3, [[1], [2], [2]]),
     ],
 )
-def test_parts(items: list[int], count: int, expected: list[list[int]]) -> None:
+def test_a_batch_is_divided_into_parts(items: list[int], count: int, expected: list[list[int]]) -> None:
     assert split_micro_batches(items, count) == expected
 
 
 @pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("samples", range(1, 20))
 def test_each_sample_of_the_parts_counts_once(samples: int, count: int) -> None:
-    """Each part's gradient is the mean of its samples'."""
+    """Each part's gradient is the mean over its samples."""
     counts: Counter[int] = Counter()
     weighed = micro_batch_weights(samples, count)
     for part, weight in zip(split_micro_batches(range(samples), count), weighed, strict=True):
@@ -115,7 +115,7 @@ def test_each_sample_of_the_parts_counts_once(samples: int, count: int) -> None:
     assert weighed == sorted(weighed, reverse=True) and count * weighed[-1] <= samples
 
 
-# -- do all workers have the same data, each time? -----------------------------------------------------
+# -- digests of data sets --------------------------------------------------------------------------------
 
 
 class Numbered(IterableDataset[torch.Tensor]):
@@ -126,7 +126,7 @@ class Numbered(IterableDataset[torch.Tensor]):
         return (torch.tensor(self.draw(number)) for number in range(20))
 
 
-def test_the_text_tells_data_apart() -> None:
+def test_the_description_distinguishes_data_sets() -> None:
     squares, again, cubes = (Numbered(draw) for draw in (lambda i: i * i, lambda i: i * i, lambda i: i**3))
     assert measure_dataset(squares, 20) == measure_dataset(again, 20) != measure_dataset(cubes, 20)
     size, text = measure_dataset(squares, 20)
@@ -149,12 +149,12 @@ def test_the_text_tells_data_apart() -> None:
         (DataLoader([1, 2, 3]), None, "a DataLoader was passed instead of a data set"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(dataset: Any, length: int | None, words: str) -> None:
+def test_a_data_set_that_cannot_be_shared_is_refused(dataset: Any, length: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         measure_dataset(dataset, length)
 
 
-def test_contents_that_mean_nothing_elsewhere_are_not_compared_and_random_numbers_stay() -> None:
+def test_contents_without_a_stable_form_are_not_compared() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     assert measure_dataset(Numbered(lambda i: torch.rand(1).item() * 0 + i), 20)[1].startswith(
@@ -165,8 +165,8 @@ def test_contents_that_mean_nothing_elsewhere_are_not_compared_and_random_number
 
 @pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(1).item()])
 @pytest.mark.parametrize("often", [0.01, 0.1])
-def test_rare_augmentation_is_no_matter_of_chance(draw: Callable[[], float], often: float) -> None:
-    """Else a worker that has seen some of it would refuse one that has not."""
+def test_rare_augmentation_does_not_change_the_description(draw: Callable[[], float], often: float) -> None:
+    """Otherwise a worker that drew some of it would refuse one that did not."""
 
     class Flipped(Dataset[int]):
         def __len__(self) -> int:
@@ -189,16 +189,16 @@ def test_a_list_has_an_index_and_a_generator_has_none() -> None:
 # -- reading ahead -----------------------------------------------------------------------------------
 
 
-def foreseen(state: LedgerState, shares: list[tuple[bytes, int]], depth: int) -> Any:
+def predicted(state: LedgerState, shares: list[tuple[bytes, int]], depth: int) -> Any:
     return [
         data_ledger.assign(SPEC, state, shares)[A],
         *data_ledger.predict_assignments(SPEC, state, shares, A, depth),
     ]
 
 
-def test_what_is_foreseen_is_what_comes() -> None:
+def test_predicted_spans_are_those_of_the_ledger() -> None:
     shares, state, seen = [(A, 2), (B, 3)], LedgerState(), []
-    expected = foreseen(state, shares, 20)
+    expected = predicted(state, shares, 20)
     while not data_ledger.is_finished(SPEC, state):
         taken = data_ledger.assign(SPEC, state, shares)
         seen.append(taken[A])
@@ -207,8 +207,8 @@ def test_what_is_foreseen_is_what_comes() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_ahead_is_read_what_comes_and_dropped_what_does_not(workers: int) -> None:
-    """3 steps of two workers, then a third one joins, and what was read ahead is of no use."""
+def test_reading_ahead_drops_batches_that_are_not_needed(workers: int) -> None:
+    """3 steps of two workers, then a third one joins, and batches read ahead are dropped."""
     data = list(range(10))
     reader = MapReader(data, SPEC, 1, sampler.collate)
     ahead = Prefetcher(reader, workers, 2)
@@ -217,7 +217,7 @@ def test_ahead_is_read_what_comes_and_dropped_what_does_not(workers: int) -> Non
     try:
         while not data_ledger.is_finished(SPEC, state):
             shares = two if state.step < 3 else three
-            spans, *later = foreseen(state, shares, ahead.depth)
+            spans, *later = predicted(state, shares, ahead.depth)
             assert numbers(ahead.read(spans, later)) == numbers(reader.read(spans)), f"step {state.step}"
             if state.step == 2:
                 assert ahead.dropped_batches == 0
@@ -227,7 +227,7 @@ def test_ahead_is_read_what_comes_and_dropped_what_does_not(workers: int) -> Non
         ahead.close()
 
 
-def test_an_error_in_a_reading_process_comes_out_here() -> None:
+def test_an_error_in_a_reading_process_is_raised() -> None:
     ahead = Prefetcher(IterableReader(Letters(7), SPEC, 1, sampler.collate), 1, 1)
     with pytest.raises(ConfigError, match="ended after 7 samples"):
         ahead.read((Span(6, 9),), [])

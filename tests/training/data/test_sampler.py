@@ -1,4 +1,4 @@
-"""Positions become samples, the same everywhere; and two workers can tell that their data differ."""
+"""From positions to samples, equal on all workers; digests show that data differ."""
 
 import random
 
@@ -19,15 +19,15 @@ from gridtrain.training.data.sampler import (
 )
 
 
-def test_the_stream_is_frozen():
-    """Never change these: a run that resumes on a newer version must see the same order."""
+def test_the_order_of_samples_is_fixed():
+    """Do not change these values: a run that resumes with a newer version must have the same order."""
     assert permutation(8, 0, 0).tolist() == [7, 2, 4, 0, 5, 3, 1, 6]
     assert permutation(8, 0, 1).tolist() == [3, 4, 2, 1, 0, 6, 7, 5]
     assert permutation(8, 2**40 + 1, 0).tolist() == [0, 5, 7, 1, 2, 3, 6, 4]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
-def test_a_pass_holds_every_sample_once(size):
+def test_a_pass_contains_every_sample_once(size):
     for pass_number in range(3):
         assert sorted(permutation(size, 5, pass_number)) == list(range(size))
 
@@ -50,22 +50,22 @@ def test_spans_across_passes_in_their_order():
         ([(0, 7)], 3, [[(0, 2)], [(2, 4)], [(4, 7)]]),
         ([(10, 13), (2, 5)], 2, [[(10, 13)], [(2, 5)]]),
         ([(10, 13), (2, 5)], 3, [[(10, 12)], [(12, 13), (2, 3)], [(3, 5)]]),
-        ([(4, 6)], 3, [[(4, 5)], [(4, 5)], [(5, 6)]]),  # fewer than pieces: one comes twice
+        ([(4, 6)], 3, [[(4, 5)], [(4, 5)], [(5, 6)]]),  # fewer than pieces: one is used twice
     ],
 )
-def test_spans_are_cut_in_their_order(spans, count, pieces):
-    cut_spans = split_spans([Span(*span) for span in spans], count)
-    assert cut_spans == [tuple(Span(*span) for span in piece) for piece in pieces]
+def test_spans_are_split_in_their_order(spans, count, pieces):
+    pieces_of_spans = split_spans([Span(*span) for span in spans], count)
+    assert pieces_of_spans == [tuple(Span(*span) for span in piece) for piece in pieces]
 
 
-def test_fetch_is_what_a_loader_does():
+def test_fetch_gives_the_batch_of_a_loader():
     data = TensorDataset(torch.arange(10.0), torch.arange(10))
     for dataset in (data, Subset(data, range(10))):  # the latter has __getitems__
         values, labels = fetch_batch(dataset, [3, 1])
         assert values.tolist() == [3.0, 1.0] and labels.tolist() == [3, 1]
 
 
-def test_under_a_data_loader():
+def test_a_data_loader_uses_the_sampler():
     data = TensorDataset(torch.arange(6))
     spec = LedgerSpec(size=6, seed=1, epochs=1)
     steps = [[Span(0, 2)], [Span(4, 5), Span(2, 3)]]
@@ -118,12 +118,12 @@ class Augmented:
 
 
 @pytest.mark.parametrize("dataset", [Augmented(), [object()] * 40, [(1, [object()])] * 40])
-def test_what_cannot_be_compared_counts_by_its_length(dataset):
+def test_a_data_set_that_cannot_be_compared_is_described_by_its_length(dataset):
     assert text_of(dataset) == "40 samples (contents not compared)"
     assert dataset_digest(dataset) == dataset_digest(Augmented())
 
 
-def test_looking_at_the_data_shifts_no_random_numbers():
+def test_describing_the_data_draws_no_random_numbers():
     def draw():
         return random.random(), np.random.rand(), torch.rand(1).item()
 
@@ -138,6 +138,6 @@ def test_looking_at_the_data_shifts_no_random_numbers():
 
 
 @pytest.mark.parametrize("dataset", [[], iter([1, 2]), 5])
-def test_data_that_cannot_be_shared_out(dataset):
+def test_data_that_cannot_be_shared_are_refused(dataset):
     with pytest.raises(ConfigError, match=r"map-style|at least 1"):
         dataset_digest(dataset)

@@ -1,4 +1,4 @@
-"""Files of an HTTP server that breaks, lies, sends other bytes or stalls: fetched whole, or refused."""
+"""Files of an HTTP server that disconnects, stalls, or sends false sizes or other bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cache(tmp_path: Path, monkeypatch: Any) -> ShardCache:
         ("says-more", ["-"], 1100),
     ],
 )
-def test_what_a_server_breaks_is_fetched_whole(
+def test_a_file_of_a_faulty_server_is_fetched_completely(
     fault: str, ranges: list[str], fetched: int, server: Server, cache: ShardCache, expected: ShardFile
 ) -> None:
     with cache.open(f"{server.url}/{fault}/a.txt", expected) as file:
@@ -75,7 +75,7 @@ def test_what_a_server_breaks_is_fetched_whole(
         ("trickles", r"TimeoutError: only \d+ bytes arrived in", []),
     ],
 )  # fmt: skip
-def test_what_cannot_be_fetched_is_refused_and_counted(
+def test_a_file_that_cannot_be_fetched_is_refused_and_counted(
     fault: str, words: str, ranges: list[str], server: Server, cache: ShardCache, expected: ShardFile
 ) -> None:
     name = "b.txt" if fault == "missing" else "a.txt"
@@ -89,7 +89,7 @@ def test_what_cannot_be_fetched_is_refused_and_counted(
     assert not part.exists() or CONTENT.startswith(part.read_bytes())
 
 
-def test_an_attempt_that_adds_enough_does_not_count(
+def test_an_attempt_with_enough_progress_does_not_count(
     server: Server, cache: ShardCache, expected: ShardFile, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(shard_files, "CHUNK_BYTES", PIECE)
@@ -114,14 +114,15 @@ def test_a_redirection_keeps_the_range(server: Server, cache: ShardCache, expect
     assert server.stop() == [("/moved/a.txt", "bytes=500-"), ("/plain/a.txt", "bytes=500-")]
 
 
-def test_an_index_of_urls(server: Server, cache: ShardCache) -> None:
+def test_an_index_of_urls_is_made(server: Server, cache: ShardCache) -> None:
     index = build_index([f"{server.url}/breaks/a.txt"], cache=cache)
     assert index.samples == 100 and index.bytes == len(CONTENT)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress(is_terminal: bool, server: Server, cache: ShardCache, expected: ShardFile, capsys: Any,
-                  monkeypatch: Any) -> None:  # fmt: skip
+def test_progress_is_shown(
+    is_terminal: bool, server: Server, cache: ShardCache, expected: ShardFile, capsys: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("GRIDTRAIN_PROGRESS", "terminal" if is_terminal else "")
     monkeypatch.setattr(shard_fetch, "LINES_EVERY_S", 0.0)
     cache.open(f"{server.url}/plain/a.txt", expected).close()

@@ -1,4 +1,4 @@
-"""Files of data sets: what is wrong with one is said; what is elsewhere is fetched, resumed and kept."""
+"""Files of data sets: damaged files are reported; remote files are fetched, resumed and cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gridtrain.training.data.shard_index import build_index, read_index, write_i
 
 
 class Remote:
-    """Another machine, whose connections break as `breaks` says: after so many bytes each."""
+    """Another machine, whose connections break after the numbers of bytes in `breaks`."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.breaks: list[int] = []
@@ -33,14 +33,14 @@ class Remote:
         self.files = MemoryFileSystem()
         open_file = MemoryFileSystem._open
 
-        def watched(system: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+        def open_recorded(system: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
             file = open_file(system, path, mode, **options)
             if mode != "rb":
                 return file
             self.requests.append(path)
             return Breaking(file, self.breaks.pop(0)) if self.breaks else file
 
-        monkeypatch.setattr(MemoryFileSystem, "_open", watched)
+        monkeypatch.setattr(MemoryFileSystem, "_open", open_recorded)
 
 
 class Breaking:
@@ -81,7 +81,7 @@ def open_at_once(cache: ShardCache, shard: ShardFile) -> bytes:
         return file.read()
 
 
-def test_a_remote_file_is_fetched_once_and_kept(remote: Remote, tmp_path: Path) -> None:
+def test_a_remote_file_is_fetched_once_and_cached(remote: Remote, tmp_path: Path) -> None:
     for _ in range(2):
         data = gridtrain.Shards(URL, cache=tmp_path / "cache", decode=number_of)
         assert [data[index] for index in range(17)] == list(range(17))
@@ -108,7 +108,7 @@ def test_a_broken_download_continues_where_it_ended(remote: Remote, tmp_path: Pa
     assert cache.failed_reads == 2 and cache.fetched_bytes == shard.bytes, "no byte is fetched twice"
 
 
-def test_after_the_last_attempt_the_error_says_where_and_why(remote: Remote, tmp_path: Path) -> None:
+def test_after_the_last_attempt_the_error_names_position_and_cause(remote: Remote, tmp_path: Path) -> None:
     shard = read_index(URL).shards[1]
     cache = ShardCache(tmp_path / "cache", retry_after_s=(0.0,))
     remote.breaks += [40, 30]
@@ -119,14 +119,14 @@ def test_after_the_last_attempt_the_error_says_where_and_why(remote: Remote, tmp
     assert open_at_once(cache, shard).count(b"\n") == 9 and cache.fetched_bytes == shard.bytes
 
 
-def test_a_file_that_is_not_there_is_not_asked_for_again(remote: Remote, tmp_path: Path) -> None:
+def test_a_missing_file_is_not_requested_again(remote: Remote, tmp_path: Path) -> None:
     shard = read_index(URL).shards[1]
     remote.files.rm(f"/corpus/{shard.url}")
     with pytest.raises(DataError, match="FileNotFoundError"):
         open_at_once(ShardCache(tmp_path / "cache", retry_after_s=(60.0,)), shard)
 
 
-def test_a_remote_file_that_has_changed_is_not_kept(remote: Remote, tmp_path: Path) -> None:
+def test_a_changed_remote_file_is_not_cached(remote: Remote, tmp_path: Path) -> None:
     shard = read_index(URL).shards[1]
     right = remote.files.cat(f"/corpus/{shard.url}")
     remote.files.pipe(f"/corpus/{shard.url}", right[:-2] + b"?\n")
@@ -137,7 +137,7 @@ def test_a_remote_file_that_has_changed_is_not_kept(remote: Remote, tmp_path: Pa
     assert open_at_once(cache, shard) == right
 
 
-def test_the_least_recently_used_files_make_room(remote: Remote, tmp_path: Path) -> None:
+def test_the_least_recently_used_files_are_removed_first(remote: Remote, tmp_path: Path) -> None:
     index = read_index(URL)
     sizes = [shard.bytes for shard in index.shards]
     cache = ShardCache(tmp_path / "cache", sizes[0] + sizes[1])
@@ -150,9 +150,9 @@ def test_the_least_recently_used_files_make_room(remote: Remote, tmp_path: Path)
         if path.name in times:
             shard_files.os.utime(path, (times[path.name], times[path.name]))
     open_at_once(cache, index.shards[2])
-    kept = {path.name for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"}
-    assert kept == {index.shards[0].sha256, index.shards[2].sha256}
-    assert still_open.read().count(b"\n") == 9, "who has it open can still read it"
+    cached = {path.name for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"}
+    assert cached == {index.shards[0].sha256, index.shards[2].sha256}
+    assert still_open.read().count(b"\n") == 9, "a reader that has it open can still read it"
     still_open.close()
 
 
@@ -162,7 +162,7 @@ def test_a_file_that_is_larger_than_the_cache_is_refused(remote: Remote, tmp_pat
 
 
 @pytest.mark.parametrize("abandoned", [0, 300_000])
-def test_what_a_compressed_file_becomes_is_bounded_too(abandoned: int, tmp_path: Path) -> None:
+def test_the_size_of_a_decompressed_file_is_bounded(abandoned: int, tmp_path: Path) -> None:
     stored, folder = gzip.compress(bytes(750_000)), tmp_path / "cache"
     (tmp_path / "a.txt.gz").write_bytes(stored)
     shard = ShardFile("a.txt.gz", 1, len(stored), hashlib.sha256(stored).hexdigest())
@@ -187,8 +187,8 @@ def test_a_file_that_another_worker_is_writing_is_not_removed(remote: Remote, tm
 
     with one.open(f"memory://corpus/{first.url}", first, convert=convert) as rows:
         assert rows.read() == bytes(200)
-    kept = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
-    assert kept == 200, "the other file made room"
+    cached = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
+    assert cached == 200, "the other file was removed"
 
 
 def test_a_file_that_is_used_by_its_path_stays_as_long_as_it_is_open(remote: Remote, tmp_path: Path) -> None:
@@ -232,10 +232,10 @@ def test_compressed_files_are_read_as_plain_ones(
     data = gridtrain.Shards(tmp_path / "index.json", cache=tmp_path / "cache", decode=number_of)
     assert [data[index] for index in range(10)] == list(range(10))
     files[0].write_bytes(files[0].read_bytes()[:-9])
-    kept = list((tmp_path / "cache").glob("*.plain"))
-    assert len(kept) == 2
-    kept[0].unlink()
-    kept[1].unlink()
+    cached = list((tmp_path / "cache").glob("*.plain"))
+    assert len(cached) == 2
+    cached[0].unlink()
+    cached[1].unlink()
     with pytest.raises(DataError, match=rf"part-00.jsonl{suffix} is truncated"):
         gridtrain.Shards(tmp_path / "index.json", cache=tmp_path / "cache")[0]
 
@@ -260,7 +260,7 @@ def test_a_local_file_that_is_not_the_one_of_the_index_is_an_error(
     assert data.failed_reads == 1
 
 
-def test_without_digests_a_damaged_sample_is_named_with_its_place(tmp_path: Path) -> None:
+def test_without_digests_a_damaged_sample_is_named_with_its_position(tmp_path: Path) -> None:
     data = gridtrain.Shards(write_shards(tmp_path, (3, 6)), decode=number_of, verify=False)
     path = tmp_path / "part-01.jsonl"
     path.write_bytes(path.read_bytes().replace(b'{"number": 5}', b'{"number"; 5}'))
@@ -290,9 +290,7 @@ def test_a_cache_that_cannot_be_written_to_is_named(remote: Remote, tmp_path: Pa
 
 @pytest.mark.parametrize("at", ["copy", "convert"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_a_disk_that_takes_no_more_is_named_at_once(
-    at: str, number: int, remote: Remote, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_named_at_once(at: str, number: int, remote: Remote, tmp_path: Path) -> None:
     def fails(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 

@@ -40,7 +40,7 @@ from gridtrain.training.data.token_packing import END_OF_TEXT, pack, tokenizer_n
         ("ä\n \n", ["ä", " "]),
     ],
 )
-def test_lines(text: str, samples: list[str]) -> None:
+def test_lines_are_read(text: str, samples: list[str]) -> None:
     file = io.BytesIO(text.encode())
     form = FORMATS["text"]
     found = [file.getvalue()[start:stop] for start, stop in form.ranges(file).tolist()]
@@ -121,11 +121,13 @@ def test_an_index_without_a_sample_is_not_written(tmp_path: Path) -> None:
         ("memory2://bucket/*.jsonl", "memory2://bucket/*.jsonl cannot be read: Protocol not known"),
     ],
 )
-def test_an_index_that_cannot_be_made_says_what_to_do(tmp_path: Path, arguments: str, words: str) -> None:
+def test_an_index_that_cannot_be_made_is_refused_with_a_remedy(
+    tmp_path: Path, arguments: str, words: str
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x", "id": 1}\n')
     (tmp_path / "b.bin").touch()
-    given = ["--out", str(tmp_path / "i.json"), *arguments.format(tmp_path).split()]
-    done = CliRunner().invoke(cli, ["data", "index", *given])
+    arguments_list = ["--out", str(tmp_path / "i.json"), *arguments.format(tmp_path).split()]
+    done = CliRunner().invoke(cli, ["data", "index", *arguments_list])
     assert isinstance(done.exception, ConfigError), done.exception
     assert words.format(tmp_path) in str(done.exception)
 
@@ -158,7 +160,7 @@ def test_an_index_of_local_files_for_workers_elsewhere(tmp_path: Path, monkeypat
     assert urls == ["https://host/c/a/x%20y.txt", "https://host/c/b/z.txt"]
 
 
-def test_the_digest_of_an_index_is_that_of_the_data_and_not_of_its_place(tmp_path: Path) -> None:
+def test_the_digest_of_an_index_does_not_depend_on_its_location(tmp_path: Path) -> None:
     here, there = (read_index(write_shards(tmp_path / name, (3, 4))) for name in ("a", "b"))
     other = read_index(write_shards(tmp_path / "c", (4, 3)))
     assert here.digest == there.digest != other.digest
@@ -182,7 +184,7 @@ def test_the_digest_of_an_index_is_that_of_the_data_and_not_of_its_place(tmp_pat
         ),
     ],
 )
-def test_what_is_no_index_is_refused(text: str, words: str, tmp_path: Path) -> None:
+def test_a_malformed_index_is_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_index(tmp_path / "index.json")
@@ -248,7 +250,7 @@ def test_a_copy_for_another_process_opens_files_itself(tmp_path: Path) -> None:
     assert copy[200] == 200 and data.opened == ["part-00.jsonl"]
 
 
-def test_only_so_many_files_are_open_at_once(tmp_path: Path) -> None:
+def test_the_number_of_open_files_is_bounded(tmp_path: Path) -> None:
     data = gridtrain.Shards(write_shards(tmp_path, (2, 2, 2)), decode=number_of, keep_open=2)
     assert [data[index] for index in (0, 2, 1, 4, 0, 2)] == [0, 2, 1, 4, 0, 2]
     assert data.opened == ["part-00.jsonl", "part-01.jsonl", "part-02.jsonl", "part-01.jsonl"]
@@ -266,7 +268,7 @@ def test_more_files_than_a_ledger_has_shards_are_joined(tmp_path: Path, monkeypa
 
 
 class Halves(ShardedDataset):
-    """A data set of the user's own."""
+    """A data set that a user has written."""
 
     shard_sizes = (4, 6)
     description = "ten numbers"
@@ -275,7 +277,7 @@ class Halves(ShardedDataset):
         return index
 
 
-def test_a_data_set_of_ones_own_is_read_by_shards() -> None:
+def test_a_users_own_data_set_is_read_by_shards() -> None:
     data = Halves()
     assert readers.measure_dataset(data, None) == (10, "ten numbers")
     assert sorted(data.shard_order(1, 3, 0).tolist()) == [4, 5, 6, 7, 8, 9]
@@ -284,7 +286,7 @@ def test_a_data_set_of_ones_own_is_read_by_shards() -> None:
 # -- packing ---------------------------------------------------------------------------------------------
 
 
-def test_packing_cuts_documents_in_an_order_of_the_seed() -> None:
+def test_packing_orders_documents_by_the_seed() -> None:
     documents = [[7, 3, 9, 0], [4, 0], [8, 8, 2, 6, 0]]
     found = {tuple(pack(3, documents.__getitem__, list, seed).tolist()) for seed in range(20)}
     assert (7, 3, 9, 0, 4, 0, 8, 8, 2, 6, 0) in found and len(found) == 6
@@ -303,7 +305,7 @@ def write_texts(folder: Path) -> Path:
     return folder / "index.json"
 
 
-def test_packed_sequences_have_every_token_but_the_rest_of_each_shard(tmp_path: Path) -> None:
+def test_packed_sequences_contain_all_tokens_except_the_rest_of_each_shard(tmp_path: Path) -> None:
     data = gridtrain.Shards(write_texts(tmp_path), pack=8)
     assert [shard.tokens for shard in data.index.shards] == [3, 48, 143]
     assert data.shard_sizes == (6, 17), "the first file has less than a sequence"
@@ -342,6 +344,6 @@ def test_invalid_arguments_are_refused(
         gridtrain.Shards(write_texts(tmp_path), **options)[0]
 
 
-def test_packing_needs_counted_tokens(tmp_path: Path) -> None:
+def test_packing_requires_counted_tokens(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not have the numbers of tokens.*--tokenizer"):
         gridtrain.Shards(write_shards(tmp_path, (2,)), pack=8)

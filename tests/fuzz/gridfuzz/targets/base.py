@@ -1,7 +1,7 @@
 """Interface of a target.
 
 `run(data)` runs one input.  It returns True if the product accepted it, False if it refused it in the one
-way that is allowed; any exception is a finding.
+allowed way; any exception is a finding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def must(holds: bool, says: str) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """What is fuzzed, and its bounds.
+    """A part of the product to fuzz, and its bounds.
 
     Attributes:
-        valid: makes an input as an honest peer would cause it, or a schedule that advances.
+        valid: makes an input as an honest peer would send it, or a schedule that advances.
         change: damages an input but keeps its structure; None: only bytes are damaged.
         watched: modules whose lines count as reached.
         cpu_s, memory_bytes: bounds for one input.

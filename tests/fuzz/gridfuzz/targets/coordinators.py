@@ -1,7 +1,7 @@
 """The coordinator's core with five workers, under messages of members, joining workers and the operator.
 
-The rig plays the daemon and honest workers as the schedule says; in between any peer sends anything.  The
-journal is read back after every generation.
+It acts as the daemon and honest workers, as the schedule says; in between any peer sends any message.
+The journal is read back after every generation.
 
     input:  u8 min_workers, u8 workers at the start, then a schedule: a byte for an action, and its arguments
 """
@@ -50,19 +50,19 @@ ANY = tuple(drawing.TYPE_CODES)
 MAX_SNAPSHOT_BYTES = 4 << 20
 
 
-class Office:
+class CoordinatorHarness:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.now_s = 1000.0
         self.term = 0
         self.least = 1 + source.below(3)
         self.journal: list[tuple[str, dict[str, Any]]] = []
-        self.views: dict[m.PeerId, m.MembershipView] = {}  # the latest that each was told
+        self.views: dict[m.PeerId, m.MembershipView] = {}  # the latest that each received
         self.rosters: dict[m.PeerId, tuple[m.Member, ...]] = {}
         self.frozen: set[m.PeerId] = set()
         self.by_generation: dict[int, m.MembershipView] = {}
         self.calls: dict[m.PeerId, tuple[str, ...]] = {}
-        self.beats = 0
+        self.heartbeats = 0
         self.start()
 
     def start(self) -> None:
@@ -79,16 +79,16 @@ class Office:
         self.frozen.clear()
         self.take(self.core.start(self.now_s))
         for peer in KEYS[: self.source.below(6)]:
-            self.come(peer)
+            self.join(peer)
 
-    # -- what honest workers do ----------------------------------------------------------------------
+    # -- honest workers ------------------------------------------------------------------------------
 
-    def come(self, peer: m.PeerId) -> None:
-        """A worker joins: the same process if it has a placement, else another one each time."""
+    def join(self, peer: m.PeerId) -> None:
+        """A worker joins: the same process if it has a rank, else a new one each time."""
         self.event(io.PeerConnected(peer, "10.0.0.1"))
-        seat = self.views[peer].generation if peer in self.views else 0
+        generation = self.views[peer].generation if peer in self.views else 0
         address = f"tcp://10.0.0.1:{peer[0]}"
-        self.say(peer, m.Join("run", peer.decode()[:1], address, True, seat > 0, seat))
+        self.say(peer, m.Join("run", peer.decode()[:1], address, True, generation > 0, generation))
         if peer in self.calls:
             reached = self.calls.pop(peer)
             self.event(
@@ -138,12 +138,12 @@ class Office:
             case 4:
                 self.report(peer, source.below(3), bool(source.byte() & 1))
             case 5 | 6:
-                self.come(peer)
+                self.join(peer)
             case 7 | 8 | 9:
                 self.say(peer, drawing.message(source, OF_WORKERS, self.hints()))
             case 10:
-                who = source.choice((*KEYS, STRANGER))
-                self.say(who, drawing.message(source, ANY, self.hints()))
+                sender = source.choice((*KEYS, STRANGER))
+                self.say(sender, drawing.message(source, ANY, self.hints()))
             case 11:
                 self.event(io.PeerDisconnected(peer, "broke"))
             case 12:
@@ -157,9 +157,12 @@ class Office:
             case 15:
                 self.tick()
             case 16:
-                for member in KEYS:  # beats, so that nobody is held for silent
-                    self.beats += 1
-                    self.say(member, m.Heartbeat(self.beats, max(0, self.core.generation), self.beats, ()))
+                for member in KEYS:  # heartbeats, so that no member times out
+                    self.heartbeats += 1
+                    self.say(
+                        member,
+                        m.Heartbeat(self.heartbeats, max(0, self.core.generation), self.heartbeats, ()),
+                    )
             case _:
                 self.start()
 
@@ -171,7 +174,9 @@ class Office:
         here = m.RoundId(self.term, core.generation, step, 0)
         state = view.ledger if view is not None else m.LedgerState()
         span = m.Span(state.cursor, state.cursor + 4)
-        held = replace(state, holders=((source.choice((*KEYS, STRANGER)), (span,)),), cursor=state.cursor + 4)
+        leased = replace(
+            state, holders=((source.choice((*KEYS, STRANGER)), (span,)),), cursor=state.cursor + 4
+        )
         return {
             "RoundId": (here, replace(here, step=step + 1), replace(here, attempt=1)),
             "term": (self.term,),
@@ -180,7 +185,7 @@ class Office:
             "history": (view.history if view is not None else EMPTY_HISTORY, b"h" * 32),
             "digest": (b"", b"d"),
             "ledger": (),
-            "LedgerState": (state, held, replace(state, step=2**63 - 1), m.LedgerState()),
+            "LedgerState": (state, leased, replace(state, step=2**63 - 1), m.LedgerState()),
             "LedgerSpec": (SPEC, SPEC, m.LedgerSpec(2**63 - 1, 0, 1), m.LedgerSpec(1, 0, None, 1)),
             "run": ("run",),
             "facts": (SETUP.facts,),
@@ -193,13 +198,13 @@ class Office:
         }
 
     def tick(self) -> None:
-        """Call `tick` when it is due, as the daemon does; that must come to an end."""
+        """Call `tick` when it is due, as the daemon does; that must end."""
         for _ in range(20):
             if self.core.deadline_s > self.now_s:
                 return
             self.take(self.core.tick(self.now_s))
             self.now_s += 1e-6
-        must(self.core.deadline_s > self.now_s, "the daemon would turn without end")
+        must(self.core.deadline_s > self.now_s, "the daemon would loop without end")
 
     def say(self, peer: m.PeerId, message: m.Message) -> None:
         if drawing.nbytes(message) is not None:
@@ -209,15 +214,15 @@ class Office:
         self.take(self.core.handle(event, self.now_s))
         self.tick()
 
-    # -- the daemon, and what must hold ----------------------------------------------------------------
+    # -- the daemon, and invariants --------------------------------------------------------------------
 
     def take(self, effects: list[io.Effect]) -> None:
         self.write([(e.kind, e.body) for e in effects if isinstance(e, io.JournalEntry)])
         for at, effect in enumerate(effects):
             match effect:
                 case io.Send(peer, message):
-                    to_frames(message)  # a LocalProtocolError here is one that a worker has caused
-                    must(peer in (*KEYS, STRANGER), "sent to nobody who was there")
+                    to_frames(message)  # a LocalProtocolError here was caused by a worker
+                    must(peer in (*KEYS, STRANGER), "sent to nobody sender was there")
                     self.sent(peer, message)
                 case io.JournalEntry("generation", body):
                     earlier = [
@@ -225,16 +230,16 @@ class Office:
                         for e in effects[:at]
                         if isinstance(e, io.Send) and isinstance(e.message, m.MembershipView)
                     ]
-                    told = [view for view in earlier if view.message.generation == body["generation"]]
-                    must(not told, "a MembershipView is sent before it is in the journal")
+                    sent_before = [view for view in earlier if view.message.generation == body["generation"]]
+                    must(not sent_before, "a MembershipView is sent before it is in the journal")
                 case io.DialBack(peer, addresses):
                     self.calls[peer] = addresses
                 case io.Disconnect(peer):
                     self.views.pop(peer, None)
 
     def look(self) -> None:
-        picture = json.dumps(self.core.snapshot(self.now_s))
-        must(len(picture) < MAX_SNAPSHOT_BYTES, "the status has no bound")
+        status = json.dumps(self.core.snapshot(self.now_s))
+        must(len(status) < MAX_SNAPSHOT_BYTES, "the status has no bound")
 
     def sent(self, peer: m.PeerId, message: m.Message) -> None:
         match message:
@@ -250,8 +255,8 @@ class Office:
                 members = {x.peer for x in self.rosters.get(peer, ())}
                 fits = peer in members and len(members) == message.world_size
                 must(fits, "a MembershipView does not fit its member list")
-                must(sum(x.share for x in self.rosters[peer]) >= 1, "nobody has a share of the next step")
-                must(any(not x.joining for x in self.rosters[peer]), "nobody holds the state")
+                must(sum(x.share for x in self.rosters[peer]) >= 1, "no member has a share of the next step")
+                must(any(not x.joining for x in self.rosters[peer]), "no member has the state")
                 self.views[peer] = message
                 self.frozen.discard(peer)
             case m.Freeze():
@@ -260,35 +265,35 @@ class Office:
     def write(self, entries: list[tuple[str, dict[str, Any]]]) -> None:
         if not entries:
             return
-        must(self.core.term >= self.term, "the term goes back")
-        self.term = self.core.term  # members may have told of a later one
+        must(self.core.term >= self.term, "the term decreases")
+        self.term = self.core.term  # members may have reported a later one
         before = recover_run(self.journal)
         self.journal += [(kind, json.loads(json.dumps(body, allow_nan=False))) for kind, body in entries]
         after = recover_run(self.journal)
-        must(after.generation >= before.generation, "the generation goes back in the journal")
+        must(after.generation >= before.generation, "the generation decreases in the journal")
         if any(kind == "generation" for kind, _ in entries):
             must(after.generation > before.generation, "a generation is journalled twice")
             ours = replace(self.core.run.view, term=self.term)  # type: ignore[type-var]
-            must(after.view == ours, "the journal holds another MembershipView")
+            must(after.view == ours, "the journal has another MembershipView")
 
 
 def run(data: bytes) -> bool:
-    office = Office(Source(data))
+    harness = CoordinatorHarness(Source(data))
     for _ in range(60):
-        if office.source.empty:
+        if harness.source.empty:
             break
-        office.step()
-        if office.source.one_in(8):
-            office.look()
-    office.look()
-    return len(office.by_generation) > 1
+        harness.step()
+        if harness.source.one_in(8):
+            harness.look()
+    harness.look()
+    return len(harness.by_generation) > 1
 
 
 def valid(random: Random) -> bytes:
     head = bytes((random.randrange(3), random.randrange(1, 6)))
     if random.random() < 0.4:
         return head + random.randbytes(random.choice((30, 150, 400)))
-    # Mostly what an honest group does: ready, reports, newcomers, beats.
+    # Mostly actions of an honest group: ready, reports, newcomers, heartbeats.
     steps = bytearray(random.randbytes(5))
     for _ in range(random.choice((8, 20, 50))):
         steps += bytes(

@@ -104,7 +104,7 @@ def run(data: bytes) -> bool:
             arrival = due[0] if kind == 0 else source.choice(due)
             must(
                 arrival[0] in core.waiting_for() or kind in SCHEDULES,
-                "something is due from a rank that is not waited for",
+                "a payload is due from a rank that is not in `waiting_for`",
             )
             due.remove(arrival)
             effects = core.handle(PayloadReceived(*arrival, source.byte(), b"x"), 1.0)
@@ -114,13 +114,13 @@ def run(data: bytes) -> bool:
         try:
             effects = core.handle(wrong, 1.0)
         except RemoteProtocolError:
-            continue  # that it moved nothing shows in what follows
-        must((wrong.from_rank, wrong.slot) in due, f"what was not due is taken: {wrong}")
+            continue  # that it changed nothing is visible later
+        must((wrong.from_rank, wrong.slot) in due, f"a payload that was not due is accepted: {wrong}")
         due.remove((wrong.from_rank, wrong.slot))
         sent += _check(effects, rank, world_size, completes=not due)
-    must(core.complete == (not due), "complete although something is missing, or not although all is there")
+    must(core.complete == (not due), "complete with a missing payload, or incomplete with all")
     if not due:
-        must(not core.waiting_for(), "nothing is due, and somebody is waited for")
+        must(not core.waiting_for(), "waits for a rank although no payload is due")
         must(sent == _to_send(kind, rank, world_size, slices), f"another number of payloads is sent: {sent}")
     return awaited > 0 and not due
 
@@ -143,11 +143,11 @@ def _wrong(source: Source, world_size: int, due: Due) -> PayloadReceived:
 
 
 def _check(effects: Sequence[CollectiveEffect], rank: int, world_size: int, completes: bool) -> int:
-    """Check what was sent: it goes to other ranks of the group, and `Complete` comes once, last."""
+    """Check that payloads go to other ranks of the group, and that `Complete` is the last effect, once."""
     sends = [effect for effect in effects if isinstance(effect, SendTo)]
     must(all(0 <= s.to_rank < world_size and s.to_rank != rank for s in sends), "sent to no other rank")
     done = [isinstance(effect, CollectiveComplete) for effect in effects]
-    must(sum(done) == completes and (not completes or done[-1]), "Complete at another moment")
+    must(sum(done) == completes and (not completes or done[-1]), "Complete at the wrong time")
     return len(sends)
 
 
@@ -158,7 +158,7 @@ def _to_send(kind: int, rank: int, world_size: int, slices: int) -> int:
         return sum(hop.is_sender for hop in SCHEDULES[kind](rank, world_size))
     if kind >= 4:
         return (world_size - 1 if rank == 0 else 1) * (slices if kind == 5 else 1)
-    reached = range(world_size)  # each rank passes payloads on as the tree of each origin has it
+    reached = range(world_size)  # each rank forwards payloads along the tree of each origin
     return sum(
         (1 << hop) + (origin - rank) % world_size < world_size
         for origin in reached

@@ -38,7 +38,7 @@ def run(data: bytes) -> bool:
         return False
     again = [bytes(frame) for frame in encode(message)]
     must(decode(again) == message, f"a message is another after encoding it: {message}")
-    must(again[1:] == frames[1:], "a payload changed on its way")
+    must(again[1:] == frames[1:], "a payload has changed")
     return True
 
 
@@ -48,7 +48,7 @@ def valid(random: Random) -> bytes:
         message = drawing.message(source, list(TYPE_CODES), {})
         try:
             return input_of([bytes(frame) for frame in encode(message)])
-        except LocalProtocolError:  # larger than a header may be
+        except LocalProtocolError:  # a header of more than the largest size
             source = Source(random.randbytes(400))
 
 

@@ -1,4 +1,4 @@
-"""The surroundings of a worker's core: a network below its loop that checks what is sent, and a clock.
+"""The environment of a worker's core: a network below its loop that checks sent messages, and a clock.
 
 schedule --Received, PeerUp ..--> Driver --> Watched core --> Driver --> Wire
                                                 |
@@ -37,7 +37,7 @@ class Before:
 
 
 class Watcher(Protocol):
-    def standing(self) -> Before: ...
+    def state(self) -> Before: ...
     def check(self, cause: io.MemberEvent | None, effects: list[io.MemberEffect], before: Before) -> None: ...
 
 
@@ -47,26 +47,26 @@ class Watched(MemberCore):
     watcher: Watcher
 
     def handle(self, event: io.MemberEvent, now_s: float) -> list[io.MemberEffect]:
-        before = self.watcher.standing()
+        before = self.watcher.state()
         effects = super().handle(event, now_s)
         self.watcher.check(event, effects, before)
         return effects
 
     def tick(self, now_s: float) -> list[io.MemberEffect]:
-        before = self.watcher.standing()
+        before = self.watcher.state()
         effects = super().tick(now_s)
         self.watcher.check(None, effects, before)
         return effects
 
 
 class Wire:
-    """Below the loop: checks that only messages are sent, and only to connected peers."""
+    """The network below the loop; checks that only messages are sent, and only to connected peers."""
 
     def __init__(self, me: m.PeerId, up: set[m.PeerId]) -> None:
         self.me, self.up, self.traffic = me, up, TrafficCounters()
 
     def send(self, peer: m.PeerId, message: m.Message) -> None:
-        to_frames(message)  # a LocalProtocolError here is one that others have caused
+        to_frames(message)  # a LocalProtocolError here was caused by other peers
         if peer not in self.up:
             raise TransportError("there is no connection")
 
@@ -80,7 +80,7 @@ class Wire:
         return peer in self.up
 
     def return_credit(self, held_bytes: Callable[[m.PeerId], int]) -> None:
-        must(all(held_bytes(peer) >= 0 for peer in self.up), "the core holds less than nothing")
+        must(all(held_bytes(peer) >= 0 for peer in self.up), "the core reports a negative number of bytes")
 
     def backlog_bytes(self, peer: m.PeerId) -> int:
         return 0

@@ -79,7 +79,7 @@ OF_COORDINATOR = (
 ANY = tuple(drawing.TYPE_CODES)
 
 
-class Rig:
+class WorkerHarness:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.me = KEYS[source.below(3)]
@@ -118,7 +118,7 @@ class Rig:
 
     def _enter(self) -> None:
         self.edge(COORDINATOR)
-        self.tell(m.Welcome(1, "run", "s"))
+        self.receive_from_coordinator(m.Welcome(1, "run", "s"))
         self.loop._handle(io.TrainerJoined(SETUP, EDGES[self.kind], may_be_absent=self.may_be_absent))
         self.next_generation(KEYS, -1, EMPTY_HISTORY, m.LedgerState(), joining=KEYS[1:])
 
@@ -134,25 +134,25 @@ class Rig:
         self.generation = max(self.generation, self.core.generation) + 1
         term, generation = self.core.term, self.generation
         roster = tuple(m.Member(p, "n", f"tcp://127.0.0.1:{p[0]}", 4, p in joining) for p in order)
-        self.tell(m.MemberListPage(term, generation, 0, 1, roster))
+        self.receive_from_coordinator(m.MemberListPage(term, generation, 0, 1, roster))
         decided = None
         view = m.MembershipView(
             term, generation, len(order), m.Verdict.ABORT, decided, applied, history, state, "why"
         )
-        self.tell(view)
+        self.receive_from_coordinator(view)
         for peer in order:
             if peer != self.me:
                 self.edge(peer)
         if not self.core.is_synced and self.source.byte() % 8 < 7:
             self.loop._handle(io.StateLoaded(term, generation))
-        self.tell(m.StartGeneration(term, generation))
+        self.receive_from_coordinator(m.StartGeneration(term, generation))
 
     def edge(self, peer: m.PeerId) -> None:
         if peer not in self.up and self.gate(peer) is ConnectionRole.MEMBER and peer != self.me:
             self.up.add(peer)
             self.loop._handle_transport_event(PeerUp(peer))
 
-    def tell(self, message: m.Message) -> None:
+    def receive_from_coordinator(self, message: m.Message) -> None:
         self.edge(COORDINATOR)
         nbytes = drawing.nbytes(message)
         if nbytes is not None:
@@ -168,12 +168,12 @@ class Rig:
             case 4 | 5 | 6:
                 self._others_vote()
             case 7 | 8 | 9:
-                self.hear(source.choice(KEYS), drawing.message(source, OF_MEMBERS, self.hints()))
+                self.receive(source.choice(KEYS), drawing.message(source, OF_MEMBERS, self.hints()))
             case 10:
-                self.tell(drawing.message(source, OF_COORDINATOR, self.hints()))
+                self.receive_from_coordinator(drawing.message(source, OF_COORDINATOR, self.hints()))
             case 11:
                 message = drawing.message(source, ANY, self.hints())
-                self.hear(source.choice((*KEYS, STRANGER, COORDINATOR)), message)
+                self.receive(source.choice((*KEYS, STRANGER, COORDINATOR)), message)
             case 12:
                 self._flap(source.choice((*KEYS, COORDINATOR)))
             case 13:
@@ -186,7 +186,7 @@ class Rig:
             case 15:
                 self.loop._handle(io.RequestMean(self.core.step, source.below(3), 1.5))
             case 16:
-                self.tell(m.Freeze(self.core.term, self.core.generation, "why"))
+                self.receive_from_coordinator(m.Freeze(self.core.term, self.core.generation, "why"))
                 if source.byte() & 1:
                     self._generation_after_freeze()
             case 17:
@@ -202,7 +202,7 @@ class Rig:
         self.loop._contribute_if_absent()
         self.loop._publish()
 
-    def hear(self, peer: m.PeerId, message: m.Message) -> None:
+    def receive(self, peer: m.PeerId, message: m.Message) -> None:
         """The transport delivers nothing from peers that are not admitted or not connected."""
         if peer not in self.up or self.gate(peer) is not ConnectionRole.MEMBER:
             return
@@ -260,24 +260,24 @@ class Rig:
             damaged[self.source.below(len(damaged) or 1) : 1] = self.source.bytes(1)
             payload = bytes(damaged)
         data = m.Data(self.open, CHANNEL, place, drawing.flags(self.source), payload)
-        self.hear(self.core.rank_assignment.members[rank].peer, data)
+        self.receive(self.core.rank_assignment.members[rank].peer, data)
 
     def _payload(self) -> bytes:
         return PAYLOADS[self.source.byte() % len(PAYLOADS)]
 
     def _others_vote(self) -> None:
-        seat = self.core.rank_assignment
-        if self.open is None or seat is None:
+        assignment = self.core.rank_assignment
+        if self.open is None or assignment is None:
             return
         round_id = self.open
         mine = self.yes.get(round_id, {}).get(self.me)
-        if seat.rank == ROOT:
-            peer = self.source.choice([x.peer for x in seat.members])
+        if assignment.rank == ROOT:
+            peer = self.source.choice([x.peer for x in assignment.members])
             yes = not self.source.one_in(8)
-            self.hear(peer, m.Vote(round_id, yes, mine or b"d" * 32 if yes else b"", "why"))
+            self.receive(peer, m.Vote(round_id, yes, mine or b"d" * 32 if yes else b"", "why"))
         elif mine is not None or self.source.one_in(4):
             verdict = m.Verdict(not self.source.one_in(6))
-            self.hear(seat.members[ROOT].peer, m.Decision(round_id, verdict, "why"))
+            self.receive(assignment.members[ROOT].peer, m.Decision(round_id, verdict, "why"))
 
     def _flap(self, peer: m.PeerId) -> None:
         if peer in self.up:
@@ -286,7 +286,7 @@ class Rig:
         else:
             self.edge(peer)
             if peer == COORDINATOR and self.core.term < 2**62:
-                self.tell(m.Welcome(self.core.term + self.source.one_in(8), "run", "s"))
+                self.receive_from_coordinator(m.Welcome(self.core.term + self.source.one_in(8), "run", "s"))
 
     def _generation_after_freeze(self) -> None:
         core, source = self.core, self.source
@@ -310,13 +310,13 @@ class Rig:
         return self.core.rank_assignment.world_size if self.core.rank_assignment is not None else 1
 
     def _make_empty(self, plan: StepPlan, _: Sequence[object]) -> Sequence[Any] | None:
-        """What the loop contributes instead of the trainer; None if the trainer has to take part."""
+        """The loop's contribution instead of the trainer's; None if the trainer has to take part."""
         if self.source.one_in(8):
             return None
         self.due = expected(self.kind, plan.rank, plan.world_size, 1)
-        return (self._workspace(plan.rank, PAYLOADS[0], np.zeros(N, np.float32)),)
+        return (self._buffer(plan.rank, PAYLOADS[0], np.zeros(N, np.float32)),)
 
-    def _workspace(self, rank: int, payload: bytes, values_N: npt.NDArray[np.float32]) -> Any:
+    def _buffer(self, rank: int, payload: bytes, values_N: npt.NDArray[np.float32]) -> Any:
         if self.kind == 0:
             return DenseRingBuffer(values_N, self.world)
         if self.kind == 1:
@@ -348,24 +348,24 @@ class Rig:
         rank, round_id = core.rank_assignment.rank, core.next_round
         self.due = expected(self.kind, rank, self.world, 1)
         payload = self._payload() if self.kind else b""
-        workspace = self._workspace(rank, payload, np.ones(N, np.float32))
-        collective = workspace.make_collective(rank, self.world, int(self.source.one_in(16)))
-        self.loop.step_rounds.current = OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
+        buffer = self._buffer(rank, payload, np.ones(N, np.float32))
+        collective = buffer.make_collective(rank, self.world, int(self.source.one_in(16)))
+        self.loop.step_rounds.current = OpenRound(round_id, {CHANNEL: buffer}, (buffer,), b"salt")
         self.loop._handle(io.SubmitRound(round_id, {CHANNEL: collective}))
 
     def _restore(self) -> None:
         try:
             taken = self.loop.state_receiver.take_state(self.core.generation)
-        except RemoteProtocolError:  # the trainer's affair: a donor that lies costs the joiner its start
+        except RemoteProtocolError:  # by the trainer: a dishonest source can prevent a newcomer's start
             return
         if taken is None:
             return
         term, generation, _ = taken
         self.loop._handle(io.StateLoaded(term, generation))
 
-    # -- what must hold ------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------
 
-    def standing(self) -> Before:
+    def state(self) -> Before:
         core = self.core
         prepared = (
             core.current_generation.attempts.prepared_attempt if core.current_generation is not None else None
@@ -399,30 +399,30 @@ class Rig:
         for effect in effects:
             match effect:
                 case io.Send(peer, message):
-                    must(peer in allowed and peer != self.me, f"posted to no acquaintance: {message}")
+                    must(peer in allowed and peer != self.me, f"posted to an unknown peer: {message}")
                     voted = isinstance(message, m.Vote)
                     must(
                         not voted or before.running or core.phase is io.MemberPhase.RUNNING,
                         "a vote while frozen",
                     )
                 case io.SendPayload(peer) | io.SendState(peer) | io.ForwardState(peer):
-                    must(peer in allowed and peer != self.me, "shipped to no member")
+                    must(peer in allowed and peer != self.me, "sent to no member")
                 case io.ResolveRound(round_id, committed) if not by_view:
                     self._check_resolved(round_id, committed, cause, before)
-        must(core.term >= before.term, "the term goes back")
+        must(core.term >= before.term, "the term decreases")
         is_apart = core.phase is io.MemberPhase.APART  # after a StandbyNotice it is in no generation
-        must(core.generation >= before.generation or is_apart, "the generation goes back")
-        must(core.applied >= before.applied or by_view, "the applied step goes back without a MembershipView")
+        must(core.generation >= before.generation or is_apart, "the generation decreases")
+        must(core.applied >= before.applied or by_view, "the applied step decreases without a MembershipView")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
-        must(len(core._context.peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
+        must(len(core._context.peer_links._expected_since) <= MAX_EXPECTED, "too many peers are expected")
         for peer in self._members():
-            must(core.early_bytes(peer) <= MAX_EARLY_BYTES, "too many bytes are held")
-            held = (
+            must(core.early_bytes(peer) <= MAX_EARLY_BYTES, "too many bytes are stored")
+            early = (
                 core.current_generation.attempts._early.get(peer)
                 if core.current_generation is not None
                 else None
             )
-            must(held is None or len(held.messages) <= MAX_EARLY_MESSAGES, "too many messages are held")
+            must(early is None or len(early.messages) <= MAX_EARLY_MESSAGES, "too many messages are stored")
 
     def _check_resolved(self, round_id: m.RoundId, committed: bool, cause: Any, before: Before) -> None:
         if (
@@ -435,16 +435,16 @@ class Rig:
         must(round_id not in self.resolved, f"a round is resolved twice: {round_id}")
         self.resolved.add(round_id)
         self.ended[round_id] = committed
-        seat = self.core.rank_assignment
-        must(seat is not None, "a round is resolved outside of any generation")
-        assert seat is not None
-        root = seat.members[ROOT].peer
+        assignment = self.core.rank_assignment
+        must(assignment is not None, "a round is resolved outside of any generation")
+        assert assignment is not None
+        root = assignment.members[ROOT].peer
         votes = self.yes.get(round_id, {})
         if committed:
             must(self.me in votes, "COMMIT of a round that was not prepared here")
             if self.me == root:
-                same = {votes.get(x.peer) for x in seat.members}
-                must(len(same) == 1 and None not in same, "COMMIT without everybody's YES for one digest")
+                same = {votes.get(x.peer) for x in assignment.members}
+                must(len(same) == 1 and None not in same, "COMMIT without the YES of all for one digest")
             else:
                 must(
                     isinstance(cause, io.MessageReceived) and cause.peer == root,
@@ -456,20 +456,20 @@ class Rig:
 
 
 def run(data: bytes) -> bool:
-    rig = Rig(Source(data))
+    harness = WorkerHarness(Source(data))
     with (
-        loop_by(lambda: rig.now_s),
+        loop_by(lambda: harness.now_s),
         suppress(JoinRefused),
-    ):  # refused: the end of this worker, as the coordinator wishes
-        rig.go(80)
-    return any(rig.ended.values())
+    ):  # refused: the coordinator ends this worker
+        harness.go(80)
+    return any(harness.ended.values())
 
 
 def valid(random: Random) -> bytes:
     head = bytes((random.randrange(3), random.randrange(3)))
     if random.random() < 0.5:
         return head + random.randbytes(random.choice((30, 150, 600)))
-    # Mostly what an honest group does: data, votes, and a change of the generation now and then.
+    # Mostly actions of an honest group: data, votes, and sometimes a new generation.
     likely = bytes((0, 0, 0, 0, 1, 1, 4, 4, 5, 4, 13, 16, 17))
     steps = bytearray()
     for _ in range(random.choice((10, 30, 70))):

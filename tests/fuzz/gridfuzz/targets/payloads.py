@@ -30,8 +30,8 @@ def _checked(payload: bytes, n: int, most: int, kind: ValueKind) -> SparseVector
     """Decode, and check the result.  Raises `RemoteProtocolError`."""
     sparse = decode(payload, n=n, max_entries=most, kind=kind)
     indices, values = sparse.indices, sparse.values
-    must(indices.dtype == np.int64 and values.dtype == np.float32, "another dtype came out")
-    must(indices.shape == values.shape and indices.size <= min(most, n), "another number of entries")
+    must(indices.dtype == np.int64 and values.dtype == np.float32, "the dtype is different")
+    must(indices.shape == values.shape and indices.size <= min(most, n), "the number of entries is different")
     must(bool((indices[1:] > indices[:-1]).all()), "indices do not increase")
     must(indices.size == 0 or 0 <= indices[0] <= indices[-1] < n, "an index is out of range")
     must(bool(np.isfinite(values).all()), "a value is not finite")
@@ -72,7 +72,7 @@ def run_merge(data: bytes) -> bool:
         for index, number in zip(indices, values, strict=True):
             after[int(index)] = after.get(int(index), 0.0) + float(number)
     lost = {i: (float(s), after.get(i, 0.0)) for i, s in sums.items() if float(s) != after.get(i, 0.0)}
-    must(not lost and after.keys() <= sums.keys(), f"a merge lost or made something: {lost}")
+    must(not lost and after.keys() <= sums.keys(), f"a merge has lost or added values: {lost}")
     must(merged.sparse.indices.size <= k, "a merge has more than k entries")
     _checked(merged.payload, n, k, kind)
     swapped = merge(theirs, mine, n=n, k=k, kind=kind)
@@ -162,7 +162,7 @@ TARGETS = (
     Target("sparse", "payloads of sparse exchanges", run, valid, _CODEC, change, _TOKENS),
     Target(
         "merge",
-        "two payloads, summed and cut",
+        "two payloads, summed and truncated",
         run_merge,
         valid_merge,
         ("gridtrain.sparsify.merge", *_CODEC),

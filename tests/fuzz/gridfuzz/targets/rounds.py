@@ -30,43 +30,43 @@ CHANNEL = m.Channel()
 FIRST_STEP = 5
 
 
-class Play:
+class RoundHarness:
     def __init__(self, source: Source) -> None:
         self.source = source
         world_size = 1 + source.below(4)
         roster = tuple(m.Member(bytes([65 + i]) * 32, "", "", 1, False) for i in range(world_size))
-        self.seat = RankAssignment(roster[source.below(world_size)].peer, 1, 2, roster)
-        self.core = Attempts(self.seat, FIRST_STEP)
+        self.assignment = RankAssignment(roster[source.below(world_size)].peer, 1, 2, roster)
+        self.core = Attempts(self.assignment, FIRST_STEP)
         self.now_s = 0.0
-        self.yes: dict[m.RoundId, set[int]] = {}  # who has voted YES for `GOOD`
-        self.told: dict[m.RoundId, m.Verdict] = {}  # by the root
+        self.yes: dict[m.RoundId, set[int]] = {}  # ranks that have voted YES for `GOOD`
+        self.decided: dict[m.RoundId, m.Verdict] = {}  # by the root
         self.ended: dict[m.RoundId, bool] = {}
-        self.due = expected(0, self.seat.rank, world_size, 1)
+        self.due = expected(0, self.assignment.rank, world_size, 1)
         self.progress = 0
         self.offended: set[m.PeerId] = set()
 
     def step(self) -> None:
         source, core = self.source, self.core
         if core.open_attempt is None and not core.is_stuck and not source.one_in(4):
-            ring = RingAllReduce(self.seat.rank, self.seat.world_size, 1, int(source.one_in(16)))
-            self.due = expected(0, self.seat.rank, self.seat.world_size, 1)
+            ring = RingAllReduce(self.assignment.rank, self.assignment.world_size, 1, int(source.one_in(16)))
+            self.due = expected(0, self.assignment.rank, self.assignment.world_size, 1)
             self.take(core.submit(core.next_round, {CHANNEL: ring}, 5.0, self.now_s), ROOT)
             return
         self.now_s += source.choice((0.0, 0.0, 0.1, 6.0))
         match source.byte() % 12:
             case 0 | 1 | 2 if self.due:
                 rank, place = self.due.pop(0)
-                self.hear(rank, m.Data(self.here, CHANNEL, place, drawing.flags(source), b""))
+                self.receive(rank, m.Data(self.current_round, CHANNEL, place, drawing.flags(source), b""))
             case 3 | 4:
-                self.hear(self.any_rank(), m.Vote(self.here, True, GOOD, ""))
+                self.receive(self.any_rank(), m.Vote(self.current_round, True, GOOD, ""))
             case 5:
-                self.hear(ROOT, m.Decision(self.here, source.choice(list(m.Verdict)), ""))
+                self.receive(ROOT, m.Decision(self.current_round, source.choice(list(m.Verdict)), ""))
             case 6:
-                self.take(core.advance(Failed("here"), self.now_s), None)
+                self.take(core.advance(Failed("current_round"), self.now_s), None)
             case 7:
                 self.take(core.peer_disconnected("broke", self.now_s), None)
-                if (rank := self.any_rank()) != self.seat.rank:
-                    self.take(core.peer_connected(self.seat.members[rank].peer), None)
+                if (rank := self.any_rank()) != self.assignment.rank:
+                    self.take(core.peer_connected(self.assignment.members[rank].peer), None)
             case 8:
                 self.take(core.tick(self.now_s), None)
                 self.take(core.advance(ProgressReceived(self.any_rank(), source.one_in(2)), self.now_s), None)
@@ -74,57 +74,59 @@ class Play:
                 self.progress += 1
                 rank = self.any_rank()
                 self.progressed(rank, m.RoundProgress(self.some_round(), self.progress))
-            case 10:  # somebody is at the next step already, or says so
-                here = self.here
-                ahead = m.RoundId(here.term, here.generation, here.step + 1, 0)
-                self.hear(
+            case 10:  # a member is at the next step already, or claims it
+                current_round = self.current_round
+                ahead = m.RoundId(current_round.term, current_round.generation, current_round.step + 1, 0)
+                self.receive(
                     self.any_rank(),
                     m.Data(ahead, CHANNEL, m.PayloadSlot(m.CollectivePhase.REDUCE), 0, b""),
                 )
             case _:
                 classes = (m.Data, m.Vote, m.Decision)
                 hints = {
-                    "RoundId": (self.here, self.some_round(), self.some_round()),
+                    "RoundId": (self.current_round, self.some_round(), self.some_round()),
                     "Channel": (CHANNEL,),
                     "digest": (GOOD, BAD),
                     "Place": [place for _, place in self.due] or [m.PayloadSlot(m.CollectivePhase.REDUCE)],
                 }
                 message = drawing.message(source, classes, hints)
-                self.hear(self.any_rank(), message)
+                self.receive(self.any_rank(), message)
 
     @property
-    def here(self) -> m.RoundId:
+    def current_round(self) -> m.RoundId:
         return self.core.open_attempt.round_id if self.core.open_attempt is not None else self.core.next_round
 
     def some_round(self) -> m.RoundId:
-        here, source = self.here, self.source
-        step = max(0, here.step + source.choice((0, 1, -1, 2)))
-        attempt = max(0, here.attempt + source.choice((0, 1, -1)))
-        return m.RoundId(here.term, here.generation + source.one_in(8), step, attempt)
+        current_round, source = self.current_round, self.source
+        step = max(0, current_round.step + source.choice((0, 1, -1, 2)))
+        attempt = max(0, current_round.attempt + source.choice((0, 1, -1)))
+        return m.RoundId(current_round.term, current_round.generation + source.one_in(8), step, attempt)
 
     def any_rank(self) -> int:
-        """Mostly another rank than our own, if there is one."""
-        return (self.seat.rank + 1 + self.source.below(self.seat.world_size)) % self.seat.world_size
+        """Mostly a rank other than this member's, if there is one."""
+        return (
+            self.assignment.rank + 1 + self.source.below(self.assignment.world_size)
+        ) % self.assignment.world_size
 
     def progressed(self, rank: int, message: m.RoundProgress) -> None:
         with suppress(RemoteProtocolError):
-            self.core.record_progress(self.seat.members[rank].peer, message, self.now_s)
+            self.core.record_progress(self.assignment.members[rank].peer, message, self.now_s)
 
-    def hear(self, rank: int, message: m.Data | m.Vote | m.Decision) -> None:
-        peer = self.seat.members[rank].peer
-        if rank == self.seat.rank or peer in self.offended:
+    def receive(self, rank: int, message: m.Data | m.Vote | m.Decision) -> None:
+        peer = self.assignment.members[rank].peer
+        if rank == self.assignment.rank or peer in self.offended:
             return
         if isinstance(message, m.Vote) and message.yes and message.digest == GOOD:
             self.yes.setdefault(message.round, set()).add(rank)
         if isinstance(message, m.Decision) and rank == ROOT:
-            self.told.setdefault(message.round, message.verdict)
+            self.decided.setdefault(message.round, message.verdict)
         try:
             self.take(self.core.receive(peer, message, 0, self.now_s), rank, message)
         except RemoteProtocolError:
             self.offend(peer)
 
     def offend(self, peer: m.PeerId) -> None:
-        """As the member's core treats a violation: the peer is ignored from then on."""
+        """Ignore the peer from now on, as the member's core does after a violation."""
         if self.source.one_in(2):
             self.offended.add(peer)
             self.core.drop_early(peer)
@@ -135,31 +137,35 @@ class Play:
             match effect:
                 case io.Send(peer, message):
                     must(
-                        self.seat.rank_of(peer) is not None and peer != self.seat.own_id,
+                        self.assignment.rank_of(peer) is not None and peer != self.assignment.own_id,
                         "posted to no member",
                     )
                     if isinstance(message, m.Vote):
-                        must(peer == self.seat.members[ROOT].peer, "a vote that does not go to the root")
+                        must(
+                            peer == self.assignment.members[ROOT].peer, "a vote that does not go to the root"
+                        )
                     if isinstance(message, m.Decision) and message.round in self.ended:
                         committed = message.verdict is m.Verdict.COMMIT
                         must(committed == self.ended[message.round], "another decision is repeated")
                 case io.SendPayload(peer):
                     must(
-                        self.seat.rank_of(peer) is not None and peer != self.seat.own_id,
-                        "shipped to no member",
+                        self.assignment.rank_of(peer) is not None and peer != self.assignment.own_id,
+                        "sent to no member",
                     )
                 case io.ComputeDigest():
-                    self.yes.setdefault(self.here, set()).add(self.seat.rank)
+                    self.yes.setdefault(self.current_round, set()).add(self.assignment.rank)
                     self.take(self.core.advance(Prepared(GOOD), self.now_s), None)
                 case StepCommitted(round_id):
                     self.end(round_id, True)
                     votes = self.yes.get(round_id, set())
-                    must(self.seat.rank in votes, "COMMIT of a round that was not prepared here")
-                    if self.seat.rank == ROOT:
-                        must(len(votes) == self.seat.world_size, "COMMIT without everybody's YES")
+                    must(
+                        self.assignment.rank in votes, "COMMIT of a round that was not prepared current_round"
+                    )
+                    if self.assignment.rank == ROOT:
+                        must(len(votes) == self.assignment.world_size, "COMMIT without the YES of all")
                     else:
-                        by_root = self.told.get(round_id) is m.Verdict.COMMIT or by == ROOT
-                        must(by_root, f"COMMIT by the word of rank {by}: {cause}")
+                        by_root = self.decided.get(round_id) is m.Verdict.COMMIT or by == ROOT
+                        must(by_root, f"COMMIT decided by rank {by}: {cause}")
                 case io.ResolveRound(round_id, committed):
                     must(not committed, "Attempts resolves aborts alone")
                     self.end(round_id, False)
@@ -175,28 +181,28 @@ class Play:
         self.ended[round_id] = committed
 
     def check(self) -> None:
-        held = self.core._early
-        for member in self.seat.members:
-            early = held.get(member.peer)
-            must(early is None or len(early.messages) <= MAX_EARLY_MESSAGES, "too much is held")
+        early_by_peer = self.core._early
+        for member in self.assignment.members:
+            early = early_by_peer.get(member.peer)
+            must(early is None or len(early.messages) <= MAX_EARLY_MESSAGES, "too many messages are stored")
         must(self.core.deadline_s == self.core.deadline_s, "the deadline is no number")
 
 
 def run(data: bytes) -> bool:
-    play = Play(Source(data))
+    harness = RoundHarness(Source(data))
     for _ in range(300):
-        if play.source.empty:
+        if harness.source.empty:
             break
-        play.step()
-        play.check()
-    return any(play.ended.values())
+        harness.step()
+        harness.check()
+    return any(harness.ended.values())
 
 
 def valid(random: Random) -> bytes:
     head = bytes((random.randrange(4), random.randrange(4)))
     if random.random() < 0.5:
         return head + random.randbytes(random.choice((20, 80, 300)))
-    # Mostly what an honest group does: submit, the data that are due, votes and decisions.
+    # Mostly actions of an honest group: submit, the data that are due, votes and decisions.
     steps = bytearray()
     for _ in range(random.choice((6, 20, 60))):
         steps += bytes(

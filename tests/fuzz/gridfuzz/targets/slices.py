@@ -47,7 +47,10 @@ def run(data: bytes) -> bool:
         must(sent == payload and not rest_B.any(), "a stored sum is not forwarded as it is")
     else:
         sums_B = own_N[:elements] + theirs_B
-        must(bool((found_B.astype(np.float64) + rest_B == sums_B).all()), "a rounding lost something")
+        must(
+            bool((found_B.astype(np.float64) + rest_B == sums_B).all()),
+            "a rounding has lost a part of the sum",
+        )
     return True
 
 

@@ -31,7 +31,7 @@ def run_journal(data: bytes) -> bool:
         entries = [(str(kind), body) for kind, body in json.loads(data)]
         json.dumps(entries, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
-        return False  # SQLite and the store would not have given that back
+        return False  # SQLite and the store would not return that
     if not all(isinstance(body, dict) for _, body in entries):
         return False
     try:
@@ -43,7 +43,7 @@ def run_journal(data: bytes) -> bool:
         again = json.loads(json.dumps(generation_entry(recovered.view, recovered.roster)))
         must(
             recover_run([("generation", again)]).view == recovered.view,
-            "a MembershipView is another after writing it down",
+            "a MembershipView changes when it is written and read",
         )
     return True
 
@@ -102,9 +102,9 @@ def run_stateblocks(data: bytes) -> bool:
         try:
             intake.receive(block)
             if intake.is_complete_for(generation):
-                term, of, came = intake.take_blobs()
+                term, of, received = intake.take_blobs()
                 must((term, of) == (1, generation), "the state is of another generation")
-                must(not honest or came == blobs, "the state changed on its way")
+                must(not honest or received == blobs, "the state has changed")
                 accepted = True
         except RemoteProtocolError:
             continue
@@ -206,14 +206,14 @@ TARGETS = (
     ),
     Target(
         "stateblocks",
-        "blocks of a donor's state",
+        "blocks of a source's state",
         run_stateblocks,
         valid_stateblocks,
         ("gridtrain.runtime.state_transfer.blobs",),
     ),
     Target(
         "state",
-        "a donor's state: JSON and safetensors, into model, optimizer and scheduler",
+        "a source's state: JSON and safetensors, into model, optimizer and scheduler",
         run_state,
         valid_state,
         (

@@ -1,4 +1,4 @@
-"""Texts that come from others: the coordinator's status, addresses, invitations."""
+"""Texts of other parties: the coordinator's status, addresses, invitations."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from gridtrain_coordinator.run import route_table
 
 def run_status(data: bytes) -> bool:
     try:
-        picture = _parse_status("tcp://there:1", data)
+        status = _parse_status("tcp://there:1", data)
     except RemoteProtocolError:
         return False
-    _check_printable(picture, 0)
-    render(picture)
+    _check_printable(status, 0)
+    render(status)
     return True
 
 
 def _check_printable(value: object, depth: int) -> None:
     match value:
         case str():
-            must(len(value) <= MAX_TEXT and value.isprintable(), "a text reaches the terminal as it came")
+            must(len(value) <= MAX_TEXT and value.isprintable(), "an unchecked text reaches the terminal")
         case list():
             for item in value[:100]:
                 _check_printable(item, depth + 1)
@@ -47,7 +47,7 @@ def valid_status(random: Random) -> bytes:
     member = {"rank": random.choice((0, None)), "name": "a\u202e\x1b[31m", "state": "active", "share": 4}
     member |= {"figures": figures, "last_heard_s": 0.1, "sent_Bps": random.choice((0, 1e3, 1e300, True))}
     event = {"at_s": 1.5, "event": "joined", "name": "[bold]x"}
-    picture = {
+    status = {
         **{
             "run": "r",
             "phase": random.choice(("training", "no such")),
@@ -58,7 +58,7 @@ def valid_status(random: Random) -> bytes:
         **{"facts": {"model": "x" * random.choice((1, 600))}, "members": [member] * random.randrange(3)},
         **{"events": [event] * random.randrange(8), "now_s": 2.0, "steps_per_s": 0.1, "finished": False},
     }
-    return json.dumps(picture, ensure_ascii=random.random() < 0.5).encode()
+    return json.dumps(status, ensure_ascii=random.random() < 0.5).encode()
 
 
 def change_json(data: bytes, random: Random) -> bytes:
@@ -114,7 +114,7 @@ def run_addresses(data: bytes) -> bool:
     accepted = False
     try:
         address = parse_coordinator_address(text)
-        must(address.startswith("tcp://") and len(address) < len(text) + 20, "another address came out")
+        must(address.startswith("tcp://") and len(address) < len(text) + 20, "the address is different")
         accepted = True
     except ConfigError:
         pass
@@ -131,15 +131,15 @@ def run_addresses(data: bytes) -> bool:
     folder = state_directory(text)
     must(
         "gridtrain" in folder.parts[-2:] and ".." not in folder.parts,
-        f"a run's name leads elsewhere: {text!r}",
+        f"a run's name leads outside of its folder: {text!r}",
     )
     must(not invitation.RUN_NAME.fullmatch(text) or folder.name == text, f"two runs share a folder: {text!r}")
-    _check_ways(Source(data))
+    _check_candidates(Source(data))
     return accepted
 
 
-def _check_ways(source: Source) -> None:
-    """For any claims and failed attempts of workers, both sides of a pair are given matching addresses."""
+def _check_candidates(source: Source) -> None:
+    """For any claims and failed attempts of workers, both sides of a pair receive matching addresses."""
     coordinator, peers = b"C" * 32, [bytes([letter]) * 32 for letter in b"abcd"]
     known, addresses = (
         route_table.RouteTable(coordinator),
@@ -161,8 +161,8 @@ def _check_ways(source: Source) -> None:
         must(bool(there or back), "neither of two members is to dial the other")
         relay = relay_of(there)
         if relay is not None:
-            must(relay_of(back) == relay, "two members are to meet at two places")
-            must(relay == coordinator or relay in relays, "a relay that is none")
+            must(relay_of(back) == relay, "two members are to use two relays")
+            must(relay == coordinator or relay in relays, "a relay that does not relay")
             must(relay not in (viewer, other), "a member is its own relay")
 
 
@@ -184,11 +184,11 @@ def run_invitation(data: bytes) -> bool:
     try:
         parsed = invitation.parse(text)
     except ConfigError as error:
-        must(len(str(error)) < 1000, "a refusal repeats all that it was given")
+        must(len(str(error)) < 1000, "a refusal repeats the whole input")
         return False
-    must(meant, "an invitation that does not look like one")
-    must(invitation.parse(parsed.text()) == parsed, "an invitation is another after writing it down")
-    must(parsed.token.hex() not in repr(parsed), "the token shows")
+    must(meant, "a text that does not look like an invitation")
+    must(invitation.parse(parsed.text()) == parsed, "an invitation changes when it is written and read")
+    must(parsed.token.hex() not in repr(parsed), "the token is visible")
     return True
 
 
@@ -234,7 +234,7 @@ def change_invitation(data: bytes, random: Random) -> bytes:
 TARGETS = (
     Target(
         "status",
-        "what a coordinator answers to `gridtrain status`, down to the table",
+        "a coordinator's reply to `gridtrain status`, down to the table",
         run_status,
         valid_status,
         ("gridtrain.cli.status",),
@@ -253,7 +253,7 @@ TARGETS = (
     ),
     Target(
         "invitation",
-        "what somebody pastes as an invitation",
+        "a text that a user pastes as an invitation",
         run_invitation,
         valid_invitation,
         ("gridtrain.core.group.invitation",),

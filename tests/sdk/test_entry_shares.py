@@ -25,7 +25,7 @@ DATA = [(torch.randn(SIZE, generator=torch.Generator().manual_seed(i)), torch.on
     [gridtrain.GTopK(density=K / SIZE, topology="tree"), gridtrain.TopK(density=K / SIZE, values="int8")],
     ids=["tree", "all-gather"],
 )
-def test_the_thin_worker_selects_its_share_and_all_train_one_model(
+def test_a_worker_with_a_slow_link_selects_fewer_entries_of_one_model(
     together: Any, monkeypatch: pytest.MonkeyPatch, exchange: Any
 ) -> None:
     selected: dict[str, set[int]] = {}  # by worker
@@ -33,7 +33,7 @@ def test_the_thin_worker_selects_its_share_and_all_train_one_model(
     def choose(
         load: Any, links: Any, peers: Sequence[PeerId], firsts: Any, now: Any, names: Mapping[PeerId, str]
     ) -> EntryShares:
-        return EntryShares({peers[-1]: 64}, "as this test wants it")
+        return EntryShares({peers[-1]: 64}, "given by the test")
 
     def prepare(self: ErrorFeedback, gradient_N: Any, k: int, *rest: Any, **named: Any) -> Any:
         selected.setdefault(threading.current_thread().name, set()).add(k)

@@ -1,6 +1,6 @@
 """The coordinator's access control: enrolments, orders, violations and joins by any peer, in any order.
 
-A model of a few lines says who may be admitted; and the journal is read back each time.
+A model of a few lines says which keys may be admitted.  The journal is read back each time.
 
     input:  a schedule: one byte for an action, and its arguments
 """
@@ -16,7 +16,7 @@ from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.core import messages as m
 from gridtrain.network.wire.codec import encode as to_frames
-from gridtrain_coordinator.access import authorization as doors
+from gridtrain_coordinator.access import authorization
 
 OPERATOR, COORDINATOR = b"O" * 32, b"C" * 32
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
@@ -24,13 +24,13 @@ TOKENS = tuple(bytes([letter]) * 32 for letter in b"012")
 ORDERS = (m.Invite, m.RemoveWorker, m.Unban)
 
 
-class Gate:
+class AccessHarness:
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.door = doors.Authorization(run="run", operator=OPERATOR, coordinator=COORDINATOR)
+        self.access = authorization.Authorization(run="run", operator=OPERATOR, coordinator=COORDINATOR)
         self.journal: list[tuple[str, dict[str, Any]]] = []
         self.wall_s, self.now_s = 1e9, 0.0
-        self.ever_let_in: set[m.PeerId] = set()
+        self.ever_admitted: set[m.PeerId] = set()
         self.banned: set[m.PeerId] = set()
         self.left: dict[m.PeerId, int] = {}  # uses of each token
         self.until_s: dict[m.PeerId, float] = {}
@@ -39,7 +39,7 @@ class Gate:
         source = self.source
         passed_s = source.choice((0.0, 0.0, 1.0, 6.0, 700.0, 1e5))
         self.now_s += passed_s
-        self.wall_s += passed_s * source.choice((1, 1, 1, -1))  # somebody sets the clock
+        self.wall_s += passed_s * source.choice((1, 1, 1, -1))  # the clock is set
         peer = source.choice(KEYS)
         match source.byte() % 10:
             case 0 | 1:
@@ -62,36 +62,42 @@ class Gate:
             case 8:
                 accuser = source.choice((None, *KEYS))
                 reason = source.choice(("why", "x" * 600, "\x1b[2J", "\ud800"))
-                self.judged(self.door.record_violation(peer, reason, accuser, self.now_s))
+                self.judged(self.access.record_violation(peer, reason, accuser, self.now_s))
             case _:
                 for _ in range(source.choice((1, 30))):
-                    self.door.allow_join(peer, self.now_s)
-                self.judged(self.door.tick(self.now_s))
+                    self.access.allow_join(peer, self.now_s)
+                self.judged(self.access.tick(self.now_s))
         self.check()
 
     def enrol(self, token: m.PeerId, peer: m.PeerId) -> None:
         where = self.source.choice(("10.0.0.0/24", "::/48", "", "no host", "fe80::/48"))
-        was = self.door.access_role(peer, self.wall_s)
-        answer = self.door.enrol(token, peer, where, self.wall_s)
+        was = self.access.access_role(peer, self.wall_s)
+        answer = self.access.enrol(token, peer, where, self.wall_s)
         self.write(answer.entries)
         to_frames(answer.reply)
         if not isinstance(answer.reply, m.Enrolled):
-            must(self.door.access_role(peer, self.wall_s) == was, "a refusal let somebody in")
+            must(self.access.access_role(peer, self.wall_s) == was, "a refusal admits a key")
             return
-        must(token in self.left and self.wall_s < self.until_s[token], "no valid invitation was shown")
-        must(peer not in self.banned, "a banned key is let in")
-        must(peer not in (OPERATOR, COORDINATOR), "somebody came in with our own key")
+        must(token in self.left and self.wall_s < self.until_s[token], "no valid invitation was presented")
+        must(peer not in self.banned, "a banned key is admitted")
+        must(
+            peer not in (OPERATOR, COORDINATOR),
+            "a worker is admitted with the coordinator's or operator's key",
+        )
         if answer.entries:
             self.left[token] -= 1
-            must(self.left[token] >= 0, "an invitation is used once too often")
-        self.ever_let_in.add(peer)
+            must(self.left[token] >= 0, "an invitation is used too often")
+        self.ever_admitted.add(peer)
 
     def order(self, sender: m.PeerId, order: m.Invite | m.RemoveWorker | m.Unban) -> None:
-        answer = self.door.handle_order(sender, order, self.wall_s)
+        answer = self.access.handle_order(sender, order, self.wall_s)
         self.write(answer.entries)
         to_frames(answer.reply)
         if sender != OPERATOR:
-            must(isinstance(answer.reply, m.Refused) and not answer.entries, "orders from anybody")
+            must(
+                isinstance(answer.reply, m.Refused) and not answer.entries,
+                "an order of a peer other than the operator is obeyed",
+            )
             return
         if not isinstance(answer.reply, m.OperatorReply):
             return
@@ -101,47 +107,50 @@ class Gate:
             case m.Invite(key):
                 self.until_s[key] = self.wall_s
             case m.RemoveWorker(peer, ban):
-                must(peer not in (OPERATOR, COORDINATOR), "we are expelled")
+                must(peer not in (OPERATOR, COORDINATOR), "coordinator or operator are removed")
                 if ban:
                     self.banned.add(peer)
             case m.Unban(peer):
                 self.banned.discard(peer)
 
-    def judged(self, judgement: doors.ViolationOutcome) -> None:
+    def judged(self, judgement: authorization.ViolationOutcome) -> None:
         self.write(judgement.entries)
         for peer, reason in judgement.removed:
             must(
-                self.door.access_role(peer, self.wall_s) is not doors.AccessRole.PEER,
+                self.access.access_role(peer, self.wall_s) is not authorization.AccessRole.PEER,
                 f"a kicked key stays: {reason}",
             )
-        must(set(judgement.restored) <= self.ever_let_in, "restored who never was a member")
+        must(set(judgement.restored) <= self.ever_admitted, "a key that was never a member is restored")
 
     def write(self, entries: Any) -> None:
         self.journal += [(e.kind, json.loads(json.dumps(e.body, allow_nan=False))) for e in entries]
 
     def check(self) -> None:
-        again = doors.recover_authorization(
+        again = authorization.recover_authorization(
             self.journal, run="run", operator=OPERATOR, coordinator=COORDINATOR
         )
         for key in (*KEYS, *TOKENS, OPERATOR, COORDINATOR):
-            standing = self.door.access_role(key, self.wall_s)
-            must(again.access_role(key, self.wall_s) == standing, "the journal says something else of a key")
-            if standing is doors.AccessRole.PEER and key != OPERATOR:
-                must(key in self.ever_let_in, "a stranger is a member")
+            role = self.access.access_role(key, self.wall_s)
+            must(again.access_role(key, self.wall_s) == role, "the journal has another role of a key")
+            if role is authorization.AccessRole.PEER and key != OPERATOR:
+                must(key in self.ever_admitted, "a stranger is a member")
                 must(key not in self.banned, "a banned key is a member")
-            must(standing is not doors.AccessRole.GUEST or key in self.left, "a guest without an invitation")
+            must(
+                role is not authorization.AccessRole.GUEST or key in self.left,
+                "a pending member without an invitation",
+            )
 
 
 def run(data: bytes) -> bool:
-    gate = Gate(Source(data))
+    harness = AccessHarness(Source(data))
     for _ in range(60):
-        if gate.source.empty:
+        if harness.source.empty:
             break
-        gate.step()
-    picture = json.dumps(gate.door.status(gate.wall_s))
-    must(not any(key.hex() in picture for key in TOKENS), "an invitation's key shows")
-    must(len(picture) < 1 << 20, "the picture has no bound")
-    return bool(gate.ever_let_in)
+        harness.step()
+    status = json.dumps(harness.access.status(harness.wall_s))
+    must(not any(key.hex() in status for key in TOKENS), "the status shows an invitation's key")
+    must(len(status) < 1 << 20, "the status has no bound")
+    return bool(harness.ever_admitted)
 
 
 def valid(random: Random) -> bytes:
@@ -150,8 +159,8 @@ def valid(random: Random) -> bytes:
 
 TARGETS = (
     Target(
-        "door",
-        "who may come in: enrolments, orders, strikes",
+        "access",
+        "access control: enrolments, orders, violations",
         run,
         valid,
         (

@@ -1,4 +1,4 @@
-"""Small models with `Dense()` in whole groups: the coordinator names the road, and both train the same."""
+"""Small models with `Dense()` in whole groups: the coordinator names the topology, with the same result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def net() -> nn.Linear:
 
 
 @pytest.mark.parametrize("values", ["bf16", "int8"])
-def test_the_chosen_topology_rounds_as_the_script_says(outcomes: Any, values: str) -> None:
+def test_the_chosen_topology_sends_the_scripts_kind_of_values(outcomes: Any, values: str) -> None:
     def train(grid: gridtrain.Grid, number: int) -> tuple[str, tuple[float, ...], bool]:
         model = net()
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -31,16 +31,16 @@ def test_the_chosen_topology_rounds_as_the_script_says(outcomes: Any, values: st
             optimizer.step()
             optimizer.zero_grad()
         parameters = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
-        kept = bool(optimizer.residual_state()["residual"].any())
-        return grid._session.snapshot.exchange, tuple(parameters.tolist()), kept
+        has_residual = bool(optimizer.residual_state()["residual"].any())
+        return grid._session.snapshot.exchange, tuple(parameters.tolist()), has_residual
 
     found = outcomes(train, workers=3)
     assert {each[0] for each in found} == {"Dense(topology=direct)"} and len(set(found)) == 1
-    assert found[0][2], "what was rounded off is kept"
+    assert found[0][2], "the rounding error is in the residual"
 
 
 @pytest.mark.parametrize("wrap", [lambda e: e, lambda e: gridtrain.LocalSteps(every=2, exchange=e)])
-def test_both_roads_end_with_the_same_bits(outcomes: Any, wrap: Any) -> None:
+def test_both_topologies_end_with_the_same_bits(outcomes: Any, wrap: Any) -> None:
     found: dict[str, tuple[set[str], torch.Tensor]] = {}
     for topology in ("auto", "ring", "direct"):
         seen: set[str] = set()
@@ -56,9 +56,9 @@ def test_both_roads_end_with_the_same_bits(outcomes: Any, wrap: Any) -> None:
                 (model(inputs) - targets).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                picture = grid._session.connection.wait(lambda _: True, 1.0)
-                assert picture is not None
-                seen.add(picture.exchange)
+                snapshot = grid._session.connection.wait(lambda _: True, 1.0)
+                assert snapshot is not None
+                seen.add(snapshot.exchange)
             return torch.cat([model.weight.detach().flatten(), model.bias.detach()])
 
         first, *others = outcomes(train, workers=3)

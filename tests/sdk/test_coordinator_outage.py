@@ -1,6 +1,6 @@
-"""Workers that lose the coordinator for longer than it waits, and come back by themselves.
+"""Workers that lose the coordinator for longer than it waits, and reconnect by themselves.
 
-worker-1    step 10 .... away ....           back: takes the others' state, goes on
+worker-1    step 10 .... away ....           back: receives the others' state, goes on
 the others  step 10 . without it . step 25
 """
 
@@ -33,11 +33,11 @@ DATA = TensorDataset(torch.arange(400.0).reshape(100, 4) / 400, torch.arange(100
 STEPS = 60
 
 
-class Scene:
-    """Worker 1's batch of step 10 cuts the lines; they heal once worker 0 is at step 25, if it gets there."""
+class Outage:
+    """Worker 1's batch of step 10 breaks the links; they are restored once worker 0 is at step 25."""
 
-    def __init__(self, group: Any, cut: tuple[int, ...]) -> None:
-        self.group, self.cut = group, cut
+    def __init__(self, group: Any, broken: tuple[int, ...]) -> None:
+        self.group, self.broken = group, broken
         self.away, self.healed, self.ready = threading.Event(), threading.Event(), threading.Barrier(3)
         self.keys: dict[int, bytes] = {}
 
@@ -55,19 +55,19 @@ class Scene:
         for x, y in grid.batches(DATA, batch_size=2, steps=STEPS):
             batches += 1
             if grid.step == 10 and number == 1 and not self.away.is_set():
-                for other in self.cut:
+                for other in self.broken:
                     self.group.hub.disconnect(self.keys[other], coordinator)
                 self.away.set()
-                if len(self.cut) > 1:  # nobody gets on without the coordinator but by step 10's vote
+                if len(self.broken) > 1:  # without the coordinator no worker gets further than step 10's vote
                     threading.Timer(0.5, self.heal, (coordinator,)).start()
-            if len(self.cut) == 1 and grid.step == 25 and number == 0:
-                # With worker 1 or without it: the coordinator needs a moment to notice.
-                assert grid._session.connection.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+            if len(self.broken) == 1 and grid.step == 25 and number == 0:
+                # With or without worker 1: the coordinator needs a moment to notice.
+                assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 2, WITHIN_S)
                 self.heal(coordinator)
                 self.healed.set()
             if grid.step == 40 and number == 0 and self.healed.is_set():
-                # Steps take a millisecond here: without this the run could end before anybody is back.
-                assert grid._session.connection.wait(lambda picture: picture.world_size == 3, WITHIN_S)
+                # Steps take a millisecond here: without this the run could end before a worker is back.
+                assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 3, WITHIN_S)
             ((model(x) - y) ** 2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -80,18 +80,18 @@ class Scene:
         )
 
     def heal(self, coordinator: bytes) -> None:
-        for other in self.cut:
+        for other in self.broken:
             self.group.hub.reconnect(self.keys[other], coordinator)
 
 
-@pytest.mark.parametrize("cut", [(1,), (0, 1, 2)], ids=["one worker", "all workers"])
-def test_a_broken_line_to_the_coordinator_costs_at_most_some_batches(
-    new_group: Any, cut: tuple[int, ...], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("broken", [(1,), (0, 1, 2)], ids=["one worker", "all workers"])
+def test_a_broken_link_to_the_coordinator_costs_at_most_some_batches(
+    new_group: Any, broken: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     with new_group(workers=3, deadlines=SOON) as group:
-        scene = Scene(group, cut)
+        outage = Outage(group, broken)
         for _ in range(3):
-            group.start(scene.train)
+            group.start(outage.train)
         results = [group.result(number) for number in range(3)]
         generation = group.snapshot()["generation"]
     assert all(isinstance(result, tuple) for result in results), results
@@ -99,8 +99,8 @@ def test_a_broken_line_to_the_coordinator_costs_at_most_some_batches(
     assert steps == (STEPS, STEPS, STEPS)
     assert len(set(digests)) == 1
     assert len(set(rates)) == 1
-    assert ("and the group continued without it; it is connected again" in caplog.text) == (cut == (1,))
-    assert "the coordinator is unreachable (" in caplog.text  # a sentence, for volunteers
-    if cut == (1,):
+    assert ("and the group continued without it; it is connected again" in caplog.text) == (broken == (1,))
+    assert "the coordinator is unreachable (" in caplog.text  # a message for volunteers
+    if broken == (1,):
         assert generation >= 3  # all, without worker 1, with it again
         assert batches[1] < batches[0] == STEPS

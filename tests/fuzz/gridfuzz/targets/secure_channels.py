@@ -29,14 +29,17 @@ class Relay:
             secure_channel.SecureChannel(ANNA, BERT.public, b"anna"),
             secure_channel.SecureChannel(BERT, ANNA.public, b"bert"),
         )
-        self.packets: tuple[list[bytes], list[bytes]] = ([], [])  # what each side has sent
-        self.made: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])  # messages, by who sealed them
-        self.opened: tuple[list[int], list[int]] = (
+        self.packets: tuple[list[bytes], list[bytes]] = ([], [])  # sent packets of each side
+        self.made: tuple[list[list[bytes]], list[list[bytes]]] = (
             [],
             [],
-        )  # their numbers, by who opened them, in one session
+        )  # messages of each side that encrypted them
+        self.decrypted: tuple[list[int], list[int]] = (
+            [],
+            [],
+        )  # numbers of the messages that each side has decrypted, in one session
         self.sessions: list[object] = [None, None]
-        self.bad_seals = False
+        self.garbage_encrypted = False
 
     def step(self) -> None:
         source = self.source
@@ -45,7 +48,7 @@ class Relay:
         match source.byte() % 12:
             case 0:
                 self.packets[side].append(end.make_call())
-            case 1 | 2 | 3 | 4 if sent:  # the latest ones, as an honest relay passes them on
+            case 1 | 2 | 3 | 4 if sent:  # the latest ones, as an honest relay forwards them
                 for packet in sent[-1 - source.byte() % 3 :]:
                     self.deliver(side, packet)
             case 5 if sent:
@@ -62,21 +65,21 @@ class Relay:
                 self.deliver(side, source.choice(self.packets[side]))
             case 9:
                 self.deliver(side, source.bytes(source.choice((0, 1, 17, 33, 150))))
-            case 10 if end.session is not None:  # an authenticated peer that seals nonsense
+            case 10 if end.session is not None:  # an authenticated peer that encrypts garbage
                 lane = (
                     secure_channel.PacketClass.BULK
                     if source.one_in(2)
                     else secure_channel.PacketClass.CONTROL
                 )
-                self.bad_seals = True
+                self.garbage_encrypted = True
                 plain = source.choice((b"", b"\0", b"\1", b"\2x", b"\0" + source.bytes(12), b"\0\3\0\0\0\0"))
                 self.packets[side].append(
                     end.session._encrypt_packet(plain, lane is secure_channel.PacketClass.BULK)
                 )
             case _ if end.session is not None:
-                self.seal(side)
+                self.encrypt(side)
 
-    def seal(self, side: int) -> None:
+    def encrypt(self, side: int) -> None:
         source, end = self.source, self.ends[side]
         assert end.session is not None
         number = len(self.made[side])
@@ -93,10 +96,10 @@ class Relay:
             if secure_channel.is_offer(packet):
                 answer = end.handle_offer(packet)
                 self.packets[side].extend(answer.packets)
-                must(answer.greeting in (None, (b"bert", b"anna")[side]), "a greeting is another's")
+                must(answer.greeting in (None, (b"bert", b"anna")[side]), "a greeting of another peer")
             else:
                 frames = end.decrypt(packet)
-                if frames and not self.bad_seals:
+                if frames and not self.garbage_encrypted:
                     self.check(side, [bytes(frame) for frame in frames])
         except RemoteProtocolError:
             pass
@@ -107,9 +110,12 @@ class Relay:
             self.sessions[side] = session
         number = int.from_bytes(frames[0], "little")
         made = self.made[1 - side]
-        must(number < len(made) and made[number] == frames, "what opens is not what was sealed")
-        must(number not in self.opened[side], "a message comes twice")
-        self.opened[side].append(number)
+        must(
+            number < len(made) and made[number] == frames,
+            "a decrypted message differs from the encrypted one",
+        )
+        must(number not in self.decrypted[side], "a message is delivered twice")
+        self.decrypted[side].append(number)
 
 
 @contextmanager
@@ -129,7 +135,7 @@ def run(data: bytes) -> bool:
             if relay.source.empty:
                 break
             relay.step()
-    return bool(relay.opened[0] or relay.opened[1])
+    return bool(relay.decrypted[0] or relay.decrypted[1])
 
 
 def valid(random: Random) -> bytes:

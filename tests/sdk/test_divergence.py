@@ -1,4 +1,4 @@
-"""A state that differs is found, replaced and counted, whoever holds it."""
+"""A state that diverges is found, replaced and counted, on any worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flip_one_bit(model: nn.Module, bit: int) -> None:
 
 
 def train(grid: gridtrain.Grid, number: int, exchange: Any, flips: dict[int, int]) -> list[bytes]:
-    """`flips`: by worker, the bit that its memory flips before step `FLIP_AT`.  Digests after each step."""
+    """Return the digests after each step.  `flips`: by worker, the bit to flip before step `FLIP_AT`."""
     torch.manual_seed(7)
     model = nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
@@ -62,7 +62,7 @@ def test_a_flipped_bit_is_found_repaired_and_counted(
     assert any(event["event"] == "drifted" for event in snapshot["events"])
 
 
-def test_the_largest_party_is_right_and_of_equal_ones_that_with_the_lowest_rank() -> None:
+def test_the_largest_group_of_equal_digests_wins_and_the_lowest_rank_breaks_ties() -> None:
     assert minority_ranks({0: b"a", 1: b"a", 2: b"a"}) == []
     assert minority_ranks({0: b"x", 1: b"a", 2: b"a"}) == [0]
     assert minority_ranks({0: b"a", 1: b"b"}) == [1]

@@ -1,9 +1,9 @@
-"""Every sample counts in exactly one committed step, however the samples are read and whoever comes and goes.
+"""Every sample counts in exactly one committed step, for each way to read data, while workers join and leave.
 
 worker-0   step 0 ....................................................... the end
 worker-1   step 0 ............ leaves after step 8
 worker-2   step 0 ......................... is killed in step 20
-worker-3                                comes at step 12 ............... the end
+worker-3                                joins at step 12 ............... the end
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Points:
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, int]]):
-    """The same points from the front, in another order in each pass."""
+    """The same points as a stream, in another order in each pass."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -67,8 +67,8 @@ def shards(folder: Path) -> gridtrain.Shards:
     return gridtrain.Shards(folder / "index.json", decode=lambda sample: points[sample["number"]])
 
 
-class Scene:
-    """What was brought into each attempt, and which attempts were committed."""
+class Recording:
+    """The samples of each attempt, and the committed attempts."""
 
     def __init__(self, group: Any, dataset: Callable[[], Any], options: dict[str, Any]) -> None:
         self.group, self.dataset, self.options = group, dataset, options
@@ -80,7 +80,7 @@ class Scene:
         session = grid._session
         run = session.run
 
-        def watched(plan: Any, *rest: Any) -> Any:
+        def run_recorded(plan: Any, *rest: Any) -> Any:
             round_id = session._turn.open_round
             if plan.samples:
                 with self.lock:
@@ -90,7 +90,7 @@ class Scene:
                 self.committed.add(round_id)
             return outcome
 
-        session.run = watched
+        session.run = run_recorded
 
     def train(self, grid: gridtrain.Grid, number: int) -> int:
         model = nn.Linear(2, 1)
@@ -104,7 +104,7 @@ class Scene:
             if number == 0 and grid.step == COMES and not self.come.is_set():
                 self.come.set()
                 assert self.here.wait(WITHIN_S)
-                assert grid._session.connection.wait(lambda picture: picture.world_size == 3, WITHIN_S)
+                assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 3, WITHIN_S)
             if number == 2 and grid.step >= DIES:
                 self.group.hub.kill(self.group.keys[f"worker-{number}"])
             model(x).square().mean().backward()
@@ -118,8 +118,8 @@ class Scene:
 WAYS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "by index": (lambda _: Points(), {}),
     "by index, two processes read ahead": (lambda _: Points(), {"num_workers": 2}),
-    "from the front": (lambda _: Stream(), {"length": SIZE}),
-    "from the front, a process reads ahead": (
+    "as a stream": (lambda _: Stream(), {"length": SIZE}),
+    "as a stream, a process reads ahead": (
         lambda _: Stream(),
         {"length": SIZE, "num_workers": 1, "prefetch_factor": 3},
     ),
@@ -133,18 +133,18 @@ def test_every_sample_counts_once(new_group: Any, way: str, tmp_path: Path) -> N
     (dataset, options), folder = WAYS[way], tmp_path / "data"
     write_shards(folder)
     with new_group(workers=3, deadlines=QUICK) as group:
-        scene = Scene(group, lambda: dataset(folder), options)
+        recording = Recording(group, lambda: dataset(folder), options)
         for _ in range(3):
-            group.start(scene.train)
-        assert scene.come.wait(WITHIN_S), group.results
-        group.start(scene.train)
-        scene.here.set()
+            group.start(recording.train)
+        assert recording.come.wait(WITHIN_S), group.results
+        group.start(recording.train)
+        recording.here.set()
         results = {number: group.result(number) for number in (0, 1, 3)}
         shown = group.snapshot()
-    last = max(round_id.step for round_id in scene.committed)
+    last = max(round_id.step for round_id in recording.committed)
     assert shown["finished"] and results[0] == results[3] == last + 1, results
     assert shown["generation"] >= 4, "all, without 1, with 3, without 2"
-    steps = Counter(round_id.step for round_id in scene.committed)
+    steps = Counter(round_id.step for round_id in recording.committed)
     assert set(steps.values()) == {1}, "a step is committed in one round"
-    taken = Counter(index for round_id in scene.committed for index in scene.brought[round_id])
+    taken = Counter(index for round_id in recording.committed for index in recording.brought[round_id])
     assert taken == Counter({index: EPOCHS for index in range(SIZE)})

@@ -1,4 +1,4 @@
-"""A newcomer takes over the state while the others train on, and is bit-identical when it enters."""
+"""Catch-up: a newcomer receives the state while the others train, and is bit-identical when it enters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXCHANGES = [
 WITHIN_S = 60.0
 
 
-class Stage:
+class Progress:
     """What the workers' threads share."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ def model_of(width: int) -> nn.Sequential:
 def train(
     grid: gridtrain.Grid,
     exchange: Any,
-    stage: Stage,
+    progress: Progress,
     *,
     late: bool,
     width: int = 160_000,
@@ -53,7 +53,7 @@ def train(
     adam: bool = False,
     shrinks: bool = False,
 ) -> dict[str, Any]:
-    """Until `stage.stop_at`; digests of parameters and optimizer after each step, and how it came in."""
+    """Train until `progress.stop_at`; return digests and learning rates by step, and the first step."""
     model = model_of(width)
     if adam:
         inner: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
@@ -65,16 +65,16 @@ def train(
     seen: dict[str, Any] = {"digests": {}, "lr": {}, "first": None}
     for x, y in grid.batches(DATA, batch_size=4, steps=100_000):
         if seen["first"] is None:
-            seen["first"] = stage.first_step = grid.step
+            seen["first"] = progress.first_step = grid.step
             if late:
-                stage.stop_at = 10**9 if shrinks else grid.step + 20
-                stage.entered.set()
+                progress.stop_at = 10**9 if shrinks else grid.step + 20
+                progress.entered.set()
         seen["digests"][grid.step] = serialization.replica_digest(model, inner)
         seen["lr"][grid.step] = inner.param_groups[0]["lr"]
-        with stage.moved:
-            stage.step = grid.step
-            stage.moved.notify_all()
-        if grid.step >= stage.stop_at:
+        with progress.moved:
+            progress.step = grid.step
+            progress.moved.notify_all()
+        if grid.step >= progress.stop_at:
             break
         ((model(x) - y) ** 2).mean().backward()
         if explicit:
@@ -87,34 +87,34 @@ def train(
                 for parameter in model.parameters():
                     parameter.mul_(0.999)
         if grid.step > 10:
-            stage.warm.set()
+            progress.warm.set()
     return seen
 
 
 def run(
     new_group: Any, exchange: Any, workers: int = 2, deadlines: Deadlines = BRISK, **options: Any
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """`workers` train, one more joins; what they saw, and the coordinator's events.
+    """Let one worker join `workers` that train; return their results, and the coordinator's events.
 
-    The others are some steps further when it gets its image, however slow their steps are here.
+    The snapshot is sent some steps after it was taken, also where steps are slow.
     """
-    stage, image_of = Stage(), state_snapshot.StateSnapshot.build
+    progress, build_snapshot = Progress(), state_snapshot.StateSnapshot.build
 
-    def later(applied: int, *parts: Any) -> state_snapshot.StateSnapshot:
-        with stage.moved:
-            assert stage.moved.wait_for(lambda: stage.step > applied + 5, WITHIN_S)
-        return image_of(applied, *parts)
+    def build_later(applied: int, *parts: Any) -> state_snapshot.StateSnapshot:
+        with progress.moved:
+            assert progress.moved.wait_for(lambda: progress.step > applied + 5, WITHIN_S)
+        return build_snapshot(applied, *parts)
 
     with pytest.MonkeyPatch.context() as patched, new_group(workers=workers, deadlines=deadlines) as group:
-        patched.setattr(state_snapshot.StateSnapshot, "build", later)
+        patched.setattr(state_snapshot.StateSnapshot, "build", build_later)
         for _ in range(workers):
-            group.start(lambda grid, _: train(grid, exchange, stage, late=False, **options))
-        assert stage.warm.wait(WITHIN_S)
-        late = group.start(lambda grid, _: train(grid, exchange, stage, late=True, **options))
-        assert stage.entered.wait(WITHIN_S)
+            group.start(lambda grid, _: train(grid, exchange, progress, late=False, **options))
+        assert progress.warm.wait(WITHIN_S)
+        late = group.start(lambda grid, _: train(grid, exchange, progress, late=True, **options))
+        assert progress.entered.wait(WITHIN_S)
         if options.get("shrinks"):
-            group.wait_for("drifted", "training")  # who has what the newcomer lacks stays until it has it
-            stage.stop_at = stage.step + 20
+            group.wait_for("drifted", "training")  # the others stay until the newcomer has their state
+            progress.stop_at = progress.step + 20
         results = [group.result(number) for number in range(workers + 1)]
         for result in results:
             if isinstance(result, BaseException):
@@ -125,7 +125,7 @@ def run(
 
 
 def equal(results: list[dict[str, Any]]) -> int:
-    """How many steps all of them saw; they have to be the same in each."""
+    """The number of steps that all workers took; their states must be equal after each."""
     steps = set.intersection(*(set(seen["digests"]) for seen in results))
     for step in steps:
         assert len({seen["digests"][step] for seen in results}) == 1, step
@@ -134,7 +134,7 @@ def equal(results: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
-def test_the_others_train_on_while_it_takes_over_the_state(new_group: Any, exchange: Any) -> None:
+def test_the_others_train_while_a_newcomer_receives_the_state(new_group: Any, exchange: Any) -> None:
     results, events = run(new_group, exchange)
     assert equal(results) >= 15
     kinds = [event["event"] for event in events]
@@ -142,30 +142,30 @@ def test_the_others_train_on_while_it_takes_over_the_state(new_group: Any, excha
     (caught,) = [event for event in events if event["event"] == "caught_up"]
     entered = results[-1]["first"]
     began = next(event["after_step"] for event in events if event["event"] == "following")
-    print(f"image after step {began}, caught up at {caught['step']}, entered at {entered}")
-    assert caught["step"] >= began, "it was not sent as one that cannot follow"
+    print(f"snapshot after step {began}, caught up at {caught['step']}, entered at {entered}")
+    assert caught["step"] >= began, "the state was not sent at once"
     assert entered - began >= 5, "the group made no step in the meantime"
     steps = sorted(results[0]["digests"])
     assert all(b == a + 1 for a, b in itertools.pairwise(steps)), "a member lost a step"
 
 
-def test_adam_follows_too(new_group: Any) -> None:
+def test_a_newcomer_catches_up_with_adam(new_group: Any) -> None:
     with pytest.warns(UserWarning, match="AdamW converges poorly with a sparse exchange"):
         results, events = run(new_group, EXCHANGES[0], width=1000, adam=True)
     assert equal(results) >= 15
     assert any(event["event"] == "caught_up" and event["step"] >= 0 for event in events)
 
 
-def test_a_script_that_may_change_updates_is_not_replayed(new_group: Any) -> None:
-    """What happens between exchange() and step() is the script's own: the others wait for the state then."""
+def test_updates_that_a_script_may_change_are_not_replayed(new_group: Any) -> None:
+    """A script may change updates between exchange() and step(); the others wait while the state is sent."""
     results, events = run(new_group, EXCHANGES[0], width=1000, explicit=True)
     assert equal(results) >= 15
     (caught,) = [event for event in events if event["event"] == "caught_up"]
     assert caught["step"] == -1
 
 
-def test_it_is_kept_up_until_it_enters(new_group: Any) -> None:
-    """Between Caught and the MembershipView the coordinator may let time pass; the others do not wait."""
+def test_a_newcomer_receives_updates_until_it_enters(new_group: Any) -> None:
+    """The coordinator may delay the MembershipView after Caught; the others do not wait."""
     slow = replace(BRISK, generation_gap_s=3.0, ready_s=6.0)
     results, events = run(new_group, EXCHANGES[0], width=1000, deadlines=slow)
     assert equal(results) >= 15
@@ -174,7 +174,9 @@ def test_it_is_kept_up_until_it_enters(new_group: Any) -> None:
     assert not any(event["event"] == "lost" for event in events if "not ready" in str(event))
 
 
-def test_without_an_image_it_enters_as_ever(new_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_enters_without_catch_up_if_no_snapshot_can_be_taken(
+    new_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> Any:
         raise MemoryError("no room for a second copy")
 
@@ -185,10 +187,10 @@ def test_without_an_image_it_enters_as_ever(new_group: Any, monkeypatch: pytest.
     assert any(event["event"] == "not_following" for event in events)
 
 
-def test_what_a_script_does_besides_is_found_after_the_first_step(new_group: Any) -> None:
-    """Updates do not tell of it: the newcomer's model is another one, until the states are compared."""
+def test_changes_outside_of_updates_are_found_after_the_first_step(new_group: Any) -> None:
+    """Updates lack such changes: the newcomer's model differs until the states are compared."""
     results, events = run(new_group, EXCHANGES[0], width=1000, shrinks=True)
-    (drifted,) = [event for event in events if event["event"] == "drifted"]
-    assert drifted["step"] == results[-1]["first"]
+    (diverged,) = [event for event in events if event["event"] == "drifted"]
+    assert diverged["step"] == results[-1]["first"]
     last = max(set.intersection(*(set(seen["digests"]) for seen in results)))
     assert len({seen["digests"][last] for seen in results}) == 1

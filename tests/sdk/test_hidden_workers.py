@@ -1,4 +1,4 @@
-"""Workers that nobody can dial train all the same; who cannot meet is relayed, sealed.
+"""Workers that no peer can dial take part; pairs that cannot connect use an encrypted relay.
 
 hidden: 2 of 4     0 1 | 2 3      2 and 3 dial 0 and 1; between 2 and 3 one of the others relays
 hidden: all 4      | 0 1 2 3      every pair through the coordinator
@@ -21,7 +21,7 @@ from gridtrain.training.checkpoint import serialization
 DATA = TensorDataset(torch.arange(480.0).reshape(120, 4) / 480, torch.arange(120.0).reshape(120, 1) / 120)
 WORKERS, STEPS = 4, 30
 PROBES_BYTES = 10_000
-"""Measuring a link before there is a member that could relay takes some 2 kB, a run's data 30 and more."""
+"""Link probes before any member can relay take some 2 kB, the data of a run 30 kB and more."""
 Result = tuple[str, int, dict[str, tuple[int, int]]]
 
 
@@ -37,7 +37,7 @@ def train(exchange: Any, grid: gridtrain.Grid, number: int) -> Result:
     return serialization.replica_digest(model, inner).hex(), grid.step, grid.traffic
 
 
-@pytest.mark.parametrize("hidden", [0, 2, WORKERS], ids=["nobody", "half", "everybody"])
+@pytest.mark.parametrize("hidden", [0, 2, WORKERS], ids=["none", "half", "all"])
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -68,13 +68,13 @@ def test_hidden_workers_end_with_the_same_model(new_group: Any, exchange: Any, h
     if hidden == 0:
         assert not any(relayed) and not by_coordinator
     elif hidden == WORKERS:
-        assert all(relayed) and by_coordinator > PROBES_BYTES, "there is nobody else"
-        assert not any("Data" in counts for counts in traffic), "nothing but through it"
+        assert all(relayed) and by_coordinator > PROBES_BYTES, "there is no other relay"
+        assert not any("Data" in counts for counts in traffic), "all data goes through it"
     else:
-        assert by_coordinator < PROBES_BYTES, "a member that both can dial comes first"
+        assert by_coordinator < PROBES_BYTES, "a member that both can dial is preferred"
 
 
-def test_people_see_who_can_be_reached(new_group: Any) -> None:
+def test_the_status_shows_which_workers_can_be_dialled(new_group: Any) -> None:
     with new_group(workers=2) as group:
         numbers = [
             group.start(lambda grid, n: train(gridtrain.Dense(), grid, n), hidden=n == 1) for n in (0, 1)
@@ -92,7 +92,7 @@ def test_people_see_who_can_be_reached(new_group: Any) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_others_go_on_when_a_hidden_worker_dies(new_group: Any) -> None:
-    """With its edges it had a relay's: its own threads end as quietly as any other's."""
+    """It used a relay; the relay's threads end without an error, as the others."""
 
     with new_group(workers=3) as group:
         dense = partial(train, gridtrain.Dense())
@@ -106,10 +106,10 @@ def test_the_others_go_on_when_a_hidden_worker_dies(new_group: Any) -> None:
 def killed_at(group: Any, step: int, grid: gridtrain.Grid, number: int) -> Result:
     run = grid._session.run
 
-    def dying(plan: Any, *rest: Any) -> Any:
+    def run_or_die(plan: Any, *rest: Any) -> Any:
         if plan.step == step:
             group.hub.kill(group.keys[f"worker-{number}"])
         return run(plan, *rest)
 
-    grid._session.run = dying  # type: ignore[method-assign]
+    grid._session.run = run_or_die  # type: ignore[method-assign]
     return train(gridtrain.Dense(), grid, number)
