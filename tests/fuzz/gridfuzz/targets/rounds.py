@@ -62,7 +62,7 @@ class RoundHarness:
             case 5:
                 self.receive(ROOT, m.Decision(self.current_round, source.choice(list(m.Verdict)), ""))
             case 6:
-                self.take(core.advance(Failed("current_round"), self.now_s), None)
+                self.take(core.advance(Failed("local"), self.now_s), None)
             case 7:
                 self.take(core.peer_disconnected("broke", self.now_s), None)
                 if (rank := self.any_rank()) != self.assignment.rank:
