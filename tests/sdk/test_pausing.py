@@ -120,7 +120,7 @@ class PausedGroup:
         return bool(self.owner.reported) and self.owner.reported[-1]["state"] == "paused"
 
     def paused_workers(self) -> list[dict[str, Any]]:
-        lines = self.group.snapshot()["paused_workers"]
+        lines = self.group.snapshot()["resting"]
         assert isinstance(lines, list)
         return lines
 

@@ -159,7 +159,7 @@ class RoundHarness:
                     self.end(round_id, True)
                     votes = self.yes.get(round_id, set())
                     must(
-                        self.assignment.rank in votes, "COMMIT of a round that was not prepared current_round"
+                        self.assignment.rank in votes, "COMMIT of a round that was not prepared here"
                     )
                     if self.assignment.rank == ROOT:
                         must(len(votes) == self.assignment.world_size, "COMMIT without the YES of all")
