@@ -173,7 +173,7 @@ def test_a_standby_takes_the_stage_of_a_paused_worker(tmp_path: Path) -> None:
     assert one.step == other.step == 29
 
 
-@pytest.mark.parametrize("way", ["leaves", "is_paused"])
+@pytest.mark.parametrize("way", ["leaves", "is paused"])
 def test_the_replica_of_a_leaving_worker_sends_its_residual(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -199,7 +199,7 @@ def test_the_replica_of_a_leaving_worker_sends_its_residual(
                     raise Leaves
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        if way == "is_paused" and [seen] == leaver and seen.step == 6:
+        if way == "is paused" and [seen] == leaver and seen.step == 6:
             residuals[:] = [pipe.held.in_memory().residual.state()["residual"].numpy().copy()]
             seen.owner.directive = REST
 

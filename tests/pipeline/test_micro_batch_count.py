@@ -58,19 +58,19 @@ def test_the_state_contains_the_choice_and_half_of_the_trials() -> None:
 def test_a_replica_without_samples_and_another_group_do_not_count() -> None:
     one = division()
     one.record_step([StepTimings(0.1, 0.1, 0.0, 8.0), StepTimings()], LAYOUT)
-    assert one.state_dict()["reported"] == []
+    assert one.state_dict()["told"] == []
     one.record_step(reported(0.1), LAYOUT)
     one.record_step(reported(0.1) * 2, RankLayout(2, 2))
-    assert [len(step) for step in one.state_dict()["reported"]] == [4]
+    assert [len(step) for step in one.state_dict()["told"]] == [4]
 
 
 @pytest.mark.parametrize(
     "state",
     [
-        {"chosen": -1, "reported": []},
-        {"chosen": 0, "reported": [[[math.nan] * 5]]},
-        {"chosen": 0, "reported": [[]] * 4},
-        {"chosen": 0, "reported": [[[0.1, 0.1, 0.0, 8.0, 8.0]], []]},
+        {"chosen": -1, "told": []},
+        {"chosen": 0, "told": [[[math.nan] * 5]]},
+        {"chosen": 0, "told": [[]] * 4},
+        {"chosen": 0, "told": [[[0.1, 0.1, 0.0, 8.0, 8.0]], []]},
     ],
 )
 def test_an_impossible_state_is_refused(state: dict[str, object]) -> None:
@@ -82,7 +82,7 @@ def test_an_impossible_state_is_refused(state: dict[str, object]) -> None:
 def test_a_state_source_cannot_choose_more_micro_batches_than_a_script(chosen: int) -> None:
     one = division()
     with pytest.raises(ValueError, match=f"{chosen} micro-batches are chosen; at most 16384 are supported"):
-        one.load_state_dict({"chosen": chosen, "reported": []})
+        one.load_state_dict({"chosen": chosen, "told": []})
     assert one.number == 8, "as before"
 
 

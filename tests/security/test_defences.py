@@ -345,7 +345,7 @@ def a_residual_of_a_rank_that_is_no_neighbour() -> Any:
 ATTACKS: dict[str, Callable[[], Any]] = {
     "residual-size": a_residual_larger_than_the_model,
     "residual-values": a_residual_of_too_large_values,
-    "recipient": a_residual_of_a_rank_that_is_no_neighbour,
+    "heir": a_residual_of_a_rank_that_is_no_neighbour,
     "frame-count": frames_of_unchecked_size,
     "frame-size": a_payload_of_65_mib,
     "parse-limits": a_map_is_built,

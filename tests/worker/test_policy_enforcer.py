@@ -200,7 +200,7 @@ def test_pause_resume_and_stop_are_obeyed(
     enforcer = make()
     link = AgentLink(enforcer.path, lambda: 0)
     shown = ask_agent(folder / SOCKET, {"ask": "pause", "for": "2h"})
-    assert (shown["state"], shown["reason"]) == ("paused", "on request, wait_until 14:00")
+    assert (shown["state"], shown["reason"]) == ("paused", "on request, until 14:00")
     wait_until(lambda: not link.directive.run)
     clock.now = datetime(2026, 3, 2, 14, 0)
     wait_until(lambda: link.directive.run)
@@ -234,7 +234,7 @@ def test_the_traffic_budget_counts_over_restarts_until_midnight(
     assert link.directive.most_bytes == 700 and link.directive.run
     moved[0] = 700
     wait_until(lambda: not link.directive.run)
-    assert link.directive.reason == "the day's traffic budget is used up, wait_until 00:00"
+    assert link.directive.reason == "the day's traffic budget is used up, until 00:00"
     clock.now = datetime(2026, 3, 3, 0, 1)
     wait_until(lambda: link.directive.run and link.directive.most_bytes == 1700)
 
@@ -323,7 +323,7 @@ def test_a_timed_pause_ends_also_after_a_restart(
     ask_agent(folder / SOCKET, {"ask": "pause", "for": "2h"})
     first.__exit__()
     with PolicyEnforcer(folder, "anna", {}, lambda link: None, sensors=sensors, now=clock) as again:
-        assert again.decision.text() == "on request, wait_until 14:00"
+        assert again.decision.text() == "on request, until 14:00"
         clock.now = datetime(2026, 3, 2, 14, 0)
         wait_until(lambda: again.decision.may_train)
     said: list[str] = []
@@ -376,7 +376,7 @@ def test_a_script_that_ends_without_traffic_budget_waits_for_the_next_day(
     enforcer = make(budget="1kB")
     enforcer._on_script_status({"state": BUDGET_EXHAUSTED, "moved_bytes": 900})
     assert not enforcer.decision.may_train
-    assert enforcer.decision.text() == "the day's traffic budget is used up, wait_until 00:00"
+    assert enforcer.decision.text() == "the day's traffic budget is used up, until 00:00"
     ask_agent(folder / SOCKET, {"ask": "set", "settings": {"budget": "2kB"}})
     wait_until(lambda: enforcer.decision.may_train)
     ask_agent(folder / SOCKET, {"ask": "set", "settings": {"budget": "1kB"}})

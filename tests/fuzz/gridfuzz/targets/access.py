@@ -159,7 +159,7 @@ def valid(random: Random) -> bytes:
 
 TARGETS = (
     Target(
-        "access",
+        "door",
         "access control: enrolments, orders, violations",
         run,
         valid,

@@ -222,7 +222,7 @@ class CoordinatorHarness:
             match effect:
                 case io.Send(peer, message):
                     to_frames(message)  # a LocalProtocolError here was caused by a worker
-                    must(peer in (*KEYS, STRANGER), "sent to nobody sender was there")
+                    must(peer in (*KEYS, STRANGER), "sent to a peer that is not connected")
                     self.sent(peer, message)
                 case io.JournalEntry("generation", body):
                     earlier = [

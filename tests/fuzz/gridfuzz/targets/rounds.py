@@ -62,7 +62,7 @@ class RoundHarness:
             case 5:
                 self.receive(ROOT, m.Decision(self.current_round, source.choice(list(m.Verdict)), ""))
             case 6:
-                self.take(core.advance(Failed("current_round"), self.now_s), None)
+                self.take(core.advance(Failed("local"), self.now_s), None)
             case 7:
                 self.take(core.peer_disconnected("broke", self.now_s), None)
                 if (rank := self.any_rank()) != self.assignment.rank:
@@ -159,7 +159,7 @@ class RoundHarness:
                     self.end(round_id, True)
                     votes = self.yes.get(round_id, set())
                     must(
-                        self.assignment.rank in votes, "COMMIT of a round that was not prepared current_round"
+                        self.assignment.rank in votes, "COMMIT of a round that was not prepared here"
                     )
                     if self.assignment.rank == ROOT:
                         must(len(votes) == self.assignment.world_size, "COMMIT without the YES of all")
