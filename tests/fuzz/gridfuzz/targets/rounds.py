@@ -158,9 +158,7 @@ class RoundHarness:
                 case StepCommitted(round_id):
                     self.end(round_id, True)
                     votes = self.yes.get(round_id, set())
-                    must(
-                        self.assignment.rank in votes, "COMMIT of a round that was not prepared here"
-                    )
+                    must(self.assignment.rank in votes, "COMMIT of a round that was not prepared here")
                     if self.assignment.rank == ROOT:
                         must(len(votes) == self.assignment.world_size, "COMMIT without the YES of all")
                     else:
