@@ -17,8 +17,8 @@ from types import TracebackType
 from gridtrain.errors import GridtrainError, LocalProtocolError
 
 _LIBRARIES = (
-    str(Path(__file__).resolve().parents[1]),
-    *{sysconfig.get_path(n) for n in ("purelib", "stdlib")},
+    str(Path(__file__).resolve().parents[1]) + os.sep,
+    *{sysconfig.get_path(n) + os.sep for n in ("purelib", "platlib", "stdlib")},
 )
 """Folders of gridtrain, other installed packages and Python, none of which is the user's script."""
 

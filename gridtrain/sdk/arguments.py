@@ -13,6 +13,7 @@ from gridtrain.config import JoinConfig
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.client.worker_naming import run_folder_name, state_directory
 from gridtrain.training.data import readers
+from gridtrain.training.data.fetch_meter import MAX_READERS
 from gridtrain.training.model_state import ModelStateOptions
 
 
@@ -57,9 +58,9 @@ def to_intervals(**named: Any) -> list[int]:
 
 def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
     """Raise `ConfigError` if `num_workers` or `prefetch_factor` is not valid for the data set."""
-    most = 1 if readers.is_iterable(dataset) else None
-    if num_workers < 0 or (most is not None and num_workers > most):
-        bound = "0 or 1 for an iterable data set" if most else ">= 0"
+    most = 1 if readers.is_iterable(dataset) else MAX_READERS
+    if not 0 <= num_workers <= most:
+        bound = "0 or 1 for an iterable data set" if most == 1 else f"from 0 to {most}"
         raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
     if prefetch_factor < 1:
         raise ConfigError(

@@ -341,6 +341,7 @@ class Grid:
         average_buffers_every, compare_every = to_intervals(
             average_buffers_every=average_buffers_every, compare_every=compare_every
         )
+        (seed,) = to_ints(seed=seed)
         make_schedule, schedule_name = schedule_for(schedule, ahead)
         options = PipelineOptions(
             stages=stages,
@@ -456,9 +457,6 @@ class Grid:
                 for batch in batches:
                     tokens.check(batch)
                 yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
-        except BudgetSpent:
-            self._pauses.report_spent()
-            raise
         except DataError:
             failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
             self._data_failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
@@ -583,7 +581,8 @@ class Grid:
                 self._is_closed = True
                 if self._model_state is not None and self._turns is not None:
                     budget_bytes = self._pauses.remaining_bytes // 2
-                    between_steps = self._turns.is_stopped or self._session.is_turn_done
+                    is_settled = isinstance(self._optimizer, GridOptimizer) and self._optimizer.is_settled
+                    between_steps = self._turns.is_stopped or (self._session.is_turn_done and is_settled)
                     self._model_state.leave(budget_bytes, between_steps=between_steps)
         finally:
             self._session.close("its run is finished" if self.finished else self._data_failure or reason)
@@ -595,10 +594,15 @@ class Grid:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(describe_end(error))
+        self._close_after(error)
 
     def _close_at_exit(self) -> None:
-        self.close(describe_end(uncaught_error()))
+        self._close_after(uncaught_error())
+
+    def _close_after(self, error: BaseException | None) -> None:
+        if isinstance(error, BudgetSpent):
+            self._pauses.report_spent()
+        self.close(describe_end(error))
 
     # -- inside ------------------------------------------------------------------------------------
 

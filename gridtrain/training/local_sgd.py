@@ -289,6 +289,7 @@ class LocalSGDOptimizer(GridOptimizer):
         self.timings = timings
         computing_s, self._computing_s = timings.get("computing_s", 0.0) + self._computing_s, 0.0
         self._session.report_figures(timings | {"computing_s": computing_s} | self.residual.figures)
+        self._is_applied = True
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Keep the update for the outer optimizer; leave the parameters' gradients unchanged."""

@@ -69,6 +69,10 @@ class TokenCheck:
     ) -> None:
         self._look_further, self._is_tokens = look_further, is_tokens
         self._rows, self._positions = _table_sizes(model)
+        self._has_decoder_labels = any(  # of another vocabulary, and none is without a prediction
+            getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+            for module in model.modules()
+        )
         self._is_first, self._has_warned = True, False
 
     def check(self, batch: Any) -> None:
@@ -86,7 +90,7 @@ class TokenCheck:
                 f"a sample has {tokens.shape[-1]} tokens, but the model has {self._positions} positions",
                 remedy="cut the samples: tokenizer(..., truncation=True, max_length=...), or pack=",
             )
-        if _is_integral(labels) and labels.shape == tokens.shape:
+        if not self._has_decoder_labels and _is_integral(labels) and labels.shape == tokens.shape:
             self._check_ids("labels", labels[labels != IGNORED])
             if _predicts_nothing(labels):
                 self._refuse_masked()

@@ -219,15 +219,20 @@ class ModelState(ABC):
     def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
         """Transfer or save the residual, and save the state between two steps, when this worker leaves a run
         that has not reached its end."""
+        is_settled = False
         try:
             is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
-            if between_steps and is_settled:
-                self._keep_for_others()
         except GridtrainError as error:
+            is_settled = False
             log.debug("the residual is not transferred: %s", error)  # this worker is no member (any more)
         if self._left is not None and self._has_checkpoints:
             save_left_residual(self._left_folder(self._left), self._facts, self._left)
+        if between_steps and is_settled:
+            try:
+                self._keep_for_others()
+            except Exception as error:  # such as no memory for a copy, which must not prevent the departure
+                log.warning("this worker leaves without a checkpoint of its last step: %s", error)
 
     def close(self, timeout_s: float) -> None:
         """Wait for a checkpoint that is being written or uploaded, and release the folder."""
@@ -520,7 +525,8 @@ class WholeModelState(ModelState):
     def _keep_for_others(self) -> None:
         """Write a checkpoint, because all workers may be leaving: nobody knows who is the last one.
 
-        With overlapped local steps none is written: the latest change is not applied yet.
+        With overlapped local steps none is written: the latest change is not applied yet.  A script that
+        tracks an object, which may be a step behind, is not considered to be between two steps.
         """
         snapshot = self._session.snapshot
         step = snapshot.applied + 1

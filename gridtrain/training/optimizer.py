@@ -155,6 +155,7 @@ class GridOptimizer(WrappingOptimizer):
                 self._overlapper = make_overlapper(self._flat, self._exchanger, session, overlap, wire)
         self.buffer_averaging = BufferAveraging(model, average_buffers_every)
         self._trackers: dict[str, serialization.Stateful] = {}
+        self._is_applied = True  # False from the first attempt at a step until its update is applied
         self.compare_every = compare_every
         self._step = -1
         self._compare_next = False
@@ -291,6 +292,7 @@ class GridOptimizer(WrappingOptimizer):
             early: the buckets that were sent already.
         """
         self.base.check_sometimes()
+        self._is_applied = False
         self._round_start, self._is_exchanging = self._turn_start, True
         try:
             self._iterate_attempts(usable, early)
@@ -404,6 +406,13 @@ class GridOptimizer(WrappingOptimizer):
             self.timings["selecting_s"] = self.timings.get("selecting_s", 0.0) + within_s
             self.timings["computing_s"] = self.timings.get("computing_s", 0.0) - within_s
         self._session.report_figures(self.timings | self.residual.figures)
+        self._is_applied = True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the state after a committed step is complete: its update is applied, and no tracked object,
+        such as a scheduler, may still follow it in the script."""
+        return self._is_applied and not self._trackers
 
     def _compare(self) -> None:
         step, self._step = self._step, -1

@@ -98,6 +98,11 @@ class PauseController:
         self._fetches.note_exchanges(connection.received_bytes, moved_bytes)
         return moved_bytes + self._fetches.fetched_bytes
 
+    @property
+    def _reserve_bytes(self) -> int:
+        """The bytes of the budget with which this worker can end its step and leave in order."""
+        return STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
+
     def report_spent(self) -> None:
         """Tell the agent that the script ends because its budget is used up, which is no failure."""
         self._agent.report(state=BUDGET_EXHAUSTED)
@@ -105,6 +110,7 @@ class PauseController:
     def begin_turn(self) -> None:
         """Begin a step: record the bytes that the last step transferred, and apply new rate limits."""
         moved_bytes = self._session.connection.moved_bytes
+        self._fetches.note_exchanges(self._session.connection.received_bytes, moved_bytes)
         if self._turn_start_bytes is not None:
             self._max_step_bytes = max(self._max_step_bytes, moved_bytes - self._turn_start_bytes)
         self._turn_start_bytes, self._is_returning = moved_bytes, False
@@ -188,7 +194,7 @@ class PauseController:
     def _exceeds_budget(self, directive: AgentDirective) -> bool:
         if directive.most_bytes == math.inf:
             return False
-        needed_bytes = STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
+        needed_bytes = self._reserve_bytes
         return self.moved_bytes + needed_bytes > directive.most_bytes
 
     def _budget_exhausted(self) -> str:
@@ -212,4 +218,4 @@ class PauseController:
         if rates != self._rates:
             self._rates = rates
             self._limit(*rates)
-        self._fetches.limit(directive.download_Bps, directive.most_bytes)
+        self._fetches.limit(directive.download_Bps, directive.most_bytes - self._reserve_bytes)

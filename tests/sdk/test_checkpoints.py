@@ -75,6 +75,38 @@ def test_another_number_of_workers_goes_on_bit_for_bit(exchange: Any, tmp_path: 
     assert all(tuple(again[0]["first"][name].flatten().tolist()) in stored for name in ("weight", "bias"))
 
 
+class Interrupted(Exception):
+    """The script ends within the inner optimizer's step."""
+
+
+@pytest.mark.parametrize("tracks", [False, True], ids=["in the update", "before the scheduler's step"])
+def test_a_worker_that_ends_amid_a_step_leaves_no_checkpoint_of_it(tracks: bool, tmp_path: Path) -> None:
+    def work(grid: gridtrain.Grid) -> None:
+        model = copy.deepcopy(NET)
+        inner = torch.optim.SGD(model.parameters(), lr=0.001)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        if tracks:
+            grid.track(scheduler=torch.optim.lr_scheduler.StepLR(inner, 1))
+        else:
+            inner.register_step_post_hook(lambda *_: fail() if grid.step == 5 else None)
+        for x, y in grid.batches(DATA, global_batch_size=6, steps=STEPS):
+            ((model(x) - y) ** 2).mean().backward()
+            try:
+                optimizer.step()
+            except Interrupted:
+                return
+            optimizer.zero_grad()
+            if grid.step == 5:
+                return
+
+    def fail() -> None:
+        raise Interrupted
+
+    run(tmp_path, 1, work, every=4, saves_on_leaving=True)
+    written = sorted(path.name for path in (tmp_path / "worker-0").glob("step-*"))
+    assert written == ["step-00000004"]
+
+
 @pytest.mark.parametrize("every", [100, 0], ids=["every 100 steps", "none"])
 @pytest.mark.parametrize(
     "exchange", [*EXCHANGES[:2], gridtrain.LocalSteps(every=2)], ids=lambda e: e.describe()

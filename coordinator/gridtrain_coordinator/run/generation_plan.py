@@ -130,7 +130,7 @@ class GenerationPlanner:
         if placement is None:
             firsts = [peer for peer in peers if peer in holders]
             self.entry_shares = (
-                self.entry_shares.of_members(peers) if is_urgent else self._choose_entry_shares(peers, firsts)
+                self._same_entry_shares(peers) if is_urgent else self._choose_entry_shares(peers, firsts)
             )
             ranks: rank_order.RankOrder | RankPlacement = self._choose_order(
                 peers, firsts, is_urgent=is_urgent
@@ -162,6 +162,11 @@ class GenerationPlanner:
             return EntryShares()
         load, current = self.exchange_choice.workload, self._current_entry_shares
         return choose_entry_shares(load, self.measured_links, peers, holders, current, self._names)
+
+    def _same_entry_shares(self, peers: Sequence[m.PeerId]) -> EntryShares:
+        """Return the current shares of entries, without those of members that have left."""
+        shares = {peer: share for peer, share in self._current_entry_shares.items() if peer in peers}
+        return EntryShares(shares, self.entry_shares.reason if shares else "")
 
     @property
     def _current_entry_shares(self) -> dict[m.PeerId, int]:

@@ -11,7 +11,7 @@ residual.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -67,11 +67,6 @@ class EntryShares:
 
     def share_of(self, peer: PeerId) -> int:
         return self.shares.get(peer, WHOLE_SHARE)
-
-    def of_members(self, peers: Collection[PeerId]) -> EntryShares:
-        """Return the choice without members that have left, and without any if only they had shares."""
-        shares = {peer: share for peer, share in self.shares.items() if peer in peers}
-        return EntryShares(shares, self.reason if shares else "")
 
 
 def choose_entry_shares(

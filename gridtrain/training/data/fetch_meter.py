@@ -30,7 +30,7 @@ _DOWNLOAD_BPS, _MOST_BYTES, _RECEIVED_BYTES, _MOVED_BYTES, _FIRST_READER = range
 class FetchMeter:
     """Counts the bytes that a worker fetches, and bounds them; without `limit` they are unbounded.
 
-    Each field of the shared memory has one writer: the script's process, or one reader.
+    Each field of the shared memory is written by one process: the script's, or one of `MAX_READERS` readers.
 
     Args:
         clock, sleep: the time and how to wait for it.
@@ -49,7 +49,7 @@ class FetchMeter:
             self.limit(None, math.inf)
         self._reader = 0
         self._limiter = DownloadLimiter(None)
-        self._charged_bytes = self._received_bytes
+        self._charged_bytes, self._charged_s = self._received_bytes, self._clock()
         self._Bps = math.inf
 
     def __reduce__(self) -> Any:
@@ -73,7 +73,7 @@ class FetchMeter:
         """What all processes of this worker have fetched."""
         return int(sum(self._fields[_FIRST_READER:]))
 
-    # -- whoever reads -----------------------------------------------------------------------------------
+    # -- readers -----------------------------------------------------------------------------------
 
     def is_reader(self, number: int) -> None:
         """Declare that this process is the given reader, from 0, of the script."""
@@ -105,15 +105,15 @@ class FetchMeter:
 
     def _follow_limit(self) -> None:
         if (rate_Bps := self._fields[_DOWNLOAD_BPS]) != self._Bps:
-            self._Bps, self._charged_bytes = rate_Bps, self._received_bytes
+            self._Bps, self._charged_bytes, self._charged_s = rate_Bps, self._received_bytes, self._clock()
             self._limiter = DownloadLimiter(None if rate_Bps == math.inf else rate_Bps)
         self._charge()
 
     def _charge(self) -> None:
-        """Account for what this worker has received since the last call, in whatever way."""
-        received_bytes = self._received_bytes
-        self._limiter.charge(max(0, received_bytes - self._charged_bytes), self._clock())
-        self._charged_bytes = received_bytes
+        """Account for what this worker has received since the last call, in whatever way and at any time."""
+        now_s, received_bytes = self._clock(), self._received_bytes
+        self._limiter.charge(max(0, received_bytes - self._charged_bytes), self._charged_s)
+        self._charged_bytes, self._charged_s = received_bytes, now_s
 
     @property
     def _received_bytes(self) -> int:

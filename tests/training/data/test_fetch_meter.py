@@ -107,6 +107,18 @@ def test_it_waits_for_what_the_exchanges_have_received() -> None:
     assert clock() == pytest.approx(101.0, abs=0.03)
 
 
+def test_what_arrived_long_ago_is_not_waited_for() -> None:
+    clock = Clock()
+    meter = FetchMeter(clock, clock.sleep)
+    meter.limit(RATE_Bps, math.inf)
+    meter.request(1)
+    clock.now_s += 600.0
+    meter.note_exchanges(int(300 * RATE_Bps), 0)  # half of what the limit allowed meanwhile
+    began_s = clock.now_s
+    meter.request(1)
+    assert clock.now_s == began_s
+
+
 def test_a_limit_that_is_lifted_ends_the_wait() -> None:
     clock = Clock()
     meter = FetchMeter(clock, clock.sleep)
