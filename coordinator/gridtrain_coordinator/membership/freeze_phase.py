@@ -21,6 +21,7 @@ from gridtrain_coordinator.membership.pipeline_recovery import PipelineRecovery
 from gridtrain_coordinator.membership.view_installer import ViewInstaller
 from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation, RunPhase, Send
+from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
@@ -36,13 +37,14 @@ class FreezePhase:
     def __init__(
         self,
         run: RunState,
+        planner: GenerationPlanner,
         departures: Departures,
         view_installer: ViewInstaller,
         pipeline_recovery: PipelineRecovery,
         divergence: DivergenceDetector,
         generation_reports: GenerationReports,
     ) -> None:
-        self._run, self._departures = run, departures
+        self._run, self._planner, self._departures = run, planner, departures
         self._view_installer, self._pipeline_recovery = view_installer, pipeline_recovery
         self._divergence, self._generation_reports = divergence, generation_reports
         self.delayed_until_s: float | None = None
@@ -64,6 +66,7 @@ class FreezePhase:
 
     def _begin(self, now_s: float) -> LogEvent:
         self.delayed_until_s = None
+        self._planner.prepare(now_s)
         self._run.view_change.begin_freezing(now_s + self._run.limits.report_s)
         fields = {"generation": self._run.generation, "reason": self._run.view_change.reason}
         return LogEvent("info", "freeze", fields)

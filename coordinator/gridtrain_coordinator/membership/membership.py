@@ -135,7 +135,7 @@ class Membership:
             run, departures, installer, StagePlacement(run, planner, checkpoints), checkpoints
         )
         self._freeze_phase = FreezePhase(
-            run, departures, installer, self._pipeline_recovery, divergence, reports
+            run, planner, departures, installer, self._pipeline_recovery, divergence, reports
         )
         self._member_recovery = MemberRecovery(run, self._freeze_phase, reports)
 
@@ -146,7 +146,7 @@ class Membership:
         self._planner.exchange_choice.configure(recovered.definition, chosen, alone)
         if view is not None and not self.run.is_finished:
             self._freeze_phase.delay_freeze(math.inf)
-            self.run.view_change.request("the coordinator restarted")
+            self.run.view_change.request("the coordinator restarted", can_wait=True)
 
     # -- interface -----------------------------------------------------------------------------
 
@@ -528,7 +528,10 @@ class Membership:
         if newcomers:
             joined = ", ".join(w.name for w in newcomers) + " joined"
             # Without members, an earlier newcomer may have left while the run waited.
-            view_change.request(joined) if run.members else view_change.replace_reason(joined)
+            if run.members:
+                view_change.request(joined, can_wait=True)
+            else:
+                view_change.replace_reason(joined)
         if not view_change.reason or now_s < self._earliest_view_change_s():
             return []
         if run.members:

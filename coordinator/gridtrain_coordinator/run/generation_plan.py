@@ -1,14 +1,18 @@
 """Plans the next generation from measurements, and requests a generation when a better plan justifies it.
 
-LinkLatencies, LinkRates --+                  +--plan--> rank order, shares, `plan_reason`
+LinkLatencies, LinkRates --+                  +--prepare, plan--> rank order, shares, `plan_reason`
 Heartbeat (metrics) -------+--> measurements -+
 ConnectionLost ------------+                  +--request_if_faster--> `ViewChange.request`
+
+    members train --prepare: the whole search--> Freeze, reports --plan: as prepared--> MembershipView
+    a member is lost, or the links have changed --------------------plan: few orders--> MembershipView
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
@@ -30,6 +34,27 @@ from gridtrain_coordinator.run.registry import (
 )
 from gridtrain_coordinator.run.reorder_limits import ReorderLimits
 from gridtrain_coordinator.run.run_state import RunState
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBasis:
+    """What a search depends on: an order that was searched on the same basis is still the best one.
+
+    Attributes:
+        peers: the members, the longest-serving first.
+        links: the round trips, and the rates that senders and receivers report, of pairs of `peers`.
+        is_direct: whether any two of them can connect without a relay, and no broken link is avoided.
+        setup: the run's definition, with the sizes.
+        exchange: the exchange that the coordinator has chosen.
+        current: the present generation.
+    """
+
+    peers: tuple[m.PeerId, ...]
+    links: tuple[Mapping[rank_order.PeerPair, float], ...]
+    is_direct: bool
+    setup: m.Setup | None
+    exchange: str
+    current: tuple[m.Member, ...]
 
 
 class GenerationPlanner:
@@ -54,6 +79,7 @@ class GenerationPlanner:
         self._reorder_limits = ReorderLimits(run.limits.reshare_s)
         self._exchange_checked_s = -math.inf  # when another exchange was last considered
         self._is_search_due = False  # the latest plan was made in a hurry
+        self._prepared: tuple[PlanBasis, rank_order.RankOrder] | None = None
         self._shares_checked_s = -math.inf
 
     # -- measurements ------------------------------------------------------------------------------
@@ -97,6 +123,23 @@ class GenerationPlanner:
 
     # -- the next generation -----------------------------------------------------------------------
 
+    def prepare(self, now_s: float) -> None:
+        """Search the plan of the next generation before the members are frozen, unless they wait already.
+
+        `plan` uses the result if its basis is still the same, and the member with rank 0 holds the state.
+        """
+        run, self._prepared = self._run, None
+        peers = run.eligible_workers()
+        is_complete = bool(run.members) and run.members <= set(peers) and not run.departed_members
+        if not run.view_change.can_wait or not is_complete:
+            return
+        avoided = self._measure_round_trips(peers, now_s)
+        self._choose_exchange(peers, now_s, is_urgent=False)
+        if not run.partition.is_pipeline:
+            firsts = [peer for peer in peers if peer in run.members]
+            basis = self._basis(peers, avoided)
+            self._prepared = basis, self._search(basis, firsts, is_urgent=False)
+
     def plan(
         self,
         peers: Sequence[m.PeerId],
@@ -106,38 +149,25 @@ class GenerationPlanner:
     ) -> tuple[tuple[m.PeerId, ...], tuple[int, ...]]:
         """Plan the next generation; return its members in rank order, and their shares.
 
-        After the loss of a member, for whom the others have waited, only few rank orders are tried, and the
-        exchange and the shares of entries stay.  They are considered again in the next plan, or after
-        `reshare_s` (`request_if_faster`).
+        Members wait for this plan, so it is the prepared one.  If something else has been prepared, or
+        nothing, only few rank orders are tried, and the exchange and the shares of entries stay.  They are
+        considered again in the next plan, or after `reshare_s` (`request_if_faster`).
 
         Args:
             peers: the members, the longest-serving first.
             holders: the members that hold the state; the first of them has rank 0.
             placement: the ranks of a pipeline; None for a model in one piece.
         """
-        avoided = self.link_failures.begin_avoiding(now_s)
-        self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
+        avoided = self._measure_round_trips(peers, now_s)
         self._reorder_limits.clear_changes()
-        is_urgent = self._is_search_due = not self._run.members <= set(peers)
+        is_urgent = bool(self._run.members)
         self._choose_exchange(peers, now_s, is_urgent=is_urgent)
-        network = self._rated(peers)
-        self.exchange_choice.choose_dense_topology(
-            len(peers),
-            network,
-            lambda: not avoided and self._addresses.all_direct(peers),
-            is_urgent=is_urgent,
-        )
+        ranks: rank_order.RankOrder | RankPlacement
         if placement is None:
-            firsts = [peer for peer in peers if peer in holders]
-            self.entry_shares = (
-                self._same_entry_shares(peers) if is_urgent else self._choose_entry_shares(peers, firsts)
-            )
-            ranks: rank_order.RankOrder | RankPlacement = self._choose_order(
-                peers, firsts, is_urgent=is_urgent
-            )
+            ranks = self._prepared_or_searched(self._basis(peers, avoided), holders, is_urgent=is_urgent)
         else:
-            self.entry_shares = EntryShares()
-            ranks = placement
+            self.entry_shares, ranks = EntryShares(), placement
+        self._prepared = None
         shares = self._assign_shares(ranks.order, is_pipeline=placement is not None)
         broken = (
             f"a round trip of {AVOIDED_PAIR_RTT_S:g} s is assumed for {len(avoided)} pairs with broken links"
@@ -147,13 +177,54 @@ class GenerationPlanner:
         self.plan_reason = "; ".join(reason for reason in reasons if reason)
         return ranks.order, shares.counts
 
-    def _choose_order(
-        self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId], *, is_urgent: bool
+    def _measure_round_trips(
+        self, peers: Sequence[m.PeerId], now_s: float
+    ) -> frozenset[tuple[m.PeerId, m.PeerId]]:
+        """Take up the latest round trips between `peers`; return the pairs with broken links."""
+        avoided = self.link_failures.begin_avoiding(now_s)
+        self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
+        return avoided
+
+    def _basis(self, peers: Sequence[m.PeerId], avoided: Collection[rank_order.PeerPair]) -> PlanBasis:
+        run, choice = self._run, self.exchange_choice
+        may_be_direct = 2 < len(peers) <= MAX_DIRECT_MEMBERS and not avoided
+        return PlanBasis(
+            tuple(peers), self.measured_links.between(frozenset(peers)),
+            may_be_direct and self._addresses.all_direct(peers), run.definition, choice.chosen_text,
+            run.member_list,
+        )  # fmt: skip
+
+    def _prepared_or_searched(
+        self, basis: PlanBasis, holders: Collection[m.PeerId], *, is_urgent: bool
     ) -> rank_order.RankOrder:
+        self._is_search_due = False
+        if self._prepared is not None:
+            prepared_for, ranks = self._prepared
+            if prepared_for == basis and ranks.order[0] in holders:
+                return ranks
+        self._is_search_due = is_urgent
+        return self._search(basis, [peer for peer in basis.peers if peer in holders], is_urgent=is_urgent)
+
+    def _search(
+        self, basis: PlanBasis, firsts: Sequence[m.PeerId], *, is_urgent: bool
+    ) -> rank_order.RankOrder:
+        """Choose topology, shares of entries and rank order for a model in one piece.
+
+        Args:
+            firsts: the members that may have rank 0.
+        """
+        peers = basis.peers
+        self.exchange_choice.choose_dense_topology(
+            len(peers), self._rated(peers), lambda: basis.is_direct, is_urgent=is_urgent
+        )
+        if is_urgent:
+            self.entry_shares = self._same_entry_shares(peers)
+        else:
+            self.entry_shares = self._choose_entry_shares(peers, firsts)
         if not self._by_links:
-            return rank_order.join_order(peers, holders)
+            return rank_order.join_order(peers, firsts)
         return rank_order.plan_rank_order(
-            self.exchange_choice.workload, self.measured_links, peers, holders, self._run.member_order,
+            self.exchange_choice.workload, self.measured_links, peers, firsts, self._run.member_order,
             self.entry_shares.shares, is_urgent=is_urgent,
         )  # fmt: skip
 
@@ -235,7 +306,7 @@ class GenerationPlanner:
             self._exchange_checked_s = now_s
             reason = choice.reconsider(*self._current_measurements(run.member_order))
         if reason:
-            run.view_change.request(f"the exchange is chosen: {choice.chosen_text}")
+            run.view_change.request(f"the exchange is chosen: {choice.chosen_text}", can_wait=True)
 
     def _check_shares(self, now_s: float) -> None:
         """Request a generation if different shares would make the steps noticeably faster."""
@@ -247,7 +318,8 @@ class GenerationPlanner:
         if len(run.present_members) == len(run.member_order):
             most = batch_limits([run.workers[peer] for peer in run.member_order])
             shares = [member.share for member in run.member_list]
-            run.view_change.request(self._batch_shares.rebalance_reason(run.member_order, shares, most))
+            reason = self._batch_shares.rebalance_reason(run.member_order, shares, most)
+            run.view_change.request(reason, can_wait=True)
 
     def _check_links(self, now_s: float) -> None:
         """Request a generation if changed links make another rank order or topology noticeably faster."""
@@ -265,7 +337,7 @@ class GenerationPlanner:
                 )  # fmt: skip
                 reason = rank_order.reorder_reason(load, links, run.member_order, present, shares)
                 reason = reason or share_change_reason(load, links, present, shares, self._names)
-                run.view_change.request(reason or self._topology_reason(present))
+                run.view_change.request(reason or self._topology_reason(present), can_wait=True)
             self._reorder_limits.record_evaluation(reporters, now_s, found=bool(run.view_change.reason))
 
     def _topology_reason(self, peers: Sequence[m.PeerId]) -> str:

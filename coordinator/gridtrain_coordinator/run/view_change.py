@@ -26,6 +26,7 @@ class ViewChange:
     Attributes:
         deadline_s: the time at which waiting for the members' answers ends.
         reason: the reason for another generation; empty if no generation is requested.
+        can_wait: whether the members train until they are frozen, so that a plan may be searched before.
         unrouted_reason: the reason for replacing the forming generation, unless its members connect after
             all.
         last_installed_s: the time at which this coordinator installed its latest generation; -inf if it has
@@ -38,6 +39,7 @@ class ViewChange:
         self.phase = ViewChangePhase.IDLE
         self.deadline_s = math.inf
         self.reason = ""
+        self.can_wait = False
         self.unrouted_reason = ""
         self.last_installed_s = -math.inf
         self.reports: dict[m.PeerId, m.FreezeReport] = {}
@@ -84,13 +86,18 @@ class ViewChange:
 
     # -- reasons -----------------------------------------------------------------------------------
 
-    def request(self, reason: str) -> None:
-        """Request another generation; the first reason is kept."""
+    def request(self, reason: str, *, can_wait: bool = False) -> None:
+        """Request another generation; the first reason is kept.
+
+        Args:
+            can_wait: see the attribute, which is true if it is true for all reasons.
+        """
+        self.can_wait = can_wait and (self.can_wait or not self.reason)
         self.reason = self.reason or reason
 
     def replace_reason(self, reason: str) -> None:
         """Request another generation for this reason, which replaces any earlier reason."""
-        self.reason = reason
+        self.reason, self.can_wait = reason, False
 
     def withdraw(self) -> None:
         """Withdraw the request for another generation."""

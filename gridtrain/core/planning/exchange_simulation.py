@@ -11,8 +11,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from gridtrain.core.planning.message_schedule import PlannedMessage
+from gridtrain.core.planning.message_schedule import PlannedMessage, ReceiveWork
 from gridtrain.core.planning.network_model import LinkOccupancy, NetworkModel
 from gridtrain.core.planning.workload import (
     HEADER_BYTES,
@@ -75,6 +76,20 @@ def vote_end_s(ends_s: Sequence[float], network: NetworkModel, cpu: CpuCosts, cp
 _DEPART, _REACH, _ARRIVE = range(3)
 
 
+class MessageCost(NamedTuple):
+    """What all messages of one size have in common.
+
+    Attributes:
+        wire_bytes: its bytes, with headers.
+        handling_s: the CPU time of its sender, and of its receiver, for reading and writing.
+        work_s: the CPU time of its receiver for what it contains.
+    """
+
+    wire_bytes: float
+    handling_s: float
+    work_s: float
+
+
 @dataclass(slots=True)
 class ExchangeSimulation:
     """Simulates all messages of one exchange in chronological order, and then the vote.
@@ -98,6 +113,7 @@ class ExchangeSimulation:
     _dependents: list[list[int]] = field(init=False)
     _successors: list[list[int]] = field(init=False)
     _arrived_s: dict[int, float] = field(default_factory=dict)
+    _costs: dict[tuple[int, float, ReceiveWork], MessageCost] = field(default_factory=dict)
     _ends_s: list[float] = field(init=False)
     _cpus: CpuOccupancy = field(init=False)
 
@@ -134,14 +150,14 @@ class ExchangeSimulation:
                 if (turn_s := traffic.earliest_departure_s(message.src, message.dst)) > now_s:
                     heapq.heappush(self._events, (turn_s, index, _DEPART, 0.0))
                     continue
-                nbytes = self._wire_bytes(message)
-                reached_s, last_s = traffic.depart(message.src, message.dst, nbytes, now_s)
-                self._count_bytes(message)
+                cost = self._cost_of(message)
+                reached_s, last_s = traffic.depart(message.src, message.dst, cost.wire_bytes, now_s)
+                self._count_bytes(message, cost)
                 # Two messages that share a download end together: in a tie the message with the lower index,
                 # which is needed sooner, comes second.
                 heapq.heappush(self._events, (reached_s, -index, _REACH, last_s))
             elif event == _REACH:
-                arrived_s = traffic.arrive(message.dst, self._wire_bytes(message), now_s, until_s)
+                arrived_s = traffic.arrive(message.dst, self._cost_of(message).wire_bytes, now_s, until_s)
                 heapq.heappush(self._events, (arrived_s + self.cpu.wake_s, index, _ARRIVE, 0.0))
             else:
                 self._arrive(index, now_s)
@@ -165,16 +181,22 @@ class ExchangeSimulation:
         out_s = self._cpus.reserve(message.src, now_s, message.count * self.cpu.message_s)
         heapq.heappush(self._events, (out_s, index, _DEPART, 0.0))
 
-    def _wire_bytes(self, message: PlannedMessage) -> float:
-        return message.count * (self.load.payload_bytes(message.fraction) + HEADER_BYTES)
+    def _cost_of(self, message: PlannedMessage) -> MessageCost:
+        """Return the message's cost, computed once for all messages of its size."""
+        key = message.count, message.fraction, message.work
+        if key not in self._costs:
+            load, cpu = self.load, self.cpu
+            nbytes = message.count * (load.payload_bytes(message.fraction) + HEADER_BYTES)
+            handling_s = message.count * cpu.message_s + nbytes * cpu_s_per_byte(load, cpu)
+            work_s = message.count * receive_work_s(message.work, load, message.fraction, cpu)
+            self._costs[key] = MessageCost(nbytes, handling_s, work_s)
+        return self._costs[key]
 
-    def _count_bytes(self, message: PlannedMessage) -> None:
-        nbytes = self._wire_bytes(message)
-        handling_s = message.count * self.cpu.message_s + nbytes * cpu_s_per_byte(self.load, self.cpu)
-        self.sent_bytes[message.src] += nbytes
-        self.received_bytes[message.dst] += nbytes
-        self.cpu_s[message.src] += handling_s
-        self.cpu_s[message.dst] += handling_s
+    def _count_bytes(self, message: PlannedMessage, cost: MessageCost) -> None:
+        self.sent_bytes[message.src] += cost.wire_bytes
+        self.received_bytes[message.dst] += cost.wire_bytes
+        self.cpu_s[message.src] += cost.handling_s
+        self.cpu_s[message.dst] += cost.handling_s
 
     def _arrive(self, index: int, now_s: float) -> None:
         """Handle a message that has arrived and the messages that waited for it.
@@ -186,7 +208,7 @@ class ExchangeSimulation:
         while ready:
             done = ready.pop()
             message = self.messages[done]
-            work_s = message.count * receive_work_s(message.work, self.load, message.fraction, self.cpu)
+            work_s = self._cost_of(message).work_s
             handled_s = work_s + message.count * self.cpu.message_s
             end_s = self._cpus.reserve(message.dst, max(now_s, self._arrived_s[done]), handled_s)
             self.cpu_s[message.dst] += work_s

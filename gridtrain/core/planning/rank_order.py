@@ -110,6 +110,14 @@ class LinkMeasurements:
             {pair: rate_Bps for pair, rate_Bps in self.received_Bps.items() if pair[1] != peer},
         )
 
+    def between(self, peers: Collection[PeerId]) -> tuple[dict[PeerPair, float], ...]:
+        """Return copies of the measurements of these members' links: the round trips, and the rates that
+        senders and receivers report."""
+        return tuple(
+            {(a, b): value for (a, b), value in known.items() if a in peers and b in peers}
+            for known in (self.rtt_s, self.sent_Bps, self.received_Bps)
+        )
+
     def forget(self, peer: PeerId) -> None:
         for known in (self.sent_Bps, self.received_Bps):
             for pair in [pair for pair in known if peer in pair]:

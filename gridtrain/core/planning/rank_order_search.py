@@ -6,11 +6,11 @@
     star, tree  rank 0, through which all data pass, is the member with the fastest link that may be rank 0
     direct      all members exchange with each other; rank 0, the root of the vote, is chosen as for a star
 
-For up to 7 members every order is tried, unless members wait for the plan (`is_urgent`).  Otherwise, good
-starting orders are improved in a limited number of trials, by swapping two members or reversing a range of
-ranks; above 128 members only the root of a
-star is chosen.  Orders are compared by `order_estimator`, which adds up hops without queues; the best orders
-are then simulated message by message.
+For up to 7 members every order is tried, if members do not wait for the plan.  Otherwise, good starting
+orders are improved in a limited number of trials, by swapping two members or reversing a range of ranks;
+above 128 members only the root of a star is chosen.  Orders are compared by `order_estimator`, which adds up
+hops without queues; the best orders are then simulated message by message.  `SearchLimits` bounds numbers and
+not the time, so that the same measurements always lead to the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, combinations, islice, permutations
+from math import factorial
 
 from gridtrain.core.collectives import butterfly
 from gridtrain.core.planning import cost_model
@@ -34,18 +36,35 @@ from gridtrain.core.planning.workload import (
 )
 
 EXACT_MAX_PEERS = 7  # 720 orders for each member that may be rank 0
-MAX_ROOTS = 3  # members tried as rank 0 in larger groups
-MAX_EDGES = 150_000  # estimated in one search, about 0.2 s, because it blocks the coordinator
+MAX_ROOTS = 3  # members tried as rank 0 where not every order is tried
 MAX_SEARCHED_PEERS = 128
 """The largest group for which an order is searched; larger groups keep the order of joining, because a search
 would block the coordinator."""
 
-MIN_SIMULATED_ORDERS, SIMULATION_BUDGET = 24, 20_000
-"""The number of orders that are always simulated, and the total number of messages up to which more orders
-are simulated."""
 
-URGENT_SIMULATION_BUDGET = 1_000
-"""The same number if members wait for the plan."""
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """How much one search may compute while it blocks the coordinator.
+
+    Attributes:
+        edges: the number of edges of the orders that are estimated; an edge takes 0.2 to 0.7 us.
+        messages: the number of messages of the orders that are simulated; a message takes 10 to 25 us.
+        simulated_orders: the number of orders that are simulated even if they have more messages.
+        searched_peers: the largest group for which an order is searched.
+    """
+
+    edges: int
+    messages: int
+    simulated_orders: int
+    searched_peers: int = MAX_SEARCHED_PEERS
+
+
+FULL_SEARCH = SearchLimits(150_000, 2_500, 6)
+"""Up to 0.1 s for 64 members and 0.35 s for 128, in which the coordinator answers no heartbeat."""
+
+URGENT_SEARCH = SearchLimits(10_000, 300, 1, searched_peers=16)
+"""Up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; more members than 16 keep the
+current order."""
 
 SIMULATED_MESSAGES = 400  # of one exchange: a ring is compared with few slices
 
@@ -88,24 +107,28 @@ def best_order(
         now: the current order, or empty; the search also starts from this order.
         is_urgent: whether members wait for the result, so that only few orders are tried.
     """
-    members = range(network.size)
-    budget = URGENT_SIMULATION_BUDGET if is_urgent else SIMULATION_BUDGET
-    simulated = budget // max(1, count_messages(load, network.size, SIMULATED_MESSAGES))
-    is_exact = network.size <= EXACT_MAX_PEERS and not is_urgent
+    limits = URGENT_SEARCH if is_urgent else FULL_SEARCH
+    members, is_ring = range(network.size), load.kind in RING_KINDS
+    fitting = limits.messages // max(1, count_messages(load, network.size, SIMULATED_MESSAGES))
+    simulated = max(limits.simulated_orders, fitting)
+    is_searched = 2 < network.size <= limits.searched_peers and load.kind not in ROOT_ONLY_KINDS
+    exact_roots = _affordable_roots(network.size, limits)
+    roots = list(firsts[:1])
     if load.kind in ROOT_ONLY_KINDS:
-        roots = _fastest_peers(network, firsts, max(1, simulated))
-    elif load.kind in RING_KINDS or network.size > MAX_SEARCHED_PEERS:
-        roots = list(firsts[:1])
-    else:
-        roots = _fastest_peers(network, firsts, network.size if is_exact else MAX_ROOTS)
+        roots = _fastest_peers(network, firsts, max(1, fitting))
+    elif is_searched and not is_ring:
+        roots = _fastest_peers(network, firsts, max(MAX_ROOTS, exact_roots))
+    current: list[MemberOrder] = []
+    if sorted(now) == list(members) and (is_ring or now[0] in firsts):
+        current = [_rotated(now, roots[0]) if is_ring else tuple(now)]
+    roots = list(dict.fromkeys([*roots, *(order[0] for order in current)]))
     starts = [(first, *(member for member in members if member != first)) for first in roots]
     estimate: OrderEstimator | None = None
-    finalists = starts
-    if 2 < network.size <= MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
+    finalists = [*starts, *current]
+    if is_searched:
         estimate = order_estimator(load, network, cpu)
-        current = [tuple(now)] if sorted(now) == list(members) and now[0] in roots else []
-        search = _all_orders if is_exact else _improved_orders
-        found = search([*starts, *current], estimate, network, load, max(MIN_SIMULATED_ORDERS, simulated))
+        search = _all_orders if exact_roots >= min(MAX_ROOTS, len(roots)) else _improved_orders
+        found = search([*starts, *current], estimate, network, load, simulated, limits)
         finalists = [starts[0], *current, *found]
     timed = {order: simulated_exchange_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}
     # In a tie, the order with the smaller estimate is best; if the estimates are also equal, the first order.
@@ -215,7 +238,7 @@ def _hops_estimator(
     Args:
         own_bytes: (P,) the size of each member's own payload; after a merge, it sends a whole payload.
     """
-    size = len(alpha_s)
+    size, whole_bytes = len(alpha_s), load.unit_bytes
     levels: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank in range(size):
         for hop in butterfly.schedule(rank, size):
@@ -231,7 +254,7 @@ def _hops_estimator(
             before_s = list(ready_s)
             for src, dst in level:
                 a, b = order[src], order[dst]
-                sent_bytes = load.unit_bytes if before_s[src] else own_bytes[a]
+                sent_bytes = whole_bytes if before_s[src] else own_bytes[a]
                 arrived_s = before_s[src] + alpha_s[a][b] + sent_bytes * byte_s[a][b]
                 ready_s[dst] = max(ready_s[dst], arrived_s)
         return max(ready_s) + 1e-3 * sum(ready_s)
@@ -242,8 +265,29 @@ def _hops_estimator(
 # -- orders to try ---------------------------------------------------------------------------------
 
 
+def _edge_count(size: int) -> int:
+    """Return about how many edges one order of `size` members has."""
+    return size * max(1, (size - 1).bit_length())
+
+
+def _affordable_roots(size: int, limits: SearchLimits) -> int:
+    """Return for how many ranks 0 every order of the others may be estimated; 0 if for none."""
+    return limits.edges // (factorial(size - 1) * _edge_count(size)) if size <= EXACT_MAX_PEERS else 0
+
+
+def _rotated(order: Sequence[int], first: int) -> MemberOrder:
+    """Return the same ring, beginning with `first`."""
+    at = order.index(first)
+    return (*order[at:], *order[:at])
+
+
 def _all_orders(
-    starts: Sequence[MemberOrder], estimate: OrderEstimator, network: NetworkModel, load: Workload, most: int
+    starts: Sequence[MemberOrder],
+    estimate: OrderEstimator,
+    network: NetworkModel,
+    load: Workload,
+    most: int,
+    limits: SearchLimits,
 ) -> list[MemberOrder]:
     """Return the best `most` orders of all orders that begin with the first member of one of `starts`."""
     beginnings = {start[0]: start[1:] for start in reversed(starts)}
@@ -254,16 +298,20 @@ def _all_orders(
 
 
 def _improved_orders(
-    given: Sequence[MemberOrder], estimate: OrderEstimator, network: NetworkModel, load: Workload, most: int
+    given: Sequence[MemberOrder],
+    estimate: OrderEstimator,
+    network: NetworkModel,
+    load: Workload,
+    most: int,
+    limits: SearchLimits,
 ) -> list[MemberOrder]:
     """Improve each order by swapping two members or reversing a range; return the best `most` orders."""
-    edges_each = network.size * max(1, (network.size - 1).bit_length())
-    trials = max(1, MAX_EDGES // edges_each)
-    joined = given[0]
+    trials = max(1, limits.edges // _edge_count(network.size))
+    joined, apart_s = given[0], _pair_exchange_s(network, load)
     starts = [
         *given,
-        _clustered_order(joined, network, load),
-        _nearest_order(joined, network, load),
+        _clustered_order(joined, apart_s),
+        _nearest_order(joined, apart_s),
     ]
     found: list[MemberOrder] = []
     for start in starts:
@@ -294,20 +342,21 @@ def _order_changes(size: int) -> Iterator[tuple[int, int, bool]]:
 
 def _pair_exchange_s(network: NetworkModel, load: Workload) -> Callable[[int, int], float]:
     """Return a function that estimates the time in which two members exchange a payload, in seconds."""
+    payload_bytes = load.unit_bytes
 
-    def seconds(a: int, b: int) -> float:
+    @cache
+    def ordered_s(a: int, b: int) -> float:
         alpha_s = max(network.link(a, b).alpha_s, network.link(b, a).alpha_s)
-        return alpha_s + load.unit_bytes / min(network.path_Bps(a, b), network.path_Bps(b, a))
+        return alpha_s + payload_bytes / min(network.path_Bps(a, b), network.path_Bps(b, a))
 
-    return seconds
+    return lambda a, b: ordered_s(a, b) if a < b else ordered_s(b, a)
 
 
-def _clustered_order(joined: MemberOrder, network: NetworkModel, load: Workload) -> MemberOrder:
+def _clustered_order(joined: MemberOrder, apart_s: Callable[[int, int], float]) -> MemberOrder:
     """Return an order in which near members form groups of 2, near groups form groups of 4, and so on.
 
     In a butterfly, members that are far apart then exchange last.
     """
-    apart_s = _pair_exchange_s(network, load)
     groups: list[list[int]] = [[member] for member in joined]
     while len(groups) > 1:
         distances = sorted(
@@ -325,8 +374,7 @@ def _clustered_order(joined: MemberOrder, network: NetworkModel, load: Workload)
     return _with_first(joined[0], groups[0])
 
 
-def _nearest_order(joined: MemberOrder, network: NetworkModel, load: Workload) -> MemberOrder:
-    apart_s = _pair_exchange_s(network, load)
+def _nearest_order(joined: MemberOrder, apart_s: Callable[[int, int], float]) -> MemberOrder:
     order, left = [joined[0]], list(joined[1:])
     while left:
         here = order[-1]

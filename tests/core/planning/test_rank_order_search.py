@@ -20,7 +20,13 @@ from gridtrain.core.planning.exchange_comparison import (
 )
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
 from gridtrain.core.planning.rank_order_search import best_order, simulated_exchange_s
-from gridtrain.core.planning.workload import NO_CPU_COSTS, CpuCosts, ExchangeKind, Workload
+from gridtrain.core.planning.workload import (
+    NO_CPU_COSTS,
+    CpuCosts,
+    ExchangeKind,
+    Workload,
+    count_messages,
+)
 
 RUNNABLE = (ExchangeKind.DENSE, ExchangeKind.TOPK, ExchangeKind.GTOPK)
 MBIT_Bps = 125_000.0
@@ -85,10 +91,13 @@ def test_the_search_for_large_groups_finds_a_good_order(
     assert found_s <= every_s[0, 1, 2, 3, 4, 5] * 1.001, f"seed {seed}"
 
 
+@pytest.mark.parametrize("size", [5, 6, 7, 12, 40])
 @pytest.mark.parametrize("kind", ExchangeKind)
-def test_an_urgent_plan_tries_few_orders(kind: ExchangeKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 7 members, for which all orders are tried otherwise; counted instead of timed."""
-    network, load = uneven(random.Random(1), 7), small(kind)
+def test_a_search_tries_a_limited_number_of_orders(
+    kind: ExchangeKind, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer if members wait; counted, as time varies."""
+    network, load = uneven(random.Random(1), size), small(kind)
     simulated = Counter[bool]()
     simulate, estimator = rank_order_search.simulated_exchange_s, rank_order_search.order_estimator
     estimated = Counter[bool]()
@@ -110,9 +119,16 @@ def test_an_urgent_plan_tries_few_orders(kind: ExchangeKind, monkeypatch: pytest
     monkeypatch.setattr(rank_order_search, "simulated_exchange_s", count)
     monkeypatch.setattr(rank_order_search, "order_estimator", counting_estimator)
     for is_urgent in (False, True):
-        best_order(load, network, NO_CPU_COSTS, range(7), range(7), is_urgent=is_urgent)
-    assert simulated[True] <= 8 and simulated[True] <= simulated[False]
-    assert estimated[True] <= 1000 and estimated[True] <= 2 * estimated[False]
+        best_order(load, network, NO_CPU_COSTS, range(size), range(size), is_urgent=is_urgent)
+    limits = {True: rank_order_search.URGENT_SEARCH, False: rank_order_search.FULL_SEARCH}
+    messages = count_messages(load, size, rank_order_search.SIMULATED_MESSAGES)
+    given = 8  # orders from which a search starts, and which it compares with the best ones again
+    for is_urgent, limit in limits.items():
+        most = max(limit.simulated_orders, limit.messages // messages)
+        assert simulated[is_urgent] <= most + 2, "the best ones, the current order and the order of joining"
+        edges = (estimated[is_urgent] - most - 2 * given) * size * (size - 1).bit_length()
+        assert edges <= limit.edges
+    assert simulated[True] <= simulated[False] and estimated[True] <= estimated[False]
 
 
 def with_rates(up_Mbit: list[float], alpha_s: float = 0.001) -> NetworkModel:
@@ -255,3 +271,25 @@ def test_the_first_member_is_not_rank_0_if_its_link_is_slow_and_others_hold_the_
     assert later.exchange_s < 0.6 * alone.exchange_s
     every = [simulated_exchange_s(load, network, CpuCosts(), order) for order in permutations(range(5))]
     assert later.exchange_s == pytest.approx(min(every), rel=0.01)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("kind", RUNNABLE)
+def test_in_a_larger_group_that_waits_no_order_is_worse_than_the_current_one(
+    kind: ExchangeKind, first: int
+) -> None:
+    """19 members are too many for an urgent search; before one left, their order was the best one.
+
+    A ring is the same, but for the vote, from whichever member it begins.
+    """
+    load, network = small(kind), uneven(random.Random(2), 20)
+    before = best_order(load, network, NO_CPU_COSTS, range(20)).order
+    network = network.reordered([member for member in range(20) if member != 7])
+    now = [member - (member > 7) for member in before if member != 7]
+    firsts = range(first, 19) if kind is not ExchangeKind.GTOPK else range(19)
+    at = now.index(first) if kind is not ExchangeKind.GTOPK else 0
+    now_s = simulated_exchange_s(load, network, NO_CPU_COSTS, [*now[at:], *now[:at]])
+    found = best_order(load, network, NO_CPU_COSTS, firsts, now, is_urgent=True)
+    assert found.exchange_s <= now_s
+    if kind is ExchangeKind.GTOPK:
+        assert found.exchange_s < found.join_order_s
