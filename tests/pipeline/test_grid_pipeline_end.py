@@ -21,7 +21,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(tmp_path: Path
             workers.urls[name] = url
             workers.add(name)
         workers.finish("anna", "bert")
-        whole = workers.whole()
+        whole = workers.assembled()
     done = export_model(tmp_path / "a", tmp_path / "exported.safetensors")
     exported = load_file(tmp_path / "exported.safetensors")
     assert done.step == 12 and all(torch.equal(exported[name], value) for name, value in whole.items())
@@ -32,7 +32,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(tmp_path: Path
         workers.add("dora")
         workers.finish("carl", "dora")
         assert [min(workers.seen[name].losses) for name in ("carl", "dora")] == [12, 12]
-        assert all(torch.equal(calm[name], value) for name, value in workers.whole().items())
+        assert all(torch.equal(calm[name], value) for name, value in workers.assembled().items())
 
 
 def test_missing_parts_of_a_checkpoint_are_downloaded(tmp_path: Path) -> None:

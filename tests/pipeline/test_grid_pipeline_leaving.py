@@ -79,7 +79,7 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
     losses, model = undisturbed(tmp_path / "plain", **run)
     for one in workers.seen.values():
         assert one.losses == losses, "each step once, as without the pause"
-    assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
+    assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
 
 
 def test_a_worker_that_waits_in_a_step_of_a_pipeline_obeys_its_owner(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_a_worker_that_waits_in_a_step_of_a_pipeline_obeys_its_owner(tmp_path: P
         undisturbed.finish("anna", "bert")
     assert plain["anna"] == plain["bert"] == undisturbed.seen["anna"].losses, "each step once"
     assert rates_before == rates, "as without the pauses"
-    model = undisturbed.whole()
-    assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
+    model = undisturbed.assembled()
+    assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
 
 
 def test_a_standby_takes_the_stage_of_a_paused_worker(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_residual_that_stays_with_its_worker_is_read_back_at_the_same_step(tmp
         assert not left.exists(), "it cannot be read twice"
     losses, model = undisturbed(tmp_path / "plain", **run)
     assert first.losses | workers.seen["bert"].losses == workers.seen["anna"].losses == losses
-    assert all(torch.equal(workers.whole()[name], value) for name, value in model.items())
+    assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
 
 
 def test_a_source_that_sends_a_false_state_is_removed_and_no_worker_trains_on_it(
