@@ -17,7 +17,7 @@ the group only once.
 Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The
 decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier
 attempt.  So a trainer that stalls after it has sent some buckets is waited for: an attempt after which it is
-absent would need rings that begin anew on all members, which `Decision` cannot announce.  Nor can it be
+absent would need rings that restart on all members, which `Decision` cannot announce.  Nor can it be
 absent from the other buckets alone, because a late batch may be handed out again, and the sent part would
 count twice.
 """
