@@ -183,7 +183,7 @@ ERRORS = {
     "grid.batches(..., accumulate=a); a DataLoader with workers reads the next batch too early: use "
     "num_workers=0, or instead of the loader grid.batches(dataset, ..., num_workers=n)",
     an_exchange_that_is_not_called: "exchange is Dense, which is not an exchange -> call it: Dense()",
-    a_density_for_an_exchange: "exchange is 0.01, which is not an exchange -> use an exchange such as ",
+    a_density_for_an_exchange: "exchange is 0.01, which is not an exchange -> pass one, such as ",
 }
 
 

@@ -21,7 +21,7 @@ from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.quantities import parse_duration_s
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED
 from gridtrain.testing.fake_sensors import FileSensors
-from gridtrain.training.data.fetch_meter import FetchMeter
+from gridtrain.training.data.fetch_meter import FIELDS, FetchMeter
 from gridtrain_worker.budget import Budget
 from gridtrain_worker.control_socket import Body, ControlSocket
 from gridtrain_worker.saved_settings import SavedSettings
@@ -382,7 +382,7 @@ class AgentMeter(FetchMeter):
     rules forbid training."""
 
     def __init__(self, enforcer: PolicyEnforcer) -> None:
-        super().__init__()
+        super().__init__(fields=[0.0] * FIELDS)
         self._enforcer = enforcer
 
     def request(self, nbytes: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from multiprocessing import context, sharedctypes
 from typing import Any
 
 from gridtrain.errors import BudgetSpent
@@ -25,6 +24,7 @@ PIECE_S = 0.1
 MIN_PIECE_BYTES = 4096
 MAX_READERS = 128
 _DOWNLOAD_BPS, _MOST_BYTES, _RECEIVED_BYTES, _MOVED_BYTES, _FIRST_READER = range(5)
+FIELDS = _FIRST_READER + 1 + MAX_READERS
 
 
 class FetchMeter:
@@ -34,6 +34,7 @@ class FetchMeter:
 
     Args:
         clock, sleep: the time and how to wait for it.
+        fields: the memory; by default a tensor that torch shares with the processes of a `DataLoader`.
     """
 
     def __init__(
@@ -44,18 +45,12 @@ class FetchMeter:
         fields: Any = None,
     ) -> None:
         self._clock, self._sleep = clock, sleep
-        self._fields = fields or sharedctypes.RawArray("d", _FIRST_READER + 1 + MAX_READERS)
-        if fields is None:
-            self.limit(None, math.inf)
+        self._fields = _shared_fields() if fields is None else fields
+        self.limit(None, math.inf)
         self._reader = 0
         self._limiter = DownloadLimiter(None)
         self._charged_bytes, self._charged_s = self._received_bytes, self._clock()
         self._Bps = math.inf
-
-    def __reduce__(self) -> Any:
-        if context.get_spawning_popen() is None:
-            return FetchMeter, ()  # a copy in this process, or on a disk, shares nothing
-        return _attached, (self._clock, self._sleep, self._fields)
 
     # -- the script's process --------------------------------------------------------------------------
 
@@ -71,7 +66,7 @@ class FetchMeter:
     @property
     def fetched_bytes(self) -> int:
         """What all processes of this worker have fetched."""
-        return int(sum(self._fields[_FIRST_READER:]))
+        return int(sum(float(count) for count in self._fields[_FIRST_READER:]))
 
     # -- readers -----------------------------------------------------------------------------------
 
@@ -89,7 +84,7 @@ class FetchMeter:
         while (wait_s := self._limiter.free_s - self._clock()) > 0:
             self._sleep(min(wait_s, 1.0))
             self._follow_limit()
-        left = self._fields[_MOST_BYTES] - self._fields[_MOVED_BYTES] - self.fetched_bytes
+        left = float(self._fields[_MOST_BYTES]) - float(self._fields[_MOVED_BYTES]) - self.fetched_bytes
         if left < 1:
             raise BudgetSpent(
                 "the data set's files need more bytes than the traffic budget has left",
@@ -104,7 +99,7 @@ class FetchMeter:
         self._charge()
 
     def _follow_limit(self) -> None:
-        if (rate_Bps := self._fields[_DOWNLOAD_BPS]) != self._Bps:
+        if (rate_Bps := float(self._fields[_DOWNLOAD_BPS])) != self._Bps:
             self._Bps, self._charged_bytes, self._charged_s = rate_Bps, self._received_bytes, self._clock()
             self._limiter = DownloadLimiter(None if rate_Bps == math.inf else rate_Bps)
         self._charge()
@@ -120,5 +115,7 @@ class FetchMeter:
         return int(self._fields[_RECEIVED_BYTES]) + self.fetched_bytes
 
 
-def _attached(clock: Callable[[], float], sleep: Callable[[float], None], fields: Any) -> FetchMeter:
-    return FetchMeter(clock, sleep, fields=fields)
+def _shared_fields() -> Any:
+    import torch  # here, because the agent uses a meter without it
+
+    return torch.zeros(FIELDS, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]

@@ -153,4 +153,5 @@ def test_readers_in_other_processes_are_counted_and_bounded(method: str) -> None
         reader.join(60.0)
         assert reader.exitcode == 0
     assert meter.fetched_bytes == 251 and meter.request(10_000) == 749
-    assert pickle.loads(pickle.dumps(meter)).fetched_bytes == 0, "a copy shares nothing"
+    pickle.loads(pickle.dumps(meter)).count(7)
+    assert meter.fetched_bytes == 251, "a copy shares nothing"
