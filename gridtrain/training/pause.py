@@ -93,10 +93,14 @@ class PauseController:
     @property
     def moved_bytes(self) -> int:
         """The bytes that this worker has sent, received and fetched so far.  Thread-safe."""
+        return self._note_exchanges() + self._fetches.fetched_bytes
+
+    def _note_exchanges(self) -> int:
+        """Return the bytes that the sockets have sent and received so far, which bound the fetches, too."""
         connection = self._session.connection
         moved_bytes = connection.moved_bytes
         self._fetches.note_exchanges(connection.received_bytes, moved_bytes)
-        return moved_bytes + self._fetches.fetched_bytes
+        return moved_bytes
 
     @property
     def _reserve_bytes(self) -> int:
@@ -109,8 +113,7 @@ class PauseController:
 
     def begin_turn(self) -> None:
         """Begin a step: record the bytes that the last step transferred, and apply new rate limits."""
-        moved_bytes = self._session.connection.moved_bytes
-        self._fetches.note_exchanges(self._session.connection.received_bytes, moved_bytes)
+        moved_bytes = self._note_exchanges()
         if self._turn_start_bytes is not None:
             self._max_step_bytes = max(self._max_step_bytes, moved_bytes - self._turn_start_bytes)
         self._turn_start_bytes, self._is_returning = moved_bytes, False

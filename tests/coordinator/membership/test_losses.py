@@ -156,8 +156,8 @@ def test_connections_that_broke_before_a_return_no_longer_count() -> None:
     assert_lost_after_regreet_s(run, since_s=10.5)
 
 
-def test_a_member_that_ends_while_a_generation_forms_is_detected_as_quickly() -> None:
-    """10.0  B leaves;  10.01  the next generation forms;  10.05  C's connections break."""
+def in_generation_2() -> TimedCoordinator:
+    """B has left at 10.0, and generation 2 of A and C forms at 10.01."""
     run = TimedCoordinator()
     run.train()
     run.pass_to(9.9, A, B, C)
@@ -165,6 +165,12 @@ def test_a_member_that_ends_while_a_generation_forms_is_detected_as_quickly() ->
     for peer in (A, C):
         run.report(peer, 10.01)
     assert run.core.generation == 2
+    return run
+
+
+def test_a_member_that_ends_while_a_generation_forms_is_detected_as_quickly() -> None:
+    """10.0  B leaves;  10.01  the next generation forms;  10.05  C's connections break."""
+    run = in_generation_2()
     run.lose(C, 10.05)
     run.say(A, m.ConnectionLost(1, 2, C), 10.06)
     run.pass_to(10.05 + LIMITS.ended_s, A)
@@ -173,13 +179,7 @@ def test_a_member_that_ends_while_a_generation_forms_is_detected_as_quickly() ->
 
 def test_a_report_of_the_preceding_generation_counts() -> None:
     """10.01  generation 2 forms;  10.02  A, still in 1, reports C;  10.05  C's connection breaks."""
-    run = TimedCoordinator()
-    run.train()
-    run.pass_to(9.9, A, B, C)
-    run.say(B, m.Leave("tired"), 10.0)
-    for peer in (A, C):
-        run.report(peer, 10.01)
-    assert run.core.generation == 2
+    run = in_generation_2()
     run.say(A, m.ConnectionLost(1, 1, C), 10.02)
     run.lose(C, 10.05)
     run.pass_to(10.05 + LIMITS.ended_s, A)
