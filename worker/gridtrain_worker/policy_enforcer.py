@@ -128,6 +128,8 @@ class PolicyEnforcer:
         self._stop_event.set()
         self._thread.join()
         self._control_socket.close()
+        with self._lock, contextlib.suppress(ConfigError):
+            self._budget.keep()
 
     # -- called by the agent ---------------------------------------------------------------------
 
@@ -169,10 +171,14 @@ class PolicyEnforcer:
     def count_fetched(self, nbytes: int) -> None:
         """Count bytes that the agent has fetched."""
         with self._lock:
-            try:
-                self._budget.add(nbytes, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
-            except ConfigError as error:
-                self._budget_error = error.reason
+            self._count(nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        """Lock held.  Count bytes, or none, and write the counts if it is time."""
+        try:
+            self._budget.add(nbytes, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
+        except ConfigError as error:
+            self._budget_error = error.reason
 
     @property
     def is_overdue(self) -> bool:
@@ -310,10 +316,7 @@ class PolicyEnforcer:
                 self._decide()
             if isinstance(moved_bytes, int) and moved_bytes > self._moved_bytes:
                 more, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes
-                try:
-                    self._budget.add(more, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
-                except ConfigError as error:
-                    self._budget_error = error.reason
+                self._count(more)
                 self._push()
 
     def _update_name(self, name: str) -> None:
@@ -328,6 +331,7 @@ class PolicyEnforcer:
             while not self._stop_event.wait(LOOK_S):
                 with self._lock:
                     self._readings = self._read_sensors(self._policy.rules.sensors)
+                    self._count(0)
                     self._decide()
                     self._push()
         except BaseException as fault:  # a bug: `raise_fault` reports it, and the agent ends the script
