@@ -7,9 +7,9 @@
     message, wake,   real members, four tiny exchanges with different messages: see `messages_work`
     begin
 
-It prints JSON for predictions.py and paper_table.py.
+It prints JSON for predictions.py and paper.py.
 
-Run:  python benchmarks/calibrate.py [--quick] [--members 2] [--messages]
+Run:  python benchmarks/calibrate.py [--quick]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -32,7 +31,7 @@ import torch
 import zmq
 
 from bench.cells import Link
-from bench.link_hosts import hosts_of, why_no_link
+from bench.measurement import hosts_of, why_no_link
 from gridtrain.core.collectives.ring import MAX_SLICE_BYTES
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.exchange_facts import parse_workload
@@ -310,33 +309,28 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
         sender.send(payload, copy=False)
 
 
-def measure(*, quick: bool = False, members: int = 2) -> CpuCosts:
-    """Measure all costs, in half a minute, with messages of `members` members."""
-    rng = np.random.default_rng(0)
+def measure(*, quick: bool = False) -> CpuCosts:
+    """Measure all costs, in half a minute, with messages of two members."""
     parts = (
-        sparse_work(rng),
+        sparse_work(np.random.default_rng(0)),
         selection(PARAMETERS // 10 if quick else PARAMETERS),
         dense_work(),
         socket_work(),
-        messages_work(members),
+        messages_work(),
         packets_work(),
     )
     return CpuCosts(**{name: value for part in parts for name, value in part.items()})
 
 
+def read_cpu(path: Path) -> CpuCosts:
+    """Return the costs that this program has printed."""
+    return CpuCosts(**json.loads(path.read_text(encoding="utf-8")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer parameters")
-    parser.add_argument("--members", type=int, default=2, help="for the cost of messages")
-    parser.add_argument("--messages", action="store_true", help="print the cost of messages alone")
-    options = parser.parse_args()
-    if options.messages:
-        json.dump(messages_work(options.members) | packets_work(), sys.stdout, indent=1)
-        print()
-        return
-    found = measure(quick=options.quick, members=options.members)
-    json.dump(asdict(found), sys.stdout, indent=1)
-    print()
+    print(json.dumps(asdict(measure(quick=parser.parse_args().quick)), indent=1))
 
 
 if __name__ == "__main__":

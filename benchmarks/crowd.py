@@ -20,22 +20,19 @@ Run:  python benchmarks/crowd.py [--workers 100 300 1000 2000] [--out FILE]
 from __future__ import annotations
 
 import argparse
-import datetime
 import heapq
 import json
 import math
-import multiprocessing
 import os
-import platform
 import random
 import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import record
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.network.wire.codec import decode, encode
@@ -51,6 +48,7 @@ from gridtrain_coordinator.run.events import (
     RunPhase,
     Send,
 )
+from procfs import in_own_process
 
 NETWORK_S = 0.02
 """Latency of a message, one way."""
@@ -276,30 +274,20 @@ def measure(workers: int, storm_s: float, calm_s: float, seed: int = 0) -> Resul
 
 def table(results: Sequence[Result]) -> str:
     """Return a table in Markdown, in milliseconds unless another unit is given."""
-    heads = (
-        "workers",
-        "join storm",
-        "CPU time",
-        "longest event",
-        "sends",
-        "heartbeat in the storm p50, p99",
-    )
+    heads = ("workers", "join storm", "CPU time", "longest event", "sends", "heartbeat in the storm p50, p99")
     heads += ("heartbeat p50, p99", "core in use", "a change", "longest event", "sends")
-    heads += ("heartbeat in it p50, p99",)
-    heads += ("status p50, p99", "memory")
-    lines = ["| " + " | ".join(heads) + " |", "|---:" * len(heads) + "|"]
+    rows = []
     for r in results:
         storm, calm, change, status = (
             f"{1e3 * p50:.2f}, {1e3 * p99:.2f}"
             for p50, p99 in (r.storm_beat_s, r.calm_beat_s, r.change_beat_s, r.status_s)
         )
-        lines.append(
-            f"| {r.workers} | {r.storm_s:.1f} s | {r.core_s:.2f} s | {1e3 * r.longest_s:.0f} | "
-            f"{r.storm_bytes / 1e6:.1f} MB | {storm} | {calm} | {100 * r.calm_core_share:.0f} % | "
-            f"{r.change_s:.2f} s | {1e3 * r.change_longest_s:.0f} | {r.change_bytes / 1e6:.1f} MB | "
-            f"{change} | {status} | {r.peak_bytes / 2**20:.0f} MiB |"
-        )
-    return "\n".join(lines)
+        join = (f"{r.storm_s:.1f} s", f"{r.core_s:.2f} s", f"{1e3 * r.longest_s:.0f}")
+        leave = (f"{r.change_s:.2f} s", f"{1e3 * r.change_longest_s:.0f}", f"{r.change_bytes / 1e6:.1f} MB")
+        share, memory = f"{100 * r.calm_core_share:.0f} %", f"{r.peak_bytes / 2**20:.0f} MiB"
+        sends = f"{r.storm_bytes / 1e6:.1f} MB"
+        rows.append((r.workers, *join, sends, storm, calm, share, *leave, change, status, memory))
+    return record.table((*heads, "heartbeat in it p50, p99", "status p50, p99", "memory"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -312,23 +300,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not all(2 <= count <= MAX_WORKERS for count in options.workers):
         parser.error(f"--workers {options.workers}: a coordinator admits 2 to {MAX_WORKERS}")
-    load = os.getloadavg()[0]
-    results = []
-    for count in options.workers:  # each in its own process, so that memory is measured apart
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            results.append(process.submit(measure, count, options.storm, options.calm).result())
+    load = round(os.getloadavg()[0], 2)
+    results = [in_own_process(measure, each, options.storm, options.calm) for each in options.workers]
     print(table(results))
-    if options.out is not None:
-        counts = " ".join(map(str, options.workers))
-        arguments_used = f"--workers {counts} --storm {options.storm:g} --calm {options.calm:g}"
-        made = {
-            "command": f"python benchmarks/crowd.py {arguments_used}",
-            "date": datetime.date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "load_before": round(load, 2),
-        }
-        rows = [asdict(result) for result in results]
-        options.out.write_text(json.dumps({**made, "results": rows}, indent=1) + "\n")
+    rows = [asdict(result) for result in results]
+    record.write(options.out, arguments, load_before=load, results=rows)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import selection as bench
 from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
+from record import table
 
 DRAWN = {  # case of benchmarks/selection.py: label
     "ours: weight, momentum, carried": "gridtrain",
@@ -27,7 +28,7 @@ def markdown(record: Figures) -> str:
     lines += ["", "**Small sizes, which tell nothing about speed.**"] if record["small"] else []
     parts = record["parts"].items()
     heads = ("part", "seconds", "result")
-    lines += ["", *table(heads, [(name, part.get("seconds"), verdict(part)) for name, part in parts])]
+    lines += ["", table(heads, [(name, part.get("seconds"), verdict(part)) for name, part in parts])]
     for name, part in parts:
         for figure, value in part.get("figures", {}).items():
             lines += ["", f"## {name}: {figure}", "", *of_figure(figure, value, record["device"])]
@@ -48,12 +49,12 @@ def of_figure(figure: str, value: Any, device: str) -> Iterator[str]:
             yield bench.table(block, device) if "cases" in block else f"n = {block['n']}: {block['error']}"
         return
     if not isinstance(value, Mapping):
-        yield text(value)
+        yield str(value)
         return
     rows = value if all(isinstance(row, Mapping) for row in value.values()) else {figure: value}
     flat = {name: dict(flattened(row)) for name, row in rows.items()}
     heads = list(dict.fromkeys(head for row in flat.values() for head in row))
-    yield from table(("", *heads), [(name, *map(row.get, heads)) for name, row in flat.items()])
+    yield table(("", *heads), [(name, *map(row.get, heads)) for name, row in flat.items()])
 
 
 def flattened(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -62,18 +63,6 @@ def flattened(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from flattened(value, f"{prefix}{name}: ")
         else:
             yield f"{prefix}{name}", value
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    body = ["| " + " | ".join(map(text, row)) + " |" for row in rows]
-    return ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body]
-
-
-def text(value: object) -> str:
-    if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    number = f"{value:,.4g}" if isinstance(value, float) else "" if value is None else str(value)
-    return number.replace("|", "\\|").replace("\n", " ")
 
 
 def chart(record: Figures) -> str:

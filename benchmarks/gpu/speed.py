@@ -51,7 +51,7 @@ def selection(setting: Setting, store: Store) -> None:
             figures = bench.measure(
                 n, DENSITY, torch.device(setting.device), TIMED_STEPS, 20.0, alternate=n <= TOGETHER
             )
-            blocks.append(bench.record(n, DENSITY, 1, figures))
+            blocks.append(bench.block_of(n, DENSITY, 1, figures))
         except torch.cuda.OutOfMemoryError as error:
             blocks.append({"n": n, "error": str(error).splitlines()[0]})
         store("blocks", blocks)

@@ -98,7 +98,6 @@ def gtopk(comm: Any, request: Request) -> Prepared:
 
 OPERATIONS: dict[str, Callable[[Any, Request], Prepared]] = {
     "all_reduce": all_reduce,
-    "all_reduce_default": all_reduce,
     "all_gather": all_gather,
     "gtopk": gtopk,
 }

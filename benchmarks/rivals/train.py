@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 
 from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS, Pair, Workload, trained_of
+from procfs import sent_bytes
 from rivals.contract import INTERFACE, TRAINERS, Request, leave
 
 DATA_SEED = 1
@@ -196,7 +197,7 @@ def train(options: argparse.Namespace) -> None:
     optimizer = settings.build(model)
     exchange.stop(False)  # a barrier before the clock starts
     options.folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(options.folder / "steps.jsonl", options.interface)
+    recorder = Recorder(options.folder / "steps.jsonl", lambda: sent_bytes(options.interface))
     for step in range(1, options.steps + 1):
         optimizer.zero_grad()
         loss = exchange.backward(*batches.next())

@@ -329,7 +329,7 @@ def test_the_chart_shows_all_methods_and_the_goal() -> None:
         for text in ElementTree.fromstring(report.chart(record)).iter("{http://www.w3.org/2000/svg}text")
     }
     assert {"gridtrain", "sampled threshold", "torch.topk", "copy", "goal: 2", "cpu, density 0.001"} <= words
-    assert "| ours: momentum, cold |" in report.markdown(record)
+    assert "| ours: weight, momentum, carried |" in report.markdown(record)
 
 
 def test_make_gpu_with_a_given_python_makes_no_environment() -> None:
