@@ -7,7 +7,7 @@ Each rival is a module that is started once for each rank, in its own environmen
     measure.py       barrier, operation and clock, the same for all
     entries.py       sparse gradients and their merge
     rendezvous.py    connections between the ranks, for rivals without their own discovery
-    gloo.py  mpi.py  hivemind.py      the rivals; mpi_job.py, mpi_agent.py: parts of mpi
+    gloo.py  mpi.py  hivemind.py      the rivals
     train.py         a training run with gloo, PowerSGD or hivemind, for time to accuracy
     straggler.py     a worker of hivemind in `stragglers.py`
     hosts.py         a group of ranks on the lab's hosts
