@@ -1,6 +1,6 @@
 """`make gpu`: all tests and measurements that need a GPU, within ten minutes on one card.
 
-python -m gpu                            all parts; results/gpu.json, gpu.md and gpu.svg
+python -m gpu                            all parts; results/gpu.json and gpu.md
 python -m gpu --part selection bits      only these parts; the results of others remain in the file
 python -m gpu --device cpu --small       run all parts without a GPU; files in gpu-results/
 
@@ -47,7 +47,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=[], metavar="NAME", help=", ".join(PARTS))
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu")
     parser.add_argument("--small", action="store_true", help="sizes that take a CPU seconds")
-    parser.add_argument("--out", type=Path, help="the folder of the three files")
+    parser.add_argument("--out", type=Path, help="the folder of the two files")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="of all parts together")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # MODULE:NAME, to be run in this process
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
@@ -154,10 +154,8 @@ def run(options: argparse.Namespace) -> int:
         record["parts"][name] = {"date": datetime.date.today().isoformat()} | outcome
         replace(out / "gpu.json", json.dumps(record, indent=1) + "\n")
         replace(out / "gpu.md", report.markdown(record))
-        if chart := report.chart(record):
-            replace(out / "gpu.svg", chart)
         print(f"make gpu: {name}: {report.verdict(outcome)}", flush=True)
-    print(f"make gpu: results in {out}/gpu.json, gpu.md and gpu.svg")
+    print(f"make gpu: results in {out}/gpu.json and gpu.md")
     return 1 if any("error" in record["parts"][name] for name in options.part or PARTS) else 0
 
 

@@ -1,4 +1,4 @@
-"""The report of `make gpu`: Markdown tables, and a chart of selection's time by length."""
+"""The report of `make gpu` in Markdown."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import selection as bench
-from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 from record import table
-
-DRAWN = {  # case of benchmarks/selection.py: label
-    "ours: weight, momentum, carried": "gridtrain",
-    "sampled threshold (DGC), momentum": "sampled threshold",
-    "torch.topk(abs)": "torch.topk",
-    "memory copy": "copy",
-}
-GOAL = 2.0
-"""The bound of selection's time over the time of its memory traffic."""
 
 Figures = dict[str, Any]
 
@@ -63,31 +53,3 @@ def flattened(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from flattened(value, f"{prefix}{name}: ")
         else:
             yield f"{prefix}{name}", value
-
-
-def chart(record: Figures) -> str:
-    """Return an SVG of selection's time by length; "" if fewer than two lengths were measured."""
-    figures = record["parts"].get("selection", {}).get("figures", {})
-    blocks = [block for block in figures.get("blocks", []) if "cases" in block]
-    if len(blocks) < 2:
-        return ""
-
-    def lines(key: str) -> tuple[ChartLine, ...]:
-        cases = [(case, colour) for case, colour in zip(DRAWN, COLOURS, strict=True)]
-        return tuple(
-            ChartLine(
-                DRAWN[case], tuple((b["n"] / 1e6, float(b["cases"][case][key])) for b in blocks), colour
-            )
-            for case, colour in cases
-            if key in blocks[0]["cases"][case]
-        )
-
-    n, goal = "million elements (log scale)", (GOAL, f"goal: {GOAL:g}")
-    panels = [
-        ChartPanel("Time an element", n, "ns (log scale)", lines("wall_ns_median"), None, True, True),
-        ChartPanel(
-            "Over the time of its memory traffic", n, "ratio (log scale)", lines("x_bytes"), goal, True, True
-        ),
-    ]
-    about = f"{record['machine'].get('gpu', record['device'])}, density {blocks[0]['density']:g}"
-    return draw_chart("Selection with residual and momentum", about, panels)

@@ -23,12 +23,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from gridtrain.tools.child_processes import end_processes
 from lab import ns
 from lab.link import End, Link
 from lab.ns import LabError
@@ -62,11 +62,6 @@ class Process(subprocess.Popen[bytes]):
 
     stdout_path: Path
     stderr_path: Path
-
-    def signal_group(self, number: int) -> None:
-        """Send a signal to the process and its children, except those in other sessions."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
 
 
 class Host:
@@ -263,7 +258,8 @@ class Net:
         Raises `LabError` if something cannot be removed.
         """
         with self._signals, _undisturbed():
-            self._stop_processes()
+            end_processes(self._processes, (STOP_GRACE_S,))
+            self._processes.clear()  # children of ended processes end with the namespace
             ns.remove(self._namespaces)
             self._namespaces.clear()
 
@@ -283,19 +279,6 @@ class Net:
 
     def _next_address(self) -> str:
         return f"{INTERNET}.{_next_number(self._numbers, 'on the internet')}"
-
-    def _stop_processes(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.signal_group(signal.SIGTERM)
-        until_s = time.monotonic() + STOP_GRACE_S
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, until_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.signal_group(signal.SIGKILL)
-                process.wait()
-        self._processes.clear()  # children of ended processes end with the namespace
 
 
 def _bridge_of(switch: str, net: Net) -> str:
