@@ -257,10 +257,10 @@ def measure(workers: int, storm_s: float, calm_s: float, seed: int = 0) -> dict[
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table in Markdown with a row for each figure; pairs are p50 and p99."""
     rows = []
-    for name in results[0]:
+    for name in results[0].keys() - {"workers"}:
         values = (each[name] if isinstance(each[name], tuple) else (each[name],) for each in results)
         rows.append((name, *(", ".join(f"{value:.4g}" for value in pair) for pair in values)))
-    return record.table(("", *("" for _ in results)), rows)
+    return record.table(("workers", *(str(each["workers"]) for each in results)), sorted(rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -119,7 +119,7 @@ def markdown(report: dict[str, Any]) -> str:
     parts = [
         f"# Chaos\n\n`{arguments['command']}`; {arguments['hosts']}.",
         table(("", "calm", "chaos"), compared),
-        f"Kept: **{100 * report['kept']:.1f} %** of the calm run's committed samples per second of worker life.",
+        f"Kept: **{100 * report['kept']:.1f} %** of the calm run's samples per second of worker life.",
         table(heads, by_kind),
         f"Left out: {len(chaos['left_out'])} of the planned faults.",
         *(f"- VIOLATED: {text}" for text in (*calm["broken"], *chaos["broken"])),
