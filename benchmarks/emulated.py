@@ -139,7 +139,7 @@ def work(given: dict[str, Any]) -> None:
                 until_s = options.compute_s * (
                     1 - number / len(trained)
                 )  # backward visits the last one first
-                out = Layer.apply(out, parameter, gradient, until_s)
+                out = Layer.apply(out, parameter, gradient, until_s)  # type: ignore[no-untyped-call]
             out.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -175,7 +175,9 @@ def run(options: Options, workers: int, timeout_s: float, **lab: Any) -> list[St
 
 
 def median_of(steps: Steps, name: str) -> float:
-    return statistics.median(step["parts"][name] if name in PARTS else step[name] for step in steps)
+    return statistics.median(
+        float(step["parts"][name]) if name in PARTS else float(step[name]) for step in steps
+    )
 
 
 # -- overlap with backward -----------------------------------------------------------------------------

@@ -46,7 +46,7 @@ STALL_POLL_S = 0.02
 TOO_LATE = late_submission(SubmitRound(RoundId(0, 0, 0, 0), {})).reason
 """The reason why a submission is rejected after the group has proceeded without it."""
 
-EXCHANGES = {
+EXCHANGES: dict[str, Any] = {
     "dense": gridtrain.Dense(),
     "topk": gridtrain.TopK(density=0.1, momentum=0.9),
     "gtopk": gridtrain.GTopK(density=0.1, momentum=0.9),
@@ -133,8 +133,8 @@ class AttemptLog:
     def __init__(self, grid: gridtrain.Grid) -> None:
         self.batch: list[int] = []
         self.committed = -1
-        self._session: Any = grid._session
-        self._run, self._session.run = self._session.run, self.run
+        session: Any = grid._session
+        self._session, self._run, session.run = session, session.run, self.run
 
     def run(self, plan: Any, workspaces: Any, skip: bool, salt: bytes) -> Any:
         turn = self._session._turn

@@ -211,7 +211,7 @@ def main() -> None:
         found = many(options.seeds, options.epochs)
     else:
         found = one(options.steps) if options.what == "one" else hivemind(options.steps)
-    record.write(options.out, **{options.what: found})
+    record.write(options.out, None, **{options.what: found})
 
 
 if __name__ == "__main__":

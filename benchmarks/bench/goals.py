@@ -129,10 +129,15 @@ def quick() -> list[Cell]:
 
 def predictions() -> list[Cell]:
     """Return exchanges of few and of many bytes over fast and slow, near and far links (`predictions.py`)."""
-    links = ("P=2 rate=100Mbit", "P=2 rate=20Mbit delay=20ms", "P=4 rate=1Gbit", "P=4 rate=100Mbit")
+    links: tuple[str, ...] = (
+        "P=2 rate=100Mbit",
+        "P=2 rate=20Mbit delay=20ms",
+        "P=4 rate=1Gbit",
+        "P=4 rate=100Mbit",
+    )
     links += ("P=4 rate=100Mbit delay=5ms", "P=4 rate=20Mbit", "P=4 rate=20Mbit delay=20ms")
     links += ("P=8 rate=100Mbit delay=5ms", "P=8 rate=20Mbit delay=20ms")
-    whats = ("gtopk n=2.56M", "topk n=2.56M", "dense n=100k", "gtopk n=2.56M density=0.01")
+    whats: tuple[str, ...] = ("gtopk n=2.56M", "topk n=2.56M", "dense n=100k", "gtopk n=2.56M density=0.01")
     whats += ("gtopk:topology=tree n=2.56M", "dense n=1M")
     return [parse(f"{what} {where}") for where in links for what in whats]
 

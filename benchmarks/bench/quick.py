@@ -58,15 +58,18 @@ class Finding:
     why: str = ""
 
     @property
+    def change(self) -> float:
+        """The ratio over the recorded one; 1 if either is unknown."""
+        return 1.0 if self.now is None or self.recorded is None else self.now / self.recorded
+
+    @property
     def slower(self) -> bool:
-        known = self.now is not None and self.recorded is not None
-        return known and self.now > self.recorded * (1 + self.tolerance)
+        return self.change > 1 + self.tolerance
 
     @property
     def better(self) -> bool:
         """Whether it could become slower by the tolerance without being noticed."""
-        known = self.now is not None and self.recorded is not None
-        return known and self.now < self.recorded / (1 + self.tolerance)
+        return self.change < 1 / (1 + self.tolerance)
 
     def __str__(self) -> str:
         what, unit = ALL[self.name][0], " copies" if self.name in LOCAL else ""
@@ -75,7 +78,7 @@ class Finding:
         if self.recorded is None:
             return f"new           {what} {self.now:.3g}{unit}"
         word = "SLOWER        " if self.slower else "BETTER        " if self.better else "fine          "
-        change = f"{self.now / self.recorded - 1:+.0%}, at most +{self.tolerance:.0%}"
+        change = f"{self.change - 1:+.0%}, at most +{self.tolerance:.0%}"
         return f"{word}{what} {self.now:.3g}{unit} (recorded {self.recorded:.3g}, {change})"
 
 

@@ -23,8 +23,21 @@ LOCAL = {
     "merge_ns": "merge of two payloads",
 }
 OURS = "with the vote and its decision"
-HEADS = ("what", "median", "least", "most", "x bound", "CPU s", "of it merge", "CPU s per GB", "sent MB")
-HEADS += ("select ms", "how")
+HEADS = tuple(
+    [
+        "what",
+        "median",
+        "least",
+        "most",
+        "x bound",
+        "CPU s",
+        "of it merge",
+        "CPU s per GB",
+        "sent MB",
+        "select ms",
+        "how",
+    ]
+)
 
 
 def markdown(results: Results) -> str:
@@ -47,9 +60,9 @@ def markdown(results: Results) -> str:
             rows = [result for result in own if result.cell.n == n]
             lines += [f"### {link}, n = {n:,} ({FLOAT_BYTES * n / 1e6:.1f} MB)", "", figure_table(rows), ""]
     if results.local:
-        rows = [(LOCAL.get(name, name), f"{value:.3f}") for name, value in results.local.items()]
+        figures = [(LOCAL.get(name, name), f"{value:.3f}") for name, value in results.local.items()]
         heads = ("in one process", "ns (a parameter; of codec and merge: an entry)")
-        lines += ["### This machine's processor", "", table(heads, rows)]
+        lines += ["### This machine's processor", "", table(heads, figures)]
     return "\n".join(lines) + "\n"
 
 

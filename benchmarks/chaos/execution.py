@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from chaos.record import Record
 from chaos.schedule import DISK, LASTS_S, NETWORK, OF_COORDINATOR, Fault
@@ -154,7 +155,12 @@ class Execution(Group):
 
     def _start(self) -> None:
         plan = self._plan
-        options = {"exchange": plan.exchange, "model": plan.model, "wait": "auto", "stop": str(self._stop)}
+        options: dict[str, Any] = {
+            "exchange": plan.exchange,
+            "model": plan.model,
+            "wait": "auto",
+            "stop": str(self._stop),
+        }
         options |= {"compute_s": plan.compute_s, "width": plan.width, "samples": plan.samples}
         settings = {"GRIDTRAIN_CHECKPOINT_EVERY": "50", "GRIDTRAIN_FAULTS": plan.planned}
         for name in plan.names:

@@ -255,13 +255,13 @@ def middle_ms(taken_s: list[float]) -> float:
 # -- processes -----------------------------------------------------------------------------------------
 
 
-RUNS = {  # load, exchange, rate of each worker's link, steps
+RUNS: dict[str, tuple[str, Any, str, int]] = {  # load, exchange, rate of each worker's link, steps
     "demo": ("demo", SPARSE, "20Mbit", 100),
     "gTop-k, 1 Gbit/s": ("gpt", gridtrain.GTopK(density=0.001, momentum=0.9), "1000Mbit", 12),
     "gTop-k, 20 Mbit/s": ("gpt", gridtrain.GTopK(density=0.001, momentum=0.9), "20Mbit", 12),
     "dense, 1 Gbit/s": ("gpt", gridtrain.Dense(), "1000Mbit", 8),
 }
-SMALL_RUNS = {"gTop-k, 20 Mbit/s": ("tiny", SPARSE, "20Mbit", 8)}
+SMALL_RUNS: dict[str, tuple[str, Any, str, int]] = {"gTop-k, 20 Mbit/s": ("tiny", SPARSE, "20Mbit", 8)}
 
 
 def processes(setting: Setting, store: Store) -> None:

@@ -181,7 +181,7 @@ class HostileGroup(Group):
 
     def steps(self, name: str) -> int:
         """Return the number of steps that this worker has applied."""
-        return sum(line["committed"] for line in self.outcomes(name))
+        return sum(bool(line["committed"]) for line in self.outcomes(name))
 
     def aborted(self, from_s: float = 0.0, to_s: float = math.inf) -> set[tuple[int, ...]]:
         """Return (generation, step, attempt) of the honest workers' attempts that did not commit."""
