@@ -20,7 +20,7 @@ from gridtrain.pipeline.model_partition import Partition
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
 from gridtrain.pipeline.tensor_tree import map_tree
-from stages.timetable import timetable
+from timetable import timetable
 
 WIDTH = 48
 

@@ -16,7 +16,7 @@ from gridtrain.core.stages.micro_batch_tuning import (
 )
 from gridtrain.core.stages.schedule import divide_samples, one_forward_one_backward
 from gridtrain.core.stages.stage_cost import ScheduleKind
-from stages.timetable import timetable
+from timetable import timetable
 
 BATCH = 64
 

@@ -26,7 +26,7 @@ from gridtrain.core.stages.rank_placement import (
 )
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.errors import ConfigError
-from stages.timetable import timetable
+from timetable import timetable
 
 RECORDED = Path(__file__).with_name("recorded_partitions.json")
 ORDERS = list(ScheduleKind)

@@ -21,7 +21,7 @@ from gridtrain.core.stages.schedule import (
 )
 from gridtrain.core.stages.schedule import one_forward_one_backward as one_f_one_b
 from gridtrain.errors import ConfigError, LocalProtocolError
-from stages.timetable import timetable
+from timetable import timetable
 
 counts = st.integers(1, 9)
 
