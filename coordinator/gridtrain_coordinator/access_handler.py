@@ -2,6 +2,7 @@
 
     pending member  Enrol -----------------> enrol ---------> JournalEntry, Send(Enrolled | Refused)
     operator        Invite, RemoveWorker --> handle_order --> JournalEntry, removals, Send(OperatorReply)
+                    EndRun ----------------> Membership.end_run --> ..., Send(OperatorReply)
     RecordViolation -----------------------> record_violation --> JournalEntry, removals
     once a second -------------------------> tick --------------> JournalEntry, removals
 
@@ -103,6 +104,11 @@ class AccessHandler:
         match message:
             case m.Invite() | m.RemoveWorker() | m.Unban():
                 return self._handle_order(peer, message, now_s)
+            case m.EndRun() if self.is_operator(peer):
+                effects, text = self._membership.end_run(now_s)
+                return [*effects, io.Send(peer, m.OperatorReply(text))]
+            case m.EndRun():
+                return [io.Send(peer, authorization_rules.NOT_OPERATOR)]
             case m.Join() if not self._authorization.allow_join(peer, now_s):
                 return [io.Send(peer, authorization_rules.TOO_MANY_JOINS), io.Disconnect(peer)]
             case _ if self.is_operator(peer):

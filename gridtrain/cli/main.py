@@ -28,6 +28,7 @@ COMMANDS = {
     "kick": "Remove a member until it has a new invitation.",
     "ban": "Remove a member and refuse its key.",
     "unban": "Lift a ban.",
+    "finish": "End a run now: its workers save the model and exit.",
     "data": "Write the index of a sharded data set.",
     "export": "Write a checkpoint's model as a plain file.",
     "bench": "Measure selection, codec and exchanges on this machine.",

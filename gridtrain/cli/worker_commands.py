@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import click
 
+from gridtrain.cli.operator_arguments import format_duration
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -116,6 +118,7 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> 
 
     if worker and to_all:
         raise click.UsageError("--worker and --all were both given")
+    shown: list[str] = []  # what was said of the sensors, which workers of one machine usually share
     for path in find_workers() if to_all else [find_worker(worker)]:
         try:
             answer = ask_agent(path, question)
@@ -123,21 +126,42 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> 
             raise ConfigError(
                 "the worker does not answer", remedy="try again; the worker may be shutting down"
             ) from None
-        _show(answer, as_json)
+        if as_json or not sys.stdout.isatty():
+            click.echo(json.dumps(answer))
+            continue
+        sensors = sensor_lines(answer)
+        click.echo("\n".join(state_lines(answer) + (sensors if sensors != shown else [])))
+        shown = sensors
 
 
-def _show(shown: Mapping[str, Any], as_json: bool) -> None:
-    if as_json or not sys.stdout.isatty():
-        click.echo(json.dumps(shown))
-        return
-    reason = f": {shown['reason']}" if shown["reason"] else ""
-    ending = " (ends after this step)" if shown["stopping"] else ""
-    click.echo(f"{shown['name']} is {shown['state']}{reason}{ending}")
-    if not shown["obeyed"]:
-        click.echo("  its script will finish the current step and then leave the group")
-    click.echo("  " + "  ".join(f"{key}={value}" for key, value in shown["rules"].items()))
-    click.echo(f"  local time: {shown['clock']}")
-    click.echo(f"  sent and received today: {shown['moved_today_bytes'] / 1e6:,.1f} MB")
-    for name, value in shown["readings"].items():
-        text = f"cannot be read: {shown['absent'].get(name)}" if value is None else value
-        click.echo(f"  sensor {name}: {text}")
+def state_lines(answer: Mapping[str, Any]) -> list[str]:
+    """Return a worker's state and rules as lines of text."""
+    reason = f": {answer['reason']}" if answer["reason"] else ""
+    ending = " (ends after this step)" if answer["stopping"] else ""
+    waits = [] if answer["obeyed"] else ["  its script will finish the current step and then leave the group"]
+    return [
+        f"{answer['name']} is {answer['state']}{reason}{ending}",
+        *waits,
+        "  " + "  ".join(f"{key}={value}" for key, value in answer["rules"].items()),
+        f"  local time: {answer['clock']}",
+        f"  sent and received today: {answer['moved_today_bytes'] / 1e6:,.1f} MB",
+    ]
+
+
+def sensor_lines(answer: Mapping[str, Any]) -> list[str]:
+    """Return the sensors that were read, and each reason why others were not, as lines of text."""
+    from gridtrain.core.group.sensor_readings import NO_VALUE, NOT_NEEDED
+
+    texts = {
+        "battery": lambda value: "on battery" if value else "plugged in",
+        "gpu": lambda value: "used by another program" if value else "not used by other programs",
+        "idle": lambda value: f"for {format_duration(value)}",
+        "temperature": lambda value: f"{value:.0f} C",
+    }
+    lines, absent = [], dict[str, list[str]]()
+    for name, value in answer["readings"].items():
+        if value is not None:
+            lines.append(f"  {name}: {texts[name](value)}")
+        elif (reason := str(answer["absent"].get(name, NO_VALUE))) != NOT_NEEDED:
+            absent.setdefault(reason, []).append(name)
+    return lines + [f"  {', '.join(names)}: not available ({reason})" for reason, names in absent.items()]

@@ -602,7 +602,8 @@ class Grid:
     def _close_after(self, error: BaseException | None) -> None:
         if isinstance(error, BudgetSpent):
             self._pauses.report_spent()
-        self.close(describe_end(error))
+        lost = "its agent (`gridtrain worker`) has ended unexpectedly; " if self._pauses.has_lost_agent else ""
+        self.close(lost + describe_end(error))
 
     # -- inside ------------------------------------------------------------------------------------
 

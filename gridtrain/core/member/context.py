@@ -52,8 +52,11 @@ class MemberContext:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has ended according to the ledger of this worker's state."""
-        return self.trainer is not None and self.replica_state.is_finished(self.trainer.setup.ledger)
+        """Whether the run has ended for this worker's state: by its ledger, or because its owner ended it."""
+        if self.trainer is None:
+            return False
+        is_ended = self.replica_state.is_synced and self.coordinator_link.run_state[0] == "finished"
+        return is_ended or self.replica_state.is_finished(self.trainer.setup.ledger)
 
     def trainer_joined(self, trainer: TrainerJoined) -> None:
         self.trainer = trainer

@@ -226,15 +226,14 @@ class Examination:
             "compute_s": said.compute_s,
         }
         if said.gain < -NEGLIGIBLE_GAIN:
-            if said.exchange_s > said.compute_s:
-                fix = (
-                    "use a faster upload, or a sparser exchange: this link would slow the other workers down"
-                )
-            else:
+            if run.global_batch_size is None and said.exchange_s <= said.compute_s:
                 fix = (
                     "ask the run's owner to set global_batch_size: this machine would slow the others down, "
+                    "but global_batch_size gives slow machines less work"
                 )
-                fix += "but global_batch_size gives slow machines less work"
+            else:
+                fix = "use a faster upload, or ask the run's owner for a sparser exchange or larger batches"
+                fix += ": the exchange would take longer by more than this machine computes"
             yield warning("prediction", text, fix, **figures)
         else:
             yield ok("prediction", text, **figures)
