@@ -176,7 +176,7 @@ def _instructions(folder: Path, written: list[str], template: Template) -> str:
         [
             textwrap.fill(f"{folder} has {', '.join(written)}.", 79, break_on_hyphens=False),
             *needed,
-            f"Try it on this machine, in {workers + 1} terminals in this folder:",
+            f"Try it on this machine, in {workers + 1} terminals in the new folder:",
             "",
             f"  cd {shlex.quote(str(folder))}",
             "  gridtrain coordinator",

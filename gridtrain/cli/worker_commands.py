@@ -16,6 +16,9 @@ import click
 
 from gridtrain.cli.operator_arguments import format_duration
 
+NO_RULE = ("off", "run")
+"""The values of rules that restrict nothing."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -139,10 +142,11 @@ def state_lines(answer: Mapping[str, Any]) -> list[str]:
     reason = f": {answer['reason']}" if answer["reason"] else ""
     ending = " (ends after this step)" if answer["stopping"] else ""
     waits = [] if answer["obeyed"] else ["  its script will finish the current step and then leave the group"]
+    rules = [f"{key}={value}" for key, value in answer["rules"].items() if value not in NO_RULE]
     return [
-        f"{answer['name']} is {answer['state']}{reason}{ending}",
+        f"{answer['name']} ({answer['run']}) is {answer['state']}{reason}{ending}",
         *waits,
-        "  " + "  ".join(f"{key}={value}" for key, value in answer["rules"].items()),
+        f"  rules: {'  '.join(rules) or 'none'}",
         f"  local time: {answer['clock']}",
         f"  sent and received today: {answer['moved_today_bytes'] / 1e6:,.1f} MB",
     ]

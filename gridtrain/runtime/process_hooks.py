@@ -49,7 +49,7 @@ def describe_end(error: BaseException | None) -> str:
     """Return the reason with which a worker leaves the run when its script ends, with or without an error."""
     match error:
         case None | SystemExit(code=None | 0):
-            return "the training script ended"
+            return "the training script ended before the run"
         case KeyboardInterrupt():
             return "the training script was interrupted"
         case SystemExit(code=143):

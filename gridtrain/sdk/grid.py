@@ -571,7 +571,7 @@ class Grid:
         """
         self._pauses = PauseController(self._session, agent, connect, limit, self._fetches)
 
-    def close(self, reason: str = "the training script ended") -> None:
+    def close(self, reason: str = "the training script ended before the run") -> None:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends."""
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import socket
 import tempfile
 import threading
 import time
@@ -192,6 +193,26 @@ def test_rules_are_changed_while_running_and_saved(
     again = PolicyEnforcer(folder.parent / "worker-1", "bob", {}, lambda link: None, sensors=sensors)
     assert again._policy.rules.texts()["battery"] == "run", "another worker has its own"
     again._control_socket.close()
+
+
+def test_a_script_knows_that_its_agent_has_ended(make: Callable[..., PolicyEnforcer], tmp_path: Path) -> None:
+    assert not AgentLink(make().path, lambda: 0).is_lost
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        agent: list[socket.socket] = []
+
+        def answer() -> None:
+            agent.append(server.accept()[0])
+            agent[0].sendall(b"{}\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        link = AgentLink(str(tmp_path / "s"), lambda: 0)
+        answering.join(WITHIN_S)
+    assert not link.is_lost
+    agent[0].close()
+    wait_until(lambda: link.is_lost)
 
 
 def test_pause_resume_and_stop_are_obeyed(
