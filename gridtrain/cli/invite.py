@@ -84,7 +84,7 @@ def invite(
     \b
       gridtrain invite                         for one worker, for a week
       gridtrain invite --uses 20 --expires 2d  for a class
-      gridtrain invite --until-joined 10m      and wait until its worker is a member
+      gridtrain invite --until-joined 10m      and wait until its worker joined
 
     Prints one line.  Send it to the volunteer over a private channel, because the first person who uses it
     can join.  An admitted worker stays admitted until you kick it.

@@ -66,7 +66,7 @@ def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: boo
       hours=22:00-07:00,12:00-13:00     train only at these hours, local time
       battery=pause                     pause while the computer runs on battery
       gpu=pause                         pause while another program uses the GPU
-      idle=10m                          pause until the computer has been unused for this long
+      idle=10m                          pause until the computer is unused so long
       temperature=80/70                 pause at 80 C, continue below 70 C
     """
     from gridtrain_worker.training_policy import parse_pairs
@@ -103,7 +103,7 @@ def resume(worker: str, to_all: bool, as_json: bool) -> None:
 
 
 @worker_commands.command()
-@click.option("--after-step", is_flag=True, help="Has no effect; accepted because older scripts pass it.")
+@click.option("--after-step", is_flag=True, hidden=True, help="Has no effect; older scripts pass it.")
 @_options
 def stop(after_step: bool, worker: str, to_all: bool, as_json: bool) -> None:
     """Finish the current step, transfer the residual, leave the run, and exit.
