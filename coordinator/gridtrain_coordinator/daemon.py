@@ -77,7 +77,9 @@ class DashboardPort(Protocol):
     """The dashboard's methods that the loop calls; none of them may block."""
 
     def publish(self, status: Mapping[str, Any]) -> None: ...
-    def take_orders(self) -> Iterable[tuple[RemoveWorker | Unban | EndRun, Future[OperatorReply | Refused]]]: ...
+    def take_orders(
+        self,
+    ) -> Iterable[tuple[RemoveWorker | Unban | EndRun, Future[OperatorReply | Refused]]]: ...
 
 
 def _recover(store: JournalStore, run: str) -> RecoveredRun:

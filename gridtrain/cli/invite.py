@@ -124,9 +124,10 @@ def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: flo
     workers = format_count(uses, "worker")
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(wall_s + expires_s))
     clear = "" if invitation.encrypted else " --unencrypted"
-    told = f'An invitation to the run "{invitation.run}" for {workers}, valid for {format_duration(expires_s)} '
+    told = f'An invitation to the run "{invitation.run}" for {workers}, '
+    told += f"valid for {format_duration(expires_s)} (until {until}).  The volunteer types:"
     lines = [
-        *textwrap.wrap(f"{told}(until {until}).  The volunteer types:", LINE_WIDTH),
+        *textwrap.wrap(told, LINE_WIDTH),
         f"  gridtrain worker INVITATION{clear}{'' if has_bundle else ' -- python train.py'}",
     ]
     if has_bundle:

@@ -156,16 +156,23 @@ def sensor_lines(answer: Mapping[str, Any]) -> list[str]:
     """Return the sensors that were read, and each reason why others were not, as lines of text."""
     from gridtrain.core.group.sensor_readings import NO_VALUE, NOT_NEEDED
 
-    texts = {
-        "battery": lambda value: "on battery" if value else "plugged in",
-        "gpu": lambda value: "used by another program" if value else "not used by other programs",
-        "idle": lambda value: f"for {format_duration(value)}",
-        "temperature": lambda value: f"{value:.0f} C",
-    }
-    lines, absent = [], dict[str, list[str]]()
+    lines: list[str] = []
+    absent: dict[str, list[str]] = {}
     for name, value in answer["readings"].items():
         if value is not None:
-            lines.append(f"  {name}: {texts[name](value)}")
+            lines.append(f"  {name}: {_reading(name, value)}")
         elif (reason := str(answer["absent"].get(name, NO_VALUE))) != NOT_NEEDED:
             absent.setdefault(reason, []).append(name)
     return lines + [f"  {', '.join(names)}: not available ({reason})" for reason, names in absent.items()]
+
+
+def _reading(name: str, value: Any) -> str:
+    match name:
+        case "battery":
+            return "on battery" if value else "plugged in"
+        case "gpu":
+            return "used by another program" if value else "not used by other programs"
+        case "idle":
+            return f"for {format_duration(value)}"
+        case _:
+            return f"{value:.0f} C"

@@ -171,9 +171,9 @@ class GroupSession:
         snapshot = self._wait(lambda _: self._is_interrupted, between_batches=True)
         if snapshot is None:
             return None
+        if self._has_ended_early(snapshot):
+            log.warning("the run is finished: %s", snapshot.run_state[1])
         if snapshot.is_finished:
-            if not data_ledger.is_finished(self._joined.setup.ledger, snapshot.ledger):
-                log.warning("the run is finished: %s", snapshot.run_state[1])
             return None
         if self._is_interrupted:
             raise WaitInterrupted
@@ -182,6 +182,12 @@ class GroupSession:
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
         return snapshot
+
+    def _has_ended_early(self, snapshot: WorkerSnapshot) -> bool:
+        """Return whether the run's owner has ended the run, which has steps left."""
+        if not snapshot.is_finished or self._joined is None:
+            return False
+        return not data_ledger.is_finished(self._joined.setup.ledger, snapshot.ledger)
 
     @property
     def turn_spans(self) -> tuple[m.Span, ...]:
@@ -326,8 +332,7 @@ class GroupSession:
             self.on_batch_dropped()
         finally:
             self._is_awaiting_choice = False
-        if snapshot is not None and snapshot.is_finished and snapshot.applied < step:
-            self._is_dropping_batch = True  # the run's owner has ended the run
+        if snapshot is not None and self._has_ended_early(snapshot) and snapshot.applied < step:
             self.on_batch_dropped()
         if snapshot is None or not self._is_turn_of(snapshot, step):
             self.is_turn_done = True
@@ -461,8 +466,8 @@ class GroupSession:
 
     def average(self, value: float) -> float:
         """Return the mean of the workers' values for display, or `value` if the group changes first."""
-        if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
-            return value
+        if self._is_dropping_batch or self._has_ended_early(self.snapshot):
+            return value  # the other workers run a step in which this worker takes no part, or no step
         step, turn = self.step, self._turn
         if turn is not None and turn.open_round is not None and self._has_delay:
             step = turn.open_round.step  # a newcomer, too, counts from 0 in each turn

@@ -602,8 +602,10 @@ class Grid:
     def _close_after(self, error: BaseException | None) -> None:
         if isinstance(error, BudgetSpent):
             self._pauses.report_spent()
-        lost = "its agent (`gridtrain worker`) has ended unexpectedly; " if self._pauses.has_lost_agent else ""
-        self.close(lost + describe_end(error))
+        reason = describe_end(error)
+        if self._pauses.has_lost_agent:
+            reason = f"its agent (`gridtrain worker`) has ended unexpectedly; {reason}"
+        self.close(reason)
 
     # -- inside ------------------------------------------------------------------------------------
 

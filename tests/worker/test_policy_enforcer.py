@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import socket
+import stat
 import tempfile
 import threading
 import time

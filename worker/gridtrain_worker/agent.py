@@ -221,10 +221,8 @@ def supervise(
                     if fetched is None:
                         return code
                     job = with_bundle(job, fetched)
-                tell(
-                    f'{machine.name} ({machine.cpus} CPU cores) is joining the run "{entry.run}" at '
-                    f"{entry.coordinator}: {entry.status.get('reason')}"
-                )
+                cores = f"{machine.cpus} CPU cores"
+                tell(f'{machine.name} ({cores}) is joining the run "{entry.run}" at {entry.coordinator}')
                 return _run(job, machine, entry, enforcer, tell, console, stats)
         finally:
             stats.finish()

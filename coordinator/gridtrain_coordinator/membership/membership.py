@@ -230,7 +230,7 @@ class Membership:
         """End the run by its owner's order; return the effects, and the answer to the owner.
 
         The members finish the open step or drop it, take on the same state, and are told that the run is
-        finished.  This is not in the journal: after a restart the run continues, and the order can be repeated.
+        finished.  The order is not in the journal: after a restart the run continues.
         """
         run = self.run
         if run.is_finished:
@@ -242,8 +242,8 @@ class Membership:
             return effects, f'the run "{run.name}" is finished; it had no members'
         members = format_count(len(run.member_order), "member")
         return effects, (
-            f'the run "{run.name}" ends: its {members} write their last checkpoint, the first one also writes '
-            "the model, and they exit"
+            f'the run "{run.name}" ends: its {members} write their last checkpoint, the first one also '
+            "writes the model, and they exit"
         )
 
     def introduce_pending_member(

@@ -123,7 +123,9 @@ class OperatorClient:
         ):
             return question(client)
 
-    def order(self, message: Invite | RemoveWorker | Unban | EndRun, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+    def order(
+        self, message: Invite | RemoveWorker | Unban | EndRun, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> str:
         """Send a command; return the text of the coordinator's reply, to be displayed.
 
         Raises:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from scripted_coordinator import ScriptedCoordinator
 
 from dashboard_demo import chromium
 from dashboard_demo.chromium import LAYOUT_CHECK, LOADED
@@ -16,7 +17,6 @@ from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
 from gridtrain_coordinator.dashboard.listen_address import bind, parse_address, url
 from gridtrain_coordinator.log import silent
 from gridtrain_coordinator.status_report import RateMeter, build_status
-from scripted_coordinator import ScriptedCoordinator
 
 pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
 pytestmark = [

@@ -116,7 +116,9 @@ def test_a_removed_machine_is_told_so_whatever_became_of_its_invitation(coordina
     coordinator.operator_client().order(RemoveWorker(peer, False, "too slow"))
     found = look(once)["invitation"]
     assert found.level is FindingLevel.FAILURE
-    assert found.text.startswith(f'this worker, key {peer.hex()[:12]}, was removed from the run "default" (kick')
+    assert found.text.startswith(
+        f'this worker, key {peer.hex()[:12]}, was removed from the run "default" (kick'
+    )
     assert found.fix.startswith("ask the run's owner for a new invitation")
 
 
