@@ -35,7 +35,7 @@ from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import ApplyMissedSteps, CaptureState, WorkerTask
 from gridtrain.runtime.open_round import OpenRound, PipelineRound, RoundPart
-from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
+from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.trainer_tasks import LOAD_TASKS
 
 log = logging.getLogger("gridtrain")
@@ -259,13 +259,19 @@ class GroupSession:
                 elif is_over(snapshot):
                     return snapshot
         except JoinRefused as refused:
-            # Without stages, only a worker that had already joined may end normally, such as a worker that
-            # was still receiving the state; a worker that joins after the end is refused.
-            was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
-            if refused.code != "finished" or not (self._is_pipeline or was_running):
-                raise
-            self.is_standby_at_end = True
+            self._end_as_standby(refused)
             return None
+
+    def _end_as_standby(self, refused: JoinRefused) -> None:
+        """Record that the run has ended without this worker; raise `refused` if that is an error.
+
+        Without stages, only a worker that had already joined may end normally, such as a worker that was
+        still receiving the state or had lost its connection; a worker that joins after the end is refused.
+        """
+        was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
+        if refused.code != "finished" or not (self._is_pipeline or was_running):
+            raise refused
+        self.is_standby_at_end = True
 
     def _next_task(self, snapshot: WorkerSnapshot, *, between_batches: bool) -> WorkerTask | None:
         return self.tasks.next_task(
@@ -417,7 +423,17 @@ class GroupSession:
         """See `TrainingSession.run`."""
         assert self._turn is not None and self._turn.open_round is not None
         self._early_plan = None
-        outcome = self._loop.step_rounds.run(self._turn.open_round, buffers, skip, settings)
+        open_round = self._turn.open_round
+        return self._outcome_of(lambda: self._loop.step_rounds.run(open_round, buffers, skip, settings))
+
+    def _outcome_of(self, run: Callable[[], RoundOutcome]) -> RoundOutcome:
+        """Return and record the outcome of a round; if the run ends without this worker, its round is not
+        committed, and `begin` drops the batch."""
+        try:
+            outcome = run()
+        except JoinRefused as refused:
+            self._end_as_standby(refused)
+            outcome = NOT_COMMITTED
         self.end_round(outcome)
         return outcome
 
@@ -437,13 +453,11 @@ class GroupSession:
         """See `TrainingSession.await_submitted`."""
         self.finish_computing()
         mine, self._submitted, self._early_plan = self._submitted, None, None
-        outcome = self._loop.step_rounds.await_submitted(mine)
-        self.end_round(outcome)
-        return outcome
+        return self._outcome_of(lambda: self._loop.step_rounds.await_submitted(mine))
 
     def _report_contribution(self, now_s: float, *, last: bool = False) -> None:
         if self._contribution.path is not None and (last or self._contribution.is_due(now_s)):
-            here, traffic = self._loop.mailbox.read(), self.connection.traffic.values()
+            here, traffic = self.snapshot, self.connection.traffic.values()
             self._contribution.report(
                 now_s,
                 step=here.applied + 1,
@@ -499,8 +513,12 @@ class GroupSession:
     @property
     def snapshot(self) -> WorkerSnapshot:
         """This worker's current view of the run."""
-        mailbox = self._loop.mailbox
-        return mailbox.snapshot if self.is_standby_at_end else mailbox.read()
+        if not self.is_standby_at_end:
+            try:
+                return self._loop.mailbox.read()
+            except JoinRefused as refused:
+                self._end_as_standby(refused)
+        return self._loop.mailbox.snapshot
 
     def set_busy(self, busy: bool) -> None:
         """Set whether the trainer is busy with other work, such as an evaluation.

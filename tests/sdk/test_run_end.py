@@ -92,6 +92,38 @@ def test_a_worker_that_was_receiving_the_model_when_the_run_ended_is_not_refused
 
 
 @pytest.mark.parametrize(
+    "exchange", [gridtrain.Dense(), gridtrain.LocalSteps(2, gridtrain.Dense(), overlap=True)]
+)
+def test_a_worker_that_returns_after_the_end_leaves_its_loop_in_mid_step(
+    new_group: Any, caplog: pytest.LogCaptureFixture, exchange: Any
+) -> None:
+    refusal = JoinRefused("finished", 'the run "demo" is finished')
+    in_step, ended = threading.Event(), threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> bool:
+        model = nn.Linear(2, 1)
+        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=exchange)
+        for batch in grid.batches(DATA, batch_size=2, steps=4):
+            if number == 0:
+                in_step.set()
+                assert ended.wait(60.0)
+            model(batch).mean().backward()
+            if number == 1:
+                assert in_step.wait(60.0)
+                grid._session.connection.loop.mailbox.fail(refusal)
+            optimizer.step()
+        if number == 1:
+            ended.set()
+        return grid.finished
+
+    with new_group(workers=2) as group:
+        for _ in range(2):
+            group.start(train)
+        assert [group.result(number) for number in range(2)] == [True, True]
+    assert "at the end this worker held neither the model nor a stage of it" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("error", "reason"),
     [
         (None, "the training script ended before the run"),

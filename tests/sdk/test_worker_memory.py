@@ -9,6 +9,7 @@ import gc
 import re
 import threading
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def make(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if name == "momentum" else 0.0)
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """What was there before a test is neither counted nor looked at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def allocated_bytes(models: list[nn.Module]) -> int:

@@ -24,4 +24,6 @@ sampler.sample_indices = _watched
 torch.set_num_threads(1)
 model, losses = runpy.run_path(sys.argv[1])["main"](int(sys.argv[2]))
 digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
-print(json.dumps({"mark": "end", "samples": drawn, "losses": losses, "digest": digest}), flush=True)
+end = json.dumps({"mark": "end", "samples": drawn, "losses": losses, "digest": digest})
+sys.stdout.write(end + "\n")  # one write, because the processes of a site share the output
+sys.stdout.flush()
