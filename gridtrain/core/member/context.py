@@ -53,10 +53,13 @@ class MemberContext:
     @property
     def is_finished(self) -> bool:
         """Whether the run has ended for this worker's state: by its ledger, or because its owner ended it."""
-        if self.trainer is None:
-            return False
         is_ended = self.replica_state.is_synced and self.coordinator_link.run_state[0] == "finished"
-        return is_ended or self.replica_state.is_finished(self.trainer.setup.ledger)
+        return self.is_at_end or (is_ended and self.trainer is not None)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the run has ended according to the ledger of this worker's state."""
+        return self.trainer is not None and self.replica_state.is_finished(self.trainer.setup.ledger)
 
     def trainer_joined(self, trainer: TrainerJoined) -> None:
         self.trainer = trainer
