@@ -480,8 +480,8 @@ class GroupSession:
 
     def average(self, value: float) -> float:
         """Return the mean of the workers' values for display, or `value` if the group changes first."""
-        if self._is_dropping_batch or self._has_ended_early(self.snapshot):
-            return value  # the other workers run a step in which this worker takes no part, or no step
+        if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
+            return value
         step, turn = self.step, self._turn
         if turn is not None and turn.open_round is not None and self._has_delay:
             step = turn.open_round.step  # a newcomer, too, counts from 0 in each turn
