@@ -2,6 +2,7 @@
 
     pending member  Enrol -----------------> enrol ---------> JournalEntry, Send(Enrolled | Refused)
     operator        Invite, RemoveWorker --> handle_order --> JournalEntry, removals, Send(OperatorReply)
+                    EndRun ----------------> Membership.end_run --> Send(OperatorReply)
     RecordViolation -----------------------> record_violation --> JournalEntry, removals
     once a second -------------------------> tick --------------> JournalEntry, removals
 
@@ -103,6 +104,11 @@ class AccessHandler:
         match message:
             case m.Invite() | m.RemoveWorker() | m.Unban():
                 return self._handle_order(peer, message, now_s)
+            case m.EndRun() if self.is_operator(peer):
+                effects, reply = self.execute_order(message, now_s)
+                return [*effects, io.Send(peer, reply)]
+            case m.EndRun():
+                return [io.Send(peer, authorization_rules.NOT_OPERATOR)]
             case m.Join() if not self._authorization.allow_join(peer, now_s):
                 return [io.Send(peer, authorization_rules.TOO_MANY_JOINS), io.Disconnect(peer)]
             case _ if self.is_operator(peer):
@@ -111,9 +117,12 @@ class AccessHandler:
         return None
 
     def execute_order(
-        self, order: m.RemoveWorker | m.Unban, now_s: float
+        self, order: m.RemoveWorker | m.Unban | m.EndRun, now_s: float
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
-        """Carry out an order from the dashboard; return the effects and the reply."""
+        """Carry out an order of the operator or from the dashboard; return the effects and the reply."""
+        if isinstance(order, m.EndRun):
+            effects, text = self._membership.end_run(now_s)
+            return effects, m.OperatorReply(text)
         answer = self._authorize_order(self._operator or b"", order)
         assert isinstance(answer.reply, m.OperatorReply | m.Refused)
         return [*answer.entries, *self._remove_all(answer.removed, now_s, _is_ban(order))], answer.reply

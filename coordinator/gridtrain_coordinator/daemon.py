@@ -24,6 +24,7 @@ from gridtrain._version import __version__
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import (
     BundleRequest,
+    EndRun,
     OperatorReply,
     PeerId,
     Refused,
@@ -76,7 +77,9 @@ class DashboardPort(Protocol):
     """The dashboard's methods that the loop calls; none of them may block."""
 
     def publish(self, status: Mapping[str, Any]) -> None: ...
-    def take_orders(self) -> Iterable[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]: ...
+    def take_orders(
+        self,
+    ) -> Iterable[tuple[RemoveWorker | Unban | EndRun, Future[OperatorReply | Refused]]]: ...
 
 
 def _recover(store: JournalStore, run: str) -> RecoveredRun:

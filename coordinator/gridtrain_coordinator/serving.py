@@ -151,7 +151,17 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     finally:
         endpoint.remove(folder)
         board.close()
-    return 128 + stop.signal_number if stop.signal_number else 0
+    if not stop.signal_number:
+        return 0
+    status = coordinator.snapshot()
+    text = "the same command continues the run"
+    if status["finished"]:
+        text = "the run is finished"
+    elif status["world_size"]:
+        text = f"the members train on until one fails or another joins; {text}"
+    fields = {"signal": signal.Signals(stop.signal_number).name, "reason": text}
+    log_to(err, settings.log_format)("info", "stopped", fields)
+    return 128 + stop.signal_number
 
 
 def _open(

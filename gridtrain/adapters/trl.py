@@ -40,6 +40,14 @@ class GridSFTTrainer(GridTrainerMixin, SFTTrainer):
                     f"train_dataset has no column {error}, but {', '.join(columns) or 'none'}",
                     remedy="rename one: SFTTrainer reads text, messages, prompt and completion, or input_ids",
                 ) from error
+            except ValueError as error:
+                if "chat_template" not in str(error):
+                    raise
+                raise ConfigError(
+                    "train_dataset has conversations, but the base's tokenizer has no chat template",
+                    remedy="use a base that was tuned for chat, set tokenizer.chat_template and pass "
+                    "processing_class=tokenizer, or use a data set with the column text",
+                ) from error
             return
         # SFTTrainer takes and prepares only data sets of the package `datasets`: here, one tokenized row.
         super().__init__(train_dataset=Dataset.from_list([{"input_ids": [0], "labels": [0]}]), **options)

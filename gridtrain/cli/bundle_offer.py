@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 MAX_ORIGINS = 5
 LABEL_WIDTH = 15
 SHOWN_LIMITS = ("upload_limit", "download_limit", "donate_limit", "relay", "checkpoint_every", "set")
+SHOWN_AS = {"donate_limit": "limit for sending the model", "set": "rules"}
 DISCLOSED_DATA = (
     "to other workers: gradients or parameter changes, votes and your address; to newcomers also the model",
     "to the coordinator: this worker's name and address, step times, byte counts, the digests and sizes of "
     "model and data, and the values that the script reports",
     "never sent by gridtrain: your files, samples of your data, host or user names",
-    "the script itself runs with the permissions of your user account, without a sandbox",
 )
 
 
@@ -124,6 +124,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         *_labelled("data", _data_lines(settings, offer)),
         f"  as           {job.name or 'a random name'}",
         *_labelled("sends", DISCLOSED_DATA),
+        "  runs         with the permissions of your user account, without a sandbox",
         *_limits(settings),
     ]
 
@@ -142,7 +143,7 @@ def fit_lines(lines: Sequence[str]) -> Iterator[str]:
 
 def _limits(settings: OptionValues) -> list[str]:
     shown = [
-        f"{name.replace('_', ' ')}: {settings[name].shown}"
+        f"{SHOWN_AS.get(name) or name.replace('_', ' ')}: {settings[name].shown}"
         + (f" ({settings[name].where})" if settings[name].where else "")
         for name in SHOWN_LIMITS
     ]

@@ -23,14 +23,14 @@ def config() -> None:
     """Show the configuration and the source of each value."""
 
 
-@config.group(invoke_without_command=True)
+@config.group(invoke_without_command=True, short_help="Show each option's value and its source.")
 @click.pass_context
 def show(context: click.Context) -> None:
     """Show each option's value and its source: flag, environment, run.toml or default.
 
     \b
-      gridtrain config show                                    the options of both programs
-      gridtrain config show worker --upload-limit 20Mbit       the worker's, with these flags
+      gridtrain config show                               of both programs
+      gridtrain config show worker --upload-limit 20Mbit  with these flags
 
     Prints a table on a terminal; elsewhere one JSON object per line, with program, name, value, source and
     where.  Ends with an error if the program would refuse a value.
@@ -44,7 +44,7 @@ def _of(program: str) -> Callable[..., None]:
     def command(**given: Any) -> None:
         _print([resolve_settings(program, given)])
 
-    command.__doc__ = f"Show the options of `gridtrain {program}` as they would be with these flags."
+    command.__doc__ = f"Show the options of the {program} with these flags."
     return command
 
 

@@ -16,7 +16,7 @@ def data() -> None:
     """Prepare a sharded data set."""
 
 
-@data.command()
+@data.command(short_help="Write the index of a sharded data set.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE|URL...")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default="index.json", show_default=True

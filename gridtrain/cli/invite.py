@@ -6,6 +6,7 @@ The secret token is generated in this process; the coordinator receives only its
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from gridtrain.core.group.invitation import Invitation
 
 MIN_VALIDITY_S = 1.0
+LINE_WIDTH = 79
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 
@@ -82,7 +84,7 @@ def invite(
     \b
       gridtrain invite                         for one worker, for a week
       gridtrain invite --uses 20 --expires 2d  for a class
-      gridtrain invite --until-joined 10m      and wait until its worker is a member
+      gridtrain invite --until-joined 10m      and wait until its worker joined
 
     Prints one line.  Send it to the volunteer over a private channel, because the first person who uses it
     can join.  An admitted worker stays admitted until you kick it.
@@ -122,17 +124,16 @@ def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: flo
     workers = format_count(uses, "worker")
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(wall_s + expires_s))
     clear = "" if invitation.encrypted else " --unencrypted"
+    told = f'An invitation to the run "{invitation.run}" for {workers}, '
+    told += f"valid for {format_duration(expires_s)} (until {until}).  The volunteer types:"
     lines = [
-        f'An invitation to the run "{invitation.run}" for {workers}, valid for '
-        f"{format_duration(expires_s)} (until {until}).  The volunteer types:",
+        *textwrap.wrap(told, LINE_WIDTH),
         f"  gridtrain worker INVITATION{clear}{'' if has_bundle else ' -- python train.py'}",
     ]
     if has_bundle:
-        lines.append(f"and compares the coordinator's key: {comparable_key(invitation.coordinator)}")
+        lines += ["and compares the coordinator's key:", f"  {comparable_key(invitation.coordinator)}"]
     if _LOOPBACK.fullmatch(invitation.address):
-        lines.append(
-            f"It contains the address {invitation.address}, which only this machine can reach; to admit "
-            "other machines, "
-            f"start the coordinator with --listen tcp://0.0.0.0:{invitation.address.rpartition(':')[2]}."
-        )
+        told = f"It contains the address {invitation.address}, which only this machine can reach; "
+        lines += textwrap.wrap(f"{told}to admit other machines, start the coordinator with", LINE_WIDTH)
+        lines.append(f"  --listen tcp://0.0.0.0:{invitation.address.rpartition(':')[2]}")
     return "\n".join(lines)

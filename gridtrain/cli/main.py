@@ -28,6 +28,7 @@ COMMANDS = {
     "kick": "Remove a member until it has a new invitation.",
     "ban": "Remove a member and refuse its key.",
     "unban": "Lift a ban.",
+    "finish": "End a run now: its workers save the model and exit.",
     "data": "Write the index of a sharded data set.",
     "export": "Write a checkpoint's model as a plain file.",
     "bench": "Measure selection, codec and exchanges on this machine.",
@@ -42,7 +43,7 @@ _INVITATION = re.compile(rb"(gridtrain\d+:)([\w=-]+)")
 EXIT_CODES = """\b
 Exit codes of all commands except doctor:
   0    success
-  1    the training script failed (its own code is passed on), or another error
+  1    the script failed (its own code is passed on), or another error
   2    the options or the configuration are invalid
   3    the coordinator cannot be reached
   4    the coordinator refused

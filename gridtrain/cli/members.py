@@ -60,6 +60,9 @@ def render(status: Mapping[str, Any]) -> Group:
         *_banned(access),
         *_violations(access, known_keys(status)),
     ]
+    if not any(member_rows(status)):
+        below.insert(0, "no worker has been admitted yet; create an invitation with gridtrain invite")
+        return Group(*map(Text, below))
     return Group(members_table(status), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
 
 
@@ -74,11 +77,6 @@ def members_table(status: Mapping[str, Any]) -> Table:
         drawn.add_column(heading, justify="right" if heading == "violations" else "left", no_wrap=True)
     for cells in member_rows(status):
         drawn.add_row(*(Text(cell) for cell in cells))
-    if not drawn.row_count:
-        drawn.add_row(
-            "-",
-            Text("no worker has been admitted yet; create an invitation with gridtrain invite", style="dim"),
-        )
     return drawn
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import textwrap
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -165,25 +166,27 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
 
 
 def _instructions(folder: Path, written: list[str], template: Template) -> str:
+    """Return what to do next, in lines that fit into a terminal of 80 columns unless a path is long."""
     workers = template.min_workers
     packages = [requirement.split(">=")[0] for requirement in template.requires]
     missing = [package for package in packages if find_spec(package) is None]
     extra = "torch" if missing == ["torch"] else "lora"
-    needed = [f"It needs {' and '.join(missing)}: {install_command(extra)}"] if missing else []
+    needed = [f"It needs {' and '.join(missing)}:", f"  {install_command(extra)}", ""] if missing else []
     return "\n".join(
         [
-            f"{folder} has {', '.join(written)}.",
+            textwrap.fill(f"{folder} has {', '.join(written)}.", 79, break_on_hyphens=False),
             *needed,
-            f"Try it on this machine, in {workers + 1} terminals:",
+            f"Try it on this machine, in {workers + 1} terminals in the new folder:",
             "",
             f"  cd {shlex.quote(str(folder))}",
             "  gridtrain coordinator",
-            '  gridtrain worker "$(gridtrain invite --wait 30s)"      '
-            f"# {_TIMES[workers]}; shows the script, and asks",
+            f'  gridtrain worker "$(gridtrain invite --wait 30s)"   # {_TIMES[workers]}',
             "",
-            "`gridtrain status --watch` in the folder shows the run.  For other machines let the coordinator",
-            "listen on tcp://0.0.0.0:7700 (in run.toml), and send each volunteer an invitation.",
-            "For containers, see compose.yaml, and compose.volunteer.yaml for volunteers; each file begins",
-            "with the commands.",
+            "A worker shows the script, and asks before it runs it.  In another terminal",
+            "`gridtrain status --watch` shows the run.",
+            "",
+            "For other machines, let the coordinator listen on tcp://0.0.0.0:7700 (in",
+            "run.toml), and send each volunteer an invitation.  For containers see",
+            "compose.yaml, and compose.volunteer.yaml for volunteers.",
         ]
     )

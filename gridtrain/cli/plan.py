@@ -207,7 +207,7 @@ def plan(
     """Predict the step time of each exchange on a network that you describe.
 
     \b
-      gridtrain plan --parameters 25.6M --link 100Mbit --latency 10ms --compute 0.5s
+      gridtrain plan --parameters 25.6M --link 100Mbit --latency 10ms
       gridtrain plan --parameters 124M --network sites.toml --exchange gtopk,dense
       gridtrain plan --coordinator gridtrain1:AbC...
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB

@@ -57,9 +57,9 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
     """Show the members, generation, step and rates of a run.
 
     \b
-      gridtrain status                       the run that is coordinated on this machine
-      gridtrain status gridtrain1:AbC...     another run, with one of this machine's keys
-      gridtrain status @FILE                 the same, with the invitation in a file; -: stdin
+      gridtrain status                    the run coordinated on this machine
+      gridtrain status gridtrain1:AbC...  another run, with this machine's key
+      gridtrain status @FILE              the same, from a file; -: from stdin
 
     Prints a table on a terminal; elsewhere the coordinator's answer, one JSON object per line.
     """

@@ -14,6 +14,11 @@ from typing import Any, TypeVar
 
 import click
 
+from gridtrain.cli.operator_arguments import format_duration
+
+NO_RULE = ("off", "run")
+"""The values of rules that restrict nothing."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -61,7 +66,7 @@ def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: boo
       hours=22:00-07:00,12:00-13:00     train only at these hours, local time
       battery=pause                     pause while the computer runs on battery
       gpu=pause                         pause while another program uses the GPU
-      idle=10m                          pause until the computer has been unused for this long
+      idle=10m                          pause until the computer is unused so long
       temperature=80/70                 pause at 80 C, continue below 70 C
     """
     from gridtrain_worker.training_policy import parse_pairs
@@ -98,7 +103,7 @@ def resume(worker: str, to_all: bool, as_json: bool) -> None:
 
 
 @worker_commands.command()
-@click.option("--after-step", is_flag=True, help="Has no effect; accepted because older scripts pass it.")
+@click.option("--after-step", is_flag=True, hidden=True, help="Has no effect; older scripts pass it.")
 @_options
 def stop(after_step: bool, worker: str, to_all: bool, as_json: bool) -> None:
     """Finish the current step, transfer the residual, leave the run, and exit.
@@ -116,6 +121,7 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> 
 
     if worker and to_all:
         raise click.UsageError("--worker and --all were both given")
+    shown: list[str] = []  # what was said of the sensors, which workers of one machine usually share
     for path in find_workers() if to_all else [find_worker(worker)]:
         try:
             answer = ask_agent(path, question)
@@ -123,21 +129,50 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> 
             raise ConfigError(
                 "the worker does not answer", remedy="try again; the worker may be shutting down"
             ) from None
-        _show(answer, as_json)
+        if as_json or not sys.stdout.isatty():
+            click.echo(json.dumps(answer))
+            continue
+        sensors = sensor_lines(answer)
+        click.echo("\n".join(state_lines(answer) + (sensors if sensors != shown else [])))
+        shown = sensors
 
 
-def _show(shown: Mapping[str, Any], as_json: bool) -> None:
-    if as_json or not sys.stdout.isatty():
-        click.echo(json.dumps(shown))
-        return
-    reason = f": {shown['reason']}" if shown["reason"] else ""
-    ending = " (ends after this step)" if shown["stopping"] else ""
-    click.echo(f"{shown['name']} is {shown['state']}{reason}{ending}")
-    if not shown["obeyed"]:
-        click.echo("  its script will finish the current step and then leave the group")
-    click.echo("  " + "  ".join(f"{key}={value}" for key, value in shown["rules"].items()))
-    click.echo(f"  local time: {shown['clock']}")
-    click.echo(f"  sent and received today: {shown['moved_today_bytes'] / 1e6:,.1f} MB")
-    for name, value in shown["readings"].items():
-        text = f"cannot be read: {shown['absent'].get(name)}" if value is None else value
-        click.echo(f"  sensor {name}: {text}")
+def state_lines(answer: Mapping[str, Any]) -> list[str]:
+    """Return a worker's state and rules as lines of text."""
+    reason = f": {answer['reason']}" if answer["reason"] else ""
+    ending = " (ends after this step)" if answer["stopping"] else ""
+    waits = [] if answer["obeyed"] else ["  its script will finish the current step and then leave the group"]
+    rules = [f"{key}={value}" for key, value in answer["rules"].items() if value not in NO_RULE]
+    return [
+        f"{answer['name']} ({answer['run']}) is {answer['state']}{reason}{ending}",
+        *waits,
+        f"  rules: {'  '.join(rules) or 'none'}",
+        f"  local time: {answer['clock']}",
+        f"  sent and received today: {answer['moved_today_bytes'] / 1e6:,.1f} MB",
+    ]
+
+
+def sensor_lines(answer: Mapping[str, Any]) -> list[str]:
+    """Return the sensors that were read, and each reason why others were not, as lines of text."""
+    from gridtrain.core.group.sensor_readings import NO_VALUE, NOT_NEEDED
+
+    lines: list[str] = []
+    absent: dict[str, list[str]] = {}
+    for name, value in answer["readings"].items():
+        if value is not None:
+            lines.append(f"  {name}: {_reading(name, value)}")
+        elif (reason := str(answer["absent"].get(name, NO_VALUE))) != NOT_NEEDED:
+            absent.setdefault(reason, []).append(name)
+    return lines + [f"  {', '.join(names)}: not available ({reason})" for reason, names in absent.items()]
+
+
+def _reading(name: str, value: Any) -> str:
+    match name:
+        case "battery":
+            return "on battery" if value else "plugged in"
+        case "gpu":
+            return "used by another program" if value else "not used by other programs"
+        case "idle":
+            return f"for {format_duration(value)}"
+        case _:
+            return f"{value:.0f} C"

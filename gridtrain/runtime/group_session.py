@@ -9,6 +9,7 @@ While the training thread waits, it performs tasks for the group (`trainer_tasks
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,8 @@ from gridtrain.runtime.mailbox.worker_task import ApplyMissedSteps, CaptureState
 from gridtrain.runtime.open_round import OpenRound, PipelineRound, RoundPart
 from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.trainer_tasks import LOAD_TASKS
+
+log = logging.getLogger("gridtrain")
 
 PeersOf = Callable[..., frozenset[int]]
 """Returns a rank's neighbours; called with the rank, the world size and, in a pipeline, the stage bounds."""
@@ -166,7 +169,11 @@ class GroupSession:
             raise _missing_dataset_error()
         self._turn, self.is_turn_done = None, False
         snapshot = self._wait(lambda _: self._is_interrupted, between_batches=True)
-        if snapshot is None or snapshot.is_finished:
+        if snapshot is None:
+            return None
+        if self._has_ended_early(snapshot):
+            log.warning("the run is finished: %s", snapshot.run_state[1])
+        if snapshot.is_finished:
             return None
         if self._is_interrupted:
             raise WaitInterrupted
@@ -175,6 +182,12 @@ class GroupSession:
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
         return snapshot
+
+    def _has_ended_early(self, snapshot: WorkerSnapshot) -> bool:
+        """Return whether the run's owner has ended the run, which has steps left."""
+        if not snapshot.is_finished or self._joined is None:
+            return False
+        return not data_ledger.is_finished(self._joined.setup.ledger, snapshot.ledger)
 
     @property
     def turn_spans(self) -> tuple[m.Span, ...]:
@@ -325,6 +338,8 @@ class GroupSession:
             self.on_batch_dropped()
         finally:
             self._is_awaiting_choice = False
+        if snapshot is not None and self._has_ended_early(snapshot) and snapshot.applied < step:
+            self.on_batch_dropped()
         if snapshot is None or not self._is_turn_of(snapshot, step):
             self.is_turn_done = True
             return None

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from gridtrain.errors import GridtrainError, LocalProtocolError
 
@@ -27,7 +27,12 @@ def install_sigterm_handler() -> None:
     """Make SIGTERM raise `SystemExit` in the script, so that this worker can leave the group properly."""
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    sys.last_value = SystemExit(128 + number)  # the interpreter does not set it for a `SystemExit`
+    raise sys.last_value
 
 
 def install_error_hook() -> None:
@@ -44,7 +49,7 @@ def describe_end(error: BaseException | None) -> str:
     """Return the reason with which a worker leaves the run when its script ends, with or without an error."""
     match error:
         case None | SystemExit(code=None | 0):
-            return "the training script ended"
+            return "the training script ended before the run"
         case KeyboardInterrupt():
             return "the training script was interrupted"
         case SystemExit(code=143):

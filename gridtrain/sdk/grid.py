@@ -571,7 +571,7 @@ class Grid:
         """
         self._pauses = PauseController(self._session, agent, connect, limit, self._fetches)
 
-    def close(self, reason: str = "the training script ended") -> None:
+    def close(self, reason: str = "the training script ended before the run") -> None:
         """Leave the run.  The method is idempotent, and is called automatically when the script ends."""
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run
@@ -602,7 +602,10 @@ class Grid:
     def _close_after(self, error: BaseException | None) -> None:
         if isinstance(error, BudgetSpent):
             self._pauses.report_spent()
-        self.close(describe_end(error))
+        reason = describe_end(error)
+        if self._pauses.has_lost_agent:
+            reason = f"its agent (`gridtrain worker`) has ended unexpectedly; {reason}"
+        self.close(reason)
 
     # -- inside ------------------------------------------------------------------------------------
 

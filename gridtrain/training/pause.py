@@ -80,6 +80,11 @@ class PauseController:
         return self._connect is not None
 
     @property
+    def has_lost_agent(self) -> bool:
+        """Whether the agent's process has ended before this script."""
+        return self._agent.is_lost
+
+    @property
     def should_stop(self) -> bool:
         """Whether the agent requests that the script end after the current step."""
         return self._agent.directive.stop

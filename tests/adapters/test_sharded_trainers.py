@@ -182,3 +182,11 @@ def test_a_column_that_trl_does_not_find_is_named(tmp_path: Path, monkeypatch: p
     dataset = pytest.importorskip("datasets").Dataset.from_list([{"body": "a"}])
     with pytest.raises(ConfigError, match="train_dataset has no column 'text', but body"):
         trainer_of("sft", tmp_path, grid=None, train_dataset=dataset)
+
+
+def test_a_missing_chat_template_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    dataset = pytest.importorskip("datasets").Dataset.from_list([{"messages": messages}])
+    with pytest.raises(ConfigError, match="the base's tokenizer has no chat template -> use a base that was"):
+        trainer_of("sft", tmp_path, grid=None, train_dataset=dataset)

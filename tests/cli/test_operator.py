@@ -141,7 +141,8 @@ def test_only_the_invitation_is_written_to_stdout_and_it_is_valid(server: Access
     assert (row["uses"], row["used"]) == (3, 0) and 43_000 < row["left_s"] <= 43_200
 
     explained = result.stderr
-    assert 'run "default" for 3 workers, valid for 12 h (until ' in explained
+    assert 'run "default" for 3 workers, valid for 12 h (until ' in explained.replace("\n", " ")
+    assert max(map(len, explained.splitlines())) < 80
     assert "  gridtrain worker INVITATION -- python train.py" in explained
     assert invitation.text() not in explained, "a log of stderr must not reveal it"
 

@@ -481,7 +481,7 @@ def test_a_removed_worker_can_still_be_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [m.Invite(b"n" * 32, 1, 60.0), m.RemoveWorker(ANNA, False, ""), m.Unban(ANNA)]
+    "command", [m.Invite(b"n" * 32, 1, 60.0), m.RemoveWorker(ANNA, False, ""), m.Unban(ANNA), m.EndRun()]
 )
 def test_commands_are_accepted_from_the_operator_only(command: m.Message) -> None:
     core = FakeCore()

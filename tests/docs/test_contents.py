@@ -64,6 +64,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(name for name in names if not re.search(rf"\.{name}\b", text)) == []
 
 
+def test_the_list_of_names_is_that_of_the_package() -> None:
+    import gridtrain
+
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(r"^- ((?:`\w+`(?:, )?)+): ", text, flags=re.MULTILINE)
+    names = [name for line in listed for name in re.findall(r"`(\w+)`", line)]
+    assert sorted(names) == sorted(gridtrain.__all__)
+
+
 def test_every_member_that_the_reference_lists_exists() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     listed = re.findall(

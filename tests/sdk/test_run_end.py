@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 import gridtrain
+from gridtrain.core.messages import EndRun, OperatorReply, Refused
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
@@ -123,8 +126,8 @@ def test_a_worker_that_returns_after_the_end_leaves_its_loop_in_mid_step(
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (None, "the training script ended"),
-        (SystemExit(), "the training script ended"),
+        (None, "the training script ended before the run"),
+        (SystemExit(), "the training script ended before the run"),
         (SystemExit(3), "the training script failed with exit code 3"),
         (SystemExit("no data"), "the training script failed with exit code 1"),
         (SystemExit(143), "the training script was stopped (SIGTERM)"),
@@ -176,6 +179,19 @@ def test_the_place_of_an_error_is_in_the_script_and_not_in_a_library(tmp_path: P
     assert done.stderr.startswith('gridtrain: train.py, line 5: ConfigError: exchange is "fast", which is')
 
 
+def test_a_script_that_sigterm_ends_outside_of_with_says_so() -> None:
+    script = (
+        "import atexit, os, signal\n"
+        "from gridtrain.runtime import process_hooks as hooks\n"
+        "hooks.install_sigterm_handler()\n"
+        "atexit.register(lambda: print(hooks.describe_end(hooks.uncaught_error())))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (143, "")
+    assert done.stdout == "the training script was stopped (SIGTERM)\n"
+
+
 def test_a_refused_script_ends_with_the_documented_code() -> None:
     script = (
         "from gridtrain.errors import ConfigError, JoinRefused\n"
@@ -193,3 +209,55 @@ def test_a_refused_script_ends_with_the_documented_code() -> None:
         )
         assert done.returncode == code
         assert done.stderr.startswith("gridtrain: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        gridtrain.Dense(),
+        gridtrain.GTopK(density=0.5),
+        gridtrain.LocalSteps(every=2),
+        gridtrain.LocalSteps(every=3, overlap=1),
+    ],
+    ids=["dense", "gtopk", "local", "overlapped"],
+)
+def test_a_run_that_its_owner_ends_ends_on_all_workers_after_the_same_step(
+    new_group: Any, caplog: pytest.LogCaptureFixture, exchange: Any
+) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> tuple[bool, int, float, list[list[float]]]:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.999)
+        optimizer = grid.optimizer(inner, model, exchange=exchange)
+        grid.track(scheduler=scheduler)
+        for batch in grid.batches(DATA, batch_size=2, steps=10**6):
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if grid.is_first and grid.step == 3 and not ended.is_set():
+                ended.set()
+                while grid._session.snapshot.run_state[0] != "finished":
+                    threading.Event().wait(0.02)
+            grid.mean(1.0)  # the others may not call it any more
+        steps = scheduler.last_epoch / getattr(exchange, "every", 1)
+        return grid.finished, grid.step, steps, [p.tolist() for p in model.parameters()]
+
+    ended, answer = threading.Event(), Future[OperatorReply | Refused]()
+    with new_group(workers=3) as group:
+        take = group._window.take_orders
+
+        def take_orders() -> Iterator[Any]:
+            yield from take()
+            if ended.is_set() and not answer.running() and not answer.done():
+                yield EndRun(), answer
+
+        group._window.take_orders = take_orders
+        for _ in range(3):
+            group.start(train)
+        results = [group.result(number) for number in range(3)]
+    assert results[0] == results[1] == results[2], "the parameters, too"
+    finished, step, scheduled, _ = results[0]
+    assert finished and 3 <= step == scheduled < 10**6
+    assert "its 3 members write their last checkpoint" in answer.result().text
+    assert caplog.messages.count(f"the run is finished: its owner has ended it after {step} steps") == 3

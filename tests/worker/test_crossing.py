@@ -82,7 +82,7 @@ def test_a_removed_worker_needs_a_new_invitation(coordinator: LiveCoordinator, s
         assert not is_still_admitted(entry, WITHIN_S)
     digits = peer.hex()[:12]
     expected = (
-        f'this worker, key {digits}, was removed from the run "default", .* -> ask the run\'s owner for a new'
+        f'this worker, key {digits}, was removed from the run "default" .* -> ask the run\'s owner for a new'
     )
     for _ in range(2):
         with pytest.raises(JoinRefused, match=expected):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import tempfile
 import threading
@@ -21,6 +22,8 @@ import pytest
 from click.testing import CliRunner
 
 from gridtrain.cli.main import cli
+from gridtrain.cli.worker_commands import sensor_lines, state_lines
+from gridtrain.core.group.sensor_readings import NOT_NEEDED
 from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
 from gridtrain.testing import FakeSensors
@@ -192,6 +195,41 @@ def test_rules_are_changed_while_running_and_saved(
     again = PolicyEnforcer(folder.parent / "worker-1", "bob", {}, lambda link: None, sensors=sensors)
     assert again._policy.rules.texts()["battery"] == "run", "another worker has its own"
     again._control_socket.close()
+
+
+def test_what_cannot_be_read_is_said_once(make: Callable[..., PolicyEnforcer], folder: Path) -> None:
+    make(battery="pause")
+    answer = ask_agent(folder / SOCKET, {"ask": "show"})
+    assert "  rules: battery=pause" in state_lines(answer), "of the rules those that restrict something"
+    assert sensor_lines(answer) == [
+        "  battery: plugged in", "  gpu: not used by other programs", "  idle: for 2 h 46 min", "  temperature: 40 C",
+    ]  # fmt: skip
+    absent = dict.fromkeys(("battery", "idle"), "psutil is not installed") | {"gpu": NOT_NEEDED}
+    answer |= {"readings": dict.fromkeys(answer["readings"]), "absent": absent}
+    assert sensor_lines(answer) == [
+        "  battery, idle: not available (psutil is not installed)",
+        "  temperature: not available (it reports no value)",
+    ]
+
+
+def test_a_script_knows_that_its_agent_has_ended(make: Callable[..., PolicyEnforcer], tmp_path: Path) -> None:
+    assert not AgentLink(make().path, lambda: 0).is_lost
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        agent: list[socket.socket] = []
+
+        def answer() -> None:
+            agent.append(server.accept()[0])
+            agent[0].sendall(b"{}\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        link = AgentLink(str(tmp_path / "s"), lambda: 0)
+        answering.join(WITHIN_S)
+    assert not link.is_lost
+    agent[0].close()
+    wait_until(lambda: link.is_lost)
 
 
 def test_pause_resume_and_stop_are_obeyed(

@@ -221,10 +221,8 @@ def supervise(
                     if fetched is None:
                         return code
                     job = with_bundle(job, fetched)
-                tell(
-                    f'{machine.name} ({machine.cpus} CPU cores) is joining the run "{entry.run}" at '
-                    f"{entry.coordinator}: {entry.status.get('reason')}"
-                )
+                cores = f"{machine.cpus} CPU cores"
+                tell(f'{machine.name} ({cores}) is joining the run "{entry.run}" at {entry.coordinator}')
                 return _run(job, machine, entry, enforcer, tell, console, stats)
         finally:
             stats.finish()
@@ -318,6 +316,8 @@ def _run(
             is_removed = _is_removed(entry, signals)
             if is_removed or failures == job.restarts:
                 stats.finish()
+            if is_removed and code == JoinRefused.exit_code:
+                return code  # the script has said why this worker was removed
             tell(_failure(job, code, ran_s, suggest_restarts=not is_removed and job.restarts == 0))
             if is_removed:
                 raise revoked_error(job.invitation, Identity.read(entry.identity))
@@ -586,7 +586,7 @@ def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> st
         if name == "SIGKILL":
             hint = "this is often a lack of memory; see the system's log"
         return f"the script was killed by {name} after {ran_s:.1f} s ({command}) -> {hint}"
-    hint = "its own message is above"
+    hint = "see its output above"
     if suggest_restarts and code not in FINAL_EXIT_CODES:
         hint += "; if it may succeed next time, --restarts N starts it again"
     return f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> {hint}"

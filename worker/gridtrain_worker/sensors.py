@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from gridtrain.core.group.sensor_readings import SensorReadings
+from gridtrain.core.group.sensor_readings import NOT_NEEDED, SensorReadings
 from gridtrain_worker.training_policy import SENSORS
 
 EVERY_S = 2.0
@@ -79,7 +79,7 @@ class MachineSensors:
 
         def asked(name: str, ask: Callable[[], Any]) -> Any:
             if name not in wanted:
-                absent[name] = "not read, because no rule needs it"
+                absent[name] = NOT_NEEDED
                 return None
             try:
                 return ask()

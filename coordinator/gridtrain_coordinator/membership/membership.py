@@ -30,6 +30,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.core.group.stall_detection import LoopStallDetector
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.catch_up import CatchUp
 from gridtrain_coordinator.membership.complaints import Complaints
 from gridtrain_coordinator.membership.departures import Departures
@@ -224,6 +225,26 @@ class Membership:
             run.view_change.reset()  # the awaited or requesting worker has left
         self._cached_deadline_s = self._workers_deadline_s = None
         return self._log_events(effects, now_s)
+
+    def end_run(self, now_s: float) -> tuple[list[Effect], str]:
+        """End the run by its owner's order; return the effects, and the answer to the owner.
+
+        The members finish the open step or drop it, take on the same state, and are told that the run is
+        finished.  The order is not in the journal: after a restart the run continues.
+        """
+        run = self.run
+        if run.is_finished:
+            return [], f'the run "{run.name}" is already finished'
+        run.end_early()
+        self._settled_reason, self._cached_deadline_s = None, None
+        effects = self._log_events(self._advance(now_s), now_s)
+        if run.is_finished:
+            return effects, f'the run "{run.name}" is finished; it had no members'
+        members = format_count(len(run.member_order), "member")
+        return effects, (
+            f'the run "{run.name}" ends: its {members} write their last checkpoint, the first one also '
+            "writes the model, and they exit"
+        )
 
     def introduce_pending_member(
         self, pending: m.PeerId, most: int
@@ -518,6 +539,8 @@ class Membership:
     def _begin_view_change(self, now_s: float) -> list[Effect]:
         run, view_change = self.run, self.run.view_change
         if run.members and run.members <= run.finished_members:
+            return self._departures.finish_run()
+        if run.is_ending and not run.members:
             return self._departures.finish_run()
         if run.members and not run.present_members:
             return self._freeze_phase.await_members(now_s)

@@ -107,11 +107,14 @@ class Readiness:
         if (source := self._state_source()) is not None:
             self._sources.record_success(source, self._joining())
         run.view_change.reset()
+        start = m.StartGeneration(run.term, run.generation)
+        starts = [Send(peer, start) for peer in run.member_order]
+        if run.is_ending:  # first the end, so that no member begins a round
+            return [*self._departures.finish_run(), *starts]
         size, step = len(run.member_order), run.view.applied + 1
         entry = run.enter_phase(RunPhase.TRAINING, f"{format_count(size, 'worker')} since step {step}")
         fields = {"generation": run.generation, "workers": size, "step": step}
-        start = m.StartGeneration(run.term, run.generation)
-        return [entry, LogEvent("info", "training", fields), *(Send(p, start) for p in run.member_order)]
+        return [entry, LogEvent("info", "training", fields), *starts]
 
     def _handle_late(self, late: Collection[m.PeerId], now_s: float) -> tuple[list[Effect], bool]:
         """Handle members that are not ready in time: keep waiting, use another source, or dismiss members.

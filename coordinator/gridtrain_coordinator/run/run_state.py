@@ -51,6 +51,7 @@ class RunState:
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
         finished_members: members that have reached the end of the run.
+        is_ending: whether the owner has ended the run, which finishes when its members hold one state.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class RunState:
         self.view_change = ViewChange()
         self.partition = StageBounds()
         self.highest_step = 0
-        self.has_committed = self.has_started = False
+        self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
         self.finished_members: set[m.PeerId] = set()
@@ -124,6 +125,8 @@ class RunState:
         # A member whose process was restarted has no setup yet; it is eligible once it has sent its setup.
         workers = self.workers.values()
         ready = (w for w in workers if w.is_eligible or (w.peer in self.members and w.setup is not None))
+        if self.is_ending:  # newcomers would only delay the end
+            ready = (w for w in ready if w.peer in self.members)
         return self.workers.sort_by_seniority([w.peer for w in ready])
 
     def newcomers(self) -> list[Worker]:
@@ -203,6 +206,11 @@ class RunState:
     def roll_back(self, applied: int) -> None:
         """Lower the highest step, because the run continues after step `applied`."""
         self.highest_step = applied + 1
+
+    def end_early(self) -> None:
+        """Let the members finish the run with the next generation, in which they hold one state."""
+        self.is_ending = True
+        self.view_change.replace_reason("the run's owner has ended the run")
 
     def record_departure(self, peer: m.PeerId) -> None:
         """Record that a member left for good."""

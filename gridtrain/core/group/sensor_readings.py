@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 _READING = {"battery": "on_battery", "gpu": "gpu_used", "idle": "idle_s", "temperature": "temperature_C"}
+NOT_NEEDED = "not read, because no rule needs it"
+NO_VALUE = "it reports no value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class SensorReadings:
     def why_absent(self, name: str) -> str:
         """Return the reason why this sensor cannot be read, or an empty string if it can."""
         value = getattr(self, _READING[name])
-        return "" if value is not None else self.absent.get(name, "it reports no value")
+        return "" if value is not None else self.absent.get(name, NO_VALUE)
 
 
 assert set(_READING.values()) < {known.name for known in fields(SensorReadings)}

@@ -52,8 +52,19 @@ class MemberContext:
 
     @property
     def is_finished(self) -> bool:
+        """Whether the run has ended for the state that this worker holds."""
+        return self.is_at_end or self.is_ended_early
+
+    @property
+    def is_at_end(self) -> bool:
         """Whether the run has ended according to the ledger of this worker's state."""
         return self.trainer is not None and self.replica_state.is_finished(self.trainer.setup.ledger)
+
+    @property
+    def is_ended_early(self) -> bool:
+        """Whether the run's owner has ended the run, which has steps left."""
+        is_finished = self.replica_state.is_synced and self.coordinator_link.run_state[0] == "finished"
+        return is_finished and self.trainer is not None and not self.is_at_end
 
     def trainer_joined(self, trainer: TrainerJoined) -> None:
         self.trainer = trainer

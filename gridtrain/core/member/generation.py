@@ -211,7 +211,7 @@ class Generation:
             return math.inf
         if attempts.is_stuck and attempts.rank == ROOT:
             return -math.inf
-        if required.missing:
+        if required.missing and not self._context.is_ended_early:
             return required.running_deadline_s
         return min(attempts.deadline_s, self.stragglers.deadline_s, self._mean_due_s)
 
@@ -227,7 +227,7 @@ class Generation:
         if attempts.is_stuck and attempts.rank == ROOT:
             reason = f"attempts at step {step} abort: {attempts.abort_reason}"
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
-        if missing := required.missing:
+        if (missing := required.missing) and not self._context.is_ended_early:
             names = ", ".join(peer.hex()[:8] for peer in missing)
             relayed = required.report_relayed(missing)
             return relayed + self._report_stall(missing, 0.0, f"no connection to {names}")
@@ -495,7 +495,7 @@ class Generation:
             case TransferResidual(blocks):
                 return self._transfer_residual(blocks)
             case RequestMean(step, index, value):
-                if self._is_running:
+                if self._is_running and not self._context.is_ended_early:
                     return self._means.request((step, index), value)
                 return [DeliverMean(step, index, None)]
             case CompareReplicas(step, digest):

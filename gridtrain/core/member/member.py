@@ -128,7 +128,7 @@ class MemberCore:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has ended according to the ledger of this worker's state."""
+        """See `MemberContext.is_finished`."""
         return self._context.is_finished
 
     @property

@@ -62,6 +62,12 @@ class Unban(Message):
     peer: PeerId
 
 
+@message(90)
+@dataclass(frozen=True, slots=True)
+class EndRun(Message):
+    """Order to end the run after its open step, although its script would train longer."""
+
+
 @message(19)
 @dataclass(frozen=True, slots=True)
 class StatusRequest(Message):

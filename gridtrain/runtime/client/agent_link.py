@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import select
 import socket
 import threading
 import time
@@ -69,6 +70,11 @@ class AgentControl(Protocol):
     @property
     def directive(self) -> AgentDirective: ...
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the agent's process has ended, which normally ends the script first."""
+        ...
+
     def report(self, **state: Any) -> None:
         """Report this worker's state to the agent, as fields such as `state` and `step`."""
         ...
@@ -85,6 +91,8 @@ class NoAgent:
         directive: the current permissions.  Tests and programs may replace them from any thread.
         reported: the latest reports, at most 100.
     """
+
+    is_lost = False
 
     def __init__(self) -> None:
         self.directive = AgentDirective()
@@ -118,6 +126,17 @@ class AgentLink:
         self._thread = threading.Thread(target=self._main, args=(first,), name="gridtrain-owner", daemon=True)
         self._thread.start()
         first.wait(5.0)  # so that the owner's rules apply from the beginning
+
+    @property
+    def is_lost(self) -> bool:
+        try:
+            end = select.poll()
+            end.register(self._socket, select.POLLIN)
+            return bool(end.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+        except TimeoutError:  # the thread has read what there was
+            return False
+        except (OSError, ValueError):  # closed, and not connected again
+            return True
 
     def report(self, **state: Any) -> None:
         self._state = state

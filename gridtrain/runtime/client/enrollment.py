@@ -224,8 +224,8 @@ def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
     digits = identity.public.hex()[:12]
     return JoinRefused(
         PUT_OUT,
-        f'this worker, key {digits}, was removed from the run "{invitation.run}", and this invitation does '
-        "not admit it again",
+        f'this worker, key {digits}, was removed from the run "{invitation.run}" (kicked or banned), and '
+        "this invitation does not admit it again",
         remedy="ask the run's owner for a new invitation; if the worker was banned, also ask the owner to "
         f"run gridtrain unban {digits}",
     )

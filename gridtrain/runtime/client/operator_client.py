@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gridtrain.core.group.invitation import RUN_NAME, Invitation
-from gridtrain.core.messages import Invite, OperatorReply, PeerId, RemoveWorker, Unban
+from gridtrain.core.messages import EndRun, Invite, OperatorReply, PeerId, RemoveWorker, Unban
 from gridtrain.errors import ConfigError, JoinRefused, RemoteProtocolError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
@@ -123,7 +123,9 @@ class OperatorClient:
         ):
             return question(client)
 
-    def order(self, message: Invite | RemoveWorker | Unban, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+    def order(
+        self, message: Invite | RemoveWorker | Unban | EndRun, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> str:
         """Send a command; return the text of the coordinator's reply, to be displayed.
 
         Raises:

@@ -16,7 +16,8 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import claim_identity
 from gridtrain.quantities import format_count
-from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION
+from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
+from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_naming import identity_folder
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import DoctorProbe, LinkMeasurement
@@ -144,6 +145,9 @@ class Examination:
                 return
             with DoctorProbe(self._invitation, identity) as probe:
                 if not probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
+                    if probe.responses.is_denied and InvitationStore(folder).was_admitted(path):
+                        error = revoked_error(self._invitation, identity)
+                        refused = failure("invitation", error.reason, error.remedy)
                     yield refused
                     return
                 self._request_status(probe)
@@ -226,15 +230,14 @@ class Examination:
             "compute_s": said.compute_s,
         }
         if said.gain < -NEGLIGIBLE_GAIN:
-            if said.exchange_s > said.compute_s:
-                fix = (
-                    "use a faster upload, or a sparser exchange: this link would slow the other workers down"
-                )
-            else:
+            if run.global_batch_size is None and said.exchange_s <= said.compute_s:
                 fix = (
                     "ask the run's owner to set global_batch_size: this machine would slow the others down, "
+                    "but global_batch_size gives slow machines less work"
                 )
-                fix += "but global_batch_size gives slow machines less work"
+            else:
+                fix = "use a faster upload, or ask the run's owner for a sparser exchange or larger batches"
+                fix += ": the exchange would take longer by more than this machine computes"
             yield warning("prediction", text, fix, **figures)
         else:
             yield ok("prediction", text, **figures)

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from scripted_coordinator import ScriptedCoordinator
 
 from dashboard_demo import chromium
 from dashboard_demo.chromium import LAYOUT_CHECK, LOADED
 from dashboard_demo.simulated_run import HOSTILE, Run
 from gridtrain.core.messages import RemoveWorker
+from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
+from gridtrain_coordinator.dashboard.listen_address import bind, parse_address, url
+from gridtrain_coordinator.log import silent
+from gridtrain_coordinator.status_report import RateMeter, build_status
 
 pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
 pytestmark = [
@@ -158,6 +163,27 @@ def test_the_page_says_why_a_run_does_not_train(
     assert page.run(LAYOUT_CHECK) == [] and page.errors == []
 
 
+def test_a_run_without_workers_says_what_it_waits_for(browser: chromium.Browser) -> None:
+    bound = bind(parse_address("127.0.0.1:0"))
+    service, address = DashboardService(bound, "token", silent), url(bound)
+    service.start()
+    try:
+        snapshot, at = ScriptedCoordinator(min_workers=2).core.snapshot(0.0), {"now_s": 1.0, "uptime_s": 1.0}
+        service.publish(build_status(snapshot, RateMeter(), software="gridtrain", address="", **at))
+        page = browser.page(width=1280, height=1240)
+        page.open(address)
+        page.until("document.getElementById('reason').textContent === 'waiting for 2 workers'")
+        drawn(page)
+        said = page.run("document.body.innerText")
+        assert said.count("Waiting for the first step.") == 3, "in each plot"
+        assert "none has joined yet" in said and "gridtrain invite" in said and "Earlier" not in said
+        assert "when training begins" in page.run("document.getElementById('topology').textContent")
+        assert page.run("getComputedStyle(document.querySelector('.uplot')).visibility") == "hidden"
+        assert page.run(LAYOUT_CHECK) == [] and page.errors == []
+    finally:
+        service.close()
+
+
 def test_stages_and_paused_workers_are_in_the_table(opened) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(6, shape="ring", stages=3)
     assert page.run("document.getElementById('shape').textContent") == "3 stages \u00d7 2 workers"
@@ -249,7 +275,7 @@ def test_the_table_sorts_filters_and_pages(opened) -> None:  # type: ignore[no-u
     )
     assert page.run(names) == ["anna-2"]
     page.run("find.value = 'nobody'; find.dispatchEvent(new Event('input'))")
-    assert page.run("document.getElementById('page').textContent") == "no worker"
+    assert page.run("document.getElementById('page').textContent") == "no such worker"
 
 
 def test_a_hostile_name_is_shown_as_text(opened) -> None:  # type: ignore[no-untyped-def]

@@ -940,3 +940,51 @@ def test_a_setup_after_the_end_is_refused_as_finished() -> None:
     effects = run.say(A, SETUP)
     codes = [message.code for message in sent(effects, m.Refused)]
     assert codes == ["finished"]
+
+
+# -- the owner ends the run ----------------------------------------------------------------------------
+
+
+def end(run: Run) -> str:
+    effects, answer = run.core.end_run(run.now_s)
+    run.keep(effects)
+    return answer
+
+
+def test_a_run_that_its_owner_ends_is_finished_when_its_members_hold_one_state() -> None:
+    run = Run(A, B)
+    run.join(C)
+    assert end(run).startswith('the run "r" ends: its 2 members write their last checkpoint')
+    assert receivers(run.seen, m.Freeze) == [A, B]
+    run.report(A, B)
+    assert run.roster == "a b", "a newcomer would only delay the end"
+    run.ready(A)
+    assert run.core.phase is RunPhase.TRAINING
+    run.ready(B)
+    assert run.core.phase is RunPhase.FINISHED
+    kinds = [type(effect) for effect in run.effects]
+    assert kinds.index(JournalEntry) < kinds.index(Send)
+    for peer in (A, B):  # first the end, so that no member begins a round
+        state, start = sent(run.effects, m.RunStateUpdate | m.StartGeneration, to=peer)
+        assert (state.state, state.reason) == ("finished", "its owner has ended it after 0 steps")
+        assert start == m.StartGeneration(1, run.core.generation)
+    assert [refused.code for refused in sent(run.effects, m.Refused, to=C)] == ["finished"]
+    assert end(run) == 'the run "r" is already finished' and not run.effects
+
+
+def test_a_run_without_members_ends_at_once() -> None:
+    run = ScriptedCoordinator(min_workers=2)
+    run.join(A)
+    effects, answer = run.core.end_run(run.now_s)
+    assert answer == 'the run "r" is finished; it had no members'
+    assert [refused.code for refused in sent(effects, m.Refused, to=A)] == ["finished"]
+
+
+def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() -> None:
+    run = Run(A, B)
+    end(run)
+    run.report(A, B)
+    run.say(B, m.Leave("Ctrl-C"))
+    run.report(A)
+    run.ready(A)
+    assert run.core.phase is RunPhase.FINISHED and run.roster == "a"

@@ -358,3 +358,20 @@ def test_the_digest_of_a_list_covers_every_field() -> None:
 def verdict(worker: Worker, generation: int, members: int) -> m.MembershipView:
     history, ledger = worker.core.history, m.LedgerState()
     return m.MembershipView(1, generation, members, m.Verdict.ABORT, None, -1, history, ledger, "")
+
+
+def test_a_run_that_its_owner_ends_is_over_for_a_member_that_holds_its_state() -> None:
+    """The same member begins a round, and asks for a mean, where the run goes on."""
+    for ended in (False, True):
+        worker = Worker()
+        worker.view(1, a="")
+        worker.hear(io.PeerConnected(A))
+        if ended:
+            worker.say(m.RunStateUpdate("finished", "its owner has ended it after 0 steps"))
+        finished = m.RunFinished(-1, EMPTY_HISTORY)
+        assert (finished in sent_messages(worker.say(m.StartGeneration(1, 1)))) == ended
+        assert (worker.core.next_round is None) == worker.core.is_finished == ended
+        asked = worker.hear(io.RequestMean(0, 0, 1.5))
+        assert (io.DeliverMean(0, 0, None) in asked) == ended, "the others may not call it any more"
+        worker.hear(io.PeerDisconnected(A, "it has left"))
+        assert (worker.core.deadline_s == float("inf")) == ended, "a connection is not missed any more"

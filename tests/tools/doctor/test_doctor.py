@@ -23,9 +23,11 @@ import pytest
 from live_coordinator import LiveCoordinator
 
 from gridtrain.core.group.invitation import Invitation
+from gridtrain.core.messages import RemoveWorker
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import ConfigError
+from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, enroll
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import LinkMeasurement, download_rate_Bps
@@ -105,6 +107,19 @@ def test_a_used_up_invitation_of_this_machine_still_names_the_run(coordinator: L
     found = look(once)
     assert found["invitation"].text == "no longer valid, but this machine is already admitted"
     assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
+
+
+def test_a_removed_machine_is_told_so_whatever_became_of_its_invitation(coordinator: LiveCoordinator) -> None:
+    once = coordinator.invitation(uses=1)
+    with enroll(once, WITHIN_S) as entry:
+        peer = Identity.read(entry.identity).public
+    coordinator.operator_client().order(RemoveWorker(peer, False, "too slow"))
+    found = look(once)["invitation"]
+    assert found.level is FindingLevel.FAILURE
+    assert found.text.startswith(
+        f'this worker, key {peer.hex()[:12]}, was removed from the run "default" (kick'
+    )
+    assert found.fix.startswith("ask the run's owner for a new invitation")
 
 
 def test_an_invalid_invitation_is_reported(
@@ -320,6 +335,18 @@ def test_a_slow_machine_costs_little_with_a_global_batch_size() -> None:
     assert dealt.gain > own.gain and abs(dealt.gain) < 0.1, (
         "it receives a few samples, and its link costs a little"
     )
+
+
+@pytest.mark.parametrize(("whole", "advice"), [(None, "set global_batch_size"), (96, "larger batches")])
+def test_a_slow_machine_is_advised_what_the_run_lacks(
+    invitation: Invitation, whole: int | None, advice: str
+) -> None:
+    examination = Examination(invitation, lambda _: run_of(3, whole=whole), probe=quick_probe)
+    examination._status, examination._coordinator = {"phase": "training"}, LINK
+    examination._members = dict.fromkeys(range(3), LINK)
+    (found,) = examination._prediction_finding(1e10)
+    assert found.level is FindingLevel.WARNING and advice in found.fix
+    assert ("global_batch_size" in found.fix) == (whole is None)
 
 
 def test_a_prediction_names_assumed_figures() -> None:

@@ -86,11 +86,12 @@ function tiles(run) {
   const active = run.workers?.active ?? 0, all = Object.values(run.workers ?? {}).reduce((sum, n) => sum + n, 0);
   const saved = run.exchanged_bytes > 0 && run.dense_bytes > 0 ? run.dense_bytes / run.exchanged_bytes : null;
   const dense = /^Dense/.test(run.facts?.exchange ?? "");
+  const begun = run.step > 0, soon = "waiting for the first step";
   const lines = [
-    ["Step", count(run.step), run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second`],
-    ["Loss", digits(run.loss, 4), run.loss === null ? "no worker reports a loss" : "mean of all workers"],
-    ["Samples/s", digits(run.samples_per_s), "of all workers"],
-    ["Workers", count(active), !all ? "no workers" : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
+    ["Step", count(run.step), !begun ? "none is committed yet" : run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second`],
+    ["Loss", digits(run.loss, 4), run.loss === null ? (begun ? "no worker reports a loss" : soon) : "mean of all workers"],
+    ["Samples/s", digits(run.samples_per_s), begun ? "of all workers" : soon],
+    ["Workers", count(active), !all ? (begun ? "no workers" : "none has joined yet") : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
     ["Sent", rate(run.sent_Bps), `${bytes(run.exchanged_bytes)} for exchanges`],
     ["Saved", saved === null ? "–" : dense ? "none" : `${digits(saved, 3)} ×`, dense ? "a dense exchange sends everything" : saved === null ? "against a dense ring" : `a dense ring: ${bytes(run.dense_bytes)}`],
     ["Generation", count(run.generation), `term ${count(run.term)}, replica divergences ${count(run.drifts)}`],

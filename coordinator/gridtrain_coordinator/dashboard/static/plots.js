@@ -4,11 +4,11 @@ import { bytes, clock, count, cssColour, digits, el, put } from "./format.js";
 
 const PLOTS = [
   { name: "Loss", series: [["loss", "--accent", "loss"]], value: (v) => digits(v, 4),
-    empty: "No worker reports a loss. In the script: grid.report(loss=loss.item())" },
+    nothing: "No worker reports a loss. In the script: grid.report(loss=loss.item())" },
   { name: "Throughput", series: [["samples_per_s", "--good", "samples/s"]], value: (v) => digits(v, 3), floor: 0,
-    empty: "Nothing is trained yet." },
+    nothing: "Nothing is trained." },
   { name: "Sent by all workers", series: [["bytes", "--accent", "sent"], ["dense_bytes", "--comm", "a dense ring"]],
-    value: bytes, empty: "Nothing is exchanged yet.", log: true },
+    value: bytes, nothing: "Nothing is exchanged.", log: true },
 ];
 const X = { time: "at_s", step: "step", bytes: "bytes" };
 const AXIS = { time: clock, step: count, bytes };
@@ -37,7 +37,7 @@ export class Plots {
   frame(plot) {
     const readout = el("span", { className: "muted" });
     const canvas = el("div", { className: "canvas", role: "img", "aria-label": plot.name });
-    const empty = el("div", { className: "empty" }, plot.empty);
+    const empty = el("div", { className: "empty" });
     canvas.append(empty);
     this.place.append(el("figure", { className: "plot" }, el("figcaption", {}, el("b", {}, plot.name), readout), canvas));
     return { ...plot, canvas, readout, empty, chart: null };
@@ -108,9 +108,12 @@ export class Plots {
     const [x, ...lines] = plot.chart.data;
     const here = at ?? x.length - 1;
     const shown = plot.series.map(([, , label], i) => [label, lines[i][here]]).filter(([, v]) => v !== null && v !== undefined);
+    const latest = this.data.recent.at(-1) ?? this.data.whole.at(-1);
+    put(plot.empty, latest?.[this.columns.step] > 0 ? plot.nothing : "Waiting for the first step.");
     const any = lines.some((line) => line.some((value) => value !== null && value !== 0));
     plot.empty.hidden = any;
     plot.empty.style.display = any ? "none" : "";
+    plot.chart.root.style.visibility = any ? "" : "hidden";
     const words = any ? shown.map(([label, v]) => `${label} ${plot.value(v)}`).join(", ") : "";
     const where = at === null || x[here] === undefined ? "" : ` at ${this.x === "step" ? "step " : ""}${AXIS[this.x](x[here])}`;
     put(plot.readout, words + where);

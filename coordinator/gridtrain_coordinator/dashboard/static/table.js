@@ -20,7 +20,7 @@ const COLUMNS = [
   { title: "Link", key: "sent_Bps", left: true },
   { title: "Loss", key: "loss", text: (w) => digits(w.loss, 4) },
   { title: "Missed", key: "missed_steps", text: (w) => count(w.missed_steps ?? 0) },
-  { title: "Strikes", key: "strikes", text: (w) => count(w.strikes) },
+  { title: "Violations", key: "strikes", text: (w) => count(w.strikes) },
   { title: "Heard", key: "heard_s", text: (w) => (w.heard_s ? `${w.heard_s} s ago` : "now") },
 ];
 
@@ -74,9 +74,12 @@ export class Table {
     shown.forEach((worker, at) => this.fill(this.rows[at], worker));
     put(document.getElementById("count"), found.length === workers.length ? `${workers.length}` : `${found.length} of ${workers.length}`);
     const first = this.page * PAGE + 1;
-    put(document.getElementById("page"), found.length ? `${first} to ${first + shown.length - 1} of ${found.length}` : "no worker");
-    document.getElementById("earlier").disabled = this.page === 0;
-    document.getElementById("later").disabled = this.page >= pages - 1;
+    put(document.getElementById("page"), found.length ? `${first} to ${first + shown.length - 1} of ${found.length}`
+      : workers.length ? "no such worker" : "No worker is here; gridtrain invite prints an invitation.");
+    for (const [id, over] of [["earlier", this.page === 0], ["later", this.page >= pages - 1]]) {
+      document.getElementById(id).disabled = over;
+      document.getElementById(id).hidden = pages === 1;
+    }
     document.querySelector(".pager").hidden = pages === 1 && found.length > 0;
     for (const th of this.head.children) {
       const sorted = th.dataset.key === this.sort.key;

@@ -23,7 +23,7 @@ export class Topology {
   }
 
   render(shape, workers, waited, phase) {
-    this.nobody = phase === "finished" ? "Nobody is a member any more." : "No generation yet.";
+    this.nobody = phase === "finished" ? "Nobody is a member any more." : "The members appear here when training begins.";
     const drawing = JSON.stringify([this.narrow, this.nobody, shape.kind, shape.size, shape.edges, shape.ids, shape.ids.map((id) => workers.get(id)?.name)]);
     if (drawing !== this.drawn) {
       this.drawn = drawing;

@@ -29,15 +29,16 @@ def main() -> None:
     torch.set_num_threads(1)  # workers on one machine share its cores; leave it out for a large model
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = BASE or small_llama()
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     try:
         tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+        model = get_peft_model(model, lora).to(device)
     except Exception as error:  # its class depends on what is missing or damaged
         raise SystemExit(
             f"the base {base!r} cannot be loaded on this machine: {error}\n-> set BASE in train.py to a name "
-            "on the Hugging Face Hub, or to the absolute path of a folder with config.json and weights"
+            "on the Hugging Face Hub, or to the absolute path of a folder with config.json and weights, and "
+            "target_modules to names of its layers"
         ) from None
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora).to(device)
     ids_N = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0]
     windows = list(ids_N[: len(ids_N) // CONTEXT * CONTEXT].view(-1, CONTEXT))
     dataset, held_out_BT = windows[:-32], torch.stack(windows[-32:]).to(device)

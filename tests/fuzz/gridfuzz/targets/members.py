@@ -291,6 +291,10 @@ class WorkerHarness:
     def _generation_after_freeze(self) -> None:
         core, source = self.core, self.source
         applied, history, state = core.applied, core.history, core.replica_state.ledger
+        if not data_ledger.is_sound(
+            SETUP.ledger, state, KEYS
+        ):  # after a notice that no honest coordinator sends
+            applied, history, state = -1, EMPTY_HISTORY, m.LedgerState()
         prepared = (
             core.current_generation.attempts.prepared_attempt if core.current_generation is not None else None
         )

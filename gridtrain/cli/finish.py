@@ -1,0 +1,23 @@
+"""`gridtrain finish`: end a run before its script would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gridtrain.cli.operator_arguments import operator_for
+from gridtrain.cli.option_flags import run_options
+
+
+@click.command()
+@run_options
+def finish(run: str, state: Path | None) -> None:
+    """End the run now, as if its script had reached its last step.
+
+    After the open step the workers write their last checkpoint, the first one also writes the model, and they
+    exit with code 0.  Workers that come later are refused.
+    """
+    from gridtrain.core.messages import EndRun
+
+    click.echo(operator_for(run, state).order(EndRun()))
