@@ -250,14 +250,14 @@ class FreezePhase:
     def _keeps_waiting(self, absent: frozenset[m.PeerId], now_s: float) -> bool:
         """Return whether to keep waiting for the members that hold the model, which are all disconnected.
 
-        The wait ends only if other workers can start over.
+        The wait ends only if other workers can start over, or if the owner has ended the run.
         """
         run = self._run
         self._has_delayed = False
         if now_s < self._return_deadline_s:
             run.view_change.wait_until(self._return_deadline_s)
             return True
-        if any(w.is_admitted and w.peer not in absent for w in run.workers.values()):
+        if run.is_ending or any(w.is_admitted and w.peer not in absent for w in run.workers.values()):
             return False
         self._return_deadline_s = now_s + run.limits.regather_s
         run.view_change.wait_until(self._return_deadline_s)

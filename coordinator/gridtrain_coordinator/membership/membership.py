@@ -241,6 +241,11 @@ class Membership:
         if run.is_finished:
             return effects, f'the run "{run.name}" is finished; it had no members'
         members = format_count(len(run.member_order), "member")
+        if not run.present_members:
+            return effects, (
+                f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
+                "worker with a checkpoint has come"
+            )
         return effects, (
             f'the run "{run.name}" ends: its {members} write their last checkpoint, the first one also '
             "writes the model, and they exit"
