@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -238,7 +238,7 @@ class GroupSession:
             must_load = not between_batches and any(isinstance(task, LOAD_TASKS) for task in here.tasks)
             return must_load or here.is_finished or self._can_begin(here)
 
-        try:
+        with self._ends_as_standby():
             while True:
                 snapshot = self.connection.wait(
                     lambda here: (
@@ -258,20 +258,22 @@ class GroupSession:
                     self.tasks.run(task, snapshot, is_pipeline=self._is_pipeline)
                 elif is_over(snapshot):
                     return snapshot
-        except JoinRefused as refused:
-            self._end_as_standby(refused)
-            return None
+        return None
 
-    def _end_as_standby(self, refused: JoinRefused) -> None:
-        """Record that the run has ended without this worker; raise `refused` if that is an error.
+    @contextmanager
+    def _ends_as_standby(self) -> Iterator[None]:
+        """Record that the run has ended without this worker if the coordinator says so in this context.
 
         Without stages, only a worker that had already joined may end normally, such as a worker that was
         still receiving the state or had lost its connection; a worker that joins after the end is refused.
         """
-        was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
-        if refused.code != "finished" or not (self._is_pipeline or was_running):
-            raise refused
-        self.is_standby_at_end = True
+        try:
+            yield
+        except JoinRefused as refused:
+            was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
+            if refused.code != "finished" or not (self._is_pipeline or was_running):
+                raise
+            self.is_standby_at_end = True
 
     def _next_task(self, snapshot: WorkerSnapshot, *, between_batches: bool) -> WorkerTask | None:
         return self.tasks.next_task(
@@ -299,7 +301,10 @@ class GroupSession:
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
         """See `TrainingSession.begin_bucket`."""
         if self._early_plan is not None and self._early_plan[1] is plan:
-            self._loop.step_rounds.begin_bucket(self._early_plan[0], m.Channel(group=bucket), buffer, skip)
+            with self._ends_as_standby():
+                self._loop.step_rounds.begin_bucket(
+                    self._early_plan[0], m.Channel(group=bucket), buffer, skip
+                )
 
     def _has_begun(self, snapshot: WorkerSnapshot) -> bool:
         """Return whether buckets of the open round were sent; if so, their residual must not change."""
@@ -429,11 +434,9 @@ class GroupSession:
     def _outcome_of(self, run: Callable[[], RoundOutcome]) -> RoundOutcome:
         """Return and record the outcome of a round; if the run ends without this worker, its round is not
         committed, and `begin` drops the batch."""
-        try:
+        outcome = NOT_COMMITTED
+        with self._ends_as_standby():
             outcome = run()
-        except JoinRefused as refused:
-            self._end_as_standby(refused)
-            outcome = NOT_COMMITTED
         self.end_round(outcome)
         return outcome
 
@@ -447,7 +450,8 @@ class GroupSession:
         """See `TrainingSession.submit`."""
         assert self._early_plan is not None and self._early_plan[1] is plan
         self._loop.step_rounds.begin_attempt()
-        self._submitted = self._loop.step_rounds.submit(self._early_plan[0], buffers, skip, settings)
+        with self._ends_as_standby():
+            self._submitted = self._loop.step_rounds.submit(self._early_plan[0], buffers, skip, settings)
 
     def await_submitted(self) -> RoundOutcome:
         """See `TrainingSession.await_submitted`."""
@@ -514,10 +518,8 @@ class GroupSession:
     def snapshot(self) -> WorkerSnapshot:
         """This worker's current view of the run."""
         if not self.is_standby_at_end:
-            try:
+            with self._ends_as_standby():
                 return self._loop.mailbox.read()
-            except JoinRefused as refused:
-                self._end_as_standby(refused)
         return self._loop.mailbox.snapshot
 
     def set_busy(self, busy: bool) -> None:

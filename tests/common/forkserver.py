@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import io
 import json
@@ -254,7 +255,7 @@ def _end() -> NoReturn:
 
 
 def prepare(request: dict[str, Any], unbuffered: bool) -> None:
-    """Become what the request describes."""
+    """Become what the request describes; a program that aborts shows what its threads were doing."""
     if request["session"]:
         os.setsid()
     elif request["group"] == 0 or os.getpgid(0) != request["group"]:
@@ -267,6 +268,7 @@ def prepare(request: dict[str, Any], unbuffered: bool) -> None:
         signal.signal(number, signal.SIG_DFL)
     _open_streams(unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
     _show_command_line(request["words"])
+    faulthandler.enable(2)
     import numpy
     import torch
 
