@@ -202,8 +202,11 @@ def test_what_cannot_be_read_is_said_once(make: Callable[..., PolicyEnforcer], f
     answer = ask_agent(folder / SOCKET, {"ask": "show"})
     assert "  rules: battery=pause" in state_lines(answer), "of the rules those that restrict something"
     assert sensor_lines(answer) == [
-        "  battery: plugged in", "  gpu: not used by other programs", "  idle: for 2 h 46 min", "  temperature: 40 C",
-    ]  # fmt: skip
+        "  battery: plugged in",
+        "  gpu: not used by other programs",
+        "  idle: for 2 h 46 min",
+        "  temperature: 40 C",
+    ]
     absent = dict.fromkeys(("battery", "idle"), "psutil is not installed") | {"gpu": NOT_NEEDED}
     answer |= {"readings": dict.fromkeys(answer["readings"]), "absent": absent}
     assert sensor_lines(answer) == [
