@@ -1,15 +1,14 @@
 """Measures the CPU costs of the planner's cost model on this machine, in seconds of one core.
 
-    codec + merge    25,600 of 25.6 M entries, as in a gTop-k hop with density 0.001
-    selection        selection with residual of 25.6 M parameters (fewer with --quick)
-    dense            add, store and hash of 1 MiB slices, the largest of a ring
+    processor        selection and codec of 25.6 M parameters, density 0.001 (fewer with --quick)
+    dense            rounding 1 MiB slices, the largest of a ring
     socket           ZeroMQ on loopback, both ends in one process: CPU time, half for each end
     message, wake,   real members, four tiny exchanges with different messages: see `messages_work`
-    begin
+    begin, merge ... and three with payloads
 
-It prints JSON for predictions.py and paper_table.py.
+It prints JSON for predictions.py and paper.py.
 
-Run:  python benchmarks/calibrate.py [--quick] [--members 2] [--messages]
+Run:  python benchmarks/calibrate.py [--quick]
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -28,26 +26,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 import zmq
 
 from bench.cells import Link
-from bench.link_hosts import hosts_of, why_no_link
+from bench.measurement import hosts_of, why_no_link
 from gridtrain.core.collectives.ring import MAX_SLICE_BYTES
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.exchange_facts import parse_workload
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import NO_CPU_COSTS, PACKET_BYTES, CpuCosts, Workload, count_messages
 from gridtrain.network.wire.dense_payload import decode_slice, encode_slice
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
-from gridtrain.sparsify.error_feedback import ErrorFeedback
-from gridtrain.sparsify.merge import merge, sum_in_rank_order
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.tools.bench.bench_group import BenchSetting, start_group
+from gridtrain.tools.bench.processor_bench import measure_processor
 
 PARAMETERS, ENTRIES = 25_600_000, 25_600
 SLICE_BYTES = MAX_SLICE_BYTES
 REPEATS = 7
-KIND = ValueKind.FP16
 
 
 def least_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -60,68 +55,19 @@ def least_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
     return best_s
 
 
-def sparse_work(rng: np.random.Generator) -> dict[str, float]:
-    parts = []
-    for _ in range(8):
-        indices = np.unique(rng.integers(0, PARAMETERS, int(1.01 * ENTRIES)))[:ENTRIES]
-        values = rng.standard_normal(indices.size).astype(np.float32)
-        payload = encode(indices, values, n=PARAMETERS, kind=KIND)
-        parts.append((payload, decode(payload, n=PARAMETERS, max_entries=ENTRIES, kind=KIND)))
-    (payload, first), (_, second) = parts[:2]
-    decoding_s = least_s(lambda: decode(payload, n=PARAMETERS, max_entries=ENTRIES, kind=KIND))
-    merging_s = least_s(lambda: merge(first, second, n=PARAMETERS, k=ENTRIES, kind=KIND))
-    summing_s = least_s(lambda: sum_in_rank_order([part for _, part in parts]))
-    encoding_s = least_s(lambda: encode(first.indices, first.values, n=PARAMETERS, kind=KIND))
+def processor_work(parameters: int) -> dict[str, float]:
+    ns = measure_processor(parameters, ENTRIES / parameters)
     return {
-        "encode_entry_s": encoding_s / ENTRIES,
-        "decode_entry_s": decoding_s / ENTRIES,
-        "merge_entry_s": (decoding_s + merging_s) / ENTRIES,
-        "sum_entry_s": summing_s / (len(parts) * ENTRIES),
+        "encode_entry_s": 1e-9 * ns["encode_ns"],
+        "decode_entry_s": 1e-9 * ns["decode_ns"],
+        "select_parameter_s": 1e-9 * ns["select_ns"],
     }
 
 
-def selection(parameters: int) -> dict[str, float]:
-    """Measure on one thread; the first round, which has no threshold to start from, is not counted."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        feedback = ErrorFeedback(parameters, "cpu")
-        gradient_N = torch.randn(parameters, generator=torch.Generator().manual_seed(0))
-        k = max(1, parameters // 1000)
-
-        def one() -> None:
-            feedback.commit(feedback.prepare(gradient_N, k, KIND), [])
-
-        one()
-        return {"select_parameter_s": least_s(one, 3) / parameters}
-    finally:
-        torch.set_num_threads(threads)
-
-
 def dense_work() -> dict[str, float]:
-    from hashlib import sha256
-
-    own = np.ones(64 * SLICE_BYTES // 4, np.float32).reshape(64, -1)
-    received = np.ones_like(own)
-
-    def add() -> None:
-        for row, other in zip(own, received, strict=True):
-            row += other
-
-    def store() -> None:
-        for row, other in zip(own, received, strict=True):
-            row[:] = other
-
-    def digest() -> None:
-        for row in own:
-            sha256(row.data).digest()
-
     row = np.random.default_rng(0).standard_normal(SLICE_BYTES // 4).astype(np.float32)
     section = np.frombuffer(encode_slice(row, ValueKind.INT8)[0], np.uint8)
     return {
-        "add_byte_s": least_s(add) / own.nbytes,
-        "store_byte_s": least_s(store) / own.nbytes,
-        "hash_byte_s": least_s(digest) / own.nbytes,
         "round_element_s": least_s(lambda: encode_slice(row, ValueKind.INT8)) / row.size,
         "widen_element_s": least_s(lambda: decode_slice(section, row.size, ValueKind.INT8)) / row.size,
     }
@@ -310,33 +256,27 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
         sender.send(payload, copy=False)
 
 
-def measure(*, quick: bool = False, members: int = 2) -> CpuCosts:
-    """Measure all costs, in half a minute, with messages of `members` members."""
-    rng = np.random.default_rng(0)
+def measure(*, quick: bool = False) -> CpuCosts:
+    """Measure all costs, in half a minute, with messages of two members."""
     parts = (
-        sparse_work(rng),
-        selection(PARAMETERS // 10 if quick else PARAMETERS),
+        processor_work(PARAMETERS // 10 if quick else PARAMETERS),
         dense_work(),
         socket_work(),
-        messages_work(members),
+        messages_work(),
         packets_work(),
     )
     return CpuCosts(**{name: value for part in parts for name, value in part.items()})
 
 
+def read_cpu(path: Path) -> CpuCosts:
+    """Return the costs that this program has printed."""
+    return CpuCosts(**json.loads(path.read_text(encoding="utf-8")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer parameters")
-    parser.add_argument("--members", type=int, default=2, help="for the cost of messages")
-    parser.add_argument("--messages", action="store_true", help="print the cost of messages alone")
-    options = parser.parse_args()
-    if options.messages:
-        json.dump(messages_work(options.members) | packets_work(), sys.stdout, indent=1)
-        print()
-        return
-    found = measure(quick=options.quick, members=options.members)
-    json.dump(asdict(found), sys.stdout, indent=1)
-    print()
+    print(json.dumps(asdict(measure(quick=parser.parse_args().quick)), indent=1))
 
 
 if __name__ == "__main__":

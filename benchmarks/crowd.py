@@ -20,22 +20,20 @@ Run:  python benchmarks/crowd.py [--workers 100 300 1000 2000] [--out FILE]
 from __future__ import annotations
 
 import argparse
-import datetime
 import heapq
 import json
 import math
-import multiprocessing
 import os
-import platform
 import random
 import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import record
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.network.wire.codec import decode, encode
@@ -51,6 +49,7 @@ from gridtrain_coordinator.run.events import (
     RunPhase,
     Send,
 )
+from procfs import in_own_process
 
 NETWORK_S = 0.02
 """Latency of a message, one way."""
@@ -65,39 +64,20 @@ SETUP = m.Setup(
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """The figures of a number of workers, in seconds and bytes; pairs are p50 and p99.
+class Part:
+    """The figures of a part of a measurement, in seconds and bytes.
 
     Attributes:
-        storm_s, change_s: durations in virtual time, including the waiting for the coordinator.
-        storm_bytes, change_bytes: the most bytes that one event sent to all workers together.
+        took_s: in virtual time, including the waiting for the coordinator.
+        core_s, longest_s: CPU time of all events, and of the longest one.
+        bytes: the most bytes that one event sent to all workers together.
+        beat_s: p50 and p99 of heartbeats.
     """
-
-    workers: int
-    generations: int
-    storm_s: float
-    core_s: float
-    longest_s: float
-    storm_bytes: int
-    storm_beat_s: tuple[float, float]
-    calm_beat_s: tuple[float, float]
-    calm_core_share: float
-    change_s: float
-    change_longest_s: float
-    change_bytes: int
-    change_beat_s: tuple[float, float]
-    status_s: tuple[float, float]
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The figures of a part of a measurement."""
 
     took_s: float
     core_s: float
     longest_s: float
-    longest_bytes: int
+    bytes: int
     beat_s: tuple[float, float]
 
 
@@ -247,7 +227,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
     return quantiles[49], quantiles[98]
 
 
-def measure(workers: int, storm_s: float, calm_s: float, seed: int = 0) -> Result:
+def measure(workers: int, storm_s: float, calm_s: float, seed: int = 0) -> dict[str, Any]:
     """Measure one number of workers.  Raises `SystemExit` if they do not train together in time."""
     crowd = Crowd(workers, storm_s, seed)
     storm = crowd.run(lambda now_s: crowd.trains(workers), "join storm")
@@ -255,51 +235,32 @@ def measure(workers: int, storm_s: float, calm_s: float, seed: int = 0) -> Resul
     calm = crowd.run(lambda now_s: now_s >= until_s, "calm")
     crowd.leave(crowd.peers[workers // 2])
     change = crowd.run(lambda now_s: crowd.trains(workers - 1), "a change")
-    return Result(
-        workers,
-        crowd.core.generation,
-        storm.took_s,
-        storm.core_s,
-        storm.longest_s,
-        storm.longest_bytes,
-        storm.beat_s,
-        calm.beat_s,
-        calm.core_s / calm_s,
-        change.took_s,
-        change.longest_s,
-        change.longest_bytes,
-        change.beat_s,
-        percentiles(crowd.statuses_s),
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
+    return {
+        "workers": workers,
+        "generations": crowd.core.generation,
+        "storm_s": storm.took_s,
+        "core_s": storm.core_s,
+        "longest_s": storm.longest_s,
+        "storm_bytes": storm.bytes,
+        "storm_beat_s": storm.beat_s,
+        "calm_beat_s": calm.beat_s,
+        "calm_core_share": calm.core_s / calm_s,
+        "change_s": change.took_s,
+        "change_longest_s": change.longest_s,
+        "change_bytes": change.bytes,
+        "change_beat_s": change.beat_s,
+        "status_s": percentiles(crowd.statuses_s),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
-def table(results: Sequence[Result]) -> str:
-    """Return a table in Markdown, in milliseconds unless another unit is given."""
-    heads = (
-        "workers",
-        "join storm",
-        "CPU time",
-        "longest event",
-        "sends",
-        "heartbeat in the storm p50, p99",
-    )
-    heads += ("heartbeat p50, p99", "core in use", "a change", "longest event", "sends")
-    heads += ("heartbeat in it p50, p99",)
-    heads += ("status p50, p99", "memory")
-    lines = ["| " + " | ".join(heads) + " |", "|---:" * len(heads) + "|"]
-    for r in results:
-        storm, calm, change, status = (
-            f"{1e3 * p50:.2f}, {1e3 * p99:.2f}"
-            for p50, p99 in (r.storm_beat_s, r.calm_beat_s, r.change_beat_s, r.status_s)
-        )
-        lines.append(
-            f"| {r.workers} | {r.storm_s:.1f} s | {r.core_s:.2f} s | {1e3 * r.longest_s:.0f} | "
-            f"{r.storm_bytes / 1e6:.1f} MB | {storm} | {calm} | {100 * r.calm_core_share:.0f} % | "
-            f"{r.change_s:.2f} s | {1e3 * r.change_longest_s:.0f} | {r.change_bytes / 1e6:.1f} MB | "
-            f"{change} | {status} | {r.peak_bytes / 2**20:.0f} MiB |"
-        )
-    return "\n".join(lines)
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return a table in Markdown with a row for each figure; pairs are p50 and p99."""
+    rows = []
+    for name in results[0].keys() - {"workers"}:
+        values = (each[name] if isinstance(each[name], tuple) else (each[name],) for each in results)
+        rows.append((name, *(", ".join(f"{value:.4g}" for value in pair) for pair in values)))
+    return record.table(("workers", *(str(each["workers"]) for each in results)), sorted(rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -312,23 +273,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not all(2 <= count <= MAX_WORKERS for count in options.workers):
         parser.error(f"--workers {options.workers}: a coordinator admits 2 to {MAX_WORKERS}")
-    load = os.getloadavg()[0]
-    results = []
-    for count in options.workers:  # each in its own process, so that memory is measured apart
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            results.append(process.submit(measure, count, options.storm, options.calm).result())
+    load = round(os.getloadavg()[0], 2)
+    results = [in_own_process(measure, each, options.storm, options.calm) for each in options.workers]
     print(table(results))
-    if options.out is not None:
-        counts = " ".join(map(str, options.workers))
-        arguments_used = f"--workers {counts} --storm {options.storm:g} --calm {options.calm:g}"
-        made = {
-            "command": f"python benchmarks/crowd.py {arguments_used}",
-            "date": datetime.date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "load_before": round(load, 2),
-        }
-        rows = [asdict(result) for result in results]
-        options.out.write_text(json.dumps({**made, "results": rows}, indent=1) + "\n")
+    record.write(options.out, arguments, load_before=load, results=results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures rounded dense values: bytes of a step, and the rounding error by the size of blocks.
+"""Measures the error of rounded dense values, by kind and by the size of blocks that share a scale.
 
 The vectors are the gradients of the byte GPT at the start and after some steps of training.  An error is the
 root mean square of the rounding errors of one rounding, in percent of that of the values.
@@ -9,17 +9,13 @@ root mean square of the rounding errors of one rounding, in percent of that of t
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
-from accuracy.butterfly import WORKERS
-from accuracy.dense_ring import DenseRing
-from accuracy.tune import apply, flat_gradient_N
+import record
 from accuracy.workloads import WORKLOADS
 from gridtrain.config import DENSE_VALUES
 from gridtrain.network.wire import value_encoding
@@ -27,62 +23,49 @@ from gridtrain.network.wire.dense_payload import encode_slice
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 4096)
-STEPS = 100
 
 
 def gradients(steps: int) -> list[np.ndarray]:
     """Return the gradients of the first batch, and of the batch after `steps` steps."""
     workload = WORKLOADS["gpt"]()
-    model, size = workload.model(0), workload.batch_size
-    settings = workload.settings["dense"]
-    optimizer = settings.build(model, momentum=True)
-    order = torch.randperm(len(workload.train), generator=torch.Generator().manual_seed(1)).tolist()  # type: ignore[arg-type]
-    found = []
+    model, settings = workload.model(0), workload.settings["dense"]
+    optimizer, found = settings.build(model), []
+    torch.manual_seed(1)
+    batches = iter(DataLoader(workload.train, workload.batch_size, shuffle=True))
     for step in range(steps + 1):
-        taken = [order[(step * size + i) % len(order)] for i in range(size)]
-        gradient_N = flat_gradient_N(workload, model, taken)
+        optimizer.zero_grad()
+        workload.loss(model, *next(batches)).backward()  # type: ignore[no-untyped-call]
         if step in (0, steps):
-            found.append(gradient_N.numpy().copy())
-        apply(model, gradient_N, optimizer, settings.clip_norm)
+            found.append(
+                torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).numpy()
+            )
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        optimizer.step()
     return found
 
 
-def error_percent(vector_N: np.ndarray, kind: ValueKind) -> float:
-    _, rounded_N = encode_slice(vector_N, kind)
-    return float(100 * np.linalg.norm(vector_N - rounded_N) / np.linalg.norm(vector_N))
+def error_percent(vectors: list[np.ndarray], kind: ValueKind) -> float:
+    """Return the larger error of the vectors."""
+    errors = [np.linalg.norm(v - encode_slice(v, kind)[1]) / np.linalg.norm(v) for v in vectors]
+    return float(f"{100 * max(errors):.3g}")
 
 
 def main() -> None:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    vectors, figures = gradients(options.steps), dict[str, float]()
-    n = vectors[0].size
-    for values in DENSE_VALUES:
-        ring = DenseRing(n, values)
-        ring.exchange([torch.from_numpy(vectors[0])] * WORKERS)
-        figures[f"{values}-sent-bytes"] = max(ring.sent_bytes)
-        errors = [error_percent(vector_N, VALUE_KINDS[values]) for vector_N in vectors]
-        figures[f"{values}-error-percent"] = float(f"{max(errors):.2g}")
+    vectors = gradients(options.steps)
+    figures = {f"{kind}-error-percent": error_percent(vectors, VALUE_KINDS[kind]) for kind in DENSE_VALUES}
     for block in BLOCKS:
         value_encoding.SCALE_BLOCK = block
-        errors = [error_percent(vector_N, ValueKind.INT8) for vector_N in vectors]
-        figures[f"block-{block}-bytes-per-element"] = round(1 + 2 / block, 4)
-        figures[f"block-{block}-error-percent"] = float(f"{max(errors):.3g}")
-    found = {
-        "command": f"python dense_values.py --steps {options.steps}",
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores",
-        "note": f"byte GPT, {n} parameters, {WORKERS} workers; the larger error of both gradients",
-        "figures": figures,
-    }
-    text = json.dumps(found, indent=2) + "\n"
-    print(text, end="")
-    if options.out is not None:
-        options.out.write_text(text)
+        figures[f"block-{block}-error-percent"] = error_percent(vectors, ValueKind.INT8)
+    for name, value in figures.items():
+        print(f"{name:24} {value}")
+    note = f"byte GPT, {vectors[0].size} parameters; the larger error of both gradients"
+    record.write(options.out, note=note, figures=figures)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ Run:  PYTHONPATH=../tests python scaling.py [--out FILE] [--picture FILE]
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import record
+from calibrate import read_cpu
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import (
@@ -36,7 +37,6 @@ from gridtrain.core.planning.workload import (
 )
 from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 
-HERE = Path(__file__).resolve().parent
 SIZES, LARGE = (2, 4, 8, 16, 32, 64), 1000
 ALPHA_S, BANDWIDTH_BPS = 0.01, 100e6 / 8
 PARAMETERS, DENSITY = 10_000_000, 0.001
@@ -130,14 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args(arguments)
-    cpu = CpuCosts(**json.loads((HERE / "results" / "cpu.json").read_text()))
+    cpu = read_cpu(record.RESULTS / "cpu.json")
     rows = measure(cpu)
     for row in rows:
         simulation = f"{row['simulated_s']:8.3f} s" if "simulated_s" in row else ""
         print(f"{row['exchange']:12} P = {row['members']:5}: {row['model_s']:8.3f} s {simulation}")
-    if options.out is not None:
-        made = {"command": "PYTHONPATH=../tests python scaling.py", "results": rows}
-        options.out.write_text(json.dumps(made, indent=1) + "\n")
+    record.write(options.out, arguments, results=rows)
     if options.picture is not None:
         options.picture.write_text(chart(rows))
 

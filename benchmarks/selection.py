@@ -8,32 +8,27 @@ the median of the rounds.
     carried      with the threshold and the residual of the previous step of error feedback
     wall, CPU    on a busy machine the CPU time of the calling thread is the better measure
 
-Run:  python benchmarks/selection.py --json selection.json --markdown selection.md
+Run:  python benchmarks/selection.py --n 2.56e6 25.6e6 --threads 1 --out selection.json
       python benchmarks/selection.py --device cuda --n 25.6e6 138e6
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.network.wire.sparse_payload import ValueKind
+import record
 from gridtrain.sparsify.cuda_selection import make_selection
-from gridtrain.sparsify.error_feedback import ErrorFeedback
-from gridtrain.sparsify.selection import AccumulationTerms, Selection, TensorSelection
+from gridtrain.sparsify.selection import AccumulationTerms, Selection
 
 _LAYERS = 50
 _WEIGHT = 0.3
@@ -94,15 +89,16 @@ class Vectors:
 class Steps:
     """Steps of error feedback without encoding; acc without the selected entries is the next residual."""
 
-    def __init__(self, vectors: Vectors, k: int, choose: Callable[[], Selection], **how: float) -> None:
-        self._vectors, self._k, self._weight = vectors, k, how.get("weight", 1.0)
-        self._momentum, self._cold = how.get("momentum", 0.0), bool(how.get("cold", 0.0))
-        self._choose, self.selection = choose, choose()
+    def __init__(
+        self, vectors: Vectors, k: int, *, weight: float = 1.0, momentum: float = 0.0, cold: bool = False
+    ) -> None:
+        self._vectors, self._k, self._weight, self._momentum = vectors, k, weight, momentum
+        self._cold, self.selection = cold, make_selection(vectors.device)
         self._now, self._next = (torch.zeros(vectors.n, device=vectors.device) for _ in range(2))
-        self._u, self._next_u = (torch.zeros_like(self._now) if self._momentum else None for _ in range(2))
+        self._u, self._next_u = (torch.zeros_like(self._now) if momentum else None for _ in range(2))
 
     def step(self) -> None:
-        selection = self._choose() if self._cold else self.selection
+        selection = make_selection(self._vectors.device) if self._cold else self.selection
         gradient = self._vectors.next_gradient()
         terms = AccumulationTerms(
             self._now, gradient, self._next, self._weight, self._u, self._next_u, self._momentum
@@ -150,55 +146,24 @@ class Sampled:
         self._v.index_fill_(0, where, 0.0)
         self._u.index_fill_(0, where, 0.0)
 
-    def case(self) -> Case:
-        return Case("sampled threshold (DGC), momentum", self.step, _MOMENTUM_BYTES)
-
 
 def cases(vectors: Vectors, k: int) -> list[Callable[[], Case]]:
     """Return functions that make the cases, in the order of the table."""
-    device, x, out = vectors.device, vectors.gradients[0], vectors.out
-    make = lambda: make_selection(device)  # noqa: E731
-    add = "add (residual + gradient)"
-    found: list[Callable[[], Case]] = [
-        lambda: Case("memory copy", lambda: out.copy_(x), _COPY_BYTES),
-        lambda: Case(add, lambda: torch.add(x, vectors.gradients[1], out=out), _SUM_BYTES),
-        lambda: Case("torch.topk(abs)", lambda: torch.topk(x.abs(), k, sorted=False)),
-        lambda: Sampled(vectors, k).case(),
-    ]
-    if device.type == "cpu":
-        feedback = ErrorFeedback(vectors.n, device)
-        found += [
-            lambda: Case("numpy partition, flatnonzero", lambda: _by_partition(x.numpy(), k)),
-            lambda: Case("the same with residual update", lambda: _whole_vector_step(vectors, k)),
-            lambda: Case("prepare + commit (with encoding)", lambda: _round(feedback, vectors, k)),
-        ]
-    else:
-        found.append(lambda: Steps(vectors, k, TensorSelection).case("torch operations, residual, carried"))
-    settings: dict[str, dict[str, float]] = {
-        "residual update, cold": {"cold": 1.0},
+    x = vectors.gradients[0]
+    settings: dict[str, dict[str, Any]] = {
+        "residual update, cold": {"cold": True},
         "residual update, carried": {},
-        "weight, residual update, carried": {"weight": _WEIGHT},
         "weight, momentum, carried": {"weight": _WEIGHT, "momentum": 0.9},
-        "momentum, cold": {"momentum": 0.9, "cold": 1.0},
     }
-    for name, how in settings.items():
-        found.append(lambda name=name, how=how: Steps(vectors, k, make, **how).case(f"ours: {name}"))
-    return found
-
-
-def _by_partition(x: np.ndarray, k: int) -> np.ndarray:
-    magnitude = np.abs(x)
-    return np.flatnonzero(magnitude >= np.partition(magnitude, x.size - k)[x.size - k])
-
-
-def _whole_vector_step(vectors: Vectors, k: int) -> None:
-    acc = torch.add(vectors.gradients[0], vectors.gradients[1], out=vectors.out).numpy()
-    where = _by_partition(acc, k)
-    acc[where] -= acc[where]
-
-
-def _round(feedback: ErrorFeedback, vectors: Vectors, k: int) -> None:
-    feedback.commit(feedback.prepare(vectors.next_gradient(), k, ValueKind.FP16, weight=_WEIGHT), [])
+    return [
+        lambda: Case("memory copy", lambda: vectors.out.copy_(x), _COPY_BYTES),
+        lambda: Case("torch.topk(abs)", lambda: torch.topk(x.abs(), k, sorted=False)),
+        lambda: Case("sampled threshold (DGC), momentum", Sampled(vectors, k).step, _MOMENTUM_BYTES),
+        *(
+            lambda name=name, how=how: Steps(vectors, k, **how).case(f"ours: {name}")
+            for name, how in settings.items()
+        ),
+    ]
 
 
 def measure(
@@ -255,25 +220,20 @@ def _settle(device: torch.device) -> None:
 # -- results -----------------------------------------------------------------------------------------
 
 
-def record(n: int, density: float, threads: int, figures: dict[str, Figures]) -> dict[str, object]:
+def block_of(n: int, density: float, threads: int, figures: dict[str, Figures]) -> dict[str, Any]:
     """Return a block of the JSON file; `x_bytes` is the median over the time of a copy of as many bytes."""
     copied_s = min(figures["memory copy"].wall_s) / _COPY_BYTES
-    rows = {
-        name: {
-            "wall_ns_min": _ns(min(case.wall_s), n),
-            "wall_ns_median": _ns(statistics.median(case.wall_s), n),
-            "cpu_ns_min": _ns(min(case.cpu_s), n),
-            "cpu_ns_median": _ns(statistics.median(case.cpu_s), n),
-            "rounds": len(case.wall_s),
-            "misses": case.misses,
+    rows: dict[str, dict[str, float]] = {}
+    for name, case in figures.items():
+        rows[name] = {
+            f"{clock}_ns_{how}": _ns(statistic(getattr(case, f"{clock}_s")), n)
+            for clock in ("wall", "cpu")
+            for how, statistic in (("min", min), ("median", statistics.median))
         }
-        | (
-            {"x_bytes": round(statistics.median(case.wall_s) / (copied_s * case.element_bytes), 3)}
-            if case.element_bytes
-            else {}
-        )
-        for name, case in figures.items()
-    }
+        rows[name] |= {"rounds": len(case.wall_s), "misses": case.misses}
+        if case.element_bytes:
+            over = statistics.median(case.wall_s) / (copied_s * case.element_bytes)
+            rows[name]["x_bytes"] = round(over, 3)
     return {"n": n, "density": density, "threads": threads, "cases": rows}
 
 
@@ -281,37 +241,12 @@ def _ns(seconds: float, n: int) -> float:
     return float(f"{seconds / n * 1e9:.4g}")  # thousandths on a GPU
 
 
-def table(block: dict[str, object], device: str) -> str:
+def table(block: dict[str, Any], device: str) -> str:
     """Return a table in Markdown.  CPU times are only those of the calling thread."""
-    rows = block["cases"]
-    assert isinstance(rows, dict)
-    copy_ns = rows["memory copy"]["wall_ns_min"]
-    lines = [
-        f"n = {block['n']:,}, density {block['density']}, {device}, {block['threads']} thread(s); "
-        f"ns a parameter",
-        "",
-        "| | wall, least | wall, median | CPU, least | CPU, median | x copy | x its bytes | misses |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in rows.items():
-        lines.append(
-            f"| {name} | {row['wall_ns_min']:.3g} | {row['wall_ns_median']:.3g} | {row['cpu_ns_min']:.3g} | "
-            f"{row['cpu_ns_median']:.3g} | {row['wall_ns_min'] / copy_ns:.1f} | {row.get('x_bytes', '')} | "
-            f"{row['misses']} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def machine(device: torch.device) -> str:
-    """Describe the machine without its name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    kind = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            kind = line.split(":", 1)[1].strip()
-            break
-    return f"{os.cpu_count()} cores, {kind}"
+    heads = ("wall_ns_min", "wall_ns_median", "cpu_ns_min", "cpu_ns_median", "x_bytes", "misses")
+    rows = [(name, *map(row.get, heads)) for name, row in block["cases"].items()]
+    about = f"n = {block['n']:,}, density {block['density']}, {device}, {block['threads']} thread(s)"
+    return f"{about}; ns a parameter\n\n{record.table(('', *heads), rows)}\n"
 
 
 def main() -> None:
@@ -322,30 +257,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count() or 1])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget-s", type=float, default=60.0, help="of each size and number of threads")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
-    blocks, tables = [], []
+    device, blocks = torch.device(args.device), []
     for n in (int(n) for n in args.n):
         for threads in dict.fromkeys(args.threads if device.type == "cpu" else [1]):
             torch.set_num_threads(threads)
             figures = measure(n, args.density, device, args.rounds, args.budget_s)
-            blocks.append(record(n, args.density, threads, figures))
-            tables.append(table(blocks[-1], device.type))
-            print(tables[-1], flush=True)
-    head = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
-    if args.json:
-        args.json.write_text(json.dumps({**head, "results": blocks}, indent=1) + "\n")
-    if args.markdown:
-        text = ", ".join(f"{name}: {value}" for name, value in head.items())
-        args.markdown.write_text(text + "\n\n" + "\n".join(tables))
+            blocks.append(block_of(n, args.density, threads, figures))
+            print(table(blocks[-1], device.type), flush=True)
+    record.write(args.out, results=blocks)
 
 
 if __name__ == "__main__":

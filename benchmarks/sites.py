@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -33,8 +31,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gridtrain.tools.bench.bench_group import BenchSetting, start_group
+import record
+from gridtrain.tools.bench.bench_group import BenchGroup, BenchSetting, start_group
 from gridtrain.tools.child_processes import CLI_COMMAND, process_environment
+from lab.group import LabHosts
 from lab.net import Host, Net
 from lab.ns import LabError, command
 
@@ -87,38 +87,26 @@ class Outcome:
         return statistics.median(self.seconds)
 
 
-class UnevenHosts:
-    """A `gridtrain.tools.bench.bench_group.ProcessHost` whose workers join one after the other."""
-
-    interface = Host.interface
-    limit = ""
+class UnevenHosts(LabHosts):
+    """Hosts with different links, whose workers join one after the other."""
 
     def __init__(self, net: Net, case: Case) -> None:
-        self._hub = net.host("hub")
+        super().__init__(net, [])
         make = {"sites": _two_sites, "home": _one_at_home, "thin": _one_thin_upload}[case.name]
-        self._workers = make(net, self._hub, case.workers)
-        self._ports = itertools.count(7700)
+        self.workers = make(net, self.hub, [f"worker-{number}" for number in range(1, case.workers + 1)])
         self.state = Path()
 
-    def listen(self) -> tuple[str, str]:
-        port = next(self._ports)
-        return f"tcp://0.0.0.0:{port}", f"tcp://{self._hub.address}:{port}"
-
-    def member_listen(self) -> str:
-        return ""
-
     def run(
-        self, name: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        host = self._hub if name == "hub" else self._workers[name]
-        if MEMBER in argv and name != "worker-1":
-            self._until_joined(int(name.removeprefix("worker-")) - 1, env)
-        return host.run(argv, log.parent, env=env, log=log.name)
+        if MEMBER in argv and who != "worker-1":
+            self._until_joined(int(who.removeprefix("worker-")) - 1, env)
+        return super().run(who, argv, log, env)
 
     def status(self, env: Mapping[str, str]) -> dict[str, object]:
         """Return the output of `gridtrain status`.  Raises `LabError`."""
         argv = [*CLI_COMMAND, "status", "--state", str(self.state), "--json"]
-        host = ["ip", "netns", "exec", self._hub.namespace]
+        host = ["ip", "netns", "exec", self.hub.namespace]
         done = subprocess.run([*host, *argv], env=dict(env), capture_output=True, timeout=30, check=False)
         if done.returncode:
             raise LabError(f"`gridtrain status` failed: {done.stderr.decode(errors='replace')}")
@@ -136,44 +124,34 @@ class UnevenHosts:
         raise LabError(f"worker {count} did not join within {JOIN_S:g} s")
 
 
-def _two_sites(net: Net, hub: Host, workers: int) -> dict[str, Host]:
+def _two_sites(net: Net, hub: Host, names: Sequence[str]) -> dict[str, Host]:
     sites = [net.router(f"site{number}", translate=False) for number in (1, 2)]
     for site, other in itertools.permutations(sites):
         command("ip", "-n", site.namespace, "route", "add", f"{other.subnet}.0/24", "via", other.address)
     for site in sites:
         command("ip", "-n", hub.namespace, "route", "add", f"{site.subnet}.0/24", "via", site.address)
         site.shape(up=THIN, down=THIN, delay_s=WAY_S / 2)
-    found = {
-        f"worker-{number}": sites[(number - 1) % 2].host(f"worker-{number}") for number in _numbers(workers)
-    }
+    found = {name: sites[number % 2].host(name) for number, name in enumerate(names)}
     for host in found.values():
         host.shape(up=FAST, down=FAST)
     return found
 
 
-def _one_at_home(net: Net, hub: Host, workers: int) -> dict[str, Host]:
-    found = {f"worker-{number}": net.host(f"worker-{number}") for number in _numbers(workers)}
-    for name, host in found.items():
-        if name == "worker-1":
-            host.shape(up=THIN, down=THIN, delay_s=2 * WAY_S)
-        else:
-            host.shape(up=FAST, down=FAST)
+def _one_at_home(net: Net, hub: Host, names: Sequence[str]) -> dict[str, Host]:
+    home, *others = names
+    return net.make_hosts([home], THIN, 2 * WAY_S) | net.make_hosts(others, FAST)
+
+
+def _one_thin_upload(net: Net, hub: Host, names: Sequence[str]) -> dict[str, Host]:
+    found = net.make_hosts(names, WIDE, WAY_S)
+    found[names[-1]].shape(up=THIN_UPLOAD)
     return found
-
-
-def _one_thin_upload(net: Net, hub: Host, workers: int) -> dict[str, Host]:
-    found = {f"worker-{number}": net.host(f"worker-{number}") for number in _numbers(workers)}
-    for name, host in found.items():
-        host.shape(up=THIN_UPLOAD if name == f"worker-{workers}" else WIDE, down=WIDE, delay_s=WAY_S)
-    return found
-
-
-def _numbers(workers: int) -> range:
-    return range(1, workers + 1)
 
 
 @contextlib.contextmanager
-def _group(case: Case, order: str, folder: Path) -> Iterator[tuple[UnevenHosts, object, Mapping[str, str]]]:
+def _group(
+    case: Case, order: str, folder: Path
+) -> Iterator[tuple[UnevenHosts, BenchGroup, Mapping[str, str]]]:
     with Net() as net:
         hosts = UnevenHosts(net, case)
         hosts.state = folder / "g" / "hub"
@@ -191,30 +169,27 @@ def measure(case: Case, order: str, repeats: int) -> Outcome:
         hosts, group, env = made
         until_s = time.monotonic() + PLANNED_S
         for _ in range(2):
-            group.repeat()  # type: ignore[attr-defined]
+            group.repeat()
         while order == "planned" and time.monotonic() < until_s and hosts.status(env)["generation"] == 1:
-            group.repeat()  # type: ignore[attr-defined]
-        seconds = [group.repeat().seconds for _ in range(repeats)]  # type: ignore[attr-defined]
+            group.repeat()
+        seconds = [group.repeat().seconds for _ in range(repeats)]
         plan = str(hosts.status(env).get("plan_reason", ""))
     return Outcome(case, order, tuple(seconds), plan)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        "| network | exchange | P | n | by joining | planned | times as fast |",
-        "|---|---|---|---|---|---|---|",
-    ]
     by_case: dict[Case, dict[str, Outcome]] = {}
     for outcome in outcomes:
         by_case.setdefault(outcome.case, {})[outcome.order] = outcome
+    rows = []
     for case, found in by_case.items():
         if set(found) == {"joined", "planned"}:
-            joined_s, planned_s = found["joined"].median_s, found["planned"].median_s
-            lines.append(
-                f"| {case.name} | {case.exchange} | {case.workers} | {case.n:,} | {joined_s:.3f} s | "
-                f"{planned_s:.3f} s | {joined_s / planned_s:.2f} |"
-            )
-    return "\n".join(lines)
+            times_s = [found[order].median_s for order in ("joined", "planned")]
+            cells = [f"{seconds:.3f} s" for seconds in times_s]
+            gain = f"{times_s[0] / times_s[1]:.2f}"
+            rows.append((case.name, case.exchange, case.workers, f"{case.n:,}", *cells, gain))
+    heads = ("network", "exchange", "P", "n", "by joining", "planned", "times as fast")
+    return record.table(heads, rows)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -226,17 +201,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     outcomes: list[Outcome] = []
-    for case in (c for name in options.cases for c in CASES[name] if c.exchange.startswith(options.only)):
-        for order in ("joined", "planned"):
-            outcome = measure(case, order, options.repeats)
-            outcomes.append(outcome)
-            print(
-                f"{case.name}, {case.exchange}, {order}: {outcome.median_s:.3f} s; {outcome.plan}", flush=True
-            )
-            if options.out is not None:
-                date = datetime.date.today().isoformat()
-                result = {"date": date, "cores": os.cpu_count(), "outcomes": [asdict(o) for o in outcomes]}
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen = (c for name in options.cases for c in CASES[name] if c.exchange.startswith(options.only))
+    for case, order in itertools.product(chosen, ("joined", "planned")):
+        outcome = measure(case, order, options.repeats)
+        outcomes.append(outcome)
+        print(f"{case.name}, {case.exchange}, {order}: {outcome.median_s:.3f} s; {outcome.plan}", flush=True)
+        record.write(options.out, arguments, outcomes=[asdict(each) for each in outcomes])
     print(table(outcomes))
     return 0
 

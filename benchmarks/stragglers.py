@@ -14,13 +14,9 @@ which workers do not stall; and the held-out loss after the same samples.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import math
-import os
-import platform
-import subprocess
 import tempfile
 import threading
 import time
@@ -33,8 +29,9 @@ import torch
 from torch import nn
 
 import gridtrain
-from rivals import environments
-from rivals.hosts import free_port
+import record
+from lab.group import free_port
+from rivals.hosts import Loopback, run_ranks
 
 WARM_UP_BATCHES = 20
 EXCHANGES: dict[str, Any] = {
@@ -186,25 +183,16 @@ def hivemind(batches: int) -> dict[str, Any]:
 
 def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
     """Run four workers; return the longest time of the three that do not stall, and the averagings."""
-    with (
-        tempfile.TemporaryDirectory(prefix="gridtrain-stragglers-") as place,
-        contextlib.ExitStack() as stack,
-    ):
-        master, processes = f"127.0.0.1:{free_port()}", []
-        results = [Path(place, f"rank-{rank}.json") for rank in range(4)]
-        for rank, result in enumerate(results):
-            argv = [str(environments.python("hivemind")), "-m", "rivals.straggler", "--rank", str(rank)]
-            argv += ["--world", "4", "--master", master, "--out", str(result), "--batches", str(batches)]
-            argv += ["--warm-up", str(WARM_UP_BATCHES)]
-            argv += ["--compute", str(ONE_COMPUTE_S), "--stall", str(ONE_STALL_S), "--every", str(ONE_EVERY)]
-            process = subprocess.Popen(
-                argv + ["--stalled"] * is_stalled, env=environments.environment_of("hivemind", "lo")
-            )
-            stack.callback(process.kill)
-            processes.append(process)
-        for process in processes:
-            if code := process.wait(HIVEMIND_S):
-                raise RuntimeError(f"a hivemind worker ended with exit code {code}; its output is above")
+    with tempfile.TemporaryDirectory(prefix="gridtrain-stragglers-") as place:
+        common = ["--world", "4", "--master", f"127.0.0.1:{free_port()}", "--batches", str(batches)]
+        common += ["--warm-up", str(WARM_UP_BATCHES), "--compute", str(ONE_COMPUTE_S)]
+        common += ["--stall", str(ONE_STALL_S), "--every", str(ONE_EVERY)] + ["--stalled"] * is_stalled
+        results = [Path(place, f"result-{rank}.json") for rank in range(4)]
+        commands = [
+            ["-m", "rivals.straggler", "--rank", str(rank), "--out", str(result), *common]
+            for rank, result in enumerate(results)
+        ]
+        run_ranks([Loopback()] * 4, "hivemind", commands, Path(place), HIVEMIND_S)
         others = [json.loads(result.read_text()) for result in results[:3]]
     return {name: max(each[name] for each in others) for name in ("seconds", "epochs")}
 
@@ -223,9 +211,7 @@ def main() -> None:
         found = many(options.seeds, options.epochs)
     else:
         found = one(options.steps) if options.what == "one" else hivemind(options.steps)
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    if options.out is not None:
-        options.out.write_text(json.dumps({"machine": machine, options.what: found}, indent=1) + "\n")
+    record.write(options.out, None, **{options.what: found})
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def per_entry(words: str) -> Figure:
 
 
 def paper_row(model: str, workers: int, contender: str) -> dict[str, Any]:
-    """The latest row of `python paper_lab.py` for this model, group and contender."""
+    """The latest row of `python emulated.py paper` for this model, group and contender."""
     rows = [*result("paper_lab")["rows"], *result("paper_lab_p8")["rows"]]
     wanted = (model, workers, contender)
     found: list[dict[str, Any]] = [

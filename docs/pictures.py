@@ -16,8 +16,8 @@ from gridtrain.core.stages.schedule import ActionKind, one_forward_one_backward
 HERE = Path(__file__).resolve().parent
 IMAGES = HERE / "images"
 
-sys.path.insert(0, str(HERE.parent / "benchmarks"))
-from stages.timetable import timetable  # noqa: E402  needs the path
+sys.path.insert(0, str(HERE.parent / "tests" / "common"))
+from timetable import timetable  # noqa: E402  needs the path
 
 STYLE = """
 .ground { fill: #ffffff; } .box { fill: #f1f4f8; stroke: #5b6b7f; } .first { fill: #e4eefb; stroke: #2b6cb0; }

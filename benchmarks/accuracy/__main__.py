@@ -1,7 +1,7 @@
 """Measures wall time and bytes to the same held-out loss, with gridtrain and rivals over the same links.
 
     python -m accuracy --workloads gpt --rates 1000Mbit 100Mbit 20Mbit --world 4
-    python -m accuracy --contenders gloo powersgd gtopk local --out results.json
+    python -m accuracy --contenders gloo powersgd gtopk local-topk --out results.json
     python -m accuracy --rates none --contenders gloo --steps 600 --out steps.json            number of steps
     python -m accuracy --rates 20Mbit --contenders gloo --steps 30 --extrapolate steps.json   their duration
 
@@ -15,10 +15,7 @@ installed is left out with a message.  gridtrain does not encrypt, as its rivals
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -26,16 +23,27 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
-import rivals
-from accuracy.train import EXCHANGES
+import record
+from accuracy.train import Options, gathered, read, work
 from accuracy.workloads import WORKLOADS, Workload
-from lab.group import Plan, start
+from lab.group import run_in_lab
 from lab.net import Net
 from lab.ns import LabError
 from rivals.contract import TRAINERS
-from rivals.hosts import LinkSettings, hosts_of
+from rivals.environments import available
 from rivals.hosts import train as train_rival
+
+OURS = {
+    "dense": ("dense", "dense"),
+    "dense-adamw": ("adamw", "dense"),
+    "gtopk": ("sparse", "gtopk:density={density},momentum=0.9"),
+    "local-topk": ("local", ""),
+    "local-topk-sgd": ("local-sgd", ""),
+}
+"""Contender -> (family of settings, exchange).  The local steps and the density of local-topk are those of
+the workload (`gathered`)."""
 
 RIVALS = {
     "gloo": ("gloo", "dense"),
@@ -51,19 +59,11 @@ RIVALS = {
 """Contender -> (trainer, family of settings).  "one" is one process with the batches of all workers;
 hivemind-local averages the change of as many local steps as local-topk."""
 
-SAME_MEAN = {
-    "hivemind": "gloo",
-    "hivemind-adamw": "one-adamw",
-    "gloo-adamw": "one-adamw",
-}
+SAME_MEAN = {"hivemind": "gloo", "hivemind-adamw": "one-adamw", "gloo-adamw": "one-adamw"}
 """Contender -> another one that takes the same steps, because both apply the same mean without rounding."""
 
 EARLY_STEPS = {"powersgd": 12}
 """Number of first steps that differ from later ones, if not two: PowerSGD begins with ten dense steps."""
-
-
-class TargetReached(Exception):
-    """The held-out loss has reached the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +93,15 @@ class Run:
     seed: int = 0
 
 
-def read(path: Path) -> list[dict[str, float]]:
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
 def summary(
-    records: Sequence[dict[str, float]],
-    workload: Workload,
-    rate: str,
-    contender: str,
-    target: float | None = None,
+    records: Sequence[dict[str, Any]], workload: str, rate: str, contender: str, target: float, seed: int = 0
 ) -> Run:
-    target = workload.target if target is None else target
     measured = [r for r in records if r["held_out"] is not None]
     there = next((r for r in measured if r["held_out"] <= target), None)
     seconds = [r["seconds"] for r in records]
     steps_s = [b - a for a, b in pairwise(seconds)][2:]
     return Run(
-        workload.name,
+        workload,
         rate,
         contender,
         None if there is None else there["seconds"],
@@ -123,10 +111,11 @@ def summary(
         seconds[-1] if seconds else 0.0,
         statistics.median(steps_s) if steps_s else 0.0,
         curve=tuple((int(r["step"]), round(r["seconds"], 3), r["held_out"]) for r in measured),
+        seed=seed,
     )
 
 
-def extrapolated(records: Sequence[dict[str, float]], short: Run, needed: int) -> Run:
+def extrapolated(records: Sequence[dict[str, Any]], short: Run, needed: int) -> Run:
     """Extrapolate a short run to `needed` steps: the first steps as measured, the others with their mean."""
     early = EARLY_STEPS.get(short.contender.removesuffix("-adamw"), 2)
     if len(records) < early + 2:
@@ -147,51 +136,38 @@ def steps_of(path: Path) -> dict[tuple[str, str], int]:
     return {(r["workload"], r["contender"]): r["step"] for r in runs if r["step"] is not None}
 
 
-def target_of(options: argparse.Namespace, workload: Workload | type[Workload]) -> float:
-    return workload.target if options.target is None else float(options.target)
+def target_of(options: argparse.Namespace, workload: str) -> float:
+    return WORKLOADS[workload].target if options.target is None else float(options.target)
 
 
-def run_gridtrain(
-    options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path, seed: int
-) -> None:
-    script = [sys.executable, "-m", "accuracy.train", "--workload", workload.name, "--exchange", name]
-    script += ["--density", str(options.density), "--every", str(options.every)]
-    script += ["--steps", str(options.steps), "--folder", str(folder), "--seed", str(seed)]
-    if options.learning_rate is not None:
-        script += ["--learning-rate", repr(options.learning_rate)]
-    if options.gathered is not None:
-        script += ["--gathered", *options.gathered]
-    plan = Plan(
-        workers=options.world,
-        encrypted=options.encrypted,
-        link_rate="" if rate == "none" else rate,
-        delay_s=options.delay,
+def ours(options: argparse.Namespace, workload: type[Workload], contender: str) -> Options:
+    """Return the options of a contender that is gridtrain."""
+    family, exchange = OURS[contender]
+    how: dict[str, Any] = {"exchange": exchange.format(density=options.density)}
+    if not exchange:
+        how = gathered(*(options.gathered or workload.gathered[family]))
+    return Options(
+        workload.name,
+        family,
+        **how,
+        steps=options.steps,
+        learning_rate=options.learning_rate,
+        until_loss=target_of(options, workload.name),
     )
-
-    target = target_of(options, workload)
-
-    def tick() -> None:
-        records = read(folder / "steps.jsonl")
-        if any(r["held_out"] is not None and r["held_out"] <= target for r in records):
-            raise TargetReached
-
-    with Net() as net:
-        start(net, plan, folder, lambda name: script).wait(options.limit, tick)
 
 
 def run_rival(
-    options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path, seed: int
+    options: argparse.Namespace,
+    workload: type[Workload],
+    links: dict[str, Any],
+    name: str,
+    folder: Path,
+    seed: int,
 ) -> None:
     trainer, family = RIVALS[name]
     extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
-    extra += [
-        "--seed",
-        str(seed),
-        "--until-loss",
-        str(target_of(options, workload)),
-        "--powersgd-rank",
-        str(options.powersgd_rank),
-    ]
+    extra += ["--until-loss", str(target_of(options, workload.name)), "--seed", str(seed)]
+    extra += ["--powersgd-rank", str(options.powersgd_rank)]
     world = options.world
     if name.startswith("one"):
         world, extra = 1, [*extra, "--batch-size", str(workload.batch_size * world)]
@@ -201,70 +177,61 @@ def run_rival(
     if options.learning_rate is not None:
         extra += ["--learning-rate", repr(options.learning_rate)]
     with Net() as net:
-        hosts = hosts_of(net, world, LinkSettings("" if rate == "none" else rate, options.delay))
-        train_rival(hosts, trainer, folder, options.limit, extra)
+        hosts = net.make_hosts([f"host-{rank}" for rank in range(world)], **links)
+        train_rival(list(hosts.values()), trainer, folder, options.limit, extra)
 
 
-def run(options: argparse.Namespace, workload: Workload, rate: str, contender: str, seed: int = 0) -> Run:
-    folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
-    try:
-        run_one = run_rival if contender in RIVALS else run_gridtrain
-        run_one(options, workload, rate, contender, folder, seed)
-    except TargetReached:
-        pass
-    except LabError as error:
-        print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
-    records = read(folder / "steps.jsonl")
-    found = summary(records, workload, rate, contender, target_of(options, workload))
-    found = replace(found, seed=seed)
+def run(options: argparse.Namespace, name: str, rate: str, contender: str, seed: int = 0) -> Run:
+    workload = WORKLOADS[name]
+    links = {"rate": "" if rate == "none" else rate, "delay_s": options.delay}
+    with tempfile.TemporaryDirectory(prefix="accuracy-") as text:
+        folder = Path(text)
+        try:
+            if contender in RIVALS:
+                run_rival(options, workload, links, contender, folder, seed)
+            else:
+                chosen = replace(ours(options, workload, contender), seed=seed, folder=text)
+                run_in_lab(
+                    work, asdict(chosen), options.world, options.limit, encrypted=options.encrypted, **links
+                )
+        except LabError as error:
+            print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
+        records = read(folder / "steps.jsonl")
+    found = summary(records, name, rate, contender, target_of(options, name), seed)
     if options.extrapolate is None or found.seconds is not None:
         return found
     known = steps_of(options.extrapolate)
-    needed = known.get((workload.name, contender)) or known.get((workload.name, SAME_MEAN.get(contender, "")))
+    needed = known.get((name, contender)) or known.get((name, SAME_MEAN.get(contender, "")))
     return found if needed is None else extrapolated(records, found, needed)
 
 
 def table(runs: Sequence[Run], baseline: str) -> str:
-    lines = [
-        f"| workload | link | contender | s to target | steps | MB sent by one | x {baseline} | ms a step |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for r in runs:
-        other = next(
-            (
-                b
-                for b in runs
-                if (b.workload, b.rate, b.seed, b.contender) == (r.workload, r.rate, r.seed, baseline)
-            ),
-            None,
-        )
+        same = (b for b in runs if (b.workload, b.rate, b.seed) == (r.workload, r.rate, r.seed))
+        other = next((b for b in same if b.contender == baseline), None)
+        named, step_ms = (r.workload, r.rate, r.contender), f"{1e3 * r.step_s:.0f}"
         if r.seconds is None:
             reached = "-" if r.last_loss is None else f"not in {r.last_s:.0f} s: {r.last_loss:.2f}"
-            lines.append(
-                f"| {r.workload} | {r.rate} | {r.contender} | {reached} | | | | {1e3 * r.step_s:.0f} |"
-            )
+            rows.append((*named, reached, "", "", "", step_ms))
             continue
         ratio = "" if other is None or other.seconds is None else f"{other.seconds / r.seconds:.1f}"
         size = "" if r.megabytes is None else f"{r.megabytes:.1f}"
         note = f" (of {r.timed_steps} steps)" if r.timed_steps else ""
-        lines.append(
-            f"| {r.workload} | {r.rate} | {r.contender} | {r.seconds:.1f}{note} | {r.step} | {size} | "
-            f"{ratio} | {1e3 * r.step_s:.0f} |"
-        )
-    return "\n".join(lines)
+        rows.append((*named, f"{r.seconds:.1f}{note}", str(r.step), size, ratio, step_ms))
+    heads = ("workload", "link", "contender", "s to target", "steps", "MB sent by one", f"x {baseline}")
+    return record.table((*heads, "ms a step"), rows)
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m accuracy", description=__doc__.splitlines()[0])
-    contenders = (*RIVALS, *EXCHANGES)
-    usual = ("gloo", "gloo-adamw", "powersgd", "hivemind", "dense", "gtopk", "local", "local-topk")
+    usual = ("gloo", "gloo-adamw", "powersgd", "hivemind", "dense", "gtopk", "local-topk")
     parser.add_argument("--workloads", nargs="+", default=["gpt"], choices=sorted(WORKLOADS))
     parser.add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
-    parser.add_argument("--contenders", nargs="+", default=usual, choices=contenders)
+    parser.add_argument("--contenders", nargs="+", default=usual, choices=(*RIVALS, *OURS))
     parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--density", type=float, default=0.05)
-    parser.add_argument("--every", type=int, default=8, help="local steps of one exchange")
+    parser.add_argument("--density", type=float, default=0.05, help="of gtopk")
     parser.add_argument("--steps", type=int, default=400, help="most steps of each worker")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run, including its start")
     parser.add_argument("--target", type=float, metavar="NATS", help="instead of the workload's")
@@ -289,38 +256,21 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     options = options_of(arguments)
-    missing = {name: reason for name, reason in rivals.available().items() if reason}
+    missing = {name: reason for name, reason in available().items() if reason}
     runs: list[Run] = []
-    for name in options.workloads:
-        workload = WORKLOADS[name]()
-        for rate in options.rates:
-            for seed, contender in product(options.seeds, options.contenders):
-                reason = missing.get(TRAINERS[RIVALS[contender][0]], "") if contender in RIVALS else ""
-                if reason:
-                    print(f"left out: {contender}: {reason}", file=sys.stderr)
-                    continue
-                runs.append(run(options, workload, rate, contender, seed))
-                print(table(runs[-1:], "").splitlines()[-1], flush=True)
-                if options.out is not None:
-                    write(options, arguments, runs)
+    for name, rate, seed, contender in product(
+        options.workloads, options.rates, options.seeds, options.contenders
+    ):
+        if contender in RIVALS and (reason := missing.get(TRAINERS[RIVALS[contender][0]], "")):
+            print(f"left out: {contender}: {reason}", file=sys.stderr)
+            continue
+        runs.append(run(options, name, rate, contender, seed))
+        print(table(runs[-1:], "").splitlines()[-1], flush=True)
+        targets = {workload: target_of(options, workload) for workload in options.workloads}
+        whole = {"world": options.world, "targets": targets, "runs": [asdict(each) for each in runs]}
+        record.write(options.out, arguments, **whole)  # so far, so that a run that is stopped leaves them
     print(table(runs, options.baseline))
     return 0
-
-
-def write(options: argparse.Namespace, arguments: Sequence[str], runs: Sequence[Run]) -> None:
-    """Write the results so far, so that a run that is stopped leaves them."""
-    recorded = list(arguments)
-    at = recorded.index("--out")
-    del recorded[at : at + 2]
-    result = {
-        "command": shlex.join(["python", "-m", "accuracy", *recorded]),
-        "date": datetime.date.today().isoformat(),
-        "cores": os.cpu_count(),
-        "world": options.world,
-        "targets": {name: target_of(options, WORKLOADS[name]) for name in options.workloads},
-        "runs": [asdict(run) for run in runs],
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Draws the learning curves of result files: held-out loss over seconds and over steps.
+"""Draws the learning curves of a result file, as docs/images/gpt-10m-loss.svg: over seconds and over steps.
 
-python -m accuracy.chart results/gpt_10m.json --out ../docs/images/gpt-10m.svg --title "..."
+python -m accuracy.chart results/accuracy_gpt_10m.json --out ../docs/images/gpt-10m-loss.svg --title "..."
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,6 @@ def points(run: dict[str, Any], one: dict[str, Any] | None) -> list[tuple[int, f
     return [(step, step * run["step_s"], loss) for step, _, loss in one["curve"]]
 
 
-def chart(runs: Sequence[dict[str, Any]], title: str, subtitle: str) -> str:
-    one = next((run for run in runs if run["contender"].startswith("one")), None)
-    by_time, by_step = [], []
-    for run, colour in zip(runs, COLOURS, strict=False):
-        label = LABELS.get(run["contender"], run["contender"])
-        curve = points(run, one)
-        by_time.append(ChartLine(label, tuple((seconds, loss) for _, seconds, loss in curve), colour))
-        by_step.append(ChartLine(label, tuple((float(step), loss) for step, _, loss in curve), colour))
-    loss = "held-out loss (nats per byte)"
-    panels = [
-        ChartPanel("Against wall time", "seconds (log scale)", loss, tuple(by_time), log_x=True),
-        ChartPanel("Against steps", "steps of each worker", loss, tuple(by_step)),
-    ]
-    return draw_chart(title, subtitle, panels)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m accuracy.chart", description=__doc__)
     parser.add_argument("results", type=Path, nargs="+")
@@ -58,7 +41,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     runs = [run for path in options.results for run in json.loads(path.read_text())["runs"]]
-    options.out.write_text(chart(runs, options.title, options.subtitle))
+    one = next((run for run in runs if run["contender"].startswith("one")), None)
+    lines: list[tuple[ChartLine, ChartLine]] = []
+    for run, colour in zip(runs, COLOURS, strict=False):
+        label, curve = LABELS.get(run["contender"], run["contender"]), points(run, one)
+        by_time = ChartLine(label, tuple((seconds, loss) for _, seconds, loss in curve), colour)
+        lines.append((by_time, ChartLine(label, tuple((float(s), loss) for s, _, loss in curve), colour)))
+    by_times, by_steps = (tuple(column) for column in zip(*lines, strict=True))
+    loss = "held-out loss (nats per byte)"
+    panels = [
+        ChartPanel("Against wall time", "seconds (log scale)", loss, by_times, log_x=True),
+        ChartPanel("Against steps", "steps of each worker", loss, by_steps),
+    ]
+    options.out.write_text(draw_chart(options.title, options.subtitle, panels))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rivals.measure import sent_bytes
-
 
 class Reading(NamedTuple):
-    """Time and bytes since the first batch; `sent_bytes` is None if other processes share the interface."""
+    """Time and bytes since the first batch; `sent_bytes` is None if they are unknown."""
 
     seconds: float
     sent_bytes: int | None
@@ -32,15 +30,15 @@ class Recorder:
 
     Args:
         path: the file, steps.jsonl.
-        interface: the network interface whose bytes are counted.
+        count_sent: returns the bytes that have been sent; None if they are unknown.
     """
 
-    def __init__(self, path: Path, interface: str) -> None:
-        self._path, self._interface, self._sent = path, interface, sent_bytes(interface)
+    def __init__(self, path: Path, count_sent: Callable[[], int | None]) -> None:
+        self._path, self._count_sent, self._sent = path, count_sent, count_sent()
         self._began_s, self._paused_s = time.perf_counter(), 0.0
 
     def read(self) -> Reading:
-        now, seconds = sent_bytes(self._interface), time.perf_counter() - self._began_s - self._paused_s
+        now, seconds = self._count_sent(), time.perf_counter() - self._began_s - self._paused_s
         return Reading(seconds, None if now is None or self._sent is None else now - self._sent)
 
     @contextlib.contextmanager

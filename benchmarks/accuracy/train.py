@@ -1,18 +1,23 @@
-"""The script of gridtrain's workers: an ordinary training loop over the SDK.
-
-    gridtrain worker INVITATION -- python -m accuracy.train --workload gpt --exchange gtopk --folder FOLDER
+"""A training run of a workload with gridtrain: an ordinary training loop over the SDK.
 
 The first worker writes steps.jsonl with the same recorder as `rivals.train`, and measures the held-out loss
 while all others wait at the same step; with local steps, only directly after an exchange.
+
+    work                in the lab, as a worker's script
+    train_in_process    four workers in this process, with connections in memory (`gridtrain.local`)
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
+import tempfile
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,72 +27,89 @@ from accuracy.workloads import WORKLOADS
 from gridtrain.sdk.grid import Grid
 from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.training.local_sgd import LocalSGDOptimizer
+from procfs import sent_bytes
 from rivals.contract import INTERFACE
 
-EXCHANGES = (
-    "dense",
-    "dense-adamw",
-    "topk",
-    "gtopk",
-    "gtopk-int8",
-    "local",
-    "local-int8",
-    "local-topk",
-    "local-topk-sgd",
-)
-"""Names of exchanges, each with an optimizer family.  The local steps and the density of local-topk are those
-of the workload (`gathered`)."""
+WORKERS = 4
+"""Of a run in one process."""
 
 
-def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
-    """Return the family of settings and the exchange."""
-    density, every = options.density, options.every
-    match options.exchange:
-        case "dense":
-            return "dense", gridtrain.Dense()
-        case "dense-adamw":
-            return "adamw", gridtrain.Dense()
-        case "topk":
-            return "sparse", gridtrain.TopK(density=density, momentum=0.9)
-        case "gtopk":
-            return "sparse", gridtrain.GTopK(density=density, momentum=0.9)
-        case "gtopk-int8":
-            return "sparse", gridtrain.GTopK(density=density, momentum=0.9, values="int8")
-        case "local":
-            return "local", gridtrain.LocalSteps(every=every, exchange=gridtrain.GTopK(density=density))
-        case "local-topk" | "local-topk-sgd" as name:
-            family = "local-sgd" if name.endswith("sgd") else "local"
-            turn, entries = options.gathered or WORKLOADS[options.workload].gathered[family]
-            every, _, overlapped = str(turn).partition("/")
-            details = str(entries) if "=" in str(entries) else f"density={entries},values=int8"
-            gathered = parse_exchange(f"topk:{details}")
-            return family, gridtrain.LocalSteps(int(every), gathered, overlap=int(overlapped or 0))
-        case _:
-            sparse = gridtrain.GTopK(density=density, values="int8")
-            return "local", gridtrain.LocalSteps(every=every, exchange=sparse)
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a run, the same for all workers.
+
+    Attributes:
+        family: of the workload's settings.
+        exchange: such as "gtopk:density=0.05,momentum=0.9".
+        every: local steps of an exchange; 0: it exchanges gradients.
+        overlap: local steps that overlap with an exchange.
+        outer: learning rate and momentum of the outer optimizer.
+        buckets: selects in so many parts of the vector, as `Overlap` does; 0: as a whole.
+        steps: most steps of each worker.
+        measure_every: steps; with local steps: the nearest exchanges.
+        until_loss: the held-out loss at which the run ends.
+        folder: of steps.jsonl.
+    """
+
+    workload: str
+    family: str
+    exchange: str
+    every: int = 0
+    overlap: int | bool = 0
+    outer: tuple[float, float] = (1.0, 0.0)
+    buckets: int = 0
+    steps: int = 300
+    measure_every: int = 10
+    learning_rate: float | None = None
+    until_loss: float | None = None
+    seed: int = 0
+    folder: str = ""
+
+    def make_exchange(self) -> Any:
+        exchange = parse_exchange(self.exchange)
+        if not self.every:
+            return exchange
+        return gridtrain.LocalSteps(self.every, exchange, *self.outer, overlap=self.overlap)
 
 
-def train(options: argparse.Namespace, grid: Grid) -> None:
-    """Train as one worker."""
+def gathered(every: int | str, entries: float | str) -> dict[str, Any]:
+    """Return the options of local steps with `TopK`.
+
+    Args:
+        every: local steps of an exchange; "8/2": 2 of them overlap with the previous one.
+        entries: a density, sent as int8, or options such as "density=0.03,values=int2".
+    """
+    turn, _, overlapped = str(every).partition("/")
+    details = str(entries) if "=" in str(entries) else f"density={entries},values=int8"
+    return {"every": int(turn), "overlap": int(overlapped or 0), "exchange": f"topk:{details}"}
+
+
+def train(options: Options, grid: Grid, count_sent: Callable[[], int | None] | None = None) -> None:
+    """Train as one worker.
+
+    Args:
+        count_sent: returns the bytes that the first worker has sent; by default, its payloads.
+    """
     workload = WORKLOADS[options.workload]()
     model = workload.model(options.seed)
-    family, exchange = exchange_of(options)
-    settings = workload.settings[family].at(options.learning_rate)
-    inner = settings.build(model, momentum=family != "sparse")
-    local = family.startswith("local")
-    clip = {} if local else {"clip_norm": settings.clip_norm}
-    every = exchange.every if isinstance(exchange, gridtrain.LocalSteps) else 1
-    optimizer = grid.optimizer(inner, model, exchange=exchange, compare_every=0, **clip)  # type: ignore[arg-type]
+    settings, every = workload.settings[options.family].at(options.learning_rate), options.every or 1
+    more: dict[str, Any] = {} if options.every else {"clip_norm": settings.clip_norm}
+    if options.buckets:
+        more["overlap"] = gridtrain.Overlap(options.buckets, 1, adaptive=False)
+    inner = settings.build(model, momentum=options.family != "sparse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some settings are measured because they learn worse
+        exchange = options.make_exchange()
+        optimizer = grid.optimizer(inner, model, exchange=exchange, compare_every=0, **more)
+    rounds, between = -(-options.steps // every), max(1, round(options.measure_every / every))
+    count = count_sent or (lambda: grid.traffic.get("Data", (0, 0))[0])
     recorder: Recorder | None = None
-    rounds, between = options.steps, options.measure_every
-    if local:
-        rounds, between = -(-options.steps // every), max(1, round(between / every))
     batches = grid.batches(workload.train, batch_size=workload.batch_size, steps=rounds)
     for step, (x, y) in enumerate(batches, 1):
-        recorder = recorder or Recorder(options.folder / "steps.jsonl", INTERFACE)
+        recorder = recorder or Recorder(Path(options.folder, "steps.jsonl"), count)
         loss = workload.loss(model, x, y)
         loss.backward()  # type: ignore[no-untyped-call]
-        if local:  # the optimizer's `clip_norm` clips exchanged gradients, not those of local steps
+        if options.every:  # the optimizer's `clip_norm` clips exchanged gradients, not those of local steps
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -99,7 +121,10 @@ def train(options: argparse.Namespace, grid: Grid) -> None:
         if grid.is_first:
             recorder.write(step, reading, loss.item(), held_out)
         if is_reached:
-            break
+            return
+    if options.overlap and grid.is_first and recorder is not None:
+        with grid.evaluation():  # the last changes were exchanged after the last local step
+            recorder.write(step, recorder.read(), loss.item(), workload.held_out(model))
 
 
 def are_common(optimizer: torch.optim.Optimizer) -> bool:
@@ -108,7 +133,7 @@ def are_common(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def measure_on_first(
-    grid: Grid, measure: Callable[[], float], until: float = -math.inf
+    grid: Grid, measure: Callable[[], float], until: float | None = None
 ) -> tuple[float | None, bool]:
     """Measure on the first worker while the others wait, as rivals do in `Exchange.stop`.
 
@@ -117,37 +142,24 @@ def measure_on_first(
     """
     with grid.evaluation():
         found = measure() if grid.is_first else None
-        is_reached = grid.mean(float(found is not None and found <= until)) > 0
-    return found, is_reached
+        is_reached = found is not None and found <= (-math.inf if until is None else until)
+        return found, grid.mean(float(is_reached)) > 0
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="a worker of gridtrain in a run to a target")
-    parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
-    parser.add_argument("--exchange", choices=EXCHANGES, required=True)
-    parser.add_argument("--density", type=float, default=0.05)
-    parser.add_argument("--every", type=int, default=16, help="local steps of one exchange")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument(
-        "--measure-every",
-        type=int,
-        default=10,
-        metavar="STEPS",
-        help="with local steps: the nearest exchanges",
-    )
-    parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
-    parser.add_argument("--until-loss", type=float, default=-math.inf, metavar="NATS")
-    parser.add_argument(
-        "--gathered",
-        nargs=2,
-        metavar=("EVERY", "DENSITY"),
-        help="of local-topk, instead of the workload's; DENSITY may be like density=0.03,values=int2",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, required=True)
-    return parser.parse_args(arguments)
+def work(options: dict[str, Any]) -> None:
+    """Train as a worker in the lab."""
+    with gridtrain.join() as grid:
+        train(Options(**options), grid, lambda: sent_bytes(INTERFACE))
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # several workers share this machine's cores
-    train(parse(), gridtrain.join())
+def train_in_process(options: Options) -> list[dict[str, Any]]:
+    """Train with `WORKERS` workers in this process; return the records of the first one."""
+    with tempfile.TemporaryDirectory(prefix="accuracy-") as folder:
+        gridtrain.local(partial(train, replace(options, folder=folder)), workers=WORKERS)
+        return read(Path(folder) / "steps.jsonl")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a run, which may still be writing its last one."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]

@@ -4,13 +4,10 @@
 links.
 
     cells.py         Cell: what is exchanged, by how many members, over which link; parsed from text
-    suites.py        lists of cells by name: goals, quick, scaling, first, ...
-    goals.py         the goals with their numbers, and whether they are met
+    goals.py         the goals with their numbers, and whether they are met; suites: lists of cells
     bounds.py        the least time that a link allows
-    link_hosts.py    namespaces with shaped links, or loopback
-    rival_block.py   a rival's group on the same hosts
     measurement.py   cells of the same link take turns, A B A B
     results.py       the JSON file
-    report.py        Markdown and chart
+    report.py        its Markdown
     quick.py         ratios to gloo and to a memory copy, compared with those in the repository
 """

@@ -1,4 +1,4 @@
-"""`make bench`: measure a suite of cells and write JSON, Markdown and a chart.
+"""`make bench`: measure a suite of cells and write JSON and Markdown.
 
 python -m bench --suite goals --out results           every goal, with rivals where they are installed
 python -m bench --cell "gtopk P=4 n=25.6M rate=100Mbit" "gloo/all_gather P=4 n=25.6M rate=100Mbit"
@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import quick, rival_block
+import record
+from bench import quick
 from bench.cells import CellError, parse
+from bench.goals import SUITES
 from bench.measurement import Effort, measure_cells
-from bench.report import chart, markdown
-from bench.results import Results, ResultsError, machine
-from bench.suites import SUITES
+from bench.report import markdown
+from bench.results import Results, ResultsError
 from gridtrain._version import __version__
 from gridtrain.errors import GridtrainError
+from rivals.environments import available
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -42,7 +43,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--loopback", action="store_true", help="without namespaces; members limit their rates"
     )
-    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder of the three files")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder of the two files")
     parser.add_argument("--keep", action="store_true", help="quick: record the figures for later comparisons")
     options = parser.parse_args(arguments)
     if options.blocks < 1 or options.repeats < 1:
@@ -52,63 +53,40 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace, command: str) -> Results:
+def measure(options: argparse.Namespace, made: dict[str, object]) -> Results:
     """Measure, and write the results after each link, so that a stopped run leaves the ones so far."""
     cells = [parse(text) for text in options.cell] or SUITES[options.suite]()
-    cells = [cell for cell in cells if options.only in cell.text]
-    reasons = rival_block.missing()
-    results = Results(made(command, options.blocks), machine(), reasons)
-    if any(cell.n > 0 for cell in cells) and not options.cell and options.suite == "goals":
+    reasons = available()
+    results = Results(made, record.machine(), reasons)
+    if not options.cell and options.suite == "goals":
         from gridtrain.tools.bench.processor_bench import measure_processor
 
         results.local = measure_processor(25_600_000, 0.001)
     effort = Effort(options.blocks, options.repeats, loopback=options.loopback)
-    for result in measure_cells(
-        cells, effort, reasons, lambda text: print(text, file=sys.stderr, flush=True)
-    ):
+    chosen = [cell for cell in cells if options.only in cell.text]
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def log(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    for result in measure_cells(chosen, effort, reasons, log):
         results.cells.append(result)
-        write(results, options.out)
+        (options.out / "bench.json").write_text(results.to_json())
+        (options.out / "bench.md").write_text(markdown(results))
     return results
-
-
-def command_of(arguments: Sequence[str]) -> str:
-    """Return the command line without the output folder, on which no figure depends."""
-    kept = list(arguments)
-    if "--out" in kept:
-        at = kept.index("--out")
-        del kept[at : at + 2]
-    return shlex.join(["python", "-m", "bench", *kept])
-
-
-def made(command: str, blocks: int) -> dict[str, object]:
-    now = datetime.datetime.now(datetime.UTC)
-    return {
-        "date": f"{now:%Y-%m-%d %H:%M} UTC",
-        "command": command,
-        "software": __version__,
-        "blocks": blocks,
-    }
-
-
-def write(results: Results, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(results.to_json())
-    drawn = chart(results)
-    if drawn:
-        (folder / "bench.svg").write_text(drawn)
-    (folder / "bench.md").write_text(markdown(results, "bench.svg" if drawn else ""))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
-    command = command_of(sys.argv[1:] if arguments is None else arguments)
+    command, date = record.command(arguments), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    made = {"date": date, "command": command, "software": __version__, "blocks": options.blocks}
     try:
         if options.action == "report":
             print(markdown(Results.from_json(options.file.read_text())), end="")
             return 0
         if options.action == "quick":
-            return quick.main(keep=options.keep, command=command, date=str(made(command, 0)["date"]))
-        print(markdown(measure(options, command)), end="")
+            return quick.main(keep=options.keep, command=command, date=date)
+        print(markdown(measure(options, made)), end="")
         print(f"written to {options.out}", file=sys.stderr)
     except (CellError, ResultsError, OSError, GridtrainError) as error:
         print(f"bench: {error}", file=sys.stderr)

@@ -66,7 +66,7 @@ SPARSE: dict[str, Callable[[int, float, float, float], float]] = {
 def payload_bytes(cell: Cell) -> float | None:
     """Return the bytes of one member's first payload; None if unknown."""
     if cell.rival:
-        return None if cell.op == "powersgd" else float(RIVAL_ENTRY_BYTES * cell.k)
+        return float(RIVAL_ENTRY_BYTES * cell.k)
     exchange = cell.exchange
     if isinstance(exchange, Dense):
         return float(slice_bytes(cell.n, VALUE_KINDS[exchange.values]))

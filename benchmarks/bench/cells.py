@@ -8,17 +8,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from gridtrain.config import Exchange
+from gridtrain.errors import ConfigError
+from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.quantities import parse_bytes, parse_duration_s
 from gridtrain.tools.bench.exchange_names import parse_exchange
-from lab.shape import rate_Bps
 
 DENSITY = 0.001
-_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
-_COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kMG]?)")
-_TIME = re.compile(r"([0-9.]+)(ms|s)")
 
 
 class CellError(ValueError):
@@ -46,7 +44,7 @@ class Link:
     @property
     def bandwidth_Bps(self) -> float:
         """Bytes per second; 0 is unlimited."""
-        return rate_Bps(self.rate) if self.rate else 0.0
+        return parse_rate(self.rate) if self.rate else 0.0
 
     def __str__(self) -> str:
         delay = f", {1e3 * self.delay_s:g} ms" if self.delay_s else ""
@@ -145,8 +143,8 @@ def parse(text: str) -> Cell:
     cell = Cell(what, link, count(values["n"]), density, encrypted)
     if link.rate:
         try:
-            rate_Bps(link.rate)
-        except ValueError as error:
+            parse_rate(link.rate)
+        except ConfigError as error:
             raise CellError(f"rate={link.rate}: {error}") from None
     if cell.rival and encrypted:
         raise CellError(f"{text!r}: rivals are measured in plain mode")
@@ -157,18 +155,18 @@ def parse(text: str) -> Cell:
 
 def count(text: str) -> int:
     """ "25.6M" is 25,600,000.  Raises `CellError`."""
-    found = _COUNT.fullmatch(text)
-    if found is None or float(found[1]) * _SCALES[found[2]] < 1:
+    found = parse_bytes(text)
+    if not found:
         raise CellError(f"{text!r} is not a number of elements such as 25.6M (k, M, G)")
-    return round(float(found[1]) * _SCALES[found[2]])
+    return found
 
 
 def seconds(text: str) -> float:
     """ "20ms" is 0.02.  Raises `CellError`."""
-    found = _TIME.fullmatch(text)
+    found = parse_duration_s(text)
     if found is None:
         raise CellError(f"{text!r} is not a time such as 20ms or 0.02s")
-    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+    return found
 
 
 def _whole(name: str, text: str, least: int) -> int:

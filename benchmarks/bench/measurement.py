@@ -1,6 +1,7 @@
 """Measures cells.  Those of the same link take turns, A B A B, so that other load affects all of them.
 
 gridtrain's groups wait at a barrier between their turns; a rival's group is started again for each block.
+All groups of a link share the hosts, so that they have the same links.
 
     link 1    cell A: r repeats | rival: r repeats | cell B: r repeats |   block 1
               cell A: r repeats | rival: r repeats | cell B: r repeats |   block 2
@@ -19,17 +20,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from bench import rival_block
 from bench.bounds import bound_s
 from bench.cells import Cell, Link
-from bench.link_hosts import Namespaces, hosts_of
 from bench.results import CellResult, Sample
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.tools.bench.bench_group import BenchGroup, BenchSetting, ExchangeSample, LocalHost, start_group
+from lab import link as lab_link
+from lab.group import LabHosts
+from lab.net import Net, why_not
 from lab.ns import LabError
+from procfs import machine_cpu_s
+from rivals.contract import OPS, ContractError, Result
+from rivals.hosts import PORT, measure, request_of
 
 Log = Callable[[str], None]
 TURN_S, MOST_REPEATS = 1.0, 10
+RIVAL_START_S, RIVAL_REPEAT_S = 180.0, 120.0
 VECTOR_BYTES = 16
 """For each element of a member's vector: gradient, scaled copy, residual and its second buffer."""
 
@@ -49,30 +55,58 @@ class Effort:
         return max(self.repeats, min(MOST_REPEATS, int(TURN_S / least_s))) if least_s else self.repeats
 
 
+def why_no_link(link: Link) -> str:
+    """Return why this machine cannot provide a link; empty if it can."""
+    return why_not() or (lab_link.why_not() if link.delay_s or link.loss else "")
+
+
+@contextlib.contextmanager
+def hosts_of(link: Link, *, loopback: bool = False) -> Iterator[LabHosts | LocalHost]:
+    """Provide the hosts of a link.
+
+    Args:
+        loopback: whether to use loopback, where members limit their own rates and there is no delay.
+
+    Raises `ConfigError` if this machine cannot provide the link.
+    """
+    if loopback:
+        if link.delay_s or link.loss or link.congestion:
+            raise ConfigError(f"{link}: loopback has neither delay nor loss", remedy="use namespaces (root)")
+        yield LocalHost(link.rate)
+        return
+    if reason := why_no_link(link):
+        raise ConfigError(f"{link}: {reason}", remedy="measure on Linux as root, or with --loopback")
+    names = [f"worker-{number}" for number in range(1, link.workers + 1)]
+    with Net(congestion=link.congestion) as net:
+        yield LabHosts(net, names, rate=link.rate, delay_s=link.delay_s, loss=link.loss, hub_rate=link.rate)
+
+
 def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:
     """Group cells by link, in order of first appearance and without repetitions."""
     groups: dict[Link, list[Cell]] = {}
-    for cell in cells:
-        own = groups.setdefault(cell.link, [])
-        if cell not in own:
-            own.append(cell)
+    for cell in dict.fromkeys(cells):
+        groups.setdefault(cell.link, []).append(cell)
     return list(groups.items())
 
 
 def measure_cells(
     cells: Sequence[Cell], effort: Effort, reasons: Mapping[str, str], log: Log
 ) -> Iterator[CellResult]:
-    """Measure cells, and yield the results of each link; a skipped cell has a reason."""
+    """Measure cells, and yield the results of each link; a skipped cell has a reason.
+
+    Args:
+        reasons: for each rival, why it cannot run here; empty if it can.
+    """
     for link, own in by_link(cells):
         results = [CellResult(cell, bound_s(cell)) for cell in own]
         for result in results:
-            if result.cell.rival and (reason := rival_block.why_not(result.cell, reasons)):
-                result.skipped = reason
-            elif result.cell.rival and effort.loopback:
-                result.skipped = "rivals are measured in namespaces: they cannot limit themselves"
+            if rival := result.cell.rival:
+                result.skipped = reasons.get(rival, f"there is no rival {rival!r}")
+                if not result.skipped and effort.loopback:
+                    result.skipped = "rivals are measured in namespaces: they cannot limit themselves"
         runnable = [result for result in results if not result.skipped]
         try:
-            for wave in _waves(runnable, half_of_the_memory()):
+            for wave in _waves(runnable, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2):
                 _measure_wave(link, wave, effort, log)
         except (ConfigError, LabError) as error:
             for result in runnable:
@@ -92,83 +126,68 @@ def _waves(results: Sequence[CellResult], memory_bytes: int) -> Iterator[list[Ce
                 wave, used_bytes = [], 0
             wave.append(result)
             used_bytes += size_bytes
-        if wave:
-            yield wave
-
-
-def half_of_the_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        yield wave
 
 
 def _measure_wave(link: Link, wave: Sequence[CellResult], effort: Effort, log: Log) -> None:
+    groups: dict[Cell, BenchGroup] = {}
     with (
-        tempfile.TemporaryDirectory(prefix="gridtrain-bench-") as folder,
+        tempfile.TemporaryDirectory(prefix="gridtrain-bench-") as place,
         hosts_of(link, loopback=effort.loopback) as hosts,
-        contextlib.ExitStack() as groups,
+        contextlib.ExitStack() as stack,
     ):
-        session = _LinkSession(hosts, Path(folder), groups, effort)
-        for block in range(effort.blocks):
-            for result in wave:
-                if result.skipped:
-                    continue
-                size = f"n = {result.cell.n:,}"
-                log(f"{link}: {result.cell.label}, {size}, block {block + 1} of {effort.blocks}")
-                try:
-                    samples = session.run_block(result.cell)
-                except (GridtrainError, LabError) as error:
-                    result.skipped = f"failed: {error}"
-                    log(f"{result.cell.label}: {result.skipped}")
-                    continue
-                result.samples += [replace(sample, block=block) for sample in samples]
+        turns = itertools.product(range(effort.blocks), wave)
+        for number, (block, result) in enumerate(turns):
+            if result.skipped:
+                continue
+            cell, folder = result.cell, Path(place, str(number))
+            log(f"{link}: {cell.label}, n = {cell.n:,}, block {block + 1} of {effort.blocks}")
+            repeats, warmup = effort.repeats_of(cell), effort.warmup
+            try:
+                if cell.rival:
+                    assert isinstance(hosts, LabHosts)
+                    samples = _rival_samples(cell, hosts, folder, repeats, warmup, PORT + 2 * number)
+                else:
+                    if cell in groups:
+                        warmup = 0
+                    else:
+                        setting = BenchSetting(cell.exchange_text, link.workers, cell.n, cell.encrypted)
+                        groups[cell] = stack.enter_context(start_group(setting, hosts, folder))
+                    samples = [_measure_once(groups[cell]) for _ in range(warmup + repeats)][warmup:]
+            except (GridtrainError, LabError, ContractError) as error:
+                result.skipped = f"failed: {error}"
+                log(f"{cell.label}: {result.skipped}")
+                continue
+            result.samples += [replace(sample, block=block) for sample in samples]
 
 
-class _LinkSession:
-    """The hosts of a link, and gridtrain's groups that run on them."""
+def _rival_samples(
+    cell: Cell, hosts: LabHosts, folder: Path, repeats: int, warmup: int, port: int
+) -> list[Sample]:
+    request = request_of(cell.op, cell.n, density=cell.density, repeats=repeats, warmup=warmup)
+    limit_s = RIVAL_START_S + RIVAL_REPEAT_S * (repeats + warmup)
+    return samples_of(measure(list(hosts.workers.values()), cell.rival, request, folder, limit_s, port))
 
-    def __init__(
-        self, hosts: Namespaces | LocalHost, folder: Path, groups: contextlib.ExitStack, effort: Effort
-    ) -> None:
-        self._hosts, self._folder, self._groups, self._effort = hosts, folder, groups, effort
-        self._numbers = itertools.count()
-        self._ours: dict[Cell, BenchGroup] = {}
 
-    def run_block(self, cell: Cell) -> list[Sample]:
-        """Return the samples of one block.  Raises `GridtrainError`."""
-        effort, number = self._effort, next(self._numbers)
-        repeats = effort.repeats_of(cell)
-        folder = self._folder / str(number)
-        if cell.rival:
-            assert isinstance(self._hosts, Namespaces)
-            rival = rival_block.RivalBlock(cell, self._hosts, folder, number)
-            return rival.run(repeats, effort.warmup)
-        warmup = 0
-        if cell not in self._ours:
-            setting = BenchSetting(cell.exchange_text, cell.link.workers, cell.n, cell.encrypted)
-            self._ours[cell] = self._groups.enter_context(start_group(setting, self._hosts, folder))
-            warmup = effort.warmup
-        return [_measure_once(self._ours[cell]) for _ in range(warmup + repeats)][warmup:]
+def samples_of(found: Result) -> list[Sample]:
+    """Return a rival's repeats, with its version and its algorithm as a note."""
+    note = "; ".join(filter(None, (found.version, OPS[found.rival][found.op], found.note)))
+    sent: Sequence[float | None] = found.bytes_sent or [None] * len(found.seconds)
+    return [
+        Sample(seconds=seconds, cpu_s=cpu_s, sent_bytes=sent_bytes, note=note)
+        for seconds, cpu_s, sent_bytes in zip(found.seconds, found.cpu_s, sent, strict=True)
+    ]
 
 
 def _measure_once(group: BenchGroup) -> Sample:
     group.wait()
-    began_s, before_s = time.monotonic(), _busy_s()
+    began_s, before_s = time.monotonic(), machine_cpu_s()
     repeat = group.repeat()
-    after_s, cores_s = _busy_s(), (time.monotonic() - began_s) * (os.cpu_count() or 1)
-    use = (after_s - before_s) / cores_s if before_s is not None and after_s is not None else None
-    return sample_of(repeat, use)
+    cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
+    return _sample_of(repeat, (machine_cpu_s() - before_s) / cores_s)
 
 
-def _busy_s() -> float | None:
-    """Return the busy seconds of all cores, with those that the hypervisor took; None if unknown."""
-    try:
-        text = Path("/proc/stat").read_text(encoding="ascii")
-    except OSError:
-        return None
-    user, nice, system, _, _, irq, soft, steal = text.split(maxsplit=9)[1:9]
-    return sum(map(int, (user, nice, system, irq, soft, steal))) / os.sysconf("SC_CLK_TCK")
-
-
-def sample_of(repeat: ExchangeSample, machine_use: float | None) -> Sample:
+def _sample_of(repeat: ExchangeSample, machine_use: float) -> Sample:
     return Sample(
         seconds=repeat.seconds,
         cpu_s=fmean(repeat.cpu_s),

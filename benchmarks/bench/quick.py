@@ -3,8 +3,8 @@
 Each figure is a ratio to something that does not change with this project and is measured in the same minute:
 gloo's dense all-reduce, or a copy of the memory.
 
-    measured   {"select": 18.1, "dense / gloo": 1.02, ...}
-    recorded   benchmarks/results/quick.json: {"figures": {"select": {"ratio": 17.6, "tolerance": 0.35}, ...}}
+    measured   {"select_ns": 18.1, "dense seconds": 1.02, ...}
+    recorded   benchmarks/results/quick.json: {"figures": {"select_ns": {"ratio": 17.6, "tolerance": 0.35}}}
     slower     ratio > recorded ratio * (1 + tolerance)        exit code 1, and a line for each
     better     ratio < recorded ratio / (1 + tolerance)        a warning, because the record detects less
 """
@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from bench import rival_block
+from bench.goals import SMALL_ELEMENTS
+from bench.goals import quick as quick_cells
 from bench.measurement import Effort, measure_cells
-from bench.results import CellResult, machine
-from bench.suites import SMALL_ELEMENTS
-from bench.suites import quick as quick_cells
+from bench.results import CellResult
 from gridtrain.tools.bench.processor_bench import measure_processor
 from lab.net import why_not
+from record import RESULTS, machine
+from rivals.environments import available
 
 SCHEMA = 1
-RECORD = Path(__file__).resolve().parents[1] / "results" / "quick.json"
+RECORD = RESULTS / "quick.json"
 PARAMETERS, DENSITY = 4_000_000, 0.01
 
 LOCAL = {
@@ -45,6 +44,7 @@ EXCHANGES = {
     "gtopk CPU": ("a gTop-k exchange costs, of gloo's dense CPU time,", 0.40),
     "small dense CPU": ("a ring of four over 120,000 elements costs, of gloo's CPU time,", 0.25),
 }
+ALL = LOCAL | EXCHANGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,53 +58,41 @@ class Finding:
     why: str = ""
 
     @property
+    def change(self) -> float:
+        """The ratio over the recorded one; 1 if either is unknown."""
+        return 1.0 if self.now is None or self.recorded is None else self.now / self.recorded
+
+    @property
     def slower(self) -> bool:
-        return (
-            self.now is not None
-            and self.recorded is not None
-            and self.now > self.recorded * (1 + self.tolerance)
-        )
+        return self.change > 1 + self.tolerance
 
     @property
     def better(self) -> bool:
         """Whether it could become slower by the tolerance without being noticed."""
-        return (
-            self.now is not None
-            and self.recorded is not None
-            and self.now < self.recorded / (1 + self.tolerance)
-        )
+        return self.change < 1 / (1 + self.tolerance)
 
     def __str__(self) -> str:
-        what = LOCAL[self.name][0] if self.name in LOCAL else EXCHANGES.get(self.name, (self.name, 0.0))[0]
+        what, unit = ALL[self.name][0], " copies" if self.name in LOCAL else ""
         if self.now is None:
             return f"not measured  {what}: {self.why}"
-        unit = " copies" if self.name in LOCAL else ""
         if self.recorded is None:
             return f"new           {what} {self.now:.3g}{unit}"
         word = "SLOWER        " if self.slower else "BETTER        " if self.better else "fine          "
-        change = f"{self.now / self.recorded - 1:+.0%}, at most +{self.tolerance:.0%}"
+        change = f"{self.change - 1:+.0%}, at most +{self.tolerance:.0%}"
         return f"{word}{what} {self.now:.3g}{unit} (recorded {self.recorded:.3g}, {change})"
-
-
-def tolerance_of(name: str) -> float:
-    return (LOCAL | EXCHANGES)[name][1]
 
 
 def compare(
     now: Mapping[str, float], recorded: Mapping[str, Mapping[str, float]], why: Mapping[str, str]
 ) -> list[Finding]:
     """Compare all measured or recorded figures, in a fixed order.  `why`: reasons of missing ones."""
-    names = [name for name in (*LOCAL, *EXCHANGES) if name in now or name in recorded or name in why]
-    return [
-        Finding(
-            name,
-            now.get(name),
-            recorded[name]["ratio"] if name in recorded else None,
-            recorded[name]["tolerance"] if name in recorded else tolerance_of(name),
-            why.get(name, "nothing was measured"),
-        )
-        for name in names
-    ]
+    findings = []
+    for name in (name for name in ALL if name in now or name in recorded or name in why):
+        known = recorded.get(name, {})
+        tolerance = known.get("tolerance", ALL[name][1])
+        reason = why.get(name, "nothing was measured")
+        findings.append(Finding(name, now.get(name), known.get("ratio"), tolerance, reason))
+    return findings
 
 
 def local_ratios(figures: Mapping[str, float]) -> dict[str, float]:
@@ -145,26 +133,24 @@ def least_cpu_s(result: CellResult) -> float:
     return min(sample.cpu_s for sample in result.clean)
 
 
-def measured(log: Any) -> tuple[dict[str, float], dict[str, str]]:
+def measured(log: Callable[[str], None]) -> tuple[dict[str, float], dict[str, str]]:
     """Measure all ratios on this machine; return them, and the reasons of missing ones."""
     log("selection, codec and merge beside a copy")
     ratios = local_ratios(measure_processor(PARAMETERS, DENSITY))
     effort = Effort(blocks=2, repeats=6, loopback=bool(why_not()))
-    results = list(measure_cells(quick_cells(), effort, rival_block.missing(), log))
-    more, why = exchange_ratios(results)
+    more, why = exchange_ratios(list(measure_cells(quick_cells(), effort, available(), log)))
     return ratios | more, why
 
 
 def main(*, keep: bool, command: str, date: str) -> int:
     """Return 0 if nothing became slower, 1 if something did, 2 if there are no recorded figures."""
     if not keep and not RECORD.exists():
-        print(
-            f"bench: there are no recorded figures ({RECORD.name}): write them with --keep", file=sys.stderr
-        )
+        missing = f"bench: there are no recorded figures ({RECORD.name}): write them with --keep"
+        print(missing, file=sys.stderr)
         return 2
     now, why = measured(lambda text: print(text, file=sys.stderr, flush=True))
     if keep:
-        figures = {name: {"ratio": round(r, 4), "tolerance": tolerance_of(name)} for name, r in now.items()}
+        figures = {name: {"ratio": round(r, 4), "tolerance": ALL[name][1]} for name, r in now.items()}
         whole = {"schema": SCHEMA, "made": {"date": date, "command": command}, "machine": machine()}
         RECORD.write_text(json.dumps(whole | {"figures": figures}, indent=1) + "\n")
         print(f"recorded {len(figures)} figures in {RECORD.name}")

@@ -1,31 +1,24 @@
 """The result file of a bench run: what was measured, on which kind of machine, by which command.
 
-A cell is represented by the median, the minimum and the 90th percentile of its repeats.  The file names no
-machine, user or path.
+{"schema": 1, "made": {...}, "machine": {...}, "rivals": {...}, "cells": [{"cell": "gtopk P=4 ...",
+ "samples": [{"seconds": ..., "cpu_s": ..., ...}], "bound_s": ..., "skipped": ""}], "local": {...}}
 
-    {"schema": 1, "made": {...}, "machine": {...}, "rivals": {...}, "cells": [{"cell": "gtopk P=4 ...",
-     "samples": [{"seconds": ..., "cpu_s": ..., ...}], "bound_s": ..., "skipped": ""}], "local": {...}}
-
-    schema            1; a reader refuses another number
-    made              "date" (UTC), "command", "software", "blocks"
-    machine           cores, memory_GiB, kernel, python, processor, gpu
-    rivals            name -> why it is left out; "" if it can run
-    cells[].cell      as `bench.cells.parse` reads it
-    cells[].samples   one for each repeat without the warm-up, see `Sample`
-    cells[].bound_s   lower bound; null if the link is unlimited or there is no formula
-    cells[].skipped   why there are no samples; "" if there are
-    local             nanoseconds per parameter of selection, codec, merge, and of a memory copy
+schema            1; a reader refuses another number
+made              "date" (UTC), "command", "software", "blocks"
+machine           see `record.machine`
+rivals            name -> why it is left out; "" if it can run
+cells[].cell      as `bench.cells.parse` reads it
+cells[].samples   one for each repeat without the warm-up, see `Sample`
+cells[].bound_s   lower bound; null if the link is unlimited or there is no formula
+cells[].skipped   why there are no samples; "" if there are
+local             nanoseconds per parameter of selection, codec, merge, and of a memory copy
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from bench.cells import Cell, parse
@@ -89,10 +82,6 @@ class CellResult:
     @property
     def least_s(self) -> float:
         return min(sample.seconds for sample in self.clean)
-
-    @property
-    def p90_s(self) -> float:
-        return percentile([sample.seconds for sample in self.clean], 0.9)
 
     @property
     def cpu_s(self) -> float:
@@ -165,46 +154,3 @@ def _short(sample: Sample) -> dict[str, Any]:
     """Return the known fields, rounded to a microsecond."""
     known = {name: value for name, value in asdict(sample).items() if value not in (None, "", 0)}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in known.items()}
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile with linear interpolation, as numpy does."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def machine() -> dict[str, Any]:
-    """Describe the kind of machine, without names."""
-    info = {
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "processor": _processor(),
-        "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
-        "congestion": _read(Path("/proc/sys/net/ipv4/tcp_congestion_control")),
-        "python": platform.python_version(),
-        "gpu": _gpu(),
-    }
-    return {name: value for name, value in info.items() if value}
-
-
-def _processor() -> str:
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _gpu() -> str:
-    try:
-        import torch
-    except ImportError:
-        return ""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos import report
-from chaos.execution import Plan, execute
-from chaos.infrastructure import Loopback
+from chaos.execution import Plan, execute, possible_kinds
 from chaos.schedule import LASTS_S, draw
 from lab.net import why_not
 
@@ -44,8 +43,8 @@ def main(argv: list[str]) -> int:
     folder = options.out or Path(tempfile.mkdtemp(prefix="chaos-"))
     kinds = set(options.kinds.split(",")) if options.kinds else set(LASTS_S)
     missing = why_not() if not options.loopback else "--loopback was given"
+    kinds &= possible_kinds(bool(missing))
     if missing:
-        kinds &= Loopback("").kinds
         say(f"no namespaces ({missing}): loopback with rate caps, without {sorted(set(LASTS_S) - kinds)}")
     length_s = 60.0 * options.minutes
     schedule = draw(

@@ -1,40 +1,45 @@
 """One run, calm or under faults: starts the programs, injects the faults, and ends everything in order.
 
-It knows the programs only by their output, and acts only on processes, links and disks (`infrastructure`).
-A fault that would leave too few workers is left out or postponed.
+It knows the programs only by their output (`observed`), and acts only on processes, links and disks.  A fault
+that would leave too few workers is left out or postponed.
 
     start .. first step of all workers | measured: length_s, faults | all back | stop file | all "end" | leave
+
+    namespaces   a host for the coordinator and for each worker, with shaped links; needs root
+    loopback     processes on one host; the workers limit their own rates; neither cut nor hole
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos import infrastructure
 from chaos.record import Record
-from chaos.schedule import OF_COORDINATOR, Fault
-from lab.environment import environment
+from chaos.schedule import DISK, LASTS_S, NETWORK, OF_COORDINATOR, Fault
+from gridtrain.tools.bench.bench_group import LocalHost, ProcessHost
+from lab import ns
+from lab.group import Group, LabHosts, Program
+from lab.net import Net, why_not
+from lab.ns import LabError
 
-TICK_S = 0.02
 START_S, BACK_S, END_S = 120.0, 90.0, 90.0
 HANG_S = 60.0
 RESTART_INTERVAL_S = 0.5
-TAIL_LINES = 12
+MOUNT = ("mount", "-t", "tmpfs", "-o")
+DISK_SIZE = "24m"
+SCRIPT = "observed"
 OWN_BUGS = ("gridtrain's I/O loop crashed", "LocalProtocolError", "Traceback (most recent call last)")
-
-
-class ChaosError(Exception):
-    """A guarantee was violated, or the run made no progress; the text has the ends of the logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,6 @@ class RunResult:
     left_out: list[str] = field(default_factory=list)
     coordinator_starts: int = 0
     broken: list[str] = field(default_factory=list)
-    missing: str = ""
 
     def life_s(self) -> float:
         """Return the worker seconds of the measured part without freezes, stalls, cuts and holes."""
@@ -114,92 +118,54 @@ class RunResult:
         return max(0.0, min(end_s, self.end_s) - max(begin_s, self.begin_s))
 
 
-class _Tail:
-    """Reads the lines that are appended to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._at, self._rest = path, 0, b""
-
-    def lines(self) -> list[dict[str, Any]]:
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._at)
-            data = file.read()
-            self._at += len(data)
-            *whole, self._rest = (self._rest + data).split(b"\n")
-            return [line for line in map(_parsed, whole) if line is not None]
-        return []
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
-
-
-class Execution:
+class Execution(Group):
     """The processes, files and active faults of one run; `execute` makes and runs it."""
 
-    def __init__(
-        self, plan: Plan, folder: Path, hosts: infrastructure.Infrastructure, log: Callable[[str], None]
-    ) -> None:
-        self._plan, self._folder, self._hosts, self._log = plan, folder, hosts, log
-        self._stop = folder / "stop"
+    def __init__(self, plan: Plan, folder: Path, hosts: ProcessHost, log: Callable[[str], None]) -> None:
+        self._plan, self._log, self._stop = plan, log, folder / "stop"
         self._record = Record()
-        self._result = RunResult(self._record, missing=hosts.missing)
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}
-        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._result = RunResult(self._record)
         self._restart_s = 0.0
-        self._tails = {name: _Tail(folder / f"{name}.out") for name in plan.names}
         self._active: list[tuple[InjectedFault, Callable[[], None]]] = []  # and how each is ended
         self._killed_s: dict[int, float] = {}  # when each script was killed, by process id
+        super().__init__(hosts, folder, workers=plan.workers, options=())
 
     # -- the phases of a run -------------------------------------------------------------------------
 
     def run(self) -> RunResult:
+        result = self._result
         try:
             self._start()
-            self._until("the first step of all workers", START_S, self._all_work)
+            self.wait("the first step of all workers", self._all_work, START_S)
             self._measure()
-            self._until("all workers to be back", BACK_S, self._all_work)
+            self.wait("all workers to be back", self._all_work, BACK_S)
             self._finish()
-        except ChaosError as error:
-            self._result.broken.append(str(error))
+        except LabError as error:
+            result.broken.append(str(error))
         finally:
             for _, end_fault in self._active:
                 end_fault()
             ended_s = time.monotonic()
-            infrastructure.end_processes([*self._agents.values()])
-            infrastructure.end_processes([self._coordinator] if self._coordinator is not None else [])
-        self._read()
-        self._result.lives = self._lives(ended_s)
-        if not self._result.broken:
-            self._result.broken = [
-                *self._record.violations(self._plan.names, self._plan.samples),
-                *self._bugs(),
-            ]
-        return self._result
+            self.__exit__()
+        self._take_lines()
+        result.lives, result.coordinator_starts = self._lives(ended_s), self.coordinator_starts
+        if not result.broken:
+            result.broken = [*self._record.violations(self._plan.names, self._plan.samples), *self._bugs()]
+        return result
 
     def _start(self) -> None:
-        self._start_coordinator()
-        invitation = self._invite()
-        options = {
+        plan = self._plan
+        options: dict[str, Any] = {
+            "exchange": plan.exchange,
+            "model": plan.model,
+            "wait": "auto",
             "stop": str(self._stop),
-            "exchange": self._plan.exchange,
-            "model": self._plan.model,
-            "compute_s": self._plan.compute_s,
-            "width": self._plan.width,
-            "samples": self._plan.samples,
         }
-        for name in self._plan.names:
+        options |= {"compute_s": plan.compute_s, "width": plan.width, "samples": plan.samples}
+        settings = {"GRIDTRAIN_CHECKPOINT_EVERY": "50", "GRIDTRAIN_FAULTS": plan.planned}
+        for name in plan.names:
             own = json.dumps({**options, "stall": str(self._stall(name))})
-            script = (sys.executable, "-m", "chaos.train", own)
-            place = ["--name", name, "--export-dir", str(self._folder), *self._hosts.rate_options()]
-            argv = [*infrastructure.CLI, "worker", invitation, *place, "--restarts", "100000", "--", *script]
-            settings = {"GRIDTRAIN_CHECKPOINT_EVERY": "50", "GRIDTRAIN_FAULTS": self._plan.planned}
-            env = environment(self._state(name), **settings)
-            self._agents[name] = self._hosts.start(name, argv, self._folder / name, env)
+            self.add(name, (sys.executable, "-m", SCRIPT, own), ["--restarts", "100000"], settings)
 
     def _measure(self) -> None:
         result = self._result
@@ -210,7 +176,7 @@ class Execution:
             due_s = result.begin_s + fault.at_s + late_s
             self._until_time(due_s)
             if self._plan.waits:  # how soon a killed worker returns depends on the machine
-                self._until(f"a worker for {fault.kind}", BACK_S, lambda: self._can_inject(fault))  # noqa: B023
+                self.wait(f"a worker for {fault.kind}", lambda: self._can_inject(fault), BACK_S)  # noqa: B023
                 late_s += time.monotonic() - due_s
             self._inject(fault)
         self._until_time(result.begin_s + self._plan.length_s + late_s)
@@ -221,7 +187,7 @@ class Execution:
         last = max(self._record.committed, default=0) + 100
         self._stop.with_suffix(".new").write_text(str(last))
         self._stop.with_suffix(".new").rename(self._stop)
-        self._until("the end of all workers", END_S, lambda: len(self._record.ends) == self._plan.workers)
+        self.wait("the end of all workers", lambda: len(self._record.ends) == self._plan.workers, END_S)
 
     def _all_work(self) -> bool:
         """Return whether all workers took part in the latest committed step, and no fault is active."""
@@ -231,65 +197,35 @@ class Execution:
             return False
         return all(self._record.world_sizes[name] == self._plan.workers for name in committed[latest])
 
-    # -- waiting -------------------------------------------------------------------------------------
-
-    def _until(self, what: str, within_s: float, true: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + within_s
-        while not true():
-            if time.monotonic() > until_s:
-                raise ChaosError(f"waited {within_s:.0f} s for {what}\n{self._ends_of_logs()}")
-            self._poll()
-
     def _until_time(self, at_s: float) -> None:
-        while time.monotonic() < at_s:
-            self._poll()
+        self.wait("a time", lambda: time.monotonic() >= at_s, 2 * max(1.0, at_s - time.monotonic()))
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
         """Read new output, end faults that are due, restart the coordinator, and detect a hang."""
-        time.sleep(TICK_S)
-        self._read()
+        super().poll()
+        self._take_lines()
         now_s = time.monotonic()
         for entry in [entry for entry in self._active if now_s >= entry[0].at_s + entry[0].lasts_s]:
             self._active.remove(entry)
             entry[1]()
             entry[0].until_s = time.monotonic()
-        self._restart_coordinator(now_s)
-        for name, agent in self._agents.items():
-            if agent.poll() is not None:
-                raise ChaosError(f"the agent of {name} ended with {agent.returncode}\n{self._ends_of_logs()}")
+        down = any(active.kind == "coordinator" for active, _ in self._active)
+        if self.coordinator.code is not None and not down and now_s >= self._restart_s:
+            self._restart_s = now_s + RESTART_INTERVAL_S  # as a service manager would
+            self.start_coordinator()
         latest_s = max(self._record.last_commit_s, self._result.begin_s)
         if self._result.begin_s and not self._record.ends and now_s - latest_s > HANG_S:
-            raise ChaosError(f"no step was committed for {HANG_S:.0f} s\n{self._ends_of_logs()}")
+            raise LabError(f"no step was committed for {HANG_S:.0f} s\n{self.tails()}")
 
-    def _read(self) -> None:
-        for name, tail in self._tails.items():
-            for line in tail.lines():
+    def failed(self) -> list[Program]:
+        """Return agents that have ended; a coordinator is started again."""
+        return [agent for agent in self.workers.values() if agent.code is not None]
+
+    def _take_lines(self) -> None:
+        for name, agent in self.workers.items():
+            lines, agent.lines = agent.lines, []
+            for line in lines:
                 self._record.take(name, line)
-
-    # -- the coordinator -----------------------------------------------------------------------------
-
-    def _start_coordinator(self) -> None:
-        hosts = self._hosts
-        argv = [*infrastructure.CLI, "coordinator", "--listen", hosts.listen, "--advertise", hosts.address]
-        argv += ["--state", str(self._state("hub")), "--min-workers", str(self._plan.workers)]
-        self._coordinator = hosts.start("hub", argv, self._folder / "hub", environment(self._folder))
-        self._result.coordinator_starts += 1
-
-    def _restart_coordinator(self, now_s: float) -> None:
-        """Restart a coordinator that has ended, as a service manager would, unless a fault keeps it down."""
-        down = any(active.kind == "coordinator" for active, _ in self._active)
-        if self._coordinator is None or self._coordinator.poll() is None or down or now_s < self._restart_s:
-            return
-        self._restart_s = now_s + RESTART_INTERVAL_S
-        self._start_coordinator()
-
-    def _invite(self) -> str:
-        state = str(self._state("hub"))
-        argv = [*infrastructure.CLI, "invite", "--state", state, "--uses", "1000", "--wait", "60s"]
-        process = self._hosts.start("hub", argv, self._folder / "invite", environment(self._folder))
-        if process.wait(90.0):
-            raise ChaosError(f"no invitation was made\n{self._ends_of_logs()}")
-        return (self._folder / "invite.out").read_text().strip()
 
     # -- faults --------------------------------------------------------------------------------------
 
@@ -352,31 +288,30 @@ class Execution:
             case "stall":
                 self._stall(target).touch()
                 return lambda: self._stall(target).unlink()
-            case "cut":
-                self._hosts.cut(target, True)
-                return lambda: self._hosts.cut(target, False)
-            case "hole":
-                self._hosts.hole(target, True)
-                return lambda: self._hosts.hole(target, False)
+            case "cut" | "hole":
+                assert isinstance(self.hosts, LabHosts)
+                host = self.hosts[target]
+                act = host.cut if kind == "cut" else host.drop_packets
+                act(True)
+                return lambda: act(False)
             case "coordinator":
-                assert self._coordinator is not None
-                self._signal(self._coordinator.pid, signal.SIGKILL, "coordinator")
-                self._coordinator.wait()
+                self.coordinator.process.kill()
+                self.coordinator.process.wait()
                 return lambda: None
             case "disk-coordinator" | "disk-worker":
-                infrastructure.fill(self._state(target))
-                return lambda: infrastructure.free_space(self._state(target))
+                fill(self.state(target))
+                return lambda: free_space(self.state(target))
         raise ValueError(f"there is no fault {kind!r}")
 
-    def _signal(self, pid: int, number: int, word: str = "chaos.train") -> None:
-        if infrastructure.is_running(pid, word):
+    def _signal(self, pid: int, number: int) -> None:
+        if is_running(pid, SCRIPT):
             os.kill(pid, number)
 
     def _pid(self, name: str) -> int:
         """Return the process id of a worker's script; 0 if none runs with torch loaded."""
         lines = self._record.loaded[name]
-        pid = lines[-1]["pid"] if lines else 0
-        return pid if pid and infrastructure.is_running(pid, "chaos.train") else 0
+        pid: int = lines[-1]["pid"] if lines else 0
+        return pid if pid and is_running(pid, SCRIPT) else 0
 
     # -- after the run ----------------------------------------------------------------------------------
 
@@ -394,39 +329,81 @@ class Execution:
     def _bugs(self) -> list[str]:
         """Return errors in the logs of gridtrain's programs that no fault explains."""
         found = []
-        for path in sorted(self._folder.glob("*.err")):
+        for path in sorted(self.folder.glob("*.err")):
             text = path.read_text(errors="replace")
-            found += [f"{path.name} has {word!r}: {_around(text, word)}" for word in OWN_BUGS if word in text]
+            bugs = (word for word in OWN_BUGS if word in text)
+            found += [f"{path.name} has {word!r}: {text[text.index(word) :][:1500]}" for word in bugs]
         return found
-
-    def _ends_of_logs(self) -> str:
-        texts = []
-        for path in sorted(self._folder.glob("*.err")):
-            lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-            texts.append("\n".join([f"--- {path.name}", *(line[:300] for line in lines)]))
-        return "\n".join(texts)
 
     def _stall(self, name: str) -> Path:
         """Return the file while which exists the worker's training loop sleeps."""
-        return self._folder / f"stall-{name}"
-
-    def _state(self, name: str) -> Path:
-        return self._folder / f"state-{name}"
-
-
-def _around(text: str, word: str) -> str:
-    return text[text.index(word) :][:1500]
+        return self.folder / f"stall-{name}"
 
 
 def execute(plan: Plan, folder: Path, log: Callable[[str], None]) -> RunResult:
     """Run `plan` in `folder`, which is created, and return the outcome."""
     folder.mkdir(parents=True)
     with contextlib.ExitStack() as resources:
-        for name, size in [
-            ("hub", infrastructure.COORDINATOR_DISK),
-            *((name, infrastructure.WORKER_DISK) for name in plan.names),
-        ]:
-            resources.enter_context(infrastructure.small_disk(folder / f"state-{name}", size))
-        hosts = infrastructure.prepare(plan.rate, plan.names, loopback=plan.loopback)
-        resources.callback(hosts.close)
+        for name in ("hub", *plan.names):
+            resources.enter_context(small_disk(folder / f"state-{name}"))
+        hosts: ProcessHost = LocalHost(plan.rate)
+        if not plan.loopback:
+            net = resources.enter_context(Net())
+            hosts = LabHosts(net, plan.names, rate=plan.rate, hub_rate=plan.rate)
         return Execution(plan, folder, hosts, log).run()
+
+
+def possible_kinds(loopback: bool) -> frozenset[str]:
+    """Return the kinds of faults that can be injected on this machine."""
+    impossible = (NETWORK if loopback or why_not() else frozenset()) | (frozenset() if may_mount() else DISK)
+    return frozenset(LASTS_S) - impossible
+
+
+# -- disks and processes ---------------------------------------------------------------------------
+
+
+@functools.cache
+def may_mount() -> bool:
+    """Return whether this process may mount, by trying: the root user of a container often may not."""
+    if os.geteuid() != 0:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        tried = subprocess.run([*MOUNT, "size=1m", "chaos", folder], capture_output=True)
+        if tried.returncode == 0:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+        return tried.returncode == 0
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """Mount a small file system of its own on `folder`, if that is permitted."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not may_mount():
+        yield
+        return
+    subprocess.run([*MOUNT, f"size={DISK_SIZE},mode=0700", "chaos", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Write files until the file system of `folder` is full."""
+    for name, nbytes in (("filler", 65536), ("filler-last", 1)):
+        with contextlib.suppress(OSError), (folder / name).open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(nbytes))
+
+
+def free_space(folder: Path) -> None:
+    """Remove the files of `fill`."""
+    for name in ("filler", "filler-last"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def is_running(pid: int, word: str) -> bool:
+    """Return whether this process runs and has the word on its command line, because ids are reused."""
+    with contextlib.suppress(OSError):
+        return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and ns.alive(pid)
+    return False

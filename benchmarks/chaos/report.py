@@ -14,6 +14,7 @@ from typing import Any
 
 from chaos.execution import InjectedFault, Plan, RunResult
 from chaos.schedule import OF_COORDINATOR
+from record import table
 
 AFTER_S = 2.0
 """Latest begin of a fault's stall after the fault; later gaps come from a returning worker."""
@@ -105,33 +106,22 @@ def whole(arguments: dict[str, Any], calm: dict[str, Any], chaos: dict[str, Any]
 
 def markdown(report: dict[str, Any]) -> str:
     arguments, calm, chaos = report["arguments"], report["calm"], report["chaos"]
-    rows = [
-        f"| {kind} | {row['count']} | {row['stall_median_s']:.2f} | {row['stall_worst_s']:.2f} "
-        f"| {row['lost_median_s']:.2f} | {row['lost_worst_s']:.2f} |"
+    names = ("seconds", "steps", "samples", "life_s", "samples_per_life_s", "usual_step_s", "longest_gap_s")
+    compared = [
+        (name, str(calm[name]), str(chaos[name])) for name in (*names, "script_starts", "coordinator_starts")
+    ]
+    columns = ("stall_median_s", "stall_worst_s", "lost_median_s", "lost_worst_s")
+    by_kind = [
+        (kind, row["count"], *(f"{row[name]:.2f}" for name in columns))
         for kind, row in chaos["by_kind"].items()
     ]
-    names = ("seconds", "steps", "samples", "life_s", "samples_per_life_s", "usual_step_s", "longest_gap_s")
-    lines = [
-        "# Chaos",
-        "",
-        f"`{arguments['command']}`; {arguments['hosts']}.",
-        "",
-        "| | calm | chaos |",
-        "|---|---|---|",
-        *(
-            f"| {name} | {calm[name]} | {chaos[name]} |"
-            for name in (*names, "script_starts", "coordinator_starts")
-        ),
-        "",
-        f"Kept: **{100 * report['kept']:.1f} %** of the calm run's "
-        "committed samples per second of worker life.",
-        "",
-        "| fault | times | stall, median s | worst | time lost, median s | worst |",
-        "|---|---|---|---|---|---|",
-        *rows,
-        "",
+    heads = ("fault", "times", "stall, median s", "worst", "time lost, median s", "worst")
+    parts = [
+        f"# Chaos\n\n`{arguments['command']}`; {arguments['hosts']}.",
+        table(("", "calm", "chaos"), compared),
+        f"Kept: **{100 * report['kept']:.1f} %** of the calm run's samples per second of worker life.",
+        table(heads, by_kind),
         f"Left out: {len(chaos['left_out'])} of the planned faults.",
-        "",
         *(f"- VIOLATED: {text}" for text in (*calm["broken"], *chaos["broken"])),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n\n".join(parts) + "\n"

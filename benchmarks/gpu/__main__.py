@@ -1,6 +1,6 @@
 """`make gpu`: all tests and measurements that need a GPU, within ten minutes on one card.
 
-python -m gpu                            all parts; results/gpu.json, gpu.md and gpu.svg
+python -m gpu                            all parts; results/gpu.json and gpu.md
 python -m gpu --part selection bits      only these parts; the results of others remain in the file
 python -m gpu --device cpu --small       run all parts without a GPU; files in gpu-results/
 
@@ -14,11 +14,9 @@ import argparse
 import contextlib
 import datetime
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -31,6 +29,7 @@ from typing import Any
 
 from gpu.parts import PARTS, Part, Setting, missing_packages
 from gridtrain.tools.child_processes import end_processes
+from record import machine, replace
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
@@ -48,7 +47,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=[], metavar="NAME", help=", ".join(PARTS))
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu")
     parser.add_argument("--small", action="store_true", help="sizes that take a CPU seconds")
-    parser.add_argument("--out", type=Path, help="the folder of the three files")
+    parser.add_argument("--out", type=Path, help="the folder of the two files")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="of all parts together")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # MODULE:NAME, to be run in this process
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
@@ -82,31 +81,17 @@ def child(function: str, setting: Setting, into: Path) -> int:
 
     def store(name: str, value: Any) -> None:
         outcome["figures"][name] = value
-        write(into, json.dumps(outcome))
+        replace(into, json.dumps(outcome))
 
     try:
-        outcome["machine"] = machine(setting)
+        outcome["machine"] = machine()
         module, _, name = function.partition(":")
         getattr(importlib.import_module(module), name)(setting, store)
     except Exception as error:
         traceback.print_exc()
         outcome["error"] = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    write(into, json.dumps(outcome))
+    replace(into, json.dumps(outcome))
     return 1 if "error" in outcome else 0
-
-
-def machine(setting: Setting) -> dict[str, Any]:
-    """Describe the machine without its name."""
-    found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
-    for package in ("torch", "triton", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    if setting.is_gpu:
-        import torch
-
-        properties = torch.cuda.get_device_properties(setting.device)
-        found |= {"gpu": properties.name, "memory_GiB": round(properties.total_memory / 2**30, 1)}
-    return found
 
 
 def run_part(part: Part, setting: Setting, limit_s: float) -> Outcome:
@@ -146,22 +131,12 @@ def environment() -> dict[str, str]:
 
 def load(path: Path, setting: Setting) -> dict[str, Any]:
     """Return the earlier results of the same kind of device, to which a run of some parts adds."""
-    fresh = {"device": setting.device, "small": setting.small, "machine": {}, "parts": {}}
+    kind = {"device": setting.device, "small": setting.small}
     with contextlib.suppress(OSError, ValueError):
         found: dict[str, Any] = json.loads(path.read_text())
-        if {name: found.get(name) for name in ("device", "small")} == {
-            "device": setting.device,
-            "small": setting.small,
-        }:
-            return fresh | found
-    return fresh
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    beside.replace(path)
+        if found.items() >= kind.items():
+            return found
+    return {**kind, "machine": {}, "parts": {}}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -177,12 +152,10 @@ def run(options: argparse.Namespace) -> int:
         outcome = run_part(PARTS[name], setting, min(PARTS[name].limit_s, left_s))
         record["machine"] = outcome.pop("machine", {}) or record["machine"]
         record["parts"][name] = {"date": datetime.date.today().isoformat()} | outcome
-        write(out / "gpu.json", json.dumps(record, indent=1) + "\n")
-        write(out / "gpu.md", report.markdown(record))
-        if chart := report.chart(record):
-            write(out / "gpu.svg", chart)
+        replace(out / "gpu.json", json.dumps(record, indent=1) + "\n")
+        replace(out / "gpu.md", report.markdown(record))
         print(f"make gpu: {name}: {report.verdict(outcome)}", flush=True)
-    print(f"make gpu: results in {out}/gpu.json, gpu.md and gpu.svg")
+    print(f"make gpu: results in {out}/gpu.json and gpu.md")
     return 1 if any("error" in record["parts"][name] for name in options.part or PARTS) else 0
 
 

@@ -52,7 +52,6 @@ PARTS = {
     "bits": Part("gpu.exact:bits", _SELECTION, 120.0),
     "selection": Part("gpu.speed:selection", _SELECTION, 120.0),
     "transfers": Part("gpu.speed:transfers", _SELECTION, 60.0),
-    "streams": Part("gpu.speed:streams", _SELECTION, 60.0),
     "tests": Part("gpu.exact:tests", (*_SELECTION, "hypothesis", "pytest", "pytest_timeout"), 120.0),
     "training": Part("gpu.runs:training", TRAINING, 150.0),
     "processes": Part("gpu.runs:processes", (*TRAINING, "click", "rich"), 200.0),

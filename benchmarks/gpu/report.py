@@ -1,21 +1,12 @@
-"""The report of `make gpu`: Markdown tables, and a chart of selection's time by length."""
+"""The report of `make gpu` in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import selection as bench
-from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
-
-DRAWN = {  # case of benchmarks/selection.py: label
-    "ours: weight, momentum, carried": "gridtrain",
-    "sampled threshold (DGC), momentum": "sampled threshold",
-    "torch.topk(abs)": "torch.topk",
-    "memory copy": "copy",
-}
-GOAL = 2.0
-"""The bound of selection's time over the time of its memory traffic."""
+from record import table
 
 Figures = dict[str, Any]
 
@@ -27,7 +18,7 @@ def markdown(record: Figures) -> str:
     lines += ["", "**Small sizes, which tell nothing about speed.**"] if record["small"] else []
     parts = record["parts"].items()
     heads = ("part", "seconds", "result")
-    lines += ["", *table(heads, [(name, part.get("seconds"), verdict(part)) for name, part in parts])]
+    lines += ["", table(heads, [(name, part.get("seconds"), verdict(part)) for name, part in parts])]
     for name, part in parts:
         for figure, value in part.get("figures", {}).items():
             lines += ["", f"## {name}: {figure}", "", *of_figure(figure, value, record["device"])]
@@ -48,12 +39,12 @@ def of_figure(figure: str, value: Any, device: str) -> Iterator[str]:
             yield bench.table(block, device) if "cases" in block else f"n = {block['n']}: {block['error']}"
         return
     if not isinstance(value, Mapping):
-        yield text(value)
+        yield str(value)
         return
     rows = value if all(isinstance(row, Mapping) for row in value.values()) else {figure: value}
     flat = {name: dict(flattened(row)) for name, row in rows.items()}
     heads = list(dict.fromkeys(head for row in flat.values() for head in row))
-    yield from table(("", *heads), [(name, *map(row.get, heads)) for name, row in flat.items()])
+    yield table(("", *heads), [(name, *map(row.get, heads)) for name, row in flat.items()])
 
 
 def flattened(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -62,43 +53,3 @@ def flattened(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from flattened(value, f"{prefix}{name}: ")
         else:
             yield f"{prefix}{name}", value
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    body = ["| " + " | ".join(map(text, row)) + " |" for row in rows]
-    return ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body]
-
-
-def text(value: object) -> str:
-    if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    number = f"{value:,.4g}" if isinstance(value, float) else "" if value is None else str(value)
-    return number.replace("|", "\\|").replace("\n", " ")
-
-
-def chart(record: Figures) -> str:
-    """Return an SVG of selection's time by length; "" if fewer than two lengths were measured."""
-    figures = record["parts"].get("selection", {}).get("figures", {})
-    blocks = [block for block in figures.get("blocks", []) if "cases" in block]
-    if len(blocks) < 2:
-        return ""
-
-    def lines(key: str) -> tuple[ChartLine, ...]:
-        cases = [(case, colour) for case, colour in zip(DRAWN, COLOURS, strict=True)]
-        return tuple(
-            ChartLine(
-                DRAWN[case], tuple((b["n"] / 1e6, float(b["cases"][case][key])) for b in blocks), colour
-            )
-            for case, colour in cases
-            if key in blocks[0]["cases"][case]
-        )
-
-    n, goal = "million elements (log scale)", (GOAL, f"goal: {GOAL:g}")
-    panels = [
-        ChartPanel("Time an element", n, "ns (log scale)", lines("wall_ns_median"), None, True, True),
-        ChartPanel(
-            "Over the time of its memory traffic", n, "ratio (log scale)", lines("x_bytes"), goal, True, True
-        ),
-    ]
-    about = f"{record['machine'].get('gpu', record['device'])}, density {blocks[0]['density']:g}"
-    return draw_chart("Selection with residual and momentum", about, panels)

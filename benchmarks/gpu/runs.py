@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
-import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -15,7 +12,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gridtrain
+from accuracy.llama import LoRALinear
 from gpu.parts import Setting, Store
 from gpu.speed import copies_of
 from gridtrain.tools.demo import pipeline_model, recipe
@@ -31,8 +28,8 @@ from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
 from gridtrain.tools.demo.recipe import ModelSize
 from gridtrain.tools.demo.text_corpus import load_corpus
 from gridtrain.training.checkpoint import serialization
+from lab.group import run_in_lab
 
-SEEDING = threading.Lock()  # workers are threads, and torch has one default generator
 WORKERS = 2
 STEPS = {False: 24, True: 12}  # by `Setting.small`
 OVERFLOW_STEP = 3
@@ -85,36 +82,14 @@ def compiled(model: nn.Module, setting: Setting) -> nn.Module:
     return made
 
 
-class LowRank(nn.Module):
-    """LoRA (Hu et al. 2021, arXiv 2106.09685): a frozen linear layer plus a product of rank r."""
-
-    def __init__(self, linear: nn.Linear, rank: int = 8) -> None:
-        super().__init__()
-        self.linear = linear.requires_grad_(False)
-        generator = torch.Generator().manual_seed(rank)
-        down = torch.randn(rank, linear.in_features, generator=generator) / linear.in_features**0.5
-        self.down = nn.Parameter(down.to(linear.weight))
-        self.up = nn.Parameter(torch.zeros(linear.out_features, rank).to(linear.weight))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x) + F.linear(F.linear(x, self.down), self.up)
-        return out
-
-
 def with_adapters(model: nn.Module, setting: Setting) -> nn.Module:
-    """Add LoRA with PEFT if it is installed, else with `LowRank`."""
-    targets = ["query_key_value", "attention_out", "mlp_in", "mlp_out"]
-    if importlib.util.find_spec("peft") is not None:
-        import peft
-
-        with SEEDING:
-            torch.manual_seed(0)
-            made: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
-        return made
+    """Freeze the model, and add LoRA to the linear layers of its blocks."""
     model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
     for block in model.blocks:  # type: ignore[union-attr]
-        for name in targets:
-            setattr(block, name, LowRank(getattr(block, name)))
+        for name in ("query_key_value", "attention_out", "mlp_in", "mlp_out"):
+            layer = LoRALinear(getattr(block, name), rank=8, alpha=8.0, generator=generator)
+            setattr(block, name, layer.to(setting.device))
     return model
 
 
@@ -280,35 +255,27 @@ def middle_ms(taken_s: list[float]) -> float:
 # -- processes -----------------------------------------------------------------------------------------
 
 
-RUNS = {  # load, exchange, rate of each worker's link, steps
+RUNS: dict[str, tuple[str, Any, str, int]] = {  # load, exchange, rate of each worker's link, steps
     "demo": ("demo", SPARSE, "20Mbit", 100),
     "gTop-k, 1 Gbit/s": ("gpt", gridtrain.GTopK(density=0.001, momentum=0.9), "1000Mbit", 12),
     "gTop-k, 20 Mbit/s": ("gpt", gridtrain.GTopK(density=0.001, momentum=0.9), "20Mbit", 12),
     "dense, 1 Gbit/s": ("gpt", gridtrain.Dense(), "1000Mbit", 8),
 }
-SMALL_RUNS = {"gTop-k, 20 Mbit/s": ("tiny", SPARSE, "20Mbit", 8)}
+SMALL_RUNS: dict[str, tuple[str, Any, str, int]] = {"gTop-k, 20 Mbit/s": ("tiny", SPARSE, "20Mbit", 8)}
 
 
 def processes(setting: Setting, store: Store) -> None:
     """Train in processes that share the device and limit their own rates.
 
-    Raises `GridtrainError` if a process fails, `RuntimeError` if the replicas differ.
+    Raises `LabError` if a process fails, `RuntimeError` if the replicas differ.
     """
-    from gridtrain.tools.demo.orchestrator import coordinator_command, supervise, worker_commands
-
     found: dict[str, Any] = {}
     workers = 2 if setting.small else 4
     for name, (_, _, rate, _) in (SMALL_RUNS if setting.small else RUNS).items():
-        with tempfile.TemporaryDirectory(prefix="gridtrain-gpu-") as place:
-            folder = Path(place)
-            script = [sys.executable, "-m", "gpu.runs", setting.device, str(setting.small), name, place]
-            limits = ("--upload-limit", rate, "--download-limit", rate)
-            commands = partial(worker_commands, workers, folder, script, limits)
-            supervise(coordinator_command(workers, folder), commands, folder, lambda _: None, start_s=RUN_S)
-            reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-        if len(reports) != workers:
-            raise RuntimeError(f"{name}: {len(reports)} of {workers} workers ended")
-        found[name] = summary(reports, learns=name == "demo") | {"share": shares(reports[0])}
+        options = {"device": setting.device, "small": setting.small, "name": name}
+        reports = run_in_lab(work, options, workers, RUN_S, loopback=True, rate=rate)
+        figures = sorted(reports.values(), key=lambda each: int(each.pop("rank")))
+        found[name] = summary(figures, learns=name == "demo") | {"share": shares(figures[0])}
         store("runs", found)
         if "error" in found[name]:
             raise RuntimeError(f"{name}: {found[name]['error']}")
@@ -321,15 +288,10 @@ def shares(figures: dict[str, Any]) -> dict[str, float]:
     return {name: ms / figures["step_ms"] for name, ms in phases_ms.items()}
 
 
-def work(device: str, small: str, name: str, folder: str) -> None:
+def work(options: dict[str, Any]) -> dict[str, Any]:
     """Train as a worker of `processes`."""
-    setting = Setting(device, small == "True")
-    load, exchange, _, steps = (SMALL_RUNS if setting.small else RUNS)[name]
-    torch.set_num_threads(1)  # several workers share this machine's cores
-    grid = gridtrain.join()
-    figures = train(grid, Way(exchange, options={"clip_norm": 1.0}), setting, LOADS[load], steps)
-    (Path(folder) / f"rank-{grid.rank}.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    work(*sys.argv[1:])
+    setting = Setting(options["device"], options["small"])
+    load, exchange, _, steps = (SMALL_RUNS if setting.small else RUNS)[options["name"]]
+    with gridtrain.join() as grid:
+        way = Way(exchange, options={"clip_norm": 1.0})
+        return train(grid, way, setting, LOADS[load], steps) | {"rank": grid.rank}

@@ -1,4 +1,4 @@
-"""The speed of selection on a GPU, copies to the host, and the overlap with backward."""
+"""The speed of selection on a GPU, and copies to the host."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import selection as bench
 from gpu.parts import Setting, Store
-from gpu.report import GOAL
 from gridtrain.config import Dense, Exchange, GTopK
-from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.step_plan import StepPlan
-from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import make_exchanger
 
@@ -33,6 +29,8 @@ TOGETHER = 200_000_000  # the vectors of all cases of this length fit into the m
 CASE_BYTES = 64  # of an element, for the largest case with its temporary tensors
 GOAL_CASES = ("ours: residual update, carried", "ours: weight, momentum, carried")
 TIMED_STEPS, WARM_UP_STEPS = 9, 5
+GOAL = 2.0
+"""The bound of selection's time over the time of its memory traffic."""
 
 
 def synchronize(setting: Setting) -> None:
@@ -51,7 +49,7 @@ def selection(setting: Setting, store: Store) -> None:
             figures = bench.measure(
                 n, DENSITY, torch.device(setting.device), TIMED_STEPS, 20.0, alternate=n <= TOGETHER
             )
-            blocks.append(bench.record(n, DENSITY, 1, figures))
+            blocks.append(bench.block_of(n, DENSITY, 1, figures))
         except torch.cuda.OutOfMemoryError as error:
             blocks.append({"n": n, "error": str(error).splitlines()[0]})
         store("blocks", blocks)
@@ -182,101 +180,3 @@ def copies_in(trace: dict[str, Any]) -> dict[str, dict[str, float]]:
             kind["bytes"] += event["args"]["bytes"]
             kind["us"] += event["dur"]
     return found
-
-
-# -- overlap of selection with backward ----------------------------------------------------------------
-
-
-class Layers(nn.Sequential):
-    """Equal layers, each of which is a bucket, and the flat vector of their gradients."""
-
-    def __init__(self, count: int, width: int, device: torch.device) -> None:
-        super().__init__(*(nn.Linear(width, width, bias=False, device=device) for _ in range(count)))
-        self.size = width * width
-        self.flat_N = torch.zeros(count * self.size, device=device)
-
-    def part(self, layer: int) -> Tensor:
-        return self.flat_N[layer * self.size :][: self.size]
-
-    def gather(self, layer: int) -> Tensor:
-        gradient = self[layer].weight.grad
-        assert isinstance(gradient, Tensor)
-        return self.part(layer).copy_(gradient.view(-1))
-
-
-def streams(setting: Setting, store: Store) -> None:
-    """Time backward alone, with selection after it, in its hooks as `Overlap` does, and on another stream."""
-    device = torch.device(setting.device)
-    count, width, batch = (4, 32, 8) if setting.small else (8, 4096, 8192)
-    torch.set_float32_matmul_precision("high")
-    layers = Layers(count, width, device)
-    x_BD = torch.randn(batch, width, device=device)
-    side = torch.cuda.Stream(device) if setting.is_gpu else None
-    found = {way: [] for way in ("backward alone", "after", "in hooks", "own stream")}  # type: ignore[var-annotated]
-    with ThreadPoolExecutor(1) as pool:
-        steps = {way: OverlapStep(way, layers, ErrorFeedback(layers.flat_N.numel(), device)) for way in found}
-        for number in range((2 if setting.small else TIMED_STEPS) + 2):
-            for way, step in steps.items():
-                synchronize(setting)
-                began_s = time.perf_counter()
-                step.run(x_BD, side, pool)
-                synchronize(setting)
-                if number >= 2:
-                    found[way].append(1e3 * (time.perf_counter() - began_s))
-    ms = {way: statistics.median(taken) for way, taken in found.items()}
-    selecting_ms = ms["after"] - ms["backward alone"]
-    hidden = {way: (ms["after"] - ms[way]) / selecting_ms for way in ("in hooks", "own stream")}
-    store("overlap", {"n": layers.flat_N.numel(), "buckets": count, "ms": ms, "hidden": hidden})
-
-
-class OverlapStep:
-    """Forward, backward and the selection of each bucket, in one of the ways of `streams`."""
-
-    def __init__(self, way: str, layers: Layers, feedback: ErrorFeedback) -> None:
-        self._way, self._layers, self._feedback = way, layers, feedback
-        self._k = max(1, round(DENSITY * layers.size))
-
-    def run(self, x_BD: Tensor, side: torch.cuda.Stream | None, pool: ThreadPoolExecutor) -> None:
-        layers, made = self._layers, {}
-        futures: list[Future[None]] = []
-
-        def select(layer: int) -> None:
-            gradient_B = layers.gather(layer)
-            made[layer] = self._feedback.prepare(
-                gradient_B, self._k, ValueKind.FP16, start=layer * layers.size
-            )
-
-        def select_beside(layer: int, ready: torch.cuda.Event | None) -> None:
-            with on(side):
-                if side is not None and ready is not None:
-                    side.wait_event(ready)
-                select(layer)
-
-        def hook(layer: int) -> None:
-            if self._way == "in hooks":
-                select(layer)
-            elif self._way == "own stream":
-                ready = None if side is None else torch.cuda.current_stream(side.device).record_event()
-                futures.append(pool.submit(select_beside, layer, ready))
-
-        handles = [
-            layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: hook(number))
-            for number, layer in enumerate(layers)
-        ]
-        layers(x_BD).square().mean().backward()
-        for future in futures:
-            future.result()
-        if side is not None:
-            torch.cuda.current_stream(side.device).wait_stream(side)
-        if self._way == "after":
-            for layer in range(len(layers)):
-                select(layer)
-        if made:
-            self._feedback.commit_parts([(made[layer], []) for layer in range(len(layers))])
-        for handle in handles:
-            handle.remove()
-        layers.zero_grad()
-
-
-def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -2,8 +2,7 @@
 
     python -m hostile                 the tables of docs/reliability.md, section "Attacks and load"
 
-    processes    starts the coordinator and the workers, reads their output, samples memory and CPU
-    honest       the script of the honest workers
+    group        the coordinator, honest workers (`observed`), attackers
     mallory      the script of the hostile member: the same training, with some messages replaced or added
     attacks      the messages of each attack
     strangers    clients without a key: silent connections, partial handshakes, handshakes
@@ -11,5 +10,5 @@
     undefended   runs a program of the group without some of its defences
     wire         a CURVE client
 
-tests/integration uses the same modules.
+tests/integration uses the same modules (`make hostile`).
 """

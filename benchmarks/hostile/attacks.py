@@ -354,15 +354,6 @@ class Pings(Attack):
         self.sent += self.at.flood(self.at.targets, lambda peer: heartbeat if peer == hub else ping)
 
 
-class Stale(Attack):
-    """Payloads of the previous generation at line rate: dropped, as an honest member can send some."""
-
-    def burst(self) -> None:
-        old = replace(self.at.round, generation=max(0, self.at.round.generation - 1))
-        frames = codec.encode(self.data(round=old, payload=bytes(1000)))
-        self.sent += self.at.flood(self.at.peers, lambda peer: frames)
-
-
 ATTACKS: dict[str, type[Attack]] = {
     "illegal": Illegal,
     "garbage": Garbage,
@@ -381,5 +372,4 @@ ATTACKS: dict[str, type[Attack]] = {
     "flapping-everywhere": FlappingEverywhere,
     "crowd": Crowd,
     "pings": Pings,
-    "stale": Stale,
 }

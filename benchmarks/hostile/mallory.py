@@ -1,11 +1,11 @@
 """The script of a hostile member: honest training over the real SDK, then an attack.
 
-    python -m hostile.mallory '{"steps": 100}' '{"attacks": ["garbage", "held"]}'
+    python -m hostile.mallory '{"exchange": "gtopk"}' '{"attacks": ["garbage", "held"]}'
 
-The first argument is `honest.Options`, the second `Orders`.  Each attack has its own key (the first one that
-of the agent which started this script).  With it the script joins, becomes a member, takes part in
+The first argument is `observed.Options`, the second `Orders`.  Each attack has its own key (the first one
+that of the agent which started this script).  With it the script joins, becomes a member, takes part in
 `LAWFUL_STEPS` steps and attacks until it is removed; then it joins again, until its key is refused.  Each
-line of stdout is one JSON object, of `honest` or one of these:
+line of stdout is one JSON object, of `observed` or one of these:
 
     attack    an attack begins, as a member of `generation`
     out       a membership ended: `code` and `reason` of the coordinator or of our own error; `sent` in bursts
@@ -32,7 +32,8 @@ from gridtrain.errors import GridtrainError, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from hostile import strangers
 from hostile.attacks import ATTACKS, Attack, Internals
-from hostile.honest import Options, say, train, wait_for_gate
+from lab.group import say
+from observed import Options, task_of, train, wait_for_gate
 
 LAWFUL_STEPS = 2
 MOST_MEMBERSHIPS = 10
@@ -139,7 +140,7 @@ def attack(name: str, options: Options, orders: Orders, invitation: str | None) 
         try:
             with gridtrain.join(invitation) as grid:
                 interceptor = Interceptor(grid, name, orders, until_s)
-                train(grid, options)
+                train(grid, options, task_of(options))
             code, reason = "end", "the run ended during this membership"
         except JoinRefused as refusal:
             code, reason = refusal.code, refusal.reason

@@ -16,7 +16,7 @@ import time
 
 import gridtrain
 from gridtrain.errors import GridtrainError
-from hostile.honest import say
+from lab.group import say
 
 
 def main() -> None:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
-import os
 import resource
 import selectors
 import socket
@@ -29,29 +27,20 @@ import zmq
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.zmq import sockets
 from hostile.wire import GREETING
+from lab.group import say
 
 TRY_S = 2.0
 """Timeout of a handshake."""
-
-
-def say(mark: str, **fields: object) -> None:
-    os.write(1, (json.dumps({"mark": mark, "at_s": time.monotonic(), **fields}) + "\n").encode())
 
 
 def sources(where: str) -> Iterator[str]:
     """Yield addresses to connect from, in turn, without end.
 
     Args:
-        where: "here": the system's choice, the address of all processes on this machine; "same": 19 other
-            hosts of its range; "others": hosts of 19 other ranges.
+        where: "here": the system's choice, the address of all processes on this machine; "others": hosts of
+            19 other ranges.
     """
-    hosts = range(2, 21)
-    chosen = {
-        "here": [""],
-        "same": [f"127.0.0.{host}" for host in hosts],
-        "others": [f"127.0.{host}.1" for host in hosts],
-    }
-    return itertools.cycle(chosen[where])
+    return itertools.cycle([""] if where == "here" else [f"127.0.{host}.1" for host in range(2, 21)])
 
 
 def connect(source: str, host: str, port: int) -> socket.socket:
@@ -200,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("server", help="HOST:PORT")
     parser.add_argument("key", nargs="?", default="", help="the server's public key, for handshakes")
-    parser.add_argument("--from", dest="sources", choices=("here", "same", "others"), default="here")
+    parser.add_argument("--from", dest="sources", choices=("here", "others"), default="here")
     parser.add_argument("--again", type=float, default=300.0, help="reconnections a second; 0: at once")
     chosen = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,6 @@
 """Runs a module as `python -m` does, without some of its defences, which `defences` names and removes.
 
 python -m hostile.undefended half-open-time,half-open-room gridtrain.cli coordinator --listen ...
-python -m hostile.undefended held-room hostile.honest '{"steps": 100}'
 """
 
 from __future__ import annotations

@@ -23,18 +23,32 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from lab import nat, ns
+from gridtrain.tools.child_processes import end_processes
+from lab import ns
 from lab.link import End, Link
 from lab.ns import LabError
 
 INTERNET = "10.77.0"
 BRIDGE = "br0"
+LAN, WAN = "lan", "wan"
+"""The names of a router's two interfaces."""
+
+NAT_RULES = (
+    f"-t nat -A POSTROUTING -o {WAN} -j MASQUERADE",
+    "-P FORWARD DROP",
+    "-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
+    f"-A FORWARD -i {LAN} -j ACCEPT",
+    "-A INPUT -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT",
+    f"-A INPUT -i {WAN} -j DROP",
+)
+"""Rules of a home router: the LAN reaches everything under the router's address, and answers come back.  All
+other packets that arrive by wan are dropped without an answer, as home routers do."""
+
 MOST_HOSTS = 250  # of one bridge: the last byte of a /24
 STOP_GRACE_S = 5.0
 _ports = itertools.count(1)
@@ -48,11 +62,6 @@ class Process(subprocess.Popen[bytes]):
 
     stdout_path: Path
     stderr_path: Path
-
-    def signal_group(self, number: int) -> None:
-        """Send a signal to the process and its children, except those in other sessions."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
 
 
 class Host:
@@ -89,13 +98,28 @@ class Host:
         """
         self.link.change(up, down, delay_s, loss)
 
-    def _start(self, argv: Sequence[str]) -> Process:
-        """Start a program of the lab itself, with pipes as its output."""
-        pipe = subprocess.PIPE
-        argv = ["ip", "netns", "exec", self.namespace, *argv]
+    def cut(self, down: bool) -> None:
+        """Take the link down, or up again."""
+        ns.ip_batch(self._switch, [f"link set {self._port} {'down' if down else 'up'}"])
+
+    def drop_packets(self, on: bool) -> None:
+        """Drop all packets in both directions without an answer, or pass them again."""
+        for chain in ("INPUT", "OUTPUT"):
+            self.command("iptables", "--wait", "-A" if on else "-D", chain, "-j", "DROP")
+
+    def command(self, *argv: str) -> str:
+        """Run a short command here; return its stdout.  Raises `LabError`."""
+        return ns.command("ip", "netns", "exec", self.namespace, *argv)
+
+    def _start(self, argv: Sequence[str], **options: Any) -> Process:
+        """Start a program of the lab itself, by default with pipes as its output."""
+        outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         try:
             process = Process(
-                argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+                ["ip", "netns", "exec", self.namespace, *argv],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                **outputs,
             )
         except OSError as error:
             raise LabError(f"{argv[0]} cannot be started on {self.name}: {error.strerror}") from None
@@ -124,19 +148,9 @@ class Host:
         out, err = (folder / f"{log or self.name}.{kind}" for kind in ("out", "err"))
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname or self.name]
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            try:
-                process = Process(
-                    ["ip", "netns", "exec", self.namespace, *named, *argv],
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=None if env is None else dict(env),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise LabError(f"{argv[0]} cannot be started on {self.name}: {error.strerror}") from None
+            whole = None if env is None else dict(env)
+            process = self._start([*named, *argv], stdout=stdout, stderr=stderr, env=whole)
         process.stdout_path, process.stderr_path = out, err
-        self.net._processes.append(process)
         return process
 
     def inside(self, action: Callable[[], T]) -> T:
@@ -158,19 +172,18 @@ class Router(Host):
     All hosts behind it have its `address` on the internet.
     """
 
-    interface = nat.WAN
-    inner = (nat.LAN,)
+    interface = WAN
+    inner = (LAN,)
 
     def __init__(self, net: Net, name: str, address: str, subnet: str, translate: bool) -> None:
         super().__init__(net, name, address, net.internet)
         self.subnet = subnet
         self._numbers = itertools.count(2)
-        gateway = [f"addr add {subnet}.1/24 dev {nat.LAN}", f"link set {nat.LAN} up"]
-        ns.ip_batch(self.namespace, [f"link add {nat.LAN} type bridge", *gateway])
-        if translate:
-            nat.masquerade(self.namespace, net.firewall)
-        else:
-            nat.forward(self.namespace)
+        gateway = [f"addr add {subnet}.1/24 dev {LAN}", f"link set {LAN} up"]
+        ns.ip_batch(self.namespace, [f"link add {LAN} type bridge", *gateway])
+        ns.write_sysctls(self.namespace, {"net/ipv4/ip_forward": "1"})
+        for rule in NAT_RULES if translate else ():
+            self.command("iptables", "--wait", *rule.split())
 
     def host(self, name: str) -> Host:
         """Make a machine behind this router.  Raises `LabError`."""
@@ -182,15 +195,14 @@ class Net:
     """Hosts and home routers that share an internet, until the `with` ends.
 
     Args:
-        firewall: of the routers, "nft" or "iptables"; empty: the first that is installed.
         congestion: TCP's congestion control on all hosts, such as "cubic"; empty: the machine's.
 
     SIGTERM ends the `with` block like an exception, if the signal has no other handler; the remains of a
     process that was killed are removed when the next lab begins.
     """
 
-    def __init__(self, firewall: str = "", congestion: str = "") -> None:
-        self.firewall, self.congestion = firewall, congestion
+    def __init__(self, congestion: str = "") -> None:
+        self.congestion = congestion
         self.internet = ""
         self.hosts: dict[str, Host] = {}
         self._tag = f"{ns.owner_tag()}-{next(_labs)}"
@@ -218,6 +230,15 @@ class Net:
         """Make a machine with a public address.  Raises `LabError`."""
         return self._keep(Host(self, name, self._next_address(), self.internet))
 
+    def make_hosts(
+        self, names: Sequence[str], rate: str = "", delay_s: float = 0.0, loss: float = 0.0
+    ) -> dict[str, Host]:
+        """Make machines with the same links: rate in each direction, delay, loss; see `Host.shape`."""
+        made = {name: self.host(name) for name in names}
+        for host in made.values():
+            host.shape(up=rate, down=rate, delay_s=delay_s, loss=loss)
+        return made
+
     def router(self, name: str, *, translate: bool = True, subnet: str = "") -> Router:
         """Make a home router.  Raises `LabError`.
 
@@ -237,7 +258,8 @@ class Net:
         Raises `LabError` if something cannot be removed.
         """
         with self._signals, _undisturbed():
-            self._stop_processes()
+            end_processes(self._processes, (STOP_GRACE_S,))
+            self._processes.clear()  # children of ended processes end with the namespace
             ns.remove(self._namespaces)
             self._namespaces.clear()
 
@@ -258,22 +280,9 @@ class Net:
     def _next_address(self) -> str:
         return f"{INTERNET}.{_next_number(self._numbers, 'on the internet')}"
 
-    def _stop_processes(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.signal_group(signal.SIGTERM)
-        until_s = time.monotonic() + STOP_GRACE_S
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, until_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.signal_group(signal.SIGKILL)
-                process.wait()
-        self._processes.clear()  # children of ended processes end with the namespace
-
 
 def _bridge_of(switch: str, net: Net) -> str:
-    return BRIDGE if switch == net.internet else nat.LAN
+    return BRIDGE if switch == net.internet else LAN
 
 
 def _next_number(numbers: Iterator[int], where: str) -> int:
@@ -331,9 +340,10 @@ def why_not() -> str:
         return f"network namespaces are Linux's; this is {sys.platform}"
     if os.geteuid() != 0:
         return "not root: network namespaces need it"
-    for program in ("ip", "tc", "unshare"):
+    for program in ("ip", "tc", "unshare", "iptables"):
         if shutil.which(program) is None:
-            return f"there is no command {program!r} (on Debian or Ubuntu: apt install iproute2 util-linux)"
+            packages = "iproute2 util-linux iptables"
+            return f"there is no command {program!r} (on Debian or Ubuntu: apt install {packages})"
     try:
         with Net() as net:
             net.router("try").host("it").shape(up="1Mbit", down="1Mbit")

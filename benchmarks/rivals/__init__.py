@@ -3,32 +3,12 @@
 Each rival is a module that is started once for each rank, in its own environment.
 
     contract.py      the command line and the result file; imports only the standard library
-    environments.py  what each rival needs: available(), command(), setup()
+    environments.py  what each rival needs, and its installation (`make rivals`)
     measure.py       barrier, operation and clock, the same for all
     entries.py       sparse gradients and their merge
     rendezvous.py    connections between the ranks, for rivals without their own discovery
-    gloo.py  mpi.py  hivemind.py      the rivals; mpi_job.py, mpi_agent.py: parts of mpi
+    gloo.py  mpi.py  hivemind.py      the rivals
     train.py         a training run with gloo, PowerSGD or hivemind, for time to accuracy
     straggler.py     a worker of hivemind in `stragglers.py`
     hosts.py         a group of ranks on the lab's hosts
-    python -m rivals setup [NAME...] | list | run NAME --op OP --world 4 --rate 100Mbit --n 2.56e6
-    python -m rivals train NAME --world 4 --rate 20Mbit --folder FOLDER -- --until-loss 2.5
 """
-
-from rivals.contract import NAMES, OPS, TRAINERS, Combined, ContractError, Request, Result, combine
-from rivals.environments import available, command, setup, train_command
-
-__all__ = [
-    "NAMES",
-    "OPS",
-    "TRAINERS",
-    "Combined",
-    "ContractError",
-    "Request",
-    "Result",
-    "available",
-    "combine",
-    "command",
-    "setup",
-    "train_command",
-]

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,11 +26,9 @@ OPS: dict[str, dict[str, str]] = {
     "gloo": {
         "all_reduce": "dense sum of n float32, gloo's own choice of algorithm",
         "all_gather": "TopK: all-gather of k (index, value) pairs, 8 bytes each; summed after the clock",
-        "powersgd": "torch's PowerSGD hook in DDP, rank 1, the n parameters in 16 square matrices",
     },
     "mpi": {
         "all_reduce": "dense Allreduce of n float32 by ring, which is Open MPI's fastest here",
-        "all_reduce_default": "dense Allreduce of n float32, Open MPI's own choice of algorithm",
         "all_gather": "TopK: two Allgathers of k indices and k values, 8 bytes each; summed after the clock",
         "gtopk": "gTop-k as published: a tree of merges to rank 0, then a broadcast; 8 bytes an entry",
     },
@@ -43,8 +41,7 @@ NAMES = tuple(OPS)
 TRAINERS = {"gloo": "gloo", "powersgd": "gloo", "hivemind": "hivemind"}
 """The trainers of `rivals.train`, and the rival in whose environment each runs."""
 
-POWERSGD_MATRICES = 16
-DENSITY, REPEATS, WARMUP, INTERFACE = 0.001, 5, 1, "eth0"
+INTERFACE = "eth0"
 
 
 class ContractError(Exception):
@@ -53,7 +50,7 @@ class ContractError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One rank's part of a measurement.
+    """One rank's part of a measurement; the fields are the options of `python -m rivals.NAME`.
 
     Attributes:
         op: one of the rival's `OPS`.
@@ -70,9 +67,9 @@ class Request:
     op: str
     n: int
     out: Path
-    density: float = DENSITY
-    repeats: int = REPEATS
-    warmup: int = WARMUP
+    density: float = 0.001
+    repeats: int = 5
+    warmup: int = 1
     interface: str = INTERFACE
 
     def __post_init__(self) -> None:
@@ -103,15 +100,14 @@ class Request:
 
     def to_arguments(self) -> list[str]:
         """Return the request as arguments for `parse`."""
-        arguments: list[str] = []
-        for field in fields(self):
-            arguments += [f"--{field.name}", str(getattr(self, field.name))]
-        return arguments
+        return [
+            word for field in fields(self) for word in (f"--{field.name}", str(getattr(self, field.name)))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The measurement of one rank.
+    """The measurement of one rank, or of a group (`combine`).
 
     Attributes:
         rival, version: for example "gloo", "torch 2.13.0".
@@ -130,7 +126,7 @@ class Result:
     rank: int
     seconds: list[float]
     cpu_s: list[float]
-    bytes_sent: list[int]
+    bytes_sent: list[float]
     payload_bytes: int
     note: str = ""
 
@@ -149,28 +145,11 @@ class Result:
             raise ContractError(f"{path} has no result of a rival: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Combined:
-    """The measurement of a group.
+def combine(results: Sequence[Result]) -> Result:
+    """Return the seconds of the slowest rank of each repeat, and the means of the others' CPU time and bytes.
 
-    Attributes:
-        seconds: of the slowest rank of each repeat.
-        cpu_s, bytes_sent: the means of all ranks; `bytes_sent` is empty if it is unknown.
+    Raises `ContractError` if a result is missing or of another run.
     """
-
-    rival: str
-    version: str
-    op: str
-    n: int
-    world: int
-    seconds: list[float]
-    cpu_s: list[float]
-    bytes_sent: list[float]
-    note: str
-
-
-def combine(results: Sequence[Result]) -> Combined:
-    """Combine the results of a group.  Raises `ContractError` if one is missing or of another run."""
     if not results:
         raise ContractError("there are no results")
     first = results[0]
@@ -180,32 +159,23 @@ def combine(results: Sequence[Result]) -> Combined:
     if sorted(r.rank for r in results) != list(range(first.world)):
         raise ContractError(f"ranks {sorted(r.rank for r in results)} of {first.world} have results")
     sent = [r.bytes_sent for r in results]
-    return Combined(
-        rival=first.rival,
-        version=first.version,
-        op=first.op,
-        n=first.n,
-        world=first.world,
+    return replace(
+        first,
         seconds=[max(column) for column in zip(*(r.seconds for r in results), strict=True)],
         cpu_s=[sum(column) / first.world for column in zip(*(r.cpu_s for r in results), strict=True)],
         bytes_sent=[sum(column) / first.world for column in zip(*sent, strict=True)] if all(sent) else [],
-        note=first.note,
     )
 
 
 def parse(rival: str, arguments: Sequence[str] | None = None) -> Request:
     """Parse the command line of `python -m rivals.RIVAL`; end the program with code 2 if it is invalid."""
     parser = argparse.ArgumentParser(prog=f"python -m rivals.{rival}", description="one rank of a rival")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--master", required=True, metavar="HOST:PORT")
-    parser.add_argument("--op", choices=sorted(OPS[rival]), required=True)
-    parser.add_argument("--n", type=lambda text: int(float(text)), required=True, metavar="ELEMENTS")
-    parser.add_argument("--density", type=float, default=DENSITY)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--warmup", type=int, default=WARMUP)
-    parser.add_argument("--interface", default=INTERFACE)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    kinds = {"int": int, "float": float, "str": str, "Path": Path}
+    for field in fields(Request):
+        is_needed = field.default is MISSING
+        choices = sorted(OPS[rival]) if field.name == "op" else None
+        options = {"required": True} if is_needed else {"default": field.default}
+        parser.add_argument(f"--{field.name}", type=kinds[str(field.type)], choices=choices, **options)
     try:
         return Request(**vars(parser.parse_args(arguments)))
     except ContractError as error:
@@ -215,8 +185,8 @@ def parse(rival: str, arguments: Sequence[str] | None = None) -> Request:
 def leave() -> NoReturn:
     """End this process with exit code 0, without ending the interpreter.
 
-    Threads of gloo that still have tensors abort the process at the interpreter's end (pytorch issue 190489);
-    those of hivemind wait for each other there.
+    Threads of gloo that still have tensors abort the process at the interpreter's end (pytorch issue 190489),
+    others of torch do so rarely; those of hivemind wait for each other there.
     """
     sys.stdout.flush()
     sys.stderr.flush()

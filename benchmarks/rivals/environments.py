@@ -1,4 +1,4 @@
-"""The rivals' virtual environments, outside the repository, and the commands that start ranks in them.
+"""The rivals' virtual environments, outside the repository, and the processes that run in them.
 
 gloo, which is part of torch, runs in the project's own environment; each other rival has its own.
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rivals.contract import DENSITY, INTERFACE, NAMES, OPS, REPEATS, TRAINERS, WARMUP, ContractError, Request
+from rivals.contract import NAMES
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 CONSTRAINTS = BENCHMARKS.parent / "constraints.txt"
@@ -42,6 +42,10 @@ class Environment:
     packages: tuple[str, ...]
     modules: tuple[str, ...]
     programs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def recipe(self) -> str:
+        return " ".join(self.packages)
 
 
 # hivemind imports pkg_resources, which newer setuptools do not have.
@@ -71,9 +75,6 @@ def python(name: str) -> Path:
     return folder() / name / "bin" / "python" if ENVIRONMENTS[name].packages else Path(sys.executable)
 
 
-# -- availability --------------------------------------------------------------------------------
-
-
 def available() -> dict[str, str]:
     """Return for each rival the reason why it cannot run here; empty if it can."""
     return {name: why_not(name) for name in NAMES}
@@ -81,38 +82,29 @@ def available() -> dict[str, str]:
 
 def why_not(name: str) -> str:
     """Return why this rival cannot run here; empty if it can.  It starts no process."""
-    environment = ENVIRONMENTS[name]
+    environment, place = ENVIRONMENTS[name], folder() / name
     for program, remedy in environment.programs:
         if shutil.which(program) is None:
             return f"there is no command {program!r} ({remedy})"
     if not environment.packages:
         missing = [m for m in environment.modules if importlib.util.find_spec(m.partition(".")[0]) is None]
         return f"{sys.executable} has no {', '.join(missing)}" if missing else ""
-    place = folder() / name
     if not (place / READY).exists():
         return f"not installed in {place} (python -m rivals setup {name}, in benchmarks/)"
-    if (was := (place / READY).read_text()) != _recipe(environment):
-        needed = _recipe(environment)
-        return f"{place} was made for {was!r}, but needs {needed!r} (python -m rivals setup {name})"
+    if (was := (place / READY).read_text()) != environment.recipe:
+        needed = f"but needs {environment.recipe!r} (python -m rivals setup {name})"
+        return f"{place} was made for {was!r}, {needed}"
     return ""
-
-
-def _recipe(environment: Environment) -> str:
-    return " ".join(environment.packages)
-
-
-# -- installation --------------------------------------------------------------------------------
 
 
 def setup(names: Sequence[str], say: Callable[[str], None] = print) -> dict[str, str]:
     """Make missing environments.  Return for each rival why it is not available; empty if it is."""
     reasons = {}
     for name in names:
-        if ENVIRONMENTS[name].packages and why_not(name):
+        reasons[name] = why_not(name)
+        if reasons[name] and ENVIRONMENTS[name].packages:
             say(f"{name}: installing into {folder() / name}")
             reasons[name] = _make(name)
-        else:
-            reasons[name] = why_not(name)
     return reasons
 
 
@@ -128,7 +120,7 @@ def _make(name: str) -> str:
     ):
         if reason := _failure(argv):
             return reason
-    (place / READY).write_text(_recipe(environment))
+    (place / READY).write_text(environment.recipe)
     return why_not(name)
 
 
@@ -144,76 +136,15 @@ def _failure(argv: Sequence[str]) -> str:
     return f"{' '.join(argv)}: exit code {done.returncode}: {last}"
 
 
-# -- commands ------------------------------------------------------------------------------------
-
-
-def command(
-    name: str,
-    rank: int,
-    world: int,
-    master: str,
-    op: str,
-    n: int,
-    density: float = DENSITY,
-    repeats: int = REPEATS,
-    warmup: int = WARMUP,
-    out: Path = Path("result.json"),
-    *,
-    interface: str = INTERFACE,
-    prefix: Sequence[str] = (),
-    threads: int = 1,
-) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the whole environment that start a rank.
-
-    Args:
-        prefix: arguments before the interpreter, such as ("ip", "netns", "exec", NAMESPACE).
-        threads: threads of each rank's arithmetic, because the ranks share this machine's cores.
-
-    The other arguments are those of `Request`.  Raises `ContractError` if the request is invalid.
-    """
-    if op not in OPS.get(name, {}):
-        can = ", ".join(f"{rival} {known}" for rival, ops in OPS.items() for known in ops)
-        raise ContractError(f"{name} has no operation {op!r}; there are: {can}")
-    request = Request(rank, world, master, op, n, out.resolve(), density, repeats, warmup, interface)
-    argv = [*prefix, str(python(name)), "-m", f"rivals.{name}", *request.to_arguments()]
-    return argv, environment_of(name, interface, threads)
-
-
-def train_command(
-    trainer: str,
-    rank: int,
-    world: int,
-    master: str,
-    folder: Path,
-    extra: Sequence[str] = (),
-    *,
-    interface: str = INTERFACE,
-    prefix: Sequence[str] = (),
-) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the whole environment that start a rank of a training run, `rivals.train`.
-
-    Args:
-        trainer: one of `contract.TRAINERS`.
-        folder: the folder in which rank 0 writes steps.jsonl.
-        extra: further options, such as ("--until-loss", "2.5", "--settings", "adamw").
-    """
-    arguments = ["--rival", trainer, "--rank", str(rank), "--world", str(world), "--master", master]
-    arguments += ["--interface", interface, "--folder", str(folder.resolve()), *extra]
-    name = TRAINERS[trainer]
-    return [*prefix, str(python(name)), "-m", "rivals.train", *arguments], environment_of(name, interface)
-
-
-def environment_of(name: str, interface: str, threads: int = 1) -> dict[str, str]:
+def variables(interface: str) -> dict[str, str]:
     """Return this process's environment variables without those of its own interpreter and runs."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("GRIDTRAIN_", "PYTHON"))}
     for name_of_run in ("VIRTUAL_ENV", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         inherited.pop(name_of_run, None)
-    few_threads = {
-        key: str(threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    }
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return {
         **inherited,
-        **few_threads,
+        **one_thread,  # the ranks share this machine's cores
         "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)]),
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": interface,

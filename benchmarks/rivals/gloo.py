@@ -2,28 +2,22 @@
 
 all_reduce   n float32, summed in place
 all_gather   TopK: all ranks' k indices and k values in one all-gather; summed by index after the clock
-powersgd     DDP with torch's PowerSGD hook (Vogels et al. 2019), rank 1, over 16 square matrices
 """
 
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from rivals.contract import POWERSGD_MATRICES, Request, Result, leave, parse
+from rivals.contract import Request, Result, leave, parse
 from rivals.entries import check, gathered, packed, scatter_add
 from rivals.measure import Prepared, measured
 
 TIMEOUT = datetime.timedelta(seconds=1800)
-POWERSGD_RANK = 1
 
 
 def all_reduce(request: Request) -> Prepared:
@@ -64,45 +58,9 @@ def all_gather(request: Request) -> Prepared:
     return Prepared(operation, 8 * request.k, prepare, finish)
 
 
-def powersgd(request: Request) -> Prepared:
-    """Run a backward pass that takes little beside the hook: the gradient is the input."""
-    side = math.isqrt(request.n // POWERSGD_MATRICES)
-    model = _Matrices(side, POWERSGD_MATRICES)
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
-    )
-    parallel = DistributedDataParallel(model)
-    parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    gradient = torch.randn(side, side, generator=torch.Generator().manual_seed(request.rank))
-    for _ in range(3):  # the first steps of PowerSGD are dense
-        parallel(gradient).backward()
-    loss: Tensor | None = None
-
-    def prepare() -> None:
-        nonlocal loss
-        parallel.zero_grad()
-        loss = parallel(gradient)
-
-    def operation() -> None:
-        assert loss is not None
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    return Prepared(operation, 2 * 4 * side * POWERSGD_RANK * POWERSGD_MATRICES, prepare)
-
-
-class _Matrices(nn.Module):
-    def __init__(self, side: int, count: int) -> None:
-        super().__init__()
-        self.matrices = nn.ParameterList(nn.Parameter(torch.zeros(side, side)) for _ in range(count))
-
-    def forward(self, gradient: Tensor) -> Tensor:
-        return torch.stack([(matrix * gradient).sum() for matrix in self.matrices]).sum()
-
-
 OPERATIONS: dict[str, Callable[[Request], Prepared]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
-    "powersgd": powersgd,
 }
 
 

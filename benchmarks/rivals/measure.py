@@ -16,17 +16,12 @@ after the clock has stopped, as measurements of gridtrain's exchanges do not inc
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from procfs import descendants_cpu_s, sent_bytes
 from rivals.contract import Request, Result
-
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_SENT_COLUMN = 8
-_RECEIVED_COLUMN = 0
 
 
 def _nothing() -> None: ...
@@ -64,7 +59,7 @@ def measured(
     """
     seconds: list[float] = []
     cpu_s: list[float] = []
-    sent: list[int] = []
+    sent: list[float] = []
     for number in range(request.warmup + request.repeats):
         prepared.prepare()
         helpers_s = descendants_cpu_s()
@@ -85,46 +80,3 @@ def measured(
                 sent.append(bytes_now - before_bytes)
     op, n, world, rank = request.op, request.n, request.world, request.rank
     return Result(rival, version, op, n, world, rank, seconds, cpu_s, sent, prepared.payload_bytes, note)
-
-
-def sent_bytes(interface: str) -> int | None:
-    """Return the bytes that the interface has sent; None if it is the loopback, which all ranks share."""
-    return _counted(interface, _SENT_COLUMN)
-
-
-def received_bytes(interface: str) -> int | None:
-    """Return the bytes that the interface has received; None if it is the loopback."""
-    return _counted(interface, _RECEIVED_COLUMN)
-
-
-def _counted(interface: str, column: int) -> int | None:
-    if interface == "lo":
-        return None
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            return int(numbers.split()[column])
-    return None
-
-
-def descendants_cpu_s() -> float:
-    """Return the CPU time of this process's live descendants, which the kernel counts in ticks of 10 ms."""
-    children: dict[int, list[tuple[int, float]]] = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit() and (found := _stat(path)):
-            children.setdefault(found[0], []).append((int(path.name), found[1]))
-    total_s, waiting = 0.0, [os.getpid()]
-    while waiting:
-        for pid, used_s in children.get(waiting.pop(), []):
-            total_s += used_s
-            waiting.append(pid)
-    return total_s
-
-
-def _stat(path: Path) -> tuple[int, float] | None:
-    """Return the parent's pid and the CPU seconds of a process, or None if it has ended."""
-    try:
-        fields = (path / "stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(fields[1]), (int(fields[11]) + int(fields[12])) * _TICK_S

@@ -1,121 +1,119 @@
-"""Starts an MPI job on hosts without sshd: each rank's process is the agent of its host.
+"""Open MPI with mpi4py: dense Allreduce, TopK by two Allgathers, and gTop-k as published.
 
-The job is mpi_job.py.  This module must not import MPI, because a process that has initialized MPI cannot
-start mpirun.
+gTop-k (Shi et al., ICDCS 2019, section III and algorithm 3), for P = 4:
 
-    rank 0's process                            rank R's process
-      rendezvous  <---- host name, arguments ----  rendezvous
-      mpirun
-        `- agent HOST COMMAND (mpi_agent.py)
-             --unix socket--> rank 0's process --- COMMAND ---> runs it: Open MPI's daemon, which starts the
-      ...                                                        job's process on this host
-      mpirun has ended  --------- done ---------> exits with the same code
+    rank   0       1       2       3
+    t = 0  merge <--       merge <--        receive k entries, sum by index, keep the k largest
+    t = 1  merge <----------                log2 P times
+           broadcast of k entries to all    log2 P times
 
-On loopback mpirun starts all processes itself; they use TCP, too.
+An entry is an int32 index and a float32 value.  Entries are selected before the clock starts, and added to
+the vector after it has stopped.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import shlex
-import socket
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from rivals.contract import ContractError, Request, parse
-from rivals.rendezvous import Rendezvous
+import mpi4py
+import numpy as np
+from mpi4py import MPI
 
-ARGUMENTS = "RIVALS_MPI_ARGUMENTS"
-"""An environment variable of the job's processes: the command lines of all ranks, as JSON."""
-
-RING = 4
-"""Open MPI's number of the ring algorithm of Allreduce."""
-
-LONGEST_COMMAND_BYTES = 1 << 16
+from rivals.contract import Request, Result, parse
+from rivals.entries import check, drawn, gathered, merge, merged_by_tree, packed, scatter_add
+from rivals.measure import Prepared, measured
 
 
-def launch(request: Request) -> int:
-    """Take part as one rank; return the job's exit code.  Raises `ContractError`."""
-    with Rendezvous(request) as group:
-        host = socket.gethostname()
-        ranks = group.exchange([host, request.to_arguments()])
-        os.environ[ARGUMENTS] = json.dumps([arguments for _, arguments in ranks])
-        hosts = [name for name, _ in ranks]
-        local = request.interface == "lo"
-        if not local and len(set(hosts)) < request.world:
-            remedy = "give each rank's process its own host name (unshare --uts)"
-            raise ContractError(f"the hosts' names are {hosts}; Open MPI needs different ones: {remedy}")
-        if request.rank:
-            return _serve(group)
-        code = _mpirun(request, group, [] if local else hosts)
-        for rank in range(1, request.world):
-            group.send(rank, {"done": code})
-        return code
+def all_reduce(comm: Any, request: Request) -> Prepared:
+    gradient_N = np.empty(request.n, np.float32)
+
+    def prepare() -> None:
+        gradient_N.fill(request.rank + 1)
+
+    def operation() -> None:
+        comm.Allreduce(MPI.IN_PLACE, gradient_N)
+        total = request.world * (request.world + 1) / 2
+        if gradient_N[0] != total or gradient_N[-1] != total:
+            raise ArithmeticError(f"the sum is {gradient_N[0]}, not {total}")
+
+    return Prepared(operation, 4 * request.n, prepare)
 
 
-def _serve(group: Rendezvous) -> int:
-    """Run the commands that rank 0 sends, until the job has ended."""
-    while True:
-        request = group.receive(0)
-        if "done" in request:
-            return int(request["done"])
-        subprocess.run(["sh", "-c", request["run"]], stdin=subprocess.DEVNULL, check=True)
+def all_gather(comm: Any, request: Request) -> Prepared:
+    indices_K, values_K = drawn(request)
+    all_indices = np.empty((request.world, request.k), np.int32)
+    all_values = np.empty((request.world, request.k), np.float32)
+    update_N = np.zeros(request.n, np.float32)
+    expected = gathered(request)
+
+    def prepare() -> None:
+        all_indices.fill(0)
+        all_values.fill(0)
+
+    def operation() -> None:
+        comm.Allgather(indices_K, all_indices)
+        comm.Allgather(values_K, all_values)
+
+    def finish() -> None:
+        update_N.fill(0)
+        for indices, values in zip(all_indices, all_values, strict=True):
+            update_N[indices] += values  # a rank's indices are different
+        check(update_N, expected)
+
+    return Prepared(operation, 8 * request.k, prepare, finish)
 
 
-def _mpirun(request: Request, group: Rendezvous, hosts: list[str]) -> int:
-    with tempfile.TemporaryDirectory(prefix="rivals-mpi-") as folder:
-        path = str(Path(folder, "agents"))
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen()
-            argv = [*options(request, hosts, path), sys.executable, "-m", "rivals.mpi_job"]
-            with subprocess.Popen(argv, stdin=subprocess.DEVNULL) as mpirun:
-                ended = os.pidfd_open(mpirun.pid)
-                try:
-                    while ended not in select.select([listener.fileno(), ended], [], [])[0]:
-                        _forward(listener, group, hosts)
-                finally:
-                    os.close(ended)
-            return mpirun.returncode
+def gtopk(comm: Any, request: Request) -> Prepared:
+    own = packed(request)
+    received = np.empty_like(own)
+    update_N = np.zeros(request.n, np.float32)
+    expected = merged_by_tree(request)
+
+    merged = own
+
+    def operation() -> None:
+        nonlocal merged
+        merged, distance = own.copy(), 1
+        while distance < request.world:
+            if request.rank % (2 * distance):
+                comm.Send(merged, request.rank - distance)
+                break
+            if request.rank + distance < request.world:
+                comm.Recv(received, request.rank + distance)
+                merged = merge(merged, received, request.k)
+            distance *= 2
+        comm.Bcast(merged, 0)
+
+    def finish() -> None:
+        update_N.fill(0)
+        scatter_add(update_N, merged)
+        check(update_N, expected)
+
+    return Prepared(operation, 8 * request.k, finish=finish)
 
 
-def options(request: Request, hosts: list[str], agents: str) -> list[str]:
-    """Return mpirun and its options.
-
-    Args:
-        hosts: the hosts' names; empty on loopback.
-        agents: the path of the agents' socket.
-    """
-    settings = {
-        "pml": "ob1",
-        "btl": "tcp,self",
-        "btl_tcp_if_include": request.interface,
-        "oob_tcp_if_include": request.interface,
-        "mpi_yield_when_idle": "1",  # several ranks share a core here
-    }
-    if request.op == "all_reduce":
-        settings |= {"coll_tuned_use_dynamic_rules": "1", "coll_tuned_allreduce_algorithm": str(RING)}
-    argv = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "-n", str(request.world)]
-    if hosts:
-        agent = shlex.join([sys.executable, "-m", "rivals.mpi_agent", agents])
-        settings |= {"plm_rsh_agent": agent, "plm_rsh_no_tree_spawn": "1"}
-        argv += ["--host", ",".join(f"{host}:1" for host in hosts), "--map-by", "node"]
-    for name, value in settings.items():
-        argv += ["--mca", name, value]
-    return argv
+OPERATIONS: dict[str, Callable[[Any, Request], Prepared]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "gtopk": gtopk,
+}
 
 
-def _forward(listener: socket.socket, group: Rendezvous, hosts: list[str]) -> None:
-    """Send an agent's command to the rank on its host."""
-    with listener.accept()[0] as connection, connection.makefile("rwb") as agent:
-        host, command = json.loads(agent.readline(LONGEST_COMMAND_BYTES))
-        group.send(hosts.index(host), {"run": command})
-        agent.write(b"\n")
+def run(request: Request) -> Result:
+    """Measure as one rank of a started MPI job."""
+    comm = MPI.COMM_WORLD
+    prepared = OPERATIONS[request.op](comm, request)
+    library = MPI.Get_library_version().partition(",")[0]
+    version = f"{library}, mpi4py {mpi4py.__version__}"
+    result = measured(request, "mpi", version, prepared, comm.Barrier)
+    comm.Barrier()  # no rank leaves while another one still measures
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(launch(parse("mpi")))
+    first = parse("mpi")  # mpirun gives all ranks the arguments of rank 0
+    own_rank = MPI.COMM_WORLD.Get_rank()
+    own_request = replace(first, rank=own_rank, out=first.out.with_name(f"rank-{own_rank}.json"))
+    run(own_request).write(own_request.out)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,25 +27,10 @@ from torch.utils.data import Dataset
 
 from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS, Pair, Workload, trained_of
+from procfs import sent_bytes
 from rivals.contract import INTERFACE, TRAINERS, Request, leave
 
 DATA_SEED = 1
-
-
-class Exchange(Protocol):
-    """Exchanges gradients between the loss and the optimizer's step."""
-
-    def backward(self, x_BT: Tensor, y_BT: Tensor) -> float:
-        """Return the loss; except with local steps, each `grad` is then the mean of all ranks."""
-
-    def stepped(self) -> None:
-        """Called after the optimizer's step."""
-
-    def stop(self, own: bool) -> bool:
-        """Return rank 0's value of `own`; all ranks call it together, and wait for rank 0."""
-
-    def close(self) -> None:
-        """Wait for all ranks, then leave the group."""
 
 
 class Loss(nn.Module):
@@ -87,25 +72,28 @@ class Gloo:
             self._parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def backward(self, x_BT: Tensor, y_BT: Tensor) -> float:
+        """Return the loss; except with local steps, each `grad` is then the mean of all ranks."""
         loss = self._parallel(x_BT, y_BT)
         loss.backward()
         return float(loss)
 
     def stepped(self) -> None:
-        pass
+        """Called after the optimizer's step."""
 
     def stop(self, own: bool) -> bool:
+        """Return rank 0's value of `own`; all ranks call it together, and wait for rank 0."""
         flag = torch.tensor([float(own)])
         self._dist.broadcast(flag, 0)
         return bool(flag)
 
     def close(self) -> None:
+        """Wait for all ranks, then leave the group."""
         self._dist.barrier()
         self._dist.destroy_process_group()
 
 
 class Hivemind:
-    """hivemind's averaging of each step, or after `--every` local steps."""
+    """hivemind's averaging of each step, or after `--every` local steps; its methods are those of `Gloo`."""
 
     def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
         from rivals import hivemind as rival
@@ -168,38 +156,32 @@ def request_of(options: argparse.Namespace) -> Request:
     return Request(rank, world, master, "all_reduce", 1, options.folder, interface=options.interface)
 
 
-class Batches:
-    """A rank's batches, in an order of samples that is the same on all ranks."""
-
-    def __init__(self, data: Dataset[Pair], size: int, rank: int, world: int) -> None:
-        self._data, self._size, self._rank, self._world = data, size, rank, world
-        self._generator = torch.Generator().manual_seed(DATA_SEED)
-        self._order: list[int] = []
-
-    def next(self) -> tuple[Tensor, Tensor]:
-        count = self._size * self._world
-        while len(self._order) < count:
-            self._order += torch.randperm(len(self._data), generator=self._generator).tolist()  # type: ignore[arg-type]
-        taken, self._order = self._order[:count], self._order[count:]
-        pairs = [self._data[i] for i in taken[self._rank * self._size : (self._rank + 1) * self._size]]
-        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+def batches_of(data: Dataset[Pair], size: int, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a rank's batches without end, in an order of samples that is the same on all ranks."""
+    generator, order = torch.Generator().manual_seed(DATA_SEED), list[int]()
+    while True:
+        while len(order) < size * world:
+            order += torch.randperm(len(data), generator=generator).tolist()  # type: ignore[arg-type]
+        pairs = [data[i] for i in order[rank * size : (rank + 1) * size]]
+        order = order[size * world :]
+        yield torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
 def train(options: argparse.Namespace) -> None:
     """Train as one rank."""
     workload = WORKLOADS[options.workload]()
     size = options.batch_size or workload.batch_size
-    batches = Batches(workload.train, size, options.rank, options.world)
+    batches = batches_of(workload.train, size, options.rank, options.world)
     model = workload.model(options.seed)
     settings = workload.settings[options.settings].at(options.learning_rate)
-    exchange: Exchange = EXCHANGES[options.rival](options, workload, model)
+    exchange = EXCHANGES[options.rival](options, workload, model)
     optimizer = settings.build(model)
     exchange.stop(False)  # a barrier before the clock starts
     options.folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(options.folder / "steps.jsonl", options.interface)
+    recorder = Recorder(options.folder / "steps.jsonl", lambda: sent_bytes(options.interface))
     for step in range(1, options.steps + 1):
         optimizer.zero_grad()
-        loss = exchange.backward(*batches.next())
+        loss = exchange.backward(*next(batches))
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         optimizer.step()
         exchange.stepped()
@@ -227,13 +209,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--measure-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
-    parser.add_argument(
-        "--settings", choices=("dense", "adamw", "local"), default="dense", help="of this optimizer family"
-    )
+    parser.add_argument("--settings", choices=("dense", "adamw", "local"), default="dense")
     parser.add_argument("--every", type=int, default=1, help="hivemind: local steps between averagings")
-    parser.add_argument(
-        "--compression", choices=("none", "float16", "int8"), default="none", help="of hivemind"
-    )
+    parser.add_argument("--compression", choices=("none", "float16", "int8"), default="none")
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--batch-size", type=int, help="instead of the workload's")
     parser.add_argument("--powersgd-rank", type=int, default=2)

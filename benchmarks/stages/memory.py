@@ -1,57 +1,77 @@
-r"""Measures the peak memory of a stage with and without re-materialization, in a process for each case.
+r"""Measures the memory of stages: with and without re-materialization, and below an enforced limit.
 
-The stage executes its part of the schedule with random activations and gradients, so its process has no other
-stages.  Run as a program, this module measures a case and prints JSON.
+    memory    one stage executes its part of the schedule with random activations and gradients
+              ____/\_/\___ steps before: weights, gradients, libraries = the base
+                          \____/^^^^\___ one step: its peak above the base is reported
+    limit     one process, the whole mini-batch at once      peak >= 4 x limit; and 4 x limit is not enough
+              four workers, each with the enforced limit     all steps are committed; all peaks are below it
 
-    resident memory   ____/\_/\___ steps before: weights, gradients, libraries = the base
-                                  \____/^^^^\___ one step: its peak above the base is reported
+Memory counts from before the model is made, so that the interpreter, torch's code and network threads are not
+included, but messages are.  The peak is of resident memory (VmHWM).  The limit is enforced with RLIMIT_DATA,
+the kernel's bound of private memory: an allocation beyond it fails with torch's "not enough memory".
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import subprocess
-import sys
+import resource
+import threading
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import product
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+import gridtrain
 from gridtrain.core.stages.schedule import ActionKind, fill_drain, one_forward_one_backward
+from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec
-from gridtrain.tools.demo.byte_gpt import TransformerBlock
+from gridtrain.tools.demo import pipeline_model as recipe
+from gridtrain.tools.demo.byte_gpt import TransformerBlock, Windows
 from gridtrain.tools.demo.recipe import ModelSize
+from gridtrain.tools.demo.text_corpus import load_corpus
+from lab.group import run_in_lab
+from procfs import forget_peak, in_own_process, memory_bytes
 
-SHAPE = ModelSize(width=256, layers=4, heads=4, context=128)
-SAMPLES, STAGES, MICRO_BATCHES = 4, 4, 8
+STAGES, MICRO_BATCHES = 4, 8
+STAGE_SHAPE, STAGE_SAMPLES = ModelSize(width=256, layers=4, heads=4, context=128), 4
 SCHEDULES = {"fill-drain": fill_drain, "1F1B": one_forward_one_backward}
+LIMIT_SHAPE = ModelSize(width=192, layers=8, heads=4, context=128)
+BATCH, STEPS = 16, 3
+LIMIT_BYTES = 64 << 20
+TIMEOUT_S = 170.0
+STACK_BYTES = 512 << 10
+"""Stack of a worker's threads, which RLIMIT_DATA counts as a whole, usually 8 MiB."""
+
+ALONE = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The peak of the first stage, which stores the most micro-batches (`kept`)."""
+class MemoryBound:
+    """Measures the memory that the process uses from now on, and bounds it."""
 
-    schedule: str
-    rematerialise: bool
-    kept: int
-    peak_bytes: int
-    weights_bytes: int
+    def __init__(self, cap_bytes: int | None = None) -> None:
+        ctypes.CDLL(None).malloc_trim(0)
+        self._base_bytes = memory_bytes("VmRSS")
+        forget_peak()
+        if cap_bytes is not None:
+            most = memory_bytes("VmData") + cap_bytes
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+    @property
+    def peak_bytes(self) -> int:
+        return memory_bytes("VmHWM") - self._base_bytes
 
 
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+# -- one stage -------------------------------------------------------------------------------------
 
 
 def _step(stage: Stage, name: str, micro_batches: int) -> None:
-    x_BTD = torch.randn(SAMPLES, SHAPE.context, SHAPE.width)
-    gradient = torch.randn(SAMPLES, SHAPE.context, SHAPE.width)
-    schedule = SCHEDULES[name](STAGES, micro_batches)
-    stage.begin(1, (SAMPLES,) * micro_batches)
-    for action in schedule.actions[0]:
+    x_BTD, gradient = torch.randn(2, STAGE_SAMPLES, STAGE_SHAPE.context, STAGE_SHAPE.width)
+    stage.begin(1, (STAGE_SAMPLES,) * micro_batches)
+    for action in SCHEDULES[name](STAGES, micro_batches).actions[0]:
         if action.kind is ActionKind.FORWARD:
             stage.forward(action.micro_batch, x_BTD.clone())
         else:
@@ -61,34 +81,108 @@ def _step(stage: Stage, name: str, micro_batches: int) -> None:
         parameter.grad = None
 
 
-def one(name: str, rematerialise: bool) -> Peak:
+def of_a_stage(name: str, rematerialise: bool) -> dict[str, Any]:
+    """Return the peak of the first stage, which stores the most micro-batches (`kept`)."""
     torch.set_num_threads(1)
-    spec = TensorTreeSpec.of(torch.zeros(7, SHAPE.context, SHAPE.width), 7)
-    blocks = [TransformerBlock(SHAPE) for _ in range(SHAPE.layers)]
+    spec = TensorTreeSpec.of(torch.zeros(7, STAGE_SHAPE.context, STAGE_SHAPE.width), 7)
+    blocks = [TransformerBlock(STAGE_SHAPE) for _ in range(STAGE_SHAPE.layers)]
     stage = Stage(blocks, input=spec, output=spec, rematerialise=rematerialise)
     _step(stage, name, 1)
-    ctypes.CDLL(None).malloc_trim(0)
-    base_bytes = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak until now
+    bound = MemoryBound()
     _step(stage, name, MICRO_BATCHES)
-    peak_bytes = _status_bytes("VmHWM") - base_bytes
-    kept = SCHEDULES[name](STAGES, MICRO_BATCHES).max_in_flight(0)
-    weights_bytes = sum(p.numel() * p.element_size() for p in stage.parameters)
-    return Peak(name, rematerialise, kept, peak_bytes, weights_bytes)
+    return {
+        "schedule": name,
+        "rematerialise": rematerialise,
+        "kept": SCHEDULES[name](STAGES, MICRO_BATCHES).max_in_flight(0),
+        "peak_bytes": bound.peak_bytes,
+        "weights_bytes": sum(p.numel() * p.element_size() for p in stage.parameters),
+    }
 
 
-def all_cases() -> list[Peak]:
-    found = []
-    for name in SCHEDULES:
-        for rematerialise in (False, True):
-            command = [sys.executable, __file__, name, str(int(rematerialise))]
-            path = os.pathsep.join(entry for entry in sys.path if entry)
-            done = subprocess.run(
-                command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
-            )
-            found.append(Peak(**json.loads(done.stdout)))
-    return found
+def stages() -> dict[str, Any]:
+    cases = product(SCHEDULES, (False, True))
+    return {"rows": [in_own_process(of_a_stage, *case) for case in cases]}
 
 
-if __name__ == "__main__":
-    print(json.dumps(asdict(one(sys.argv[1], bool(int(sys.argv[2]))))))
+# -- a limit -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The peak of a process; `peak_bytes` is None if an allocation beyond `cap_bytes` failed."""
+
+    name: str
+    cap_bytes: int | None
+    peak_bytes: int | None
+    losses: list[float]
+
+
+def _warm_up() -> None:
+    """Make torch load its kernels and start its threads."""
+    small = ModelSize(width=16, layers=1, heads=2, context=8)
+    net = nn.Sequential(*Blueprint(lambda: recipe.make_model(small), seed=0, init=recipe.init).build(0, 3))
+    optimizer = recipe.adam(net.parameters())
+    x_BT = torch.zeros(2, 8, dtype=torch.long)
+    for _ in range(2):
+        recipe.compute_loss(net(x_BT), x_BT).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def _blueprint() -> Blueprint:
+    return Blueprint(lambda: recipe.make_model(LIMIT_SHAPE), seed=0, init=recipe.init)
+
+
+def in_one_piece(cap_bytes: int | None) -> Peak:
+    """Train in an ordinary loop: the whole mini-batch forward, backward, AdamW."""
+    torch.set_num_threads(1)
+    windows = Windows(load_corpus().train, LIMIT_SHAPE.context)
+    batches: list[tuple[Tensor, Tensor]] = [windows.evenly_spaced(BATCH) for _ in range(STEPS)]
+    _warm_up()
+    bound = MemoryBound(cap_bytes)
+    losses: list[float] = []
+    try:
+        model = nn.Sequential(*_blueprint().build(0, LIMIT_SHAPE.layers + 2))
+        optimizer = recipe.adam(model.parameters())
+        for x_BT, y_BT in batches:
+            loss = recipe.compute_loss(model(x_BT), y_BT)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        return Peak("in one piece", cap_bytes, None, losses)
+    return Peak("in one piece", cap_bytes, bound.peak_bytes, losses)
+
+
+def work(options: dict[str, Any]) -> dict[str, Any]:
+    """Train as one of the four workers.  The run ends with an error if an allocation fails."""
+    threading.stack_size(STACK_BYTES)
+    windows = Windows(load_corpus().train, LIMIT_SHAPE.context)
+    with gridtrain.join() as grid:
+        _warm_up()
+        bound = MemoryBound(options["cap_bytes"])
+        pipe = grid.pipeline(
+            _blueprint(),
+            recipe.adam,
+            stages=STAGES,
+            loss_fn=recipe.compute_loss,
+            micro_batches=MICRO_BATCHES,
+            exchange=gridtrain.Dense(),
+            ahead=0.0,
+            compare_every=0,
+        )
+        losses = []
+        for inputs, targets in grid.batches(windows, batch_size=BATCH, steps=STEPS):
+            loss = pipe.step(inputs, targets)
+            losses.append(float("nan") if loss is None else loss)
+        return asdict(Peak(f"stage {pipe.stage} of {STAGES}", options["cap_bytes"], bound.peak_bytes, losses))
+
+
+def limit() -> dict[str, Any]:
+    """Measure one process without a bound and with 4 limits, then four workers with one limit each."""
+    os.environ.update(ALONE)
+    found = [asdict(in_own_process(in_one_piece, cap)) for cap in (None, STAGES * LIMIT_BYTES)]
+    workers = run_in_lab(work, {"cap_bytes": LIMIT_BYTES}, STAGES, TIMEOUT_S, env=ALONE)
+    return {"limit_bytes": LIMIT_BYTES, "rows": found + sorted(workers.values(), key=lambda row: row["name"])}

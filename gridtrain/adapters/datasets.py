@@ -93,6 +93,7 @@ def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMet
     The package datasets reads by itself, so rows stand for what it reads: the next are requested when the
     limit allows as many bytes as the last ones have.
     """
+    meter.check_undivided(place, limit_bytes)
     shard = stream.shard(num_shards=stream.num_shards, index=int(place.removeprefix(_PLACE)))
     with part.open("wb") as file:
 

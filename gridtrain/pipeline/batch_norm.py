@@ -10,6 +10,10 @@ The statistics are merged by the method of Chan, Golub and LeVeque (1979), which
 from each other; the variance is unbiased, as in torch.  The running statistics do not change before `commit`,
 so an aborted step has no effect.
 
+A micro-batch of a single value per channel has no statistics of its own: it is normalized by the running
+ones, as for evaluation, and does not change them.  It occurs only where a step has one sample for a replica,
+because micro-batches are otherwise larger (`boundary_specs.lone_sample_layer`).
+
 Other buffers (a moving average, spectral norm's vectors, a counter) change with each micro-batch, as in a
 model that is not partitioned.  A repeated forward uses the values of the first forward and does not change
 the buffers.  A step that is not committed restores them.
@@ -53,7 +57,11 @@ class _Moments:
 
 
 class MiniBatchStatistics:
-    """Collects the statistics of all batch norms in `layers` for each mini-batch."""
+    """Collects the statistics of all batch norms in `layers` for each mini-batch.
+
+    Attributes:
+        lone: a batch norm that had a single value per channel; None if there was none.
+    """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         found = {module: None for layer in layers for module in layer.modules()}
@@ -64,9 +72,18 @@ class MiniBatchStatistics:
             )
         self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._sums: dict[_BatchNorm, _Moments] = {}
+        self.lone: nn.Module | None = None
 
-    def _before(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _choose(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        values = inputs[0] if inputs else named["input"]
+        norm.training = values.numel() != values.shape[1]
+        if not norm.training:
+            self.lone = norm
+
+    def _collect(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert isinstance(norm, _BatchNorm)
+        if not norm.training:
+            return
         values = (
             (inputs[0] if inputs else named["input"]).detach().float().transpose(0, 1).flatten(1)
         )  # (C, count)
@@ -84,9 +101,8 @@ class MiniBatchStatistics:
     @contextmanager
     def _observed(self, first_time: bool) -> Iterator[None]:
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
-        hooks = [
-            norm.register_forward_pre_hook(self._before, with_kwargs=True) for norm in training if first_time
-        ]
+        befores = (self._choose, self._collect) if first_time else (self._choose,)
+        hooks = [norm.register_forward_pre_hook(f, with_kwargs=True) for norm in training for f in befores]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics
         try:
@@ -95,7 +111,7 @@ class MiniBatchStatistics:
             for hook in hooks:
                 hook.remove()
             for norm in training:
-                norm.track_running_stats = True
+                norm.training = norm.track_running_stats = True
 
     def discard(self) -> None:
         self._sums.clear()

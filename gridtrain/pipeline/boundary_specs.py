@@ -63,21 +63,24 @@ def infer_boundary_specs(
     return tuple(specs)
 
 
-def min_samples(layers: Sequence[nn.Module], example: Any) -> int:
-    """Return the minimum number of samples of a micro-batch: 2 if a layer such as `BatchNorm1d` cannot train
-    on one sample, otherwise 1."""
+def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> str:
+    """Return the first layer that cannot train on a single sample, such as "layer 3, BatchNorm1d"; "" if all
+    can."""
     meta = torch.device("meta")
     output = _with_sample_count(example, 1, meta)
-    copies = [copy.deepcopy(layer).to(meta) for layer in layers]
-    try:
-        with torch.no_grad(), MiniBatchStatistics(copies).forward(first_time=False):
-            for layer in copies:
-                output = layer(output)
-    except ValueError:
-        return 2
-    except Exception:  # a user's code may raise anything
-        return 1
-    return 1
+    for i, layer in enumerate(layers):
+        copied = copy.deepcopy(layer).to(meta)
+        statistics = MiniBatchStatistics([copied])
+        try:
+            with torch.no_grad(), statistics.forward(first_time=False):
+                output = copied(output)
+        except ValueError:  # a norm without running statistics, for example
+            return f"layer {i}, {type(layer).__name__}"
+        except Exception:  # a user's code may raise anything
+            return ""
+        if statistics.lone is not None:
+            return f"layer {i}, {type(statistics.lone).__name__}"
+    return ""
 
 
 def _with_sample_count(tree: Any, samples: int, device: torch.device) -> Any:

@@ -23,7 +23,7 @@ from gridtrain.core.stages import schedule
 from gridtrain.core.stages.stage_cost import ScheduleKind
 from gridtrain.errors import ConfigError
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.pipeline.boundary_specs import infer_boundary_specs, min_samples
+from gridtrain.pipeline.boundary_specs import infer_boundary_specs, lone_sample_layer
 from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
 from gridtrain.pipeline.memory_usage import SavedTensorMeter
 from gridtrain.pipeline.model_stages import ModelStages
@@ -142,6 +142,7 @@ class StageState:
 
     Attributes:
         has_stepped: whether an update was applied since the stage was built or restored.
+        lone_sample_layer: the first layer of the model that cannot train on a single sample; "" if all can.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class StageState:
         self.residual = WorkerResidual(self.exchanger, self.flat.n)
         self.buffer_averaging = BufferAveraging(self.module, options.average_buffers_every)
         self.executor: StageExecutor | None = None
-        self._min_samples = 1  # of a micro-batch
+        self.lone_sample_layer = ""
         self.has_stepped = False
 
     def set_position(self, staging: ModelStages, stage: int) -> None:
@@ -172,7 +173,7 @@ class StageState:
             options = self._options
             start, stop = staging.block_range(self.stage)
             boundaries = infer_boundary_specs(staging.blueprint.blocks, example, wire=options.wire)
-            self._min_samples = min_samples(staging.blueprint.blocks, example)
+            self.lone_sample_layer = lone_sample_layer(staging.blueprint.blocks, example)
             if options.micro_batches is not None:
                 order = options.schedule(staging.stages, options.micro_batches)
                 check_in_flight(order, max((len(each.leaves) for each in boundaries[:-1]), default=1))
@@ -210,7 +211,8 @@ class StageState:
 
     def micro_batch_sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
         """Return the number of samples of each micro-batch, at least as many as the model needs to train."""
-        return schedule.divide_samples(samples, min(micro_batches, max(1, samples // self._min_samples)))
+        least = 2 if self.lone_sample_layer else 1
+        return schedule.divide_samples(samples, min(micro_batches, max(1, samples // least)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
         """Return the peak size in bytes of the inputs stored for micro-batches that await their backward."""

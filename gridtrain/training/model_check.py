@@ -1,8 +1,9 @@
 """What cannot work in a model or its batches, found before the first step rather than in a library.
 
 check_values(model)          when a worker joins: NaN in a parameter
-TokenCheck(model).check(b)   each batch: token ids that the model does not have, more tokens than positions
+TokenCheck(model).check(b)   each batch: labels that the model does not have, more tokens than positions
                              the first batch: no token to predict
+   and in the forward of b   token ids that the model does not have
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -54,6 +56,10 @@ def check_values(model: nn.Module) -> None:
 class TokenCheck:
     """Checks the batches of a language model of transformers; of other models it knows nothing.
 
+    Ids that the vocabulary does not have may be placeholders that the model replaces itself, such as -200 of
+    LLaVA and Ovis, -1 and -2 of Phi-3-vision, or an image's id of Gemma 3.  They are refused if the table of
+    tokens is indexed with them.
+
     Args:
         look_further: returns, one by one, batches of samples from the whole data set; called if the first
             batch has no token to predict.
@@ -68,12 +74,12 @@ class TokenCheck:
         is_tokens: bool = False,
     ) -> None:
         self._look_further, self._is_tokens = look_further, is_tokens
-        self._rows, self._positions = _table_sizes(model)
+        self._table, self._rows, self._positions = _tables(model)
         self._has_decoder_labels = any(  # of another vocabulary, and none is without a prediction
             getattr(getattr(module, "config", None), "is_encoder_decoder", False)
             for module in model.modules()
         )
-        self._is_first, self._has_warned = True, False
+        self._is_first, self._has_warned, self._is_watching = True, False, False
 
     def check(self, batch: Any) -> None:
         """Raise `ConfigError` if the model cannot compute the batch."""
@@ -84,30 +90,28 @@ class TokenCheck:
         tokens, labels = named.get("input_ids"), named.get("labels")
         if not _is_integral(tokens) or not (self._is_first or tokens.device.type == "cpu"):
             return  # to look at a GPU's values makes the CPU wait for the GPU
-        self._check_ids("input_ids", tokens)
+        if _unknown_id(tokens, self._rows) is not None:
+            self._watch_table(tokens)
         if is_named and 0 < self._positions < tokens.shape[-1]:  # a loop may cut what has no name
             raise ConfigError(
                 f"a sample has {tokens.shape[-1]} tokens, but the model has {self._positions} positions",
                 remedy="cut the samples: tokenizer(..., truncation=True, max_length=...), or pack=",
             )
         if not self._has_decoder_labels and _is_integral(labels) and labels.shape == tokens.shape:
-            self._check_ids("labels", labels[labels != IGNORED])
+            is_known = (tokens >= 0) & (tokens < self._rows)  # what is predicted for a placeholder is unknown
+            _check_ids("labels", self._rows, labels[is_known & (labels != IGNORED)])
             if _predicts_nothing(labels):
                 self._refuse_masked()
         self._is_first = False
 
-    def _check_ids(self, name: str, ids: Tensor) -> None:
-        if not ids.numel():
-            return
-        least, most = (int(value) for value in ids.aminmax())
-        if least < 0 or most >= self._rows:
-            wrong = least if least < 0 else most
-            raise ConfigError(
-                f"{name} has the token id {wrong}, but the model's vocabulary has {self._rows} tokens, 0 to "
-                f"{self._rows - 1}",
-                remedy="use the tokenizer of this model; if it has new tokens, call "
-                "model.resize_token_embeddings(len(tokenizer)) before grid.optimizer, on all workers",
-            )
+    def _watch_table(self, tokens: Tensor) -> None:
+        """Check what the table of tokens is indexed with from now on."""
+        assert self._table is not None
+        if self._table.weight.is_meta:  # a pipeline computes with other modules
+            _check_ids("input_ids", self._rows, tokens)
+        if not self._is_watching:
+            self._is_watching = True
+            self._table.register_forward_pre_hook(partial(_check_lookup, self._rows), with_kwargs=True)
 
     def _refuse_masked(self) -> None:
         """Raise `ConfigError` if no sample has a token to predict; otherwise warn once."""
@@ -139,6 +143,27 @@ def spread_samples(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterato
         yield collate([dataset[index]])
 
 
+def _unknown_id(ids: Tensor, rows: int) -> int | None:
+    """Return an id that a table of so many rows does not have, if there is one."""
+    if not ids.numel():
+        return None
+    least, most = (int(value) for value in ids.aminmax())
+    return least if least < 0 else most if most >= rows else None
+
+
+def _check_ids(name: str, rows: int, ids: Tensor) -> None:
+    if (wrong := _unknown_id(ids, rows)) is not None:
+        raise ConfigError(
+            f"{name} has the token id {wrong}, but the model's vocabulary has {rows} tokens, 0 to {rows - 1}",
+            remedy="use the tokenizer of this model; if it has new tokens, call "
+            "model.resize_token_embeddings(len(tokenizer)) before grid.optimizer, on all workers",
+        )
+
+
+def _check_lookup(rows: int, table: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+    _check_ids("input_ids", rows, args[0] if args else named["input"])
+
+
 def _is_integral(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.numel() > 0 and value.dtype in (torch.int32, torch.int64)
 
@@ -147,9 +172,9 @@ def _predicts_nothing(labels: Tensor) -> bool:
     return bool((labels[..., 1:] == IGNORED).all())  # nothing predicts the first token
 
 
-def _table_sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the number of token ids, and the largest number of tokens of a sample if the model has a table
-    of positions; 0 for each that is unknown."""
+def _tables(model: nn.Module) -> tuple[nn.Embedding | None, int, int]:
+    """Return the table of tokens, the number of its rows, and the largest number of tokens of a sample if the
+    model has a table of positions; None or 0 for what is unknown."""
     for module in model.modules():
         if not hasattr(module, "get_input_embeddings"):
             continue
@@ -164,5 +189,5 @@ def _table_sizes(model: nn.Module) -> tuple[int, int]:
             m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m is not found
         }
         has_table = isinstance(most, int) and any(most <= size <= most + _MOST_OFFSET for size in tables)
-        return (rows if isinstance(rows, int) else 0), (most if has_table else 0)
-    return 0, 0
+        return found, (rows if isinstance(rows, int) else 0), (most if has_table else 0)
+    return None, 0, 0

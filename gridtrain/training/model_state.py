@@ -7,7 +7,8 @@ subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pi
     join          load the checkpoint on disk, and describe the training settings to the coordinator
     begin_turn    add a saved residual if the run is still at its step; write a checkpoint if one is due
     finished run  write the checkpoint of the last step
-    rest, leave   residual: largest entries --> another worker, the rest --> memory (rest) or disk (leave)
+    rest, leave   residual: largest entries --> another worker, the rest --> memory
+    close         when the others know that this worker has left: the rest, and the state --> disk
     export        write the final model
 """
 
@@ -74,6 +75,8 @@ log = logging.getLogger("gridtrain")
 SETTLE_TIMEOUT_S = 5.0
 """Longest time for which a leaving worker waits for the end of a round that does not wait for its trainer."""
 
+NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelStateOptions:
@@ -107,7 +110,8 @@ class ModelState(ABC):
         self._uploader: CheckpointUploader | None = None
         self._written_step: int | None = None  # of the checkpoint that was written last
         self._final_step: int | None = None  # the run's last step, if its checkpoint is being written
-        self._left_step: int | None = None  # after which this worker left, if its checkpoint is being written
+        self._is_leaving = False  # from `leave` until `close` has saved what this worker still has
+        self._left_at: WorkerSnapshot | None = None  # after which step this worker left with a state to save
 
     # -- joining -------------------------------------------------------------------------------------
 
@@ -217,36 +221,57 @@ class ModelState(ABC):
         return held if is_settled else None  # otherwise a step may have committed that the model lacks
 
     def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
-        """Transfer or save the residual, and save the state between two steps, when this worker leaves a run
-        that has not reached its end."""
-        is_settled = False
+        """Transfer the residual, and record which state `close` has to save, when this worker leaves a run
+        that has not reached its end.
+
+        The other members wait until this worker has left, and therefore not for copies and for the disk.
+        """
+        self._is_leaving, is_settled = True, False
         try:
             is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
         except GridtrainError as error:
             is_settled = False
             log.debug("the residual is not transferred: %s", error)  # this worker is no member (any more)
-        if self._left is not None and self._has_checkpoints:
-            save_left_residual(self._left_folder(self._left), self._facts, self._left)
         if between_steps and is_settled:
             try:
                 self._keep_for_others()
             except Exception as error:  # such as no memory for a copy, which must not prevent the departure
-                log.warning("this worker leaves without a checkpoint of its last step: %s", error)
+                log.warning(NOT_SAVED, error)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for a checkpoint that is being written or uploaded, and release the folder."""
+        """Save what `leave` has recorded, wait for a checkpoint that is being written or uploaded, and
+        release the folder.  No step may be taken after `leave`."""
+        if self._is_leaving:
+            self._save_left(timeout_s)
         self._wait_for_writer(timeout_s)
-        if self._left_step is not None and self._left_step == self._written_step:
+        if self._left_at is not None and self._left_at.applied + 1 == self._written_step:
             log.warning(
                 "the state after step %d is in %s: this worker can continue from it, and gridtrain export "
                 "writes its model",
-                *(self._left_step, self._options.folder),
+                *(self._written_step, self._options.folder),
             )
         if self._uploader is not None:
             self._uploader.close(timeout_s)
         if self._store is not None:
             self._store.release()
+
+    def _save_left(self, timeout_s: float) -> None:
+        """Save the residual that remains with this worker, and begin to write the state that it left with."""
+        self._is_leaving = False
+        if self._left is not None and self._has_checkpoints:
+            save_left_residual(self._left_folder(self._left), self._facts, self._left)
+        left_at = self._left_at
+        if (
+            left_at is None
+            or not self._wait_for_writer(timeout_s)
+            or left_at.applied + 1 == self._written_step
+        ):
+            return
+        try:
+            self._write_checkpoint(left_at)
+        except Exception as error:  # such as no memory for a copy, which must not prevent the departure
+            log.warning(NOT_SAVED, error)
 
     # -- the final model ---------------------------------------------------------------------------------
 
@@ -523,18 +548,15 @@ class WholeModelState(ModelState):
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
 
     def _keep_for_others(self) -> None:
-        """Write a checkpoint, because all workers may be leaving: nobody knows who is the last one.
+        """Let `close` write a checkpoint, because all workers may be leaving: nobody knows who is the last.
 
         With overlapped local steps none is written: the latest change is not applied yet.  A script that
         tracks an object, which may be a step behind, is not considered to be between two steps.
         """
         snapshot = self._session.snapshot
-        step = snapshot.applied + 1
-        if not (self._has_checkpoints and snapshot.is_synced and step > 0) or self._optimizer.delay:
-            return
-        if step != self._written_step and self._wait_for_writer(SETTLE_TIMEOUT_S):
-            self._left_step = step
-            self._write_checkpoint(snapshot)
+        is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay
+        if self._has_checkpoints and is_complete:
+            self._left_at = snapshot
 
     def _drop_from_checkpoint(self, step: int) -> None:
         self.checkpoints.drop_residual(step)

@@ -226,4 +226,5 @@ class PauseController:
         if rates != self._rates:
             self._rates = rates
             self._limit(*rates)
-        self._fetches.limit(directive.download_Bps, directive.most_bytes - self._reserve_bytes)
+        most_bytes = directive.most_bytes - self._reserve_bytes
+        self._fetches.limit(directive.download_Bps, most_bytes, directive.day_bytes)

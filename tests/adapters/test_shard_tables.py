@@ -16,8 +16,9 @@ from checkpointed_group import run
 from torch import nn
 
 import gridtrain
-from gridtrain.errors import ConfigError, DataError
+from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.training.data import shard_rows
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.data.shard_files import ShardCache
 from gridtrain.training.data.shard_index import build_index, read_index, write_index
 
@@ -187,6 +188,50 @@ def test_a_stream_that_fails_is_reported_and_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"datasets://shard/1 cannot be read .*this row is damaged"):
         data[8]
     assert data.failed_reads == 1
+
+
+class PlainStream:
+    """What `StreamShards` needs of a stream; `reads` are the shards that were read."""
+
+    num_shards, state_dict = len(SIZES), None
+
+    def __init__(self, number: int | None = None, reads: list[int | None] | None = None) -> None:
+        self.number, self.reads = number, [] if reads is None else reads
+
+    def shard(self, num_shards: int, index: int) -> PlainStream:
+        return PlainStream(index, self.reads)
+
+    def iter(self, batch_size: int) -> Any:
+        self.reads.append(self.number)
+        assert self.number is not None
+        rows = rows_of(self.number)
+        yield {"number": [row["number"] for row in rows], "text": [row["text"] for row in rows]}
+
+
+def test_a_shard_of_a_stream_is_not_begun_beyond_the_budget(tmp_path: Path) -> None:
+    """It would begin anew each day, because a stream cannot be continued."""
+    from gridtrain.adapters.datasets import StreamShards
+    from gridtrain.adapters.datasets import write_index as write_stream_index
+
+    stream, index, meter = PlainStream(), tmp_path / "index.json", FetchMeter()
+    write_stream_index(stream, index, cache=ShardCache(tmp_path / "written"))
+    stream.reads.clear()
+    data = StreamShards(stream, index, cache=tmp_path / "cache")
+    data.obey(meter)
+    nbytes = data.index.shards[1].bytes
+    meter.limit(None, nbytes - 1, nbytes - 1)
+    with pytest.raises(
+        DataError,
+        match=r"datasets://shard/1 of 1\.\d+ kB, .* larger than the traffic budget of a day, 1\.\d+ kB -> "
+        r"raise the budget \(gridtrain worker set budget=\.\.\.\), or ask the run's owner for smaller shards",
+    ):
+        data[8]
+    meter.limit(None, nbytes - 1, nbytes)
+    with pytest.raises(BudgetSpent, match=r"datasets://shard/1 .* needs more than the 1\.\d+ kB that the"):
+        data[8]
+    assert stream.reads == [] and data.fetched_bytes == 0
+    meter.limit(None, nbytes, nbytes)
+    assert data[8]["number"] == 8 and stream.reads == [1]
 
 
 def test_what_is_no_stream_of_this_index_is_refused(tmp_path: Path) -> None:

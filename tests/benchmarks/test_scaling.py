@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind
-from scaling import ALPHA_S, BANDWIDTH_BPS, HERE, NAMES, chart, load_of, simulated
+from record import RESULTS
+from scaling import ALPHA_S, BANDWIDTH_BPS, NAMES, chart, load_of, simulated
 
 
 @pytest.mark.parametrize("kind", NAMES, ids=str)
@@ -23,6 +23,6 @@ def test_the_collectives_agree_with_the_model(kind: ExchangeKind) -> None:
 
 
 def test_the_chart_shows_the_result_file() -> None:
-    rows = json.loads((HERE / "results" / "scaling.json").read_text())["results"]
-    drawn = (Path(HERE).parent / "docs" / "images" / "scaling.svg").read_text()
+    rows = json.loads((RESULTS / "scaling.json").read_text())["results"]
+    drawn = (RESULTS.parents[1] / "docs" / "images" / "scaling.svg").read_text()
     assert drawn == chart(rows), "run benchmarks/scaling.py with --out and --picture"

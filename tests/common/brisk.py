@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gridtrain.config import Deadlines
 
-BRISK = Deadlines(beat_s=0.05, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
+BRISK = Deadlines(beat_s=0.1, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, report_s=2.0, connect_s=5.0)
 
 LOSING = replace(BRISK, regreet_s=0.3, silence_s=1.0)
 """For tests that lose members: losses are detected sooner."""

@@ -232,6 +232,7 @@ def test_bytes_of_the_day_are_counted_on(name: str, tmp_path: Path, monkeypatch:
     day, budget = date.fromisoformat(written["day"]), DayBudget(folder)
     assert budget.today_bytes(day) == written["bytes"] > 0
     budget.add(5, day)
+    budget.keep()
     assert DayBudget(folder).today_bytes(day) == written["bytes"] + 5
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gridtrain.network.transport.identity import Identity
-from hostile.processes import Group, Program, forget_peak, peak_mib, rss_mib
+from hostile.group import HostileGroup, Peaks
 from hostile.wire import CurveConnection, Refused
 
 pytestmark = [
@@ -38,30 +38,25 @@ DESCRIPTORS = 1200
 
 
 def test_garbage_at_line_rate_for_the_whole_run(tmp_path: Path) -> None:
-    with Group(tmp_path, workers=3) as group:
+    with HostileGroup(tmp_path, workers=3) as group:
         for name in HONEST:
-            group.add(name)
+            group.add_honest(name)
         gate = group.gate()
         orders = {"gates": [gate.path], "forever": True}
         mallory = group.attack("mallory", ["garbage"], nice=19, orders=orders)
-        group.wait("the first steps", lambda: all(group.steps(name) >= 5 for name in HONEST))
-        group.wait("mallory", lambda: bool(mallory.marked("loaded")))
-        pids = {"coordinator": group.coordinator.pid, **{name: group.workers[name].pid for name in HONEST}}
-        before = {name: rss_mib(pid) for name, pid in pids.items()}
-        for pid in pids.values():
-            forget_peak(pid)
+        peaks = Peaks(group.warm(5, mallory))
         began_s = time.monotonic()
         group.wait_until(began_s + QUIET_S)
         gate.open()
-        group.wait("the end of her membership", lambda: bool(mallory.marked("over")))
+        group.wait_for("the end of her membership", lambda: bool(mallory.marked("over")))
         stranger_s = time.monotonic()  # from now on it tries to connect to every peer
         group.wait_until(stranger_s + ATTACK_S)
         quiet = group.steps_between(began_s, began_s + QUIET_S) / QUIET_S
         attacked = group.steps_between(stranger_s, stranger_s + ATTACK_S) / ATTACK_S
-        peaks = {name: peak_mib(pid) for name, pid in pids.items()}
-        print(f"{quiet:.1f} steps a second before, {attacked:.1f} under attack; memory {before} -> {peaks}")
+        growth_mib = peaks.growth_mib()
+        print(f"{quiet:.1f} steps a second before, {attacked:.1f} under attack; memory {growth_mib}")
         assert attacked >= LEAST_PROGRESS * quiet
-        assert all(peaks[name] <= before[name] + MEMORY_MIB for name in pids)
+        assert len(growth_mib) == 4 and max(growth_mib.values()) <= MEMORY_MIB
         assert {len(models) for models in group.digests().values()} == {1}
 
 
@@ -69,50 +64,39 @@ def test_garbage_at_line_rate_for_the_whole_run(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    with Group(tmp_path_factory.mktemp("coordinator"), workers=1, descriptors=DESCRIPTORS) as group:
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileGroup]:
+    with HostileGroup(tmp_path_factory.mktemp("coordinator"), workers=1, descriptors=DESCRIPTORS) as group:
         yield group
-
-
-def attack(group: Group, kind: str, count: int) -> Program:
-    """Start strangers; return when all of them are connected."""
-    key = [group.key().hex()] if kind == "handshakes" else []
-    address = group.address().removeprefix("tcp://")
-    argv = (sys.executable, "-m", "hostile.strangers", kind, str(count), address, *key, "--from", "others")
-    attacker = group.run(kind, *argv)
-    group.wait(f"{count} {kind}", lambda: bool(attacker.marked("ready")))
-    return attacker
 
 
 @pytest.mark.parametrize(
     ("kind", "count"),
     [("silent", CONNECTIONS), ("greeting", CONNECTIONS), ("handshakes", HANDSHAKES_PER_S)],
 )
-def test_strangers_do_not_delay_an_honest_join(coordinator: Group, kind: str, count: int) -> None:
-    before_mib = rss_mib(coordinator.coordinator.pid)
-    forget_peak(coordinator.coordinator.pid)
-    attacker = attack(coordinator, kind, count)
+def test_strangers_do_not_delay_an_honest_join(coordinator: HostileGroup, kind: str, count: int) -> None:
+    peaks = Peaks({"coordinator": coordinator.coordinator.pid})
+    attacker = coordinator.connect(kind, kind, count)
     argv = (sys.executable, "-m", "hostile.newcomer", coordinator.invitation(), "3")
-    newcomer = coordinator.run(f"newcomer beside {kind}", *argv)
-    coordinator.wait("the newcomer", lambda: newcomer.code is not None)
+    newcomer = coordinator.run(f"newcomer-{kind}", *argv)
+    coordinator.wait_for("the newcomer", lambda: newcomer.code is not None)
     attacker.end()
     took_s = [line["took_s"] for line in newcomer.marked("joined")]
-    print(took_s, before_mib, peak_mib(coordinator.coordinator.pid))
+    print(took_s, peaks.growth_mib())
     assert len(took_s) == 3 and max(took_s) < JOIN_S, newcomer.tail()
-    assert peak_mib(coordinator.coordinator.pid) <= before_mib + MEMORY_MIB
+    assert peaks.growth_mib()["coordinator"] <= MEMORY_MIB
 
 
 def test_without_a_bound_on_half_open_connections_no_worker_can_connect(tmp_path: Path) -> None:
-    with Group(tmp_path, workers=1, descriptors=DESCRIPTORS, without=["half-open"]) as group:
-        attack(group, "silent", CONNECTIONS)
-        host, _, port = group.address().removeprefix("tcp://").rpartition(":")
+    with HostileGroup(tmp_path, workers=1, descriptors=DESCRIPTORS, without=["half-open"]) as group:
+        group.connect("silent", "silent", CONNECTIONS)
+        host, _, port = group.server().rpartition(":")
         with pytest.raises(TimeoutError):
             CurveConnection(Identity.generate(), group.key(), host, int(port), timeout_s=JOIN_S)
 
 
-def test_with_that_bound_even_a_stranger_is_refused_at_once(coordinator: Group) -> None:
-    attacker = attack(coordinator, "silent", CONNECTIONS)
-    host, _, port = coordinator.address().removeprefix("tcp://").rpartition(":")
+def test_with_that_bound_even_a_stranger_is_refused_at_once(coordinator: HostileGroup) -> None:
+    attacker = coordinator.connect("silent", "silent", CONNECTIONS)
+    host, _, port = coordinator.server().rpartition(":")
     with pytest.raises(Refused):
         CurveConnection(Identity.generate(), coordinator.key(), host, int(port), timeout_s=JOIN_S)
     attacker.end()

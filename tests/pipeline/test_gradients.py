@@ -271,6 +271,37 @@ def test_running_statistics_are_those_of_the_mini_batch(momentum: float | None) 
         assert int(norm.num_batches_tracked) == 1
 
 
+def test_a_single_sample_is_normalized_by_the_running_statistics_which_stay() -> None:
+    layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)]
+    layers[1].running_mean.fill_(0.5)
+    layers[1].running_var.fill_(2.0)
+    x, y = MOVED_X[:1], MOVED_Y[:1]
+    norm = copy.deepcopy(layers[1]).eval()
+    wanted = F.mse_loss(layers[2](norm(layers[0](x))), y)
+    wanted.backward()
+    norms = [parameter.grad for parameter in norm.parameters()]
+    between = infer_boundary_specs(layers, MOVED_X)
+    stages = [
+        Stage(layers[:1], output=between[0]),
+        Stage(layers[1:], input=between[0], loss=F.mse_loss, first_layer=1),
+    ]
+    expected = [*(p.grad for p in layers[0].parameters()), *norms, *(p.grad for p in layers[2].parameters())]
+    for layer in layers:
+        layer.zero_grad()
+    links, arguments = memory_stage_links(2), {"seed": 1, "sizes": (1,), "inputs": x, "targets": y}
+    works = [
+        lambda s=s: StageExecutor(stages[s], s, 2, schedule=fill_drain).run(links[s], **arguments)
+        for s in (0, 1)
+    ]
+    assert run_in_threads(works)[1].loss == float(wanted.detach())
+    for stage in stages:
+        stage.commit()
+    got = [p.grad for layer in layers for p in layer.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert layers[1].training and layers[1].track_running_stats and not layers[1].num_batches_tracked
+    assert torch.equal(layers[1].running_var, torch.full((6,), 2.0))
+
+
 def test_an_aborted_step_does_not_change_running_statistics() -> None:
     stages = stages_of(layers_of(batch_norm=True), 2)
     run(stages, (2, 2))

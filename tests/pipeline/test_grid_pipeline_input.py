@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from brisk import LOSING
+from brisk import LOSING, WITHIN_S
 from pipeline_group import data, layers, loss_fn
 from torch import Tensor, nn
 
 import gridtrain
 from gridtrain.core.stages.schedule import fill_drain, one_forward_one_backward
 from gridtrain.errors import ConfigError, LineBroken
-from gridtrain.pipeline.boundary_specs import min_samples
+from gridtrain.pipeline.boundary_specs import lone_sample_layer
 from gridtrain.pipeline.executor import StageExecutor, _StepExecution, share_tied_parameters
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage import Stage, TiedParameter
@@ -468,15 +468,19 @@ def test_an_overflow_skips_the_step_and_no_stage_is_removed(tmp_path: Path) -> N
     assert ended == {0: "finished", 1: "finished"}
 
 
-def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(tmp_path: Path) -> None:
-    def model() -> list[nn.Module]:
-        return [nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)]
+def batch_norm_model() -> list[nn.Module]:
+    return [nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)]
 
+
+@pytest.mark.parametrize(("samples", "tail"), [(21, 5), (17, 1)], ids=["8, 8, 5", "8, 8, 1"])
+def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(
+    tmp_path: Path, samples: int, tail: int, caplog: pytest.LogCaptureFixture
+) -> None:
     sizes: list[int] = []
 
     def train(grid: gridtrain.Grid) -> list[float | None]:
         pipe = grid.pipeline(
-            model,
+            batch_norm_model,
             lambda p: torch.optim.SGD(p, lr=0.05),
             stages=2,
             loss_fn=loss_fn,
@@ -484,18 +488,47 @@ def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(tmp_path:
             exchange=gridtrain.Dense(),
         )
         losses = []
-        for x, y in grid.batches(DATA[:21], batch_size=8, epochs=1):  # 8, 8, 5: the last not as 2, 1, 1, 1
+        for x, y in grid.batches(DATA[:samples], batch_size=8, epochs=1):  # 5 samples: not as 2, 1, 1, 1
             sizes.append(len(x))
             losses.append(pipe.step(x, y))
         return losses
 
     one, other = local(train, workers=2, export_dir=str(tmp_path))
-    assert sorted(sizes) == [5, 5, 8, 8, 8, 8]
+    assert sorted(sizes) == [tail, tail, 8, 8, 8, 8]
     assert one == other and len(one) == 3 and None not in one
+    assert caplog.text.count("step 2 has a single sample for this replica: layer 1, BatchNorm1d, normal") == (
+        2 if tail == 1 else 0
+    )
+
+
+def test_a_run_with_steps_of_one_sample_is_refused_by_all_stages_if_a_layer_needs_two(tmp_path: Path) -> None:
+    are_refused = threading.Barrier(2)
+
+    def train(grid: gridtrain.Grid) -> None:
+        pipe = grid.pipeline(
+            batch_norm_model, lambda p: torch.optim.SGD(p, lr=0.05), stages=2, loss_fn=loss_fn
+        )
+        with pytest.raises(
+            ConfigError, match=r"^layer 1, BatchNorm1d, cannot train on a single sample, but .* -> "
+        ):
+            for x, y in grid.batches(DATA, batch_size=1, steps=4):
+                pipe.step(x, y)
+        are_refused.wait(WITHIN_S)
+
+    local(train, workers=2, export_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("layer", "least"), [(nn.BatchNorm1d(2), 2), (nn.LayerNorm(2), 1), (nn.BatchNorm1d(2).eval(), 1)]
+    ("layer", "found"),
+    [
+        (nn.BatchNorm1d(2), "layer 1, BatchNorm1d"),
+        (nn.Sequential(nn.BatchNorm1d(2)), "layer 1, BatchNorm1d"),
+        (nn.BatchNorm1d(2, track_running_stats=False), "layer 1, BatchNorm1d"),
+        (nn.LayerNorm(2), ""),
+        (nn.BatchNorm1d(2).eval(), ""),
+        (nn.Sequential(nn.Unflatten(1, (1, 2)), nn.BatchNorm1d(1)), ""),
+    ],
 )
-def test_the_smallest_micro_batch_of_a_model(layer: nn.Module, least: int) -> None:
-    assert min_samples([nn.Linear(2, 2), layer], torch.ones(4, 2)) == least
+def test_the_layer_that_cannot_train_on_one_sample(layer: nn.Module, found: str) -> None:
+    assert lone_sample_layer([nn.Linear(2, 2), layer], torch.ones(4, 2)) == found
+    assert layer.training or not found

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from memory_stage_link import memory_stage_links, run_in_threads
+from timetable import timetable
 from torch import Tensor, nn
 
 from gridtrain.core.stages.schedule import Action, ActionKind, divide_samples
@@ -20,7 +21,6 @@ from gridtrain.pipeline.model_partition import Partition
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
 from gridtrain.pipeline.tensor_tree import map_tree
-from stages.timetable import timetable
 
 WIDTH = 48
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from gridtrain.errors import ConfigError
 from gridtrain.sdk import grid as grid_module
 from gridtrain.sdk import run_end
 from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.training import model_state as model_state_module
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.model_export import export_model
+from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.residual_departure import LEFT_FOLDER
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([2.0 * i])) for i in range(24)]
 STEPS = 12
@@ -127,6 +131,45 @@ def test_a_loop_that_all_workers_leave_early_keeps_its_model(
     if every:
         again = run(tmp_path, 2, lambda grid: train(grid, exchange, until=STEPS), every=every)
         assert [each["steps"][0] for each in again] == [8, 8]
+
+
+def test_the_others_do_not_wait_for_what_a_leaving_worker_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for a copy of its model nor for the residual that nobody has accepted."""
+    goes_on, is_in_time = threading.Event(), {}
+
+    def after_the_next_step(write: Any) -> Any:
+        def wait_and_write(*args: Any) -> Any:
+            is_in_time.setdefault(write.__name__, goes_on.wait(WITHIN_S / 4))
+            return write(*args)
+
+        return wait_and_write
+
+    def work(grid: gridtrain.Grid) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(NET)
+        inner = torch.optim.SGD(model.parameters(), lr=0.001)
+        optimizer = grid.optimizer(inner, model, exchange=EXCHANGES[1])
+        model_state: Any = grid._model_state
+        model_state._options = replace(model_state._options, max_transfer_bytes=0)
+        for x, y in grid.batches(DATA, global_batch_size=6, steps=STEPS):
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if grid.step == 5 and grid._config.name == "worker-1":
+                break
+            if grid.step == 6:
+                goes_on.set()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    for module, name in ((GridOptimizer, "pack"), (model_state_module, "save_left_residual")):
+        monkeypatch.setattr(module, name, after_the_next_step(getattr(module, name)))
+    _, left = run(tmp_path, 2, work, every=100, saves_on_leaving=True)
+    assert is_in_time == {"pack": True, "save_left_residual": True}
+    export_model(tmp_path / "worker-1", tmp_path / "model.safetensors")
+    model = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(model[name], left[name]) for name in ("weight", "bias"))
+    assert (tmp_path / "worker-1" / LEFT_FOLDER).is_dir()
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES[:2], ids=lambda e: e.describe())

@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 import gridtrain
+from gridtrain.errors import BudgetSpent, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentDirective, NoAgent
 from gridtrain.sdk.grid import Grid
 from gridtrain.testing import FakeSensors
+from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.pause import PauseController
 from gridtrain_worker.training_policy import Rules, TrainingPolicy, parse_pairs
 
@@ -322,3 +324,18 @@ def test_a_new_rate_limit_applies_in_the_middle_of_a_step() -> None:
     owner.directive = AgentDirective(download_Bps=2e6)
     assert asked[0]() == ""
     assert limits == [(None, None), (1e6, None), (None, 2e6)]
+
+
+def test_what_the_data_sets_fetch_obeys_the_budget_of_a_day() -> None:
+    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0, received_bytes=0)), NoAgent()
+    asked: list[Callable[[], str]] = []
+    session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)
+    fetches = FetchMeter()
+    PauseController(session, owner, lambda: None, lambda up, down: None, fetches)  # type: ignore[arg-type,return-value]
+    fetches.check_undivided("a shard", 5_000_000)
+    owner.directive = AgentDirective(most_bytes=3_000_000, day_bytes=4_000_000)
+    assert asked[0]() == ""
+    with pytest.raises(DataError, match=r"a shard of 5 MB, .* the traffic budget of a day, 4 MB"):
+        fetches.check_undivided("a shard", 5_000_000)
+    with pytest.raises(BudgetSpent, match=r"needs more than the 2\.93 MB"):
+        fetches.check_undivided("a shard", 4_000_000)

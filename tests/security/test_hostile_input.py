@@ -206,7 +206,7 @@ def test_only_the_hostile_rank_is_blamed(kind: str, what: str, seeds: Seeds) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("error")
 def test_no_rank_is_blamed_for_the_largest_honest_values(kind: str, seeds: Seeds) -> None:
-    for seed in seeds(60):
+    for seed in seeds(60, drawn=10):
         random = Random(seed)
         world_size = random.randint(1, 17)
         made = buffers_of(kind, world_size, np.random.default_rng(seed), 1.0)
@@ -219,7 +219,7 @@ def test_no_rank_is_blamed_for_the_largest_honest_values(kind: str, seeds: Seeds
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_honest_rank_is_blamed_for_values_at_the_bound(kind: str, seeds: Seeds) -> None:
     """Just accepted values, so that the sum of the next rank is above its bound."""
-    for seed in seeds(60):
+    for seed in seeds(60, drawn=10):
         random = Random(seed)
         world_size = random.randint(3, 9)
         hostile = random.randrange(world_size)

@@ -78,7 +78,7 @@ def test_a_killed_worker_does_not_stall_the_others_for_long(
 @pytest.mark.parametrize("change", ["a member leaves", "a worker joins"])
 def test_a_worker_that_is_killed_during_a_view_change_is_detected_as_soon(seeds: Seeds, change: str) -> None:
     """The group is frozen, or the next generation forms: members report the loss in one or the other."""
-    for seed in seeds(24):
+    for seed in seeds(24, drawn=8):
         world = train(seed, "dense")
         world.restore_s = lambda: 0.01  # type: ignore[method-assign]
         random = Random(seed)

@@ -774,6 +774,15 @@ class World:
         """Copy the journal as it is now."""
         self._backup = len(self._journal)
 
+    def end_run(self) -> None:
+        """The owner's order, repeated until the run is finished: a restarted coordinator does not know it."""
+        if self.finished:
+            return
+        if self.coordinator_up and not self._coordinator_frozen:
+            effects, _ = self.coordinator.end_run(self.now_s)
+            self._execute_coordinator(effects, None)
+        self.at(self.now_s + 1.0, self.end_run)
+
     def crash_coordinator(self, down_s: float, *, lose_disk: bool = False) -> None:
         """As SIGKILL; it restarts after `down_s`, with `lose_disk` from the latest backup."""
         if not self.coordinator_up:

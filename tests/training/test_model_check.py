@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
-from gridtrain.training.model_check import MOST_LOOKED_AT, TokenCheck, check_values, spread_samples
+from gridtrain.training.model_check import IGNORED, MOST_LOOKED_AT, TokenCheck, check_values, spread_samples
 
 ROWS, POSITIONS = 10, 6
 NAN, INF = float("nan"), float("inf")
@@ -30,6 +31,18 @@ class Model(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.tokens
+
+    def forward(self, input_ids: Tensor, **_: Tensor) -> Tensor:
+        result: Tensor = self.tokens(input_ids)
+        return result
+
+
+class ImageModel(Model):
+    """It replaces the places of images itself, as LLaVA does."""
+
+    def forward(self, input_ids: Tensor, **_: Tensor) -> Tensor:
+        pieces = [self.tokens(ids[ids >= 0]) for ids in input_ids]
+        return torch.stack(pieces)
 
 
 def batch(*ids: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
@@ -75,7 +88,7 @@ def test_values_that_cannot_be_looked_at_are_left_alone() -> None:
             batch(0, 10),
             "^input_ids has the token id 10, but the model's vocabulary has 10 tokens, 0 to 9 -> ",
         ),
-        (0, batch(0, -1), "input_ids has the token id -1"),
+        (0, batch(0, -1), "^input_ids has the token id -1"),
         (0, batch(0, 1, labels=(-100, 10)), "labels has the token id 10"),
         (0, batch(0, 1, labels=(-100, 9)), ""),
         (0, batch(*[1] * 7), ""),  # rotary positions have no table
@@ -88,26 +101,64 @@ def test_values_that_cannot_be_looked_at_are_left_alone() -> None:
     ids=str,
 )
 def test_batches(positions: int, given: Any, told: str) -> None:
-    check = TokenCheck(nn.Sequential(Model(positions=positions)))
+    model = Model(positions=positions)
+    check = TokenCheck(nn.Sequential(model))
     if not told:
         check.check(given)
         return
     with pytest.raises(ConfigError, match=told):
         check.check(given)
+        model(**given)
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "told"),
+    [
+        (ImageModel, (3, -200, 9), ""),
+        (ImageModel, (3, -200, 10), "input_ids has the token id 10"),
+        (Model, (3, -200, 9), "input_ids has the token id -200"),
+    ],
+)
+def test_a_placeholder_passes_if_the_table_is_not_indexed_with_it(
+    model: type[Model], ids: tuple[int, ...], told: str
+) -> None:
+    made = model()
+    check = TokenCheck(made)
+    for given in (batch(1, 2), batch(*ids, labels=ids), batch(*ids, labels=(IGNORED, *ids[1:]))):
+        check.check(given)
+        copied = pickle.loads(pickle.dumps(made))  # as `torch.save` does
+        if not told or given["input_ids"].shape[1] == 2:
+            made(**given)
+            continue
+        for each in (made, copied):
+            with pytest.raises(ConfigError, match=told):
+                each(**given)
+    assert len(made.tokens._forward_pre_hooks) == 1
+
+
+def test_a_pipeline_knows_no_placeholders() -> None:
+    with torch.device("meta"):
+        check = TokenCheck(ImageModel())
+    with pytest.raises(ConfigError, match="input_ids has the token id -200"):
+        check.check(batch(3, -200, 9))
 
 
 def test_a_packed_sequence_has_token_ids_and_may_be_cut_by_the_loop() -> None:
-    check = TokenCheck(Model(positions=POSITIONS), is_tokens=True)
+    model = Model(positions=POSITIONS)
+    check = TokenCheck(model, is_tokens=True)
     check.check(torch.ones(2, POSITIONS + 1, dtype=torch.long))
+    check.check(torch.full((2, 3), 10))
     with pytest.raises(ConfigError, match="token id 10"):
-        check.check(torch.full((2, 3), 10))
+        model(torch.full((2, 3), 10))
 
 
 def test_a_later_batch_is_checked_too_and_other_models_are_not() -> None:
-    check = TokenCheck(Model())
+    model = Model()
+    check = TokenCheck(model)
     check.check(batch(1, 2))
+    check.check(batch(1, 10, labels=(-100, 9)))
     with pytest.raises(ConfigError, match="token id 10"):
-        check.check(batch(1, 10))
+        model(**batch(1, 10))
     TokenCheck(nn.Linear(2, 2)).check(batch(1, 10))
 
 

@@ -32,6 +32,7 @@ def state(tmp_path: Path) -> Any:
     made: Any = WholeModelState.__new__(WholeModelState)
     made._session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: None))
     made._options, made._facts, made._left = ModelStateOptions(tmp_path, every=10, keep=2), (), None
+    made._left_at = made._store = made._uploader = None
     made._transfer_residual, made._keep_for_pause = transfer, lambda: None
     return made
 
@@ -58,6 +59,7 @@ def test_a_residual_received_between_two_pauses_is_left_as_well(
         (left,) = state._take_left()
     else:
         state.leave(1000, between_steps=False)
+        state.close(0.0)
         left = load_left_residual(tmp_path, (), 3)
     assert not state.untransferred
     assert left is not None and left.residual_N.tolist() == expected
@@ -67,5 +69,6 @@ def test_a_residual_is_written_although_the_group_is_gone(state: Any, tmp_path: 
     state.untransferred = [OWN, GridtrainError("this worker has left the run")]
     state.rest(1000)
     state.leave(1000, between_steps=False)
+    state.close(0.0)
     left = load_left_residual(tmp_path, (), 3)
     assert left is not None and left.residual_N.tolist() == [1.0, 0.0, 2.0]

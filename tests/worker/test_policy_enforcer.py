@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from gridtrain.cli.main import cli
 from gridtrain.cli.worker_commands import sensor_lines, state_lines
 from gridtrain.core.group.sensor_readings import NOT_NEEDED
-from gridtrain.errors import BudgetSpent, ConfigError
+from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
 from gridtrain.testing import FakeSensors
 from gridtrain.testing.fake_sensors import FileSensors
@@ -266,7 +266,7 @@ def test_the_traffic_budget_counts_over_restarts_until_midnight(
     wait_until(
         lambda: json.loads((folder / FILE).read_text())["bytes"] == 300 if (folder / FILE).exists() else False
     )
-    assert link.directive.most_bytes == 1000
+    assert link.directive.most_bytes == link.directive.day_bytes == 1000
     enforcer.set_script(0)
     moved[0] = 200  # the script was started again and counts from 0: 700 of the day are left
     link = AgentLink(enforcer.path, lambda: moved[0])
@@ -286,10 +286,20 @@ def test_what_the_agent_fetches_is_counted_and_obeys_the_rules(
     enforcer = make(budget="1kB", download="8kbit")
     meter = AgentMeter(enforcer)
     assert meter.request(5000) == 1000, "the budget is less than a piece"
+    with pytest.raises(
+        DataError, match=r"a\.txt of 1\.5 kB, .* larger than the traffic budget of a day, 1 kB"
+    ):
+        meter.check_undivided("a.txt", 1500)
     meter.count(600)
-    assert json.loads((folder / FILE).read_text())["bytes"] == 600
     assert enforcer.allow_fetch() == (1000.0, 400)
+    wait_until(
+        lambda: json.loads((folder / FILE).read_text())["bytes"] == 600 if (folder / FILE).exists() else False
+    )
     meter.count(400)
+    enforcer.__exit__()
+    assert json.loads((folder / FILE).read_text())["bytes"] == 1000
+    enforcer = make(budget="1kB", download="8kbit")
+    meter = AgentMeter(enforcer)
     with pytest.raises(BudgetSpent, match=r"^the day's traffic budget is used up, until 00:00"):
         meter.request(1)
     clock.now = datetime(2026, 3, 3, 0, 1)

@@ -6,12 +6,14 @@ import json
 import math
 from datetime import date, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import ConfigError
 from gridtrain.testing import FakeSensors, FileSensors
+from gridtrain_worker import budget as budget_module
 from gridtrain_worker.budget import FILE, MAX_DAYS, Budget
 from gridtrain_worker.sensors import MachineSensors
 from gridtrain_worker.training_policy import KEYS, Rules, TrainingPolicy, parse_pairs
@@ -180,14 +182,20 @@ def test_an_invalid_rule_is_refused_with_valid_ones(word: str, expected: str) ->
 # -- the traffic of the day on the disk --------------------------------------------------------------
 
 
+def add(folder: Path, nbytes: int, today: date) -> None:
+    """Count bytes in a process of its own."""
+    budget = Budget(folder)
+    budget.add(nbytes, today)
+    budget.keep()
+
+
 def test_the_traffic_of_the_day_survives_a_restart(tmp_path: Path) -> None:
     today, tomorrow = date(2026, 3, 2), date(2026, 3, 3)
-    Budget(tmp_path).add(700, today)
-    again = Budget(tmp_path)
-    again.add(50, today)
+    add(tmp_path, 700, today)
+    add(tmp_path, 50, today)
     assert Budget(tmp_path).today_bytes(today) == 750
     assert Budget(tmp_path).today_bytes(tomorrow) == 0
-    again.add(5, tomorrow)
+    add(tmp_path, 5, tomorrow)
     assert json.loads((tmp_path / FILE).read_text()) == {
         "day": "2026-03-03", "bytes": 5, "others": {"2026-03-02": 750},
     }  # fmt: skip
@@ -196,16 +204,42 @@ def test_the_traffic_of_the_day_survives_a_restart(tmp_path: Path) -> None:
 def test_a_clock_that_is_wrong_for_a_while_loses_no_traffic(tmp_path: Path) -> None:
     """A machine that starts in 1970 until its clock is set: the traffic of the day still counts."""
     today = date(2026, 3, 2)
-    Budget(tmp_path).add(700, today)
-    Budget(tmp_path).add(5, date(1970, 1, 1))
+    add(tmp_path, 700, today)
+    add(tmp_path, 5, date(1970, 1, 1))
     assert Budget(tmp_path).today_bytes(today) == 700
-    Budget(tmp_path).add(50, today)
+    add(tmp_path, 50, today)
     assert json.loads((tmp_path / FILE).read_text()) == {
         "day": "2026-03-02", "bytes": 750, "others": {"1970-01-01": 5},
     }  # fmt: skip
     for day in range(1, 29):
-        Budget(tmp_path).add(1, date(2026, 2, day))
+        add(tmp_path, 1, date(2026, 2, day))
     assert len(json.loads((tmp_path / FILE).read_text())["others"]) == MAX_DAYS - 1
+
+
+@pytest.mark.parametrize("piece_bytes", [5_000, 64 << 10, 3 << 20])
+def test_a_crash_loses_little_traffic_and_few_pieces_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    today, now_s, writes, moved_bytes = date(2026, 3, 2), 0.0, 0, 0
+    write = budget_module.replace_private_file
+
+    def count_write(*args: Any, **options: Any) -> None:
+        nonlocal writes
+        writes += 1
+        write(*args, **options)
+
+    monkeypatch.setattr(budget_module, "replace_private_file", count_write)
+    budget = Budget(tmp_path, lambda: now_s)
+    for piece in range(1, 1001):
+        now_s, moved_bytes = piece / 1024, moved_bytes + piece_bytes
+        budget.add(piece_bytes, today)
+        assert budget.today_bytes(today) == moved_bytes
+        assert moved_bytes - Budget(tmp_path).today_bytes(today) < 1 << 20
+    assert writes <= moved_bytes >> 20
+    budget.add(1, today)
+    now_s += 1.0
+    budget.add(0, today)
+    assert Budget(tmp_path).today_bytes(today) == moved_bytes + 1, "nor is it lost a second later"
 
 
 def test_traffic_counted_by_an_older_version_counts(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Count the bytes moved each day, in a small file that survives restarts.
 
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
-                     replaced as a whole, and on disk before `add` returns
+                     replaced as a whole, before `UNWRITTEN_BYTES` are missing in it, and after `UNWRITTEN_S`
 
 `others` has the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
 """
@@ -9,6 +9,9 @@
 from __future__ import annotations
 
 import json
+import math
+import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from gridtrain.runtime.client.private_file import replace_private_file
 MAX_FILE_BYTES = 4096
 FILE = "budget.json"
 MAX_DAYS = 8
+UNWRITTEN_BYTES, UNWRITTEN_S = 1 << 20, 1.0
+"""A crash loses fewer bytes of the count, or those of so many seconds; each write waits for the disk."""
 
 
 class Budget:
@@ -27,34 +32,37 @@ class Budget:
     enforced must not appear to be enforced.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = folder / FILE, clock
         self._days = self._read()  # the last key is the latest day
-        self._kept = True
+        self._unwritten_bytes, self._unwritten_since_s = 0, math.inf
 
     def today_bytes(self, today: date) -> int:
         return self._days.get(today.isoformat(), 0)
 
     def add(self, nbytes: int, today: date, *, sure: bool = True) -> None:
-        """Add bytes to the count of `today`.
+        """Add bytes, or none, to the count of `today`, and write the counts if it is time.
 
         Bytes are counted on the day on which they are reported, so yesterday's last bytes may count for
         today.
 
         Args:
-            sure: whether to return only when the count is on disk.
+            sure: whether a write returns only when the count is on disk.
         """
+        now_s = self._clock()
         if nbytes:
             total = self._days.pop(today.isoformat(), 0) + nbytes
             self._days[today.isoformat()] = total
             while len(self._days) > MAX_DAYS:
                 del self._days[next(iter(self._days))]
-            self._kept = False
-        self.keep(sure=sure)
+            self._unwritten_bytes += nbytes
+            self._unwritten_since_s = min(self._unwritten_since_s, now_s)
+        if self._unwritten_bytes >= UNWRITTEN_BYTES or now_s >= self._unwritten_since_s + UNWRITTEN_S:
+            self.keep(sure=sure)
 
     def keep(self, *, sure: bool = True) -> None:
         """Write the counts, unless they are already in the file."""
-        if self._kept:
+        if not self._unwritten_bytes:
             return
         *others, (day, nbytes) = self._days.items()
         body = {"day": day, "bytes": nbytes, "others": dict(others)}
@@ -65,7 +73,7 @@ class Budget:
                 f"{self._path} cannot be written: {error.strerror}, so the day's traffic cannot be counted",
                 remedy="free space on the disk, or check the folder's permissions",
             ) from None
-        self._kept = True
+        self._unwritten_bytes, self._unwritten_since_s = 0, math.inf
 
     def _read(self) -> dict[str, int]:
         try:

@@ -47,7 +47,7 @@ class ControlSocket:
     Args:
         folder: this worker's private folder.
         answer: answers a request of the owner; if it raises a `GridtrainError`, the request is refused.
-        greet: returns the first directive for a script, given its process id.
+        greet: returns the first directive for a script, given its first message.
         hear: receives a script's status.
     """
 
@@ -55,7 +55,7 @@ class ControlSocket:
         self,
         folder: Path,
         answer: Callable[[Body], Body],
-        greet: Callable[[int], Body],
+        greet: Callable[[Body], Body],
         hear: Callable[[Body], None],
     ) -> None:
         self._answer, self._greet, self._hear = answer, greet, hear
@@ -131,7 +131,7 @@ class ControlSocket:
             self._connection_slots.release()
 
     def _serve_script(self, talk: socket.socket, lines: Iterator[bytes], first: Body) -> None:
-        greeting = json.dumps(self._greet(int(first["pid"]))).encode() + b"\n"
+        greeting = json.dumps(self._greet(first)).encode() + b"\n"
         with self._lock:
             talk.sendall(greeting)
             self._script_connections.add(talk)

@@ -19,7 +19,7 @@ from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import BudgetSpent, ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.quantities import parse_duration_s
-from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED
+from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, DAY_BYTES
 from gridtrain.testing.fake_sensors import FileSensors
 from gridtrain.training.data.fetch_meter import FIELDS, FetchMeter
 from gridtrain_worker.budget import Budget
@@ -81,6 +81,7 @@ class PolicyEnforcer:
         self._pids: tuple[int, ...] = ()
         self._script_status: Body = {}
         self._moved_bytes = 0
+        self._knows_day_bytes = False  # whether the script does; an older one does not
         self._disobeyed_since_s: float | None = None
         self._greeted: set[int] = set()
         self._budget_error = ""  # the reason why traffic cannot be counted
@@ -128,6 +129,8 @@ class PolicyEnforcer:
         self._stop_event.set()
         self._thread.join()
         self._control_socket.close()
+        with self._lock, contextlib.suppress(ConfigError):
+            self._budget.keep()
 
     # -- called by the agent ---------------------------------------------------------------------
 
@@ -169,10 +172,14 @@ class PolicyEnforcer:
     def count_fetched(self, nbytes: int) -> None:
         """Count bytes that the agent has fetched."""
         with self._lock:
-            try:
-                self._budget.add(nbytes, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
-            except ConfigError as error:
-                self._budget_error = error.reason
+            self._count(nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        """Lock held.  Count bytes, or none, and write the counts if it is time."""
+        try:
+            self._budget.add(nbytes, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
+        except ConfigError as error:
+            self._budget_error = error.reason
 
     @property
     def is_overdue(self) -> bool:
@@ -291,8 +298,10 @@ class PolicyEnforcer:
 
     # -- called over the socket, by the script ---------------------------------------------------
 
-    def _on_script_connected(self, pid: int) -> Body:
+    def _on_script_connected(self, hello: Body) -> Body:
+        pid, known = int(hello["pid"]), hello.get("knows")
         with self._lock:
+            self._knows_day_bytes = isinstance(known, list) and DAY_BYTES in known
             if pid not in self._greeted:
                 self._moved_bytes = 0  # a new process counts from 0
             self._greeted = {pid}
@@ -310,10 +319,7 @@ class PolicyEnforcer:
                 self._decide()
             if isinstance(moved_bytes, int) and moved_bytes > self._moved_bytes:
                 more, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes
-                try:
-                    self._budget.add(more, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
-                except ConfigError as error:
-                    self._budget_error = error.reason
+                self._count(more)
                 self._push()
 
     def _update_name(self, name: str) -> None:
@@ -328,6 +334,7 @@ class PolicyEnforcer:
             while not self._stop_event.wait(LOOK_S):
                 with self._lock:
                     self._readings = self._read_sensors(self._policy.rules.sensors)
+                    self._count(0)
                     self._decide()
                     self._push()
         except BaseException as fault:  # a bug: `raise_fault` reports it, and the agent ends the script
@@ -374,21 +381,23 @@ class PolicyEnforcer:
             "upload_Bps": parse_rate(rules.upload) if rules.upload else None,
             "download_Bps": parse_rate(rules.download) if rules.download else None,
             "spent_text": "the day's traffic budget is used up, until 00:00",
+            **({DAY_BYTES: rules.budget_bytes or None} if self._knows_day_bytes else {}),
         }
 
 
 class AgentMeter(FetchMeter):
-    """The meter of the agent's own fetches: they are counted, and `request` raises `BudgetSpent` while the
+    """The meter of the agent's own fetches: they are counted, and requests raise `BudgetSpent` while the
     rules forbid training."""
 
     def __init__(self, enforcer: PolicyEnforcer) -> None:
         super().__init__(fields=[0.0] * FIELDS)
         self._enforcer = enforcer
 
-    def request(self, nbytes: int) -> int:
+    def _follow_limit(self) -> None:
         download_Bps, left_bytes = self._enforcer.allow_fetch()
-        self.limit(download_Bps, self.fetched_bytes + left_bytes)
-        return super().request(nbytes)
+        day_bytes = self._enforcer.rules.budget_bytes or math.inf
+        self.limit(download_Bps, self.fetched_bytes + left_bytes, day_bytes)
+        super()._follow_limit()
 
     def count(self, nbytes: int) -> None:
         super().count(nbytes)

@@ -59,14 +59,15 @@ class FreezePhase:
     # -- beginning ---------------------------------------------------------------------------------
 
     def freeze_members(self, now_s: float) -> list[Effect]:
-        """Send `Freeze` to the members that are training."""
+        """Send `Freeze` to the members that are training, once the next plan is prepared."""
         run = self._run
+        if not self._planner.prepare(now_s):
+            return []
         note, freeze = self._begin(now_s), run.freeze_message()
         return [note, *(Send(peer, freeze) for peer in run.present_members)]
 
     def _begin(self, now_s: float) -> LogEvent:
         self.delayed_until_s = None
-        self._planner.prepare(now_s)
         self._run.view_change.begin_freezing(now_s + self._run.limits.report_s)
         fields = {"generation": self._run.generation, "reason": self._run.view_change.reason}
         return LogEvent("info", "freeze", fields)
@@ -165,6 +166,8 @@ class FreezePhase:
         if self._is_delayed(now_s):
             return []
         if self.delayed_until_s is not None:
+            if not self._planner.prepare(now_s):
+                return []
             self._has_delayed = True
             note = self._begin(now_s)
             resent = [x for peer in run.present_members for x in self._view_installer.resend_view(peer)]
@@ -247,14 +250,14 @@ class FreezePhase:
     def _keeps_waiting(self, absent: frozenset[m.PeerId], now_s: float) -> bool:
         """Return whether to keep waiting for the members that hold the model, which are all disconnected.
 
-        The wait ends only if other workers can start over.
+        The wait ends only if other workers can start over, or if the owner has ended the run.
         """
         run = self._run
         self._has_delayed = False
         if now_s < self._return_deadline_s:
             run.view_change.wait_until(self._return_deadline_s)
             return True
-        if any(w.is_admitted and w.peer not in absent for w in run.workers.values()):
+        if run.is_ending or any(w.is_admitted and w.peer not in absent for w in run.workers.values()):
             return False
         self._return_deadline_s = now_s + run.limits.regather_s
         run.view_change.wait_until(self._return_deadline_s)

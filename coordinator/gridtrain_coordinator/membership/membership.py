@@ -241,6 +241,11 @@ class Membership:
         if run.is_finished:
             return effects, f'the run "{run.name}" is finished; it had no members'
         members = format_count(len(run.member_order), "member")
+        if not run.present_members:
+            return effects, (
+                f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
+                "worker with a checkpoint has come"
+            )
         return effects, (
             f'the run "{run.name}" ends: its {members} write their last checkpoint, the first one also '
             "writes the model, and they exit"
@@ -531,6 +536,7 @@ class Membership:
             (view_change.is_forming and view_change.unrouted_reason)
             or self._catch_up.is_active
             or run.partition.is_pipeline
+            or self._planner.is_preparing
         )
         self._settled_reason = None if has_changed or depends_on_heartbeats else view_change.reason
         return effects

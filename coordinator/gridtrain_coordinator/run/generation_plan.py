@@ -6,13 +6,17 @@ ConnectionLost ------------+                  +--request_if_faster--> `ViewChang
 
     members train --prepare: the whole search--> Freeze, reports --plan: as prepared--> MembershipView
     a member is lost, or the links have changed --------------------plan: few orders--> MembershipView
+
+In a group of more than `WHOLE_SEARCH_MEMBERS`, each call computes one piece of a search, so that the
+coordinator handles messages in between.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
@@ -22,6 +26,7 @@ from gridtrain.core.planning.entry_shares import EntryShares, choose_entry_share
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
 from gridtrain.core.planning.exchange_comparison import MAX_DIRECT_MEMBERS
 from gridtrain.core.planning.network_model import NetworkModel
+from gridtrain.core.planning.rank_order_search import Pieces, advance, finish
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
@@ -34,6 +39,9 @@ from gridtrain_coordinator.run.registry import (
 )
 from gridtrain_coordinator.run.reorder_limits import ReorderLimits
 from gridtrain_coordinator.run.run_state import RunState
+
+T = TypeVar("T")
+WHOLE_SEARCH_MEMBERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ class GenerationPlanner:
         self._exchange_checked_s = -math.inf  # when another exchange was last considered
         self._is_search_due = False  # the latest plan was made in a hurry
         self._prepared: tuple[PlanBasis, rank_order.RankOrder] | None = None
+        self._preparation: tuple[PlanBasis, Pieces[rank_order.RankOrder]] | None = None
+        self._comparison: tuple[frozenset[m.PeerId], Sequence[m.PeerId], Pieces[str]] | None = None
         self._shares_checked_s = -math.inf
 
     # -- measurements ------------------------------------------------------------------------------
@@ -123,22 +133,43 @@ class GenerationPlanner:
 
     # -- the next generation -----------------------------------------------------------------------
 
-    def prepare(self, now_s: float) -> None:
+    def prepare(self, now_s: float) -> bool:
         """Search the plan of the next generation before the members are frozen, unless they wait already.
 
         `plan` uses the result if its basis is still the same, and the member with rank 0 holds the state.
+
+        Returns False if the search has to be continued by another call before the members are frozen.
         """
         run, self._prepared = self._run, None
-        peers = run.eligible_workers()
+        peers, preparation, self._preparation = run.eligible_workers(), self._preparation, None
         is_complete = bool(run.members) and run.members <= set(peers) and not run.departed_members
         if not run.view_change.can_wait or not is_complete:
-            return
-        avoided = self._measure_round_trips(peers, now_s)
-        self._choose_exchange(peers, now_s, is_urgent=False)
-        if not run.partition.is_pipeline:
+            return True
+        is_continued = preparation is not None and (
+            (preparation[0].peers, preparation[0].current) == (tuple(peers), run.member_list)
+        )
+        if preparation is None or not is_continued:
+            avoided = self._measure_round_trips(peers, now_s)
+            self._choose_exchange(peers, now_s, is_urgent=False)
+            if run.partition.is_pipeline:
+                return True
             firsts = [peer for peer in peers if peer in run.members]
             basis = self._basis(peers, avoided)
-            self._prepared = basis, self._search(basis, firsts, is_urgent=False)
+            preparation = basis, self._search(basis, firsts, is_urgent=False)
+        basis, pieces = preparation
+        if (ranks := _continue(pieces, len(peers))) is None:
+            self._preparation = preparation
+            return False
+        if is_continued:  # what was reported meanwhile does not make the result useless
+            self._measure_round_trips(peers, now_s)
+            basis = replace(basis, links=self.measured_links.between(frozenset(peers)))
+        self._prepared = basis, ranks
+        return True
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether `prepare` has to be called again."""
+        return self._preparation is not None
 
     def plan(
         self,
@@ -160,6 +191,7 @@ class GenerationPlanner:
         """
         avoided = self._measure_round_trips(peers, now_s)
         self._reorder_limits.clear_changes()
+        self._comparison = None
         is_urgent = bool(self._run.members)
         self._choose_exchange(peers, now_s, is_urgent=is_urgent)
         ranks: rank_order.RankOrder | RankPlacement
@@ -203,11 +235,12 @@ class GenerationPlanner:
             if prepared_for == basis and ranks.order[0] in holders:
                 return ranks
         self._is_search_due = is_urgent
-        return self._search(basis, [peer for peer in basis.peers if peer in holders], is_urgent=is_urgent)
+        firsts = [peer for peer in basis.peers if peer in holders]
+        return finish(self._search(basis, firsts, is_urgent=is_urgent))
 
     def _search(
         self, basis: PlanBasis, firsts: Sequence[m.PeerId], *, is_urgent: bool
-    ) -> rank_order.RankOrder:
+    ) -> Pieces[rank_order.RankOrder]:
         """Choose topology, shares of entries and rank order for a model in one piece.
 
         Args:
@@ -223,10 +256,11 @@ class GenerationPlanner:
             self.entry_shares = self._choose_entry_shares(peers, firsts)
         if not self._by_links:
             return rank_order.join_order(peers, firsts)
-        return rank_order.plan_rank_order(
+        ranks = yield from rank_order.search_rank_order(
             self.exchange_choice.workload, self.measured_links, peers, firsts, self._run.member_order,
             self.entry_shares.shares, is_urgent=is_urgent,
         )  # fmt: skip
+        return ranks
 
     def _choose_entry_shares(self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]) -> EntryShares:
         if not self._by_links:
@@ -265,7 +299,7 @@ class GenerationPlanner:
         if self.exchange_choice.is_open:
             if len(peers) == 1:  # a single worker needs no measurements
                 self.exchange_choice.choose_first(peers, {}, None, now_s)
-        elif self._run.members != set(peers) and not is_urgent:
+        elif self.exchange_choice.is_auto and self._run.members != set(peers) and not is_urgent:
             self.exchange_choice.reconsider(*self._current_measurements(peers))
 
     # -- a faster plan -----------------------------------------------------------------------------
@@ -324,21 +358,28 @@ class GenerationPlanner:
     def _check_links(self, now_s: float) -> None:
         """Request a generation if changed links make another rank order or topology noticeably faster."""
         if not self._by_links or not self._may_replan(now_s):
+            self._comparison = None
             return
+        run, links = self._run, self.measured_links
         reporters = self._reorder_limits.due_reporters(now_s)
-        if reporters or self._is_search_due:
-            run, self._is_search_due = self._run, False
-            self.measured_links.rtt_s = round_trip_times(
-                list(run.workers.values()), self.link_failures.avoided_pairs(now_s)
-            )
-            if len(present := run.workers.sort_by_seniority(run.present_members)) == len(run.member_order):
-                load, links, shares = (
-                    self.exchange_choice.workload, self.measured_links, self._current_entry_shares
-                )  # fmt: skip
-                reason = rank_order.reorder_reason(load, links, run.member_order, present, shares)
-                reason = reason or share_change_reason(load, links, present, shares, self._names)
-                run.view_change.request(reason or self._topology_reason(present), can_wait=True)
-            self._reorder_limits.record_evaluation(reporters, now_s, found=bool(run.view_change.reason))
+        if self._comparison is None and not (reporters or self._is_search_due):
+            return
+        load, shares = self.exchange_choice.workload, self._current_entry_shares
+        if self._comparison is None:
+            avoided = self.link_failures.avoided_pairs(now_s)
+            links.rtt_s = round_trip_times(list(run.workers.values()), avoided)
+            present = run.workers.sort_by_seniority(run.present_members)
+            order = run.member_order if len(present) == len(run.member_order) else ()
+            compared = rank_order.compare_rank_orders(load, links, order, present, shares)
+            self._comparison = reporters, present if order else (), compared
+        reporters, members, pieces = self._comparison
+        if (reason := _continue(pieces, len(members))) is None:
+            return
+        self._comparison, self._is_search_due = None, False
+        if members:
+            reason = reason or share_change_reason(load, links, members, shares, self._names)
+            run.view_change.request(reason or self._topology_reason(members), can_wait=True)
+        self._reorder_limits.record_evaluation(reporters, now_s, found=bool(run.view_change.reason))
 
     def _topology_reason(self, peers: Sequence[m.PeerId]) -> str:
         network = self._rated(peers)
@@ -381,3 +422,8 @@ class GenerationPlanner:
         members = [peer for peer in peers if shares.get(peer)]
         times_s = [shares[peer] * seconds_per_sample(self._run.workers[peer].figures) for peer in members]
         return len(peers), self._first_batch_measurements(peers)[1], [time_s for time_s in times_s if time_s]
+
+
+def _continue(pieces: Pieces[T], members: int) -> T | None:
+    """Compute the next piece of a search; of a small group, all pieces.  Return None if there are more."""
+    return advance(pieces) if members > WHOLE_SEARCH_MEMBERS else finish(pieces)

@@ -125,7 +125,7 @@ class RunState:
         # A member whose process was restarted has no setup yet; it is eligible once it has sent its setup.
         workers = self.workers.values()
         ready = (w for w in workers if w.is_eligible or (w.peer in self.members and w.setup is not None))
-        if self.is_ending:  # newcomers would only delay the end
+        if self.is_ending and self.present_members:  # newcomers would only delay the end
             ready = (w for w in ready if w.peer in self.members)
         return self.workers.sort_by_seniority([w.peer for w in ready])
 

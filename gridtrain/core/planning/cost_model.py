@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from gridtrain.core.planning.exchange_simulation import CpuOccupancy, ExchangeSimulation, vote_end_s
 from gridtrain.core.planning.message_schedule import ReceiveWork, scale_to_shares
@@ -125,6 +126,10 @@ def _slowed_cpu(cpu: CpuCosts, times: float) -> CpuCosts:
     return replace(cpu, **{name: times * getattr(cpu, name) for name in names})
 
 
+_messages_of = lru_cache(maxsize=4)(messages_of)
+"""A search simulates the same exchange in several orders; nothing changes the messages."""
+
+
 def _simulated_cost(
     load: Workload,
     network: NetworkModel,
@@ -134,7 +139,7 @@ def _simulated_cost(
     max_messages: int,
 ) -> ExchangeCost:
     bounded = _cpu_bounded_network(network, load, cpu, host_cores)
-    messages = messages_of(load, network.size, max_messages)
+    messages = _messages_of(load, network.size, max_messages)
     if network.entry_shares and load.kind.is_sparse:
         messages = scale_to_shares(messages, network.entry_shares)
     simulation = ExchangeSimulation(messages, load, bounded, cpu, host_cores)

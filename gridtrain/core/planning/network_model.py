@@ -73,8 +73,10 @@ class NetworkModel:
     def path_Bps(self, src: int, dst: int) -> float:
         """Return the rate of the slowest link on the path from src to dst, without other traffic."""
         link = self.link(src, dst)
-        rates = (self.shared_Bps[name] for name in link.shared_links)
-        return min(self.up_Bps[src], link.bandwidth_Bps, self.down_Bps[dst], *rates)
+        rate_Bps = min(self.up_Bps[src], link.bandwidth_Bps, self.down_Bps[dst])
+        if not link.shared_links:
+            return rate_Bps
+        return min(rate_Bps, *(self.shared_Bps[name] for name in link.shared_links))
 
     def reordered(self, order: Sequence[int]) -> NetworkModel:
         """Return this network with member `order[rank]` as rank `rank`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from statistics import median
 
 from gridtrain.core.messages import WHOLE_SHARE, PeerId
@@ -23,8 +24,10 @@ from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.rank_order_search import (
     MAX_SEARCHED_PEERS,
     ROOT_ONLY_KINDS,
+    Pieces,
     RankOrderEstimate,
-    best_order,
+    in_one_piece,
+    search_order,
     simulated_exchange_s,
 )
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, messages_by_pair
@@ -159,8 +162,12 @@ class LinkMeasurements:
         usual_Bps = median(rates.values()) if rates else DEFAULT_LINK_Bps
         up_Bps, down_Bps = [0.0] * len(at), [0.0] * len(at)
         for (a, b), rate_Bps in rates.items():
-            up_Bps[a], down_Bps[b] = max(up_Bps[a], rate_Bps), max(down_Bps[b], rate_Bps)
+            if rate_Bps > up_Bps[a]:
+                up_Bps[a] = rate_Bps
+            if rate_Bps > down_Bps[b]:
+                down_Bps[b] = rate_Bps
 
+        @cache  # a search looks at the same links again and again
         def link(a: int, b: int) -> LinkModel:  # made on demand, because 1000 members have a million links
             trip_s = trips.get((min(a, b), max(a, b)), usual_s)
             return LinkModel(trip_s / 2, rates.get((a, b), usual_Bps if rates else math.inf))
@@ -176,29 +183,37 @@ class LinkMeasurements:
         """
         trips: dict[tuple[int, int], float] = {}
         for (a, b), seconds in self.rtt_s.items():
-            if a in at and b in at and a != b and math.isfinite(seconds) and seconds >= 0:
-                pair = (min(at[a], at[b]), max(at[a], at[b]))
-                trips[pair] = max(seconds, trips.get(pair, 0.0))
+            if a in at and b in at and a != b and 0 <= seconds < math.inf:
+                i, j = at[a], at[b]
+                pair = (i, j) if i < j else (j, i)
+                if seconds >= trips.get(pair, 0.0):
+                    trips[pair] = seconds
         return trips
 
     def _rates(self, at: Mapping[PeerId, int], bounded: bool) -> dict[tuple[int, int], float]:
         """Return the rates in bytes per second, by (sender's index, receiver's index)."""
-        reports: dict[tuple[int, int], dict[int, float]] = {}  # by pair, by reporter
-        for known, end in ((self.sent_Bps, 0), (self.received_Bps, 1)):
+        rates: dict[tuple[int, int], float] = {}
+        unconfirmed: dict[tuple[int, int], int] = {}  # the only reporter
+        for known, others, end in (
+            (self.sent_Bps, self.received_Bps, 0),
+            (self.received_Bps, self.sent_Bps, 1),
+        ):
             for (a, b), rate_Bps in known.items():
                 if a in at and b in at:
-                    pair = at[a], at[b]
-                    reports.setdefault(pair, {})[pair[end]] = rate_Bps
-        rates = {pair: min(by_end.values()) for pair, by_end in reports.items()}
+                    pair, other_Bps = (at[a], at[b]), others.get((a, b))
+                    if other_Bps is None:
+                        rates[pair], unconfirmed[pair] = rate_Bps, pair[end]
+                    elif end == 0:
+                        rates[pair] = rate_Bps if rate_Bps < other_Bps else other_Bps
         if not bounded:
             return rates
-        unconfirmed = {pair: next(iter(by_end)) for pair, by_end in reports.items() if len(by_end) == 1}
-        bounds = {
-            who: median(
-                [r for pair, r in rates.items() if unconfirmed.get(pair) != who] or [MAX_UNCONFIRMED_Bps]
-            )
-            for who in set(unconfirmed.values())
-        }
+        ordered = sorted(rates, key=lambda pair: rates[pair])
+        ordered_Bps = [rates[pair] for pair in ordered]
+        places: dict[int, list[int]] = {}  # in `ordered`, of what a member alone reports
+        for place, pair in enumerate(ordered):
+            if pair in unconfirmed:
+                places.setdefault(unconfirmed[pair], []).append(place)
+        bounds = {who: _median_without(ordered_Bps, own) for who, own in places.items()}
         return {
             pair: min(r, bounds[unconfirmed[pair]]) if pair in unconfirmed else r for pair, r in rates.items()
         }
@@ -224,7 +239,17 @@ class LinkMeasurements:
         return max((s for s in reported if math.isfinite(s) and s >= 0), default=None)
 
 
-def plan_rank_order(
+def _median_without(ordered_Bps: Sequence[float], places: Sequence[int]) -> float:
+    """Return the median of ascending rates without those at `places`; if none is left,
+    `MAX_UNCONFIRMED_Bps`."""
+    count = len(ordered_Bps) - len(places)
+    middle = [(count - 1) // 2, count // 2]
+    for place in places:
+        middle = [at + (place <= at) for at in middle]
+    return (ordered_Bps[middle[0]] + ordered_Bps[middle[1]]) / 2 if count else MAX_UNCONFIRMED_Bps
+
+
+def search_rank_order(
     load: Workload | None,
     measured: LinkMeasurements,
     peers: Sequence[PeerId],
@@ -233,8 +258,8 @@ def plan_rank_order(
     entry_shares: Mapping[PeerId, int] | None = None,
     *,
     is_urgent: bool = False,
-) -> RankOrder:
-    """Plan the order of ranks for the exchange of a run.
+) -> Pieces[RankOrder]:
+    """Plan the order of ranks for the exchange of a run, in pieces.
 
     Args:
         load: the workload, or None if it is unknown.  If it is unknown, or if it is a ring and no rate is
@@ -252,15 +277,20 @@ def plan_rank_order(
         return RankOrder(joined, f"{format_count(count, 'worker')}: the order makes no difference")
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     by_latency = load is None or (load.kind is ExchangeKind.DENSE and not has_rates)
+    yield
     network = measured.build_network(peers)
     if network is None or (by_latency and not measured.rtt_s):
         return RankOrder(joined, f"{count} workers in join order: no round trip has been measured")
     network = with_entry_shares(network, peers, entry_shares or {})
+    yield
     searched = _LATENCY_ONLY if load is None or by_latency else load
-    found = _search_best_order(searched, network, peers, firsts, current, is_urgent=is_urgent)
+    found = yield from _search_best_order(searched, network, peers, firsts, current, is_urgent=is_urgent)
     order = tuple(peers[member] for member in found.order)
     reason = _latency_reason(found) if by_latency else _reason(searched, network, found, has_rates)
     return RankOrder(order, reason)
+
+
+plan_rank_order = in_one_piece(search_rank_order)
 
 
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
@@ -269,14 +299,14 @@ def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
     return RankOrder(order, "ranks in the order of joining, as configured")
 
 
-def reorder_reason(
+def compare_rank_orders(
     load: Workload | None,
     measured: LinkMeasurements,
     current: Sequence[PeerId],
     peers: Sequence[PeerId] = (),
     entry_shares: Mapping[PeerId, int] | None = None,
-) -> str:
-    """Return the reason for a new generation with another order.
+) -> Pieces[str]:
+    """Return the reason for a new generation with another order, in pieces.
 
     Returns "" if another order does not justify a new generation, or if no rates are known.
 
@@ -289,6 +319,7 @@ def reorder_reason(
     if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not has_rates:
         return ""
     peers = peers or current
+    measured = LinkMeasurements(*measured.between(frozenset(peers)))  # reports may arrive between two pieces
     network = measured.build_network(peers)
     if network is None:
         return ""
@@ -296,10 +327,12 @@ def reorder_reason(
     network = with_entry_shares(network, peers, shares)
     now = [peers.index(peer) for peer in current]
     now_s = simulated_exchange_s(load, network, CpuCosts(), now)
-    found = _search_best_order(load, network, peers, peers, current)  # the search of `plan_rank_order`
-    if now_s < MIN_SPEEDUP * found.exchange_s or not _is_corroborated(
-        load, measured, peers, now, found.order, shares
-    ):
+    yield
+    found = yield from _search_best_order(load, network, peers, peers, current)  # of `search_rank_order`
+    if now_s < MIN_SPEEDUP * found.exchange_s:
+        return ""
+    is_corroborated = yield from _corroborate(load, measured, peers, now, found.order, shares)
+    if not is_corroborated:
         return ""
     return (
         f"links have changed: another order makes an exchange {now_s / found.exchange_s:.2f} times as fast "
@@ -307,14 +340,17 @@ def reorder_reason(
     )
 
 
-def _is_corroborated(
+reorder_reason = in_one_piece(compare_rank_orders)
+
+
+def _corroborate(
     load: Workload,
     measured: LinkMeasurements,
     peers: Sequence[PeerId],
     now: Sequence[int],
     then: Sequence[int],
     entry_shares: Mapping[PeerId, int],
-) -> bool:
+) -> Pieces[bool]:
     """Return whether the order `then` justifies a new generation even without any one member's reports.
 
     This check ensures that no member alone can cause a new order.
@@ -327,6 +363,7 @@ def _is_corroborated(
         now_s, then_s = (simulated_exchange_s(load, network, CpuCosts(), order) for order in (now, then))
         if now_s < MIN_SPEEDUP * then_s:
             return False
+        yield
     return True
 
 
@@ -346,17 +383,17 @@ def _search_best_order(
     current: Sequence[PeerId],
     *,
     is_urgent: bool = False,
-) -> RankOrderEstimate:
+) -> Pieces[RankOrderEstimate]:
     """Search for the best order of ranks.
 
-    `plan_rank_order` and `reorder_reason` both use this search, so that `plan_rank_order` finds the order
-    that `reorder_reason` has predicted.
+    `search_rank_order` and `compare_rank_orders` both use this search, so that the former finds the order
+    that the latter has predicted.
     """
     at = {peer: index for index, peer in enumerate(peers)}
     now = [at[peer] for peer in current if peer in at]
     now += sorted(set(range(len(peers))) - set(now)) if now else []
     roots = [at[peer] for peer in firsts]
-    return best_order(load, network, CpuCosts(), roots, now, is_urgent=is_urgent)
+    return search_order(load, network, CpuCosts(), roots, now, is_urgent=is_urgent)
 
 
 # -- text ------------------------------------------------------------------------------------------

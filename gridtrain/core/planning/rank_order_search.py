@@ -10,17 +10,19 @@ For up to 7 members every order is tried, if members do not wait for the plan.  
 orders are improved in a limited number of trials, by swapping two members or reversing a range of ranks;
 above 128 members only the root of a star is chosen.  Orders are compared by `order_estimator`, which adds up
 hops without queues; the best orders are then simulated message by message.  `SearchLimits` bounds numbers and
-not the time, so that the same measurements always lead to the same order.
+not the time, so that the same measurements always lead to the same order.  `search_order` is a generator that
+yields after each piece of its work, so that a coordinator of many members can handle messages in between.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from itertools import accumulate, combinations, islice, permutations
 from math import factorial
+from typing import ParamSpec, TypeVar
 
 from gridtrain.core.collectives import butterfly
 from gridtrain.core.planning import cost_model
@@ -39,12 +41,12 @@ EXACT_MAX_PEERS = 7  # 720 orders for each member that may be rank 0
 MAX_ROOTS = 3  # members tried as rank 0 where not every order is tried
 MAX_SEARCHED_PEERS = 128
 """The largest group for which an order is searched; larger groups keep the order of joining, because a search
-would block the coordinator."""
+would take the coordinator too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """How much one search may compute while it blocks the coordinator.
+    """How much one search may compute.
 
     Attributes:
         edges: the number of edges of the orders that are estimated; an edge takes 0.2 to 0.7 us.
@@ -60,13 +62,46 @@ class SearchLimits:
 
 
 FULL_SEARCH = SearchLimits(150_000, 2_500, 6)
-"""Up to 0.1 s for 64 members and 0.35 s for 128, in which the coordinator answers no heartbeat."""
+"""Up to 0.1 s for 64 members and 0.25 s for 128; the longest piece takes a fifth of that."""
 
 URGENT_SEARCH = SearchLimits(10_000, 300, 1, searched_peers=16)
 """Up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; more members than 16 keep the
 current order."""
 
 SIMULATED_MESSAGES = 400  # of one exchange: a ring is compared with few slices
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Pieces = Generator[None, None, T]
+"""A computation that yields after each piece of its work, and returns its result."""
+
+
+def advance(pieces: Pieces[T]) -> T | None:
+    """Compute the next piece; return the result, or None if there are more pieces."""
+    try:
+        next(pieces)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    return None
+
+
+def in_one_piece(begin: Callable[P, Pieces[T]]) -> Callable[P, T]:
+    """Return the function that computes all pieces at once."""
+
+    @wraps(begin)
+    def compute(*args: P.args, **kwargs: P.kwargs) -> T:
+        return finish(begin(*args, **kwargs))
+
+    return compute
+
+
+def finish(pieces: Pieces[T]) -> T:
+    """Compute all further pieces; return the result."""
+    while (result := advance(pieces)) is None:
+        pass
+    return result
+
 
 MemberOrder = tuple[int, ...]  # order[rank] is a member's index
 OrderEstimator = Callable[[Sequence[int]], float]
@@ -89,7 +124,7 @@ RING_KINDS = (ExchangeKind.DENSE, ExchangeKind.TOPK)
 all-gather all ranks do the same work."""
 
 
-def best_order(
+def search_order(
     load: Workload,
     network: NetworkModel,
     cpu: CpuCosts,
@@ -97,7 +132,7 @@ def best_order(
     now: Sequence[int] = (),
     *,
     is_urgent: bool = False,
-) -> RankOrderEstimate:
+) -> Pieces[RankOrderEstimate]:
     """Find the order of `network`'s members that makes the exchange of `load` fastest.
 
     Args:
@@ -127,13 +162,24 @@ def best_order(
     finalists = [*starts, *current]
     if is_searched:
         estimate = order_estimator(load, network, cpu)
-        search = _all_orders if exact_roots >= min(MAX_ROOTS, len(roots)) else _improved_orders
-        found = search([*starts, *current], estimate, network, load, simulated, limits)
+        yield
+        if exact_roots >= min(MAX_ROOTS, len(roots)):
+            found = _all_orders([*starts, *current], estimate, simulated)
+        else:
+            found = yield from _improved_orders(
+                [*starts, *current], estimate, network, load, simulated, limits
+            )
         finalists = [starts[0], *current, *found]
-    timed = {order: simulated_exchange_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}
+    timed: dict[MemberOrder, float] = {}
+    for order in dict.fromkeys(finalists):
+        timed[order] = simulated_exchange_s(load, network, cpu, order)
+        yield
     # In a tie, the order with the smaller estimate is best; if the estimates are also equal, the first order.
     best = min(timed, key=lambda order: timed[order] + (1e-3 * estimate(order) if estimate else 0.0))
     return RankOrderEstimate(best, timed[best], timed[starts[0]])
+
+
+best_order = in_one_piece(search_order)
 
 
 def _fastest_peers(network: NetworkModel, firsts: Sequence[int], most: int) -> list[int]:
@@ -281,14 +327,7 @@ def _rotated(order: Sequence[int], first: int) -> MemberOrder:
     return (*order[at:], *order[:at])
 
 
-def _all_orders(
-    starts: Sequence[MemberOrder],
-    estimate: OrderEstimator,
-    network: NetworkModel,
-    load: Workload,
-    most: int,
-    limits: SearchLimits,
-) -> list[MemberOrder]:
+def _all_orders(starts: Sequence[MemberOrder], estimate: OrderEstimator, most: int) -> list[MemberOrder]:
     """Return the best `most` orders of all orders that begin with the first member of one of `starts`."""
     beginnings = {start[0]: start[1:] for start in reversed(starts)}
     orders = (
@@ -304,15 +343,14 @@ def _improved_orders(
     load: Workload,
     most: int,
     limits: SearchLimits,
-) -> list[MemberOrder]:
+) -> Pieces[list[MemberOrder]]:
     """Improve each order by swapping two members or reversing a range; return the best `most` orders."""
     trials = max(1, limits.edges // _edge_count(network.size))
     joined, apart_s = given[0], _pair_exchange_s(network, load)
-    starts = [
-        *given,
-        _clustered_order(joined, apart_s),
-        _nearest_order(joined, apart_s),
-    ]
+    clustered = _clustered_order(joined, apart_s)
+    yield
+    starts = [*given, clustered, _nearest_order(joined, apart_s)]
+    yield
     found: list[MemberOrder] = []
     for start in starts:
         order, best_s, since = list(start), estimate(start), 0
@@ -329,6 +367,7 @@ def _improved_orders(
             if since > network.size * network.size:
                 break
         found.append(tuple(order))
+        yield
     return sorted(found, key=estimate)[:most]
 
 

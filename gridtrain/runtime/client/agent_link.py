@@ -32,6 +32,9 @@ MAX_LINE_BYTES = 16_384
 BUDGET_EXHAUSTED = "spent"
 """The state that a script reports when it ends because its next step would exceed the day's byte budget."""
 
+DAY_BYTES = "day_bytes"
+"""A field of a directive that is sent only to a script that knows it."""
+
 REPORT_INTERVAL_S = 0.25
 
 
@@ -44,6 +47,7 @@ class AgentDirective:
         reason: the reason why `run` is False; empty if `run` is True.
         most_bytes: the largest number of bytes that this process may send and receive in total; infinity for
             no limit.
+        day_bytes: the budget of a whole day; infinity for no limit.
         upload_Bps, download_Bps: the rate caps in bytes per second; None for no cap.
         stop: whether the script has to stop after the current step; its training loop then ends as if the run
             had finished.
@@ -53,6 +57,7 @@ class AgentDirective:
     run: bool = True
     reason: str = ""
     most_bytes: float = math.inf
+    day_bytes: float = math.inf
     upload_Bps: float | None = None
     download_Bps: float | None = None
     stop: bool = False
@@ -150,7 +155,8 @@ class AgentLink:
         try:
             link.settimeout(REPORT_INTERVAL_S)
             link.connect(self._path)
-            link.sendall(json.dumps({"role": "script", "pid": os.getpid()}).encode() + b"\n")
+            hello = {"role": "script", "pid": os.getpid(), "knows": [DAY_BYTES]}
+            link.sendall(json.dumps(hello).encode() + b"\n")
         except OSError:
             link.close()
             raise
@@ -195,11 +201,8 @@ class AgentLink:
 
     def _handle_line(self, line: bytes) -> None:
         fields = json.loads(line)
-        most_bytes = fields.pop("most_bytes", None)
+        for name in ("most_bytes", DAY_BYTES):
+            fields[name] = math.inf if fields.get(name) is None else float(fields[name])
         with self._condition:
-            self.directive = replace(
-                AgentDirective(),
-                **fields,
-                most_bytes=math.inf if most_bytes is None else float(most_bytes),
-            )
+            self.directive = replace(AgentDirective(), **fields)
             self._condition.notify_all()

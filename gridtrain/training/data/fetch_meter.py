@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gridtrain.errors import BudgetSpent
+from gridtrain.errors import BudgetSpent, DataError
 from gridtrain.network.transport.rate_limiter import DownloadLimiter
+from gridtrain.quantities import format_bytes
 
 PIECE_S = 0.1
 """With a download limit, as much is read at once as this many seconds allow."""
 
 MIN_PIECE_BYTES = 4096
 MAX_READERS = 128
-_DOWNLOAD_BPS, _MOST_BYTES, _RECEIVED_BYTES, _MOVED_BYTES, _FIRST_READER = range(5)
+_DOWNLOAD_BPS, _MOST_BYTES, _DAY_BYTES, _RECEIVED_BYTES, _MOVED_BYTES, _FIRST_READER = range(6)
 FIELDS = _FIRST_READER + 1 + MAX_READERS
 
 
@@ -54,10 +55,11 @@ class FetchMeter:
 
     # -- the script's process --------------------------------------------------------------------------
 
-    def limit(self, download_Bps: float | None, most_bytes: float) -> None:
-        """Set the limits: bytes per second, and the bytes that the worker may move in total."""
+    def limit(self, download_Bps: float | None, most_bytes: float, day_bytes: float = math.inf) -> None:
+        """Set the limits: bytes per second, and the bytes that the worker may move in total and in a whole
+        day."""
         self._fields[_DOWNLOAD_BPS] = download_Bps or math.inf
-        self._fields[_MOST_BYTES] = most_bytes
+        self._fields[_MOST_BYTES], self._fields[_DAY_BYTES] = most_bytes, day_bytes
 
     def note_exchanges(self, received_bytes: int, moved_bytes: int) -> None:
         """Record what the sockets have received, and received and sent, so far."""
@@ -84,14 +86,34 @@ class FetchMeter:
         while (wait_s := self._limiter.free_s - self._clock()) > 0:
             self._sleep(min(wait_s, 1.0))
             self._follow_limit()
-        left = float(self._fields[_MOST_BYTES]) - float(self._fields[_MOVED_BYTES]) - self.fetched_bytes
-        if left < 1:
+        if (left := self._left_bytes) < 1:
             raise BudgetSpent(
                 "the data set's files need more bytes than the traffic budget has left",
                 remedy="wait until more bytes are allowed, or raise the budget; what has arrived is kept",
             )
         most = left if self._Bps == math.inf else min(left, max(MIN_PIECE_BYTES, self._Bps * PIECE_S))
         return int(min(nbytes, most))
+
+    def check_undivided(self, place: str, nbytes: int) -> None:
+        """Check the budget for a file whose fetch cannot be continued on another day.
+
+        Raises:
+            DataError: the budget of a whole day is smaller than the file.
+            BudgetSpent: what is left of it is smaller.
+        """
+        self._follow_limit()
+        what = f"{place} of {format_bytes(nbytes)}, whose fetch cannot be continued later,"
+        if nbytes > (day_bytes := float(self._fields[_DAY_BYTES])):
+            raise DataError(
+                f"{what} is larger than the traffic budget of a day, {format_bytes(day_bytes)}",
+                remedy="raise the budget (gridtrain worker set budget=...), or ask the run's owner for "
+                "smaller shards",
+            )
+        if nbytes > (left := self._left_bytes):
+            raise BudgetSpent(
+                f"{what} needs more than the {format_bytes(max(0.0, left))} that the traffic budget has left",
+                remedy="wait until more bytes are allowed, or raise the budget",
+            )
 
     def count(self, nbytes: int) -> None:
         """Count bytes that have arrived."""
@@ -109,6 +131,10 @@ class FetchMeter:
         now_s, received_bytes = self._clock(), self._received_bytes
         self._limiter.charge(max(0, received_bytes - self._charged_bytes), self._charged_s)
         self._charged_bytes, self._charged_s = received_bytes, now_s
+
+    @property
+    def _left_bytes(self) -> float:
+        return float(self._fields[_MOST_BYTES]) - float(self._fields[_MOVED_BYTES]) - self.fetched_bytes
 
     @property
     def _received_bytes(self) -> int:

@@ -57,7 +57,7 @@ def copy_rest(
 
     Raises:
         BudgetSpent: `meter` allows no more; `part` has what arrived.
-        DataError: the file is larger than it must be.
+        DataError: the file is larger than it must be, or than a day's budget although it cannot be continued.
         FileNotFoundError, PermissionError: another attempt would fail, too.
         Exception: the connection broke, or was too slow.  `part` has what arrived.
     """
@@ -67,6 +67,7 @@ def copy_rest(
             return
         with _opened(place, size) as (remote, start), _shown(place, say) as show:
             if start != size:  # the server does not know ranges
+                meter.check_undivided(place, limit_bytes)
                 local.truncate(start)
             size = start
             is_http = isinstance(remote, HTTPResponse)

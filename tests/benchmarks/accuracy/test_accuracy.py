@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accuracy.__main__ import RIVALS, extrapolated, options_of, read, steps_of, summary, table
-from accuracy.train import EXCHANGES, exchange_of, parse
+from accuracy.__main__ import OURS, RIVALS, extrapolated, options_of, ours, steps_of, summary, table
+from accuracy.train import read
 from accuracy.workloads import (
     WORKLOADS,
     ByteLSTM,
@@ -35,10 +35,10 @@ LINES = [
 def test_a_run_ends_where_its_held_out_loss_reaches_the_target(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in LINES) + '\n{"step": 6, "sec')
-    run = summary(read(path), Gpt(), "20Mbit", "gtopk")
+    run = summary(read(path), "gpt", "20Mbit", "gtopk", Gpt.target)
     assert (run.seconds, run.step, run.megabytes) == (4.0, 4, 4.0)
     assert run.step_s == 1.0  # the median of the steps after the first two
-    slow = summary(LINES[:3], Gpt(), "20Mbit", "gloo")
+    slow = summary(LINES[:3], "gpt", "20Mbit", "gloo", Gpt.target)
     assert slow.seconds is None and slow.last_loss == 2.6
     shown = table([slow, run], "gloo").splitlines()
     assert "not in 3 s: 2.60" in shown[2]
@@ -46,14 +46,16 @@ def test_a_run_ends_where_its_held_out_loss_reaches_the_target(tmp_path: Path) -
 
 
 def test_the_ratio_compares_times_to_the_target() -> None:
-    slow = summary([dict(line, seconds=3 * line["seconds"]) for line in LINES], Gpt(), "20Mbit", "gloo")
-    quick = summary(LINES, Gpt(), "20Mbit", "gtopk")
+    slow = summary(
+        [dict(line, seconds=3 * line["seconds"]) for line in LINES], "gpt", "20Mbit", "gloo", Gpt.target
+    )
+    quick = summary(LINES, "gpt", "20Mbit", "gtopk", Gpt.target)
     assert "| gtopk | 4.0 | 4 | 4.0 | 3.0 |" in table([slow, quick], "gloo")
 
 
 def test_the_time_of_a_whole_run_is_extrapolated_from_a_short_one(tmp_path: Path) -> None:
     records = [dict(LINES[0], step=i, seconds=2.0 + i, sent_bytes=1_000_000 * i) for i in range(1, 13)]
-    short = summary(records, Gpt(), "20Mbit", "gloo")
+    short = summary(records, "gpt", "20Mbit", "gloo", Gpt.target)
     whole = extrapolated(records, short, 400)
     assert (whole.seconds, whole.step, whole.megabytes, whole.timed_steps) == (402.0, 400, 400.0, 10)
     assert "| 402.0 (of 10 steps) | 400 | 400.0 |" in table([whole], "")
@@ -83,13 +85,21 @@ def test_models_have_the_documented_sizes() -> None:
     assert ResNet20()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_each_exchange_has_settings(name: str) -> None:
-    options = parse(["--workload", "gpt", "--exchange", name, "--folder", "unused"])
-    family, exchange = exchange_of(options)
-    assert exchange is not None
-    for workload in WORKLOADS.values():  # language models have only settings for AdamW
-        assert family in workload.settings or set(workload.settings) == {"adamw", "local"}
+@pytest.mark.parametrize("contender", OURS)
+def test_each_contender_has_settings_and_an_exchange(contender: str) -> None:
+    for workload in WORKLOADS.values():
+        family = OURS[contender][0]
+        if set(workload.settings) == {"adamw", "local"} and family not in workload.settings:
+            continue  # language models have only settings for AdamW
+        options = ours(options_of([]), workload, contender)
+        assert options.family in workload.settings and options.until_loss == workload.target
+        assert options.make_exchange().describe()
+        assert (options.every > 0) is contender.startswith("local")
+
+
+def test_local_steps_and_their_density_can_be_chosen() -> None:
+    chosen = ours(options_of(["--gathered", "8/2", "density=0.03,values=int2"]), Gpt, "local-topk")
+    assert (chosen.every, chosen.overlap, chosen.exchange) == (8, 2, "topk:density=0.03,values=int2")
 
 
 def test_each_workload_has_settings_for_rivals() -> None:

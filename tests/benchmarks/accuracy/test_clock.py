@@ -62,13 +62,22 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "measured_after"), [("dense", [5, 10, 12]), ("gtopk", [5, 10, 12]), ("local", [4, 8, 12])]
+    ("family", "exchange", "every", "measured_after"),
+    [
+        ("dense", "dense", 0, [5, 10, 12]),
+        ("sparse", "gtopk:density=0.5,momentum=0.9", 0, [5, 10, 12]),
+        ("local", "gtopk:density=0.5", 4, [4, 8, 12]),
+    ],
 )
 def test_workers_wait_with_equal_parameters_while_the_first_measures(
-    exchange: str, measured_after: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    exchange: str,
+    every: int,
+    measured_after: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = ["--workload", "gpt", "--exchange", exchange, "--folder", str(tmp_path), "--density", "0.5"]
-    options = worker.parse([*arguments, "--steps", "12", "--every", "4", "--measure-every", "5"])
+    options = worker.Options("gpt", family, exchange, every, steps=12, measure_every=5, folder=str(tmp_path))
     waiting = threading.Semaphore(0)
     are_equal: list[bool] = []
     mean = Grid.mean

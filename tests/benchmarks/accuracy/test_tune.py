@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from accuracy.tune import RATES, Trial, run, run_local, save, table
+from accuracy.tune import RATES, Trial, markdown, run, save
 from accuracy.workloads import WORKLOADS, Settings, Workload
 
 
@@ -43,24 +43,28 @@ class Line(Workload):
         return float(self.loss(model, self._x, self._x.sum(1, keepdim=True)))
 
 
+@pytest.fixture
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setitem(WORKLOADS, "line", Line)
+
+
 @pytest.mark.parametrize(
-    ("family", "values"), [("dense", ""), ("dense", "int8"), ("sparse", ""), ("adamw", ""), ("adamw", "bf16")]
+    ("family", "variant"),
+    [("dense", ""), ("dense", "int8"), ("sparse", ""), ("adamw", "bf16"), ("local-sgd", "2:0.5")],
 )
-def test_each_family_reaches_the_target_unless_the_rate_is_nearly_zero(family: str, values: str) -> None:
-    good = run(Line(), family, 0.05, steps=400, values=values)
+def test_each_family_reaches_the_target_unless_the_rate_is_nearly_zero(
+    line: None, family: str, variant: str
+) -> None:
+    good = run("line", family, 0.05, 400, variant)
     assert good.reached is not None and good.least <= Line.target
-    assert run(Line(), family, 0.05, steps=400, values=values) == good
-    unchanged = run(Line(), family, 1e-9, steps=20)
+    assert variant in (good.gathered or good.values)
+    unchanged = run("line", family, 1e-9, 20, variant)
     assert unchanged.reached is None and unchanged.least > 1.0
 
 
-def test_local_steps_are_tuned_with_the_script_of_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setitem(WORKLOADS, "line", Line)
-    good = run_local(Line(), "local-sgd", 0.05, 80, "2:0.5", seed=0)
-    assert good.reached is not None and good.reached % 2 == 0 and good.least <= Line.target
+def test_trials_are_added_to_a_file(tmp_path: Path) -> None:
+    good = Trial("line", "local-sgd", 0.05, 40, 0.04, "2:0.5")
     save(tmp_path / "tried.json", [good])
     save(tmp_path / "tried.json", [good, Trial("line", "dense", 0.1, None, 2.0)])
     saved = json.loads((tmp_path / "tried.json").read_text())["tried"]
@@ -74,7 +78,7 @@ def test_the_best_of_each_family_is_marked() -> None:
         Trial("gpt", "sparse", 0.1, None, 2.5),
         Trial("gpt", "sparse", 0.4, None, 2.4),
     ]
-    marked = [line for line in table(tried).splitlines() if line.endswith("| best |")]
+    marked = [line for line in markdown(tried).splitlines() if line.endswith("| best |")]
     assert marked == [
         "| gpt | dense |  | 0.2 | 150 | 2.340 | best |",
         "| gpt | sparse |  | 0.4 | - | 2.400 | best |",

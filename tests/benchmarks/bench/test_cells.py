@@ -6,9 +6,8 @@ import pytest
 
 from bench.bounds import bound_s, butterfly_rounds, payload_bytes
 from bench.cells import Cell, CellError, Link, parse
-from bench.goals import goals
+from bench.goals import SUITES, goals
 from bench.measurement import by_link
-from bench.suites import SUITES
 from gridtrain.config import Dense, GTopK
 from gridtrain.errors import ConfigError
 
@@ -37,7 +36,7 @@ def test_a_dense_exchange_has_no_density() -> None:
 def test_a_rival_is_parsed() -> None:
     cell = parse("gloo/all_gather P=8 n=2.56M rate=1Gbit")
     assert (cell.rival, cell.op, cell.dense) == ("gloo", "all_gather", False)
-    assert parse("mpi/all_reduce_default P=8 n=1M").dense
+    assert parse("mpi/all_reduce P=8 n=1M").dense
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,6 @@ def test_rounds_of_the_butterfly() -> None:
 
 def test_without_a_rate_there_is_no_bound() -> None:
     assert bound_s(parse("dense P=4 n=1M")) is None
-    assert bound_s(parse("gloo/powersgd P=4 n=1M rate=1Gbit")) is None
 
 
 def test_a_cell_has_a_default_density() -> None:

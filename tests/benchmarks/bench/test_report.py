@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from bench import quick
 from bench.bounds import bound_s
 from bench.cells import parse
-from bench.goals import Goal, judge, judged
+from bench.goals import Goal, goals, judge
+from bench.measurement import samples_of
 from bench.quick import EXCHANGES, LOCAL, RECORD, compare, exchange_ratios, local_ratios
-from bench.report import chart, markdown
-from bench.results import CellResult, Results, ResultsError, Sample, machine, percentile
-from bench.rival_block import RivalBlock
+from bench.report import markdown
+from bench.results import CellResult, Results, ResultsError, Sample
+from record import machine
 from rivals.contract import Result
 
 DENSE = "dense P=4 n=25.6M rate=100Mbit"
@@ -60,16 +60,14 @@ def test_another_schema_is_refused() -> None:
 def test_the_statistics_of_a_cell() -> None:
     one = result(DENSE, 13.0, 12.5, 14.0, 13.5, 15.0)
     assert (one.median_s, one.least_s) == (13.5, 12.5)
-    assert one.p90_s == pytest.approx(14.6)
     assert one.x_bound == pytest.approx(13.5 / 12.288)
     assert one.cpu_s_per_GB() == pytest.approx(0.5 / 0.1024)
-    assert percentile([1.0, 2.0], 0.5) == 1.5
 
 
 def test_repeats_with_aborted_attempts_do_not_count() -> None:
     one = result(DENSE, 13.0, 99.0, 13.4)
     one.samples[1] = replace(one.samples[1], aborts=2, cpu_s=9.0)
-    assert (one.median_s, one.cpu_s, one.p90_s) == (13.2, 0.5, pytest.approx(13.36))
+    assert (one.median_s, one.cpu_s) == (13.2, 0.5)
     assert "| dense (1 repeats with aborted attempts, left out) | 13.200 s |" in markdown(recorded(one))
     one.samples = [one.samples[1]]
     assert one.median_s == 99.0
@@ -121,32 +119,19 @@ def test_the_report_notes_how_each_cell_was_measured() -> None:
     assert others.startswith("| gloo/all_reduce |") and others.endswith("| torch 2.13.0; its own choice |")
 
 
-def test_a_rival_notes_its_version_and_its_algorithm(tmp_path: Path) -> None:
-    cell = parse("mpi/all_reduce P=2 n=1k rate=1Gbit")
-    hosts = SimpleNamespace(address=lambda name: "10.0.0.1", interface="eth0")
-    block = RivalBlock(cell, hosts, tmp_path, 0)  # type: ignore[arg-type]
-    for rank in range(2):
-        Result("mpi", "Open MPI 4.1.4", "all_reduce", 1000, 2, rank, [1.0], [0.5], [8], 4000).write(
-            block.out(rank)
-        )
-    assert [sample.note for sample in block._samples()] == [
+def test_a_rival_notes_its_version_and_its_algorithm() -> None:
+    found = Result("mpi", "Open MPI 4.1.4", "all_reduce", 1000, 2, 0, [1.0], [0.5], [8.0], 4000)
+    (sample,) = samples_of(found)
+    assert sample == Sample(1.0, 0.5, 8.0, note=sample.note)
+    assert sample.note == (
         "Open MPI 4.1.4; dense Allreduce of n float32 by ring, which is Open MPI's fastest here"
-    ]
+    )
 
 
 def test_each_goal_has_a_verdict() -> None:
-    words = [verdict.word for verdict in judged(recorded())]
+    words = [judge(goal, recorded()).word for goal in goals()]
     assert words.count("met") == 1  # selection
     assert set(words) == {"met", "not measured: not in this run"}
-
-
-def test_the_chart_shows_the_varied_parameter() -> None:
-    cells = [
-        result(f"{what} P={P} n=1M rate=100Mbit", 0.1 * P) for P in (2, 4, 8) for what in ("dense", "gtopk")
-    ]
-    drawn = chart(recorded(*cells))
-    assert drawn.startswith("<svg") and "members" in drawn and ">dense<" in drawn
-    assert chart(recorded(result(DENSE, 13.0))) == ""
 
 
 def test_a_machine_is_described_without_a_name() -> None:

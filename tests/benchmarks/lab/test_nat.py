@@ -11,7 +11,6 @@ internet 10.77.0.0/24
 
 from __future__ import annotations
 
-import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 import pytest
 
 from lab import ns
-from lab.nat import FIREWALLS
 from lab.net import Host, Net, Router
 
 PORT = 7700
@@ -37,11 +35,9 @@ class Town:
     cleo: Host
 
 
-@pytest.fixture(params=FIREWALLS)
-def town(lab: None, request: pytest.FixtureRequest) -> Iterator[Town]:
-    if shutil.which(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    with Net(firewall=request.param) as net:
+@pytest.fixture
+def town(lab: None) -> Iterator[Town]:
+    with Net() as net:
         hub, home, other = net.host("hub"), net.router("home"), net.router("other")
         yield Town(hub, home, home.host("anna"), home.host("bert"), other, other.host("cleo"))
 

@@ -21,13 +21,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sniffer import Sniffer
 from zmq.utils import z85
 
-from lab.group import Group, Plan, hostname, start
+from lab.group import Group, LabHosts, hostname
 from lab.net import Host, Net
 
 pytestmark = pytest.mark.integration
@@ -50,20 +49,30 @@ class Recording:
     """
 
     net: Net
+    hosts: LabHosts
     group: Group
     sniffer: Sniffer
     samples: dict[str, list[bytes]]
     received: dict[str, bytes]
 
 
-def record(plan: Plan, folder: Path) -> Iterator[Recording]:
+def record(
+    folder: Path, *, encrypted: bool, nat: str = "none", options: Sequence[str] = ()
+) -> Iterator[Recording]:
     spied = folder / "spied"
     spied.mkdir()
+    path = os.pathsep.join(filter(None, [str(SPY), os.environ.get("PYTHONPATH")]))
+    spy = {"PYTHONPATH": path, "LAB_SPY": str(spied)}
     run = json.dumps({"exchange": "dense", "batch_size": 8, "steps": STEPS})
     with Net() as net:
-        with Sniffer(net, folder / "all.pcap") as sniffer:
-            group = start(net, plan, folder, lambda name: (sys.executable, str(SCRIPT), run))
-            group.wait(TIMEOUT_S)
+        hosts = LabHosts(net, NAMES, nat=nat)
+        with (
+            Sniffer(net, folder / "all.pcap") as sniffer,
+            Group(hosts, folder, workers=len(NAMES), encrypted=encrypted, env=spy) as group,
+        ):
+            for name in NAMES:
+                group.add(name, (sys.executable, str(SCRIPT), run), options)
+            group.finish(TIMEOUT_S)
         lines = [line.split() for path in spied.glob("*.sent") for line in path.read_text().splitlines()]
         samples = {
             kind: chosen([bytes.fromhex(text) for what, text in lines if what == kind])
@@ -73,13 +82,7 @@ def record(plan: Plan, folder: Path) -> Iterator[Recording]:
             name: b"\n".join(path.read_bytes() for path in spied.glob(f"{name}-*.received"))
             for name in (*NAMES, "hub")
         }
-        yield Recording(net, group, sniffer, samples, received)
-
-
-def spying_plan(folder: Path, **options: Any) -> Plan:
-    path = os.pathsep.join(filter(None, [str(SPY), os.environ.get("PYTHONPATH")]))
-    spy = {"PYTHONPATH": path, "LAB_SPY": str(folder / "spied")}
-    return Plan(3, names=NAMES, environment=spy, **options)
+        yield Recording(net, hosts, group, sniffer, samples, received)
 
 
 def chosen(samples: Sequence[bytes]) -> list[bytes]:
@@ -90,15 +93,15 @@ def chosen(samples: Sequence[bytes]) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def clear(lab: None, whole_group: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
-    folder = tmp_path_factory.mktemp("clear")
-    yield from record(spying_plan(folder, encrypted=False), folder)
+    yield from record(tmp_path_factory.mktemp("clear"), encrypted=False)
 
 
 @pytest.fixture(scope="module")
 def encrypted(lab: None, whole_group: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
-    folder = tmp_path_factory.mktemp("encrypted")
     # Only the hub relays, so that all relayed gradients pass through it.
-    yield from record(spying_plan(folder, nat="half", relay="hub"), folder)
+    yield from record(
+        tmp_path_factory.mktemp("encrypted"), encrypted=True, nat="half", options=["--no-relay"]
+    )
 
 
 # -- secrets ---------------------------------------------------------------------------------------
@@ -122,8 +125,8 @@ def secrets_of(group: Group) -> dict[str, list[bytes]]:
 
     paths = sorted(group.folder.glob("state-*/**/*.key"))
     secrets = {path.relative_to(group.folder).as_posix(): forms(Identity.read(path).secret) for path in paths}
-    secrets["token"] = forms(parse(group.invitation).token)
-    secrets["invitation"] = [group.invitation.removeprefix(PREFIX).encode()]
+    secrets["token"] = forms(parse(group.invitation()).token)
+    secrets["invitation"] = [group.invitation().removeprefix(PREFIX).encode()]
     return secrets
 
 
@@ -182,7 +185,7 @@ def test_the_eavesdropper_finds_each_of_them_if_sent_in_plain_text(
 ) -> None:
     patterns = [pattern for forms in secrets_of(encrypted.group).values() for pattern in forms]
     patterns += [*personal(), *encrypted.samples["Data"]]
-    anna, hub = encrypted.group.hosts[NAMES[0]], encrypted.group.hub
+    anna, hub = encrypted.hosts[NAMES[0]], encrypted.hosts.hub
     with Sniffer(encrypted.net, tmp_path / "plain.pcap") as sniffer:
         send(anna, hub, b" ".join(patterns))
     assert seen(sniffer.found, patterns) == patterns

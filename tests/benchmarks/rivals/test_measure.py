@@ -44,7 +44,7 @@ def test_a_wrong_result_raises() -> None:
         measured(request, "mpi", "1", Prepared(lambda: None, 8, finish=finish), lambda: None)
 
 
-@pytest.mark.parametrize("rival", ["gloo", "mpi_job"])
+@pytest.mark.parametrize("rival", ["gloo", "mpi"])
 def test_no_sparse_operation_uses_the_dense_vector(rival: str) -> None:
     """The source is inspected, because MPI is not installed everywhere."""
     functions = {

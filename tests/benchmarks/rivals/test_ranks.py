@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from lab.group import free_port
 from lab.net import Net, why_not
 from lab.ns import LabError
 from rivals import environments
 from rivals.contract import OPS, TRAINERS, ContractError, Request
 from rivals.environments import available
-from rivals.hosts import Job, LinkSettings, free_port, hosts_of, measure, measure_on_loopback, train
+from rivals.hosts import Loopback, measure, request_of, train
 from rivals.rendezvous import Rendezvous
 
 TIMEOUT_S = 200.0
@@ -84,7 +85,8 @@ def test_a_rank_that_does_not_connect_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_two_ranks_over_loopback(rival: str, op: str, tmp_path: Path) -> None:
     """Each rank checks its result, and ends with an error if it is wrong."""
     need(rival)
-    figures = measure_on_loopback(Job(rival, op, 2, 20_000, 0.01, 2, 1), tmp_path / "ranks", TIMEOUT_S)
+    request = request_of(op, 20_000, density=0.01, repeats=2)
+    figures = measure([Loopback()] * 2, rival, request, tmp_path / "ranks", TIMEOUT_S, free_port())
     assert (figures.rival, figures.op, figures.n, figures.world) == (rival, op, 20_000, 2)
     assert len(figures.seconds) == len(figures.cpu_s) == 2 and min(figures.seconds) > 0
     assert figures.bytes_sent == []  # both use the same interface
@@ -100,8 +102,8 @@ def test_ranks_on_the_lab_s_hosts_send_the_bytes_of_the_algorithm(rival: str, tm
         pytest.skip(f"the network lab is not available: {reason}")
     n = 1_000_000
     with Net() as net:
-        hosts = hosts_of(net, 2, LinkSettings(rate="200Mbit"))
-        figures = measure(hosts, Job(rival, "all_reduce", 2, n, repeats=2), tmp_path / "ranks", TIMEOUT_S)
+        hosts = list(net.make_hosts(["anna", "bert"], "200Mbit").values())
+        figures = measure(hosts, rival, request_of("all_reduce", n, repeats=2), tmp_path / "ranks", TIMEOUT_S)
     assert 4 * n < min(figures.bytes_sent) and max(figures.bytes_sent) < 4 * n * 1.3
     assert min(figures.seconds) > 4 * n / 25e6 * 0.95  # none is faster than the link
 
@@ -111,10 +113,11 @@ def test_a_rank_that_fails_is_reported_with_the_end_of_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need("gloo")
-    correct = environments.environment_of
-    monkeypatch.setattr(environments, "environment_of", lambda *a: correct(*a) | {"PYTHONPATH": "/nowhere"})
+    correct = environments.variables
+    monkeypatch.setattr(environments, "variables", lambda name: correct(name) | {"PYTHONPATH": "/nowhere"})
     with pytest.raises(LabError, match=r"rank \d ended with exit code 1") as failed:
-        measure_on_loopback(Job("gloo", "all_reduce", 2, 100), tmp_path / "ranks", TIMEOUT_S)
+        request = request_of("all_reduce", 100)
+        measure([Loopback()] * 2, "gloo", request, tmp_path / "ranks", TIMEOUT_S, free_port())
     assert "No module named" in str(failed.value)
 
 
@@ -126,7 +129,8 @@ def test_a_training_run_learns_and_ends_at_its_loss(trainer: str, tmp_path: Path
         pytest.skip(f"the network lab is not available: {reason}")
     extra = ["--steps", "40", "--measure-every", "5", "--until-loss", "4.5"]
     with Net() as net:
-        train(hosts_of(net, 2, LinkSettings()), trainer, tmp_path / "run", TIMEOUT_S, extra)
+        hosts = list(net.make_hosts(["anna", "bert"]).values())
+        train(hosts, trainer, tmp_path / "run", TIMEOUT_S, extra)
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     held_out = [record["held_out"] for record in records if record["held_out"] is not None]

@@ -22,6 +22,7 @@ TOKEN = "t" * 43
 
 def filled(workers: int, seconds: int, shape: str = "butterfly", stages: int = 1) -> Board:
     from dashboard_demo.simulated_run import Run
+
     from gridtrain_coordinator.dashboard.board import Board
 
     board = Board()

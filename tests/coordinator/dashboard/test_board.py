@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from dashboard_demo.simulated_run import Run
+
 from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COLUMNS, Board
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
 from gridtrain_coordinator.dashboard.straggler import find_straggler

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_coordinator import ScriptedCoordinator
-
 from dashboard_demo import chromium
 from dashboard_demo.chromium import LAYOUT_CHECK, LOADED
 from dashboard_demo.simulated_run import HOSTILE, Run
+from scripted_coordinator import ScriptedCoordinator
+
 from gridtrain.core.messages import RemoveWorker
 from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
 from gridtrain_coordinator.dashboard.listen_address import bind, parse_address, url

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from dashboard_demo.simulated_run import HOSTILE
+
 from gridtrain.errors import ConfigError
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.listen_address import TOKEN_FILE, bind, load_token, parse_address, url

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from dashboard_demo.chromium import until
 from dashboard_demo.simulated_run import Run
+
 from gridtrain.core.messages import OperatorReply, RemoveWorker
 from gridtrain_coordinator.dashboard import connection_timeouts
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, bind

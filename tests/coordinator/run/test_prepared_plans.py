@@ -17,6 +17,7 @@ from staged_run import StagedRun
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning import entry_shares, rank_order, rank_order_search
+from gridtrain_coordinator.run import generation_plan
 from gridtrain_coordinator.run.events import PeerDisconnected
 
 PEERS = tuple(letter.encode() * 32 for letter in "abcdefg")
@@ -162,6 +163,64 @@ def test_a_prepared_plan_is_not_used_after_links_have_changed(counter: Counter) 
     frozen = counter.of(lambda: run.report(*SIX))
     assert G in run.order and 0 < frozen <= MAX_URGENT_ORDERS
     assert run.core._planner._is_search_due
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches for six or seven members are divided, as those for hundreds are."""
+    monkeypatch.setattr(generation_plan, "WHOLE_SEARCH_MEMBERS", 3)
+    monkeypatch.setattr(rank_order_search, "EXACT_MAX_PEERS", 3)
+
+
+def search_one_piece(run: Group, counter: Counter) -> int:
+    """Return the number of evaluated orders."""
+    assert run.core.deadline_s <= run.now_s, "the next piece is due at once"
+    orders = counter.of(run.tick)
+    run.say(PEERS[0], m.Heartbeat(0, 0, 0, ()))
+    return orders
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_search_in_pieces_finds_what_one_at_once_finds(
+    exchange: str, counter: Counter, in_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Group(exchange)
+    run.enter(G)
+    orders: list[int] = []
+    while not run.core.run.view_change.is_freezing:
+        assert len(orders) < 100
+        orders.append(search_one_piece(run, counter))
+    assert len(orders) >= 6 and max(orders) < 0.6 * sum(orders)
+    assert counter.of(lambda: run.report(*SIX)) == 0
+    monkeypatch.setattr(generation_plan, "WHOLE_SEARCH_MEMBERS", 32)
+    whole = Group(exchange)
+    admit(whole, counter)
+    assert run.order == whole.order
+
+
+def test_reports_between_two_pieces_do_not_make_a_search_useless(counter: Counter, in_pieces: None) -> None:
+    run = Group("gtopk")
+    run.enter(G)
+    search_one_piece(run, counter)
+    run.core._planner.measured_links.record(G, [(SIX[0], 1e4, 1e4)])
+    while not run.core.run.view_change.is_freezing:
+        search_one_piece(run, counter)
+    assert counter.of(lambda: run.report(*SIX)) == 0
+    assert G in run.order and not run.core._planner._is_search_due
+
+
+def test_members_do_not_wait_for_the_rest_of_a_search_when_one_is_lost(
+    counter: Counter, in_pieces: None
+) -> None:
+    run = Group("gtopk")
+    run.enter(G)
+    search_one_piece(run, counter)
+    assert not run.core.run.view_change.is_freezing
+    waiting = counter.of(lambda: run.say(SIX[2], m.Leave("tired")))
+    assert run.core.run.view_change.is_freezing
+    rest = [peer for peer in SIX if peer != SIX[2]]
+    waiting += counter.of(lambda: run.report(*rest))
+    assert set(run.order) == {*rest, G} and waiting <= MAX_URGENT_ORDERS
 
 
 def test_members_whose_round_stalls_do_not_wait_for_a_search(counter: Counter) -> None:

@@ -11,8 +11,8 @@ from scripted_coordinator import A, B, C, D, ScriptedCoordinator
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
-from gridtrain.core.planning.rank_order_search import RankOrderEstimate
-from gridtrain_coordinator.run import reorder_limits
+from gridtrain.core.planning.rank_order_search import Pieces, RankOrderEstimate
+from gridtrain_coordinator.run import generation_plan, reorder_limits
 from gridtrain_coordinator.run.events import Effect, Send
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING
@@ -58,7 +58,8 @@ class Run(ScriptedCoordinator):
         """The reason of the `Freeze`; empty if there is none within `limit_s`."""
         until_s = self.now_s + limit_s
         while self.now_s < until_s:
-            for effect in self.say(A, m.Heartbeat(0, 0, 0, ())):
+            effects = self.say(A, m.Heartbeat(0, 0, 0, ()))
+            for effect in effects + (self.tick() if self.core.deadline_s <= self.now_s else []):
                 if isinstance(effect, Send) and isinstance(effect.message, m.Freeze):
                     return effect.message.reason
         return ""
@@ -72,13 +73,19 @@ class Run(ScriptedCoordinator):
         return "".join(member.name for member in self.core.run.member_list)
 
 
-def test_changed_links_lead_to_another_order_but_not_at_once() -> None:
+@pytest.mark.parametrize("whole", [32, 3], ids=["at once", "piece by piece"])
+def test_changed_links_lead_to_another_order_but_not_at_once(
+    whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_plan, "WHOLE_SEARCH_MEMBERS", whole)
     run = Run()
     assert run.order == "abcd"
     made_s = run.core.run.view_change.last_installed_s
     run.rates({frozenset((A, B)), frozenset((B, D))})
-    reason = run.heartbeat_until_frozen(60.0)
-    assert run.now_s - made_s >= 30.0, "not before reshare_s has passed"
+    reason = run.heartbeat_until_frozen(120.0)
+    took_s = run.now_s - made_s
+    assert took_s >= 30.0, "not before reshare_s has passed"
+    assert (took_s >= 36.0) == (whole == 3), "a heartbeat a second, each with one piece"
     assert reason.startswith("links have changed: another order makes an exchange ")
     run.next_generation()
     # B's only good link is to C: one of its two partners is still behind a thin one, the other one is C.
@@ -125,9 +132,9 @@ def test_after_a_loss_few_orders_are_tried_at_once_and_the_others_later(
 ) -> None:
     """The others wait for the first plan without D, and not for the complete search half a minute later."""
     searched: list[tuple[int, bool]] = []
-    search = rank_order.best_order
+    search = rank_order.search_order
 
-    def record(load: Any, network: Any, *rest: Any, is_urgent: bool) -> RankOrderEstimate:
+    def record(load: Any, network: Any, *rest: Any, is_urgent: bool) -> Pieces[RankOrderEstimate]:
         searched.append((network.size, is_urgent))
         return search(load, network, *rest, is_urgent=is_urgent)
 
@@ -136,7 +143,7 @@ def test_after_a_loss_few_orders_are_tried_at_once_and_the_others_later(
     assert run.heartbeat_until_frozen(60.0)
     run.next_generation()
     assert run.entries_shares[D] < m.WHOLE_SHARE
-    monkeypatch.setattr(rank_order, "best_order", record)
+    monkeypatch.setattr(rank_order, "search_order", record)
     run.say(D, m.Leave("tired"))
     run.report(A, B, C)
     assert searched == [(3, True)]
@@ -172,9 +179,13 @@ def test_avoided_pairs_count_when_orders_are_compared(monkeypatch: pytest.Monkey
     for _ in range(FAILURES_BEFORE_AVOIDING):
         run.core._planner.link_failures.record(A, B, run.now_s)
     assert run.core._planner.link_failures.begin_avoiding(run.now_s) == {(A, B)}
-    monkeypatch.setattr(
-        rank_order, "reorder_reason", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or ""
-    )
+
+    def compare(load: Any, links: rank_order.LinkMeasurements, *rest: Any) -> Any:
+        seen.append(links.rtt_s[A, B])
+        return ""
+        yield
+
+    monkeypatch.setattr(rank_order, "compare_rank_orders", compare)
     run.rates(set())
     run.heartbeat_until_frozen(60.0)
     assert seen == [AVOIDED_PAIR_RTT_S]

@@ -189,7 +189,7 @@ def test_with_k_equal_n_the_update_is_the_whole_sum(kind: Kind, seeds) -> None:
 
 @every_kind
 def test_a_skip_reaches_all_ranks_and_adds_nothing(kind: Kind, seeds) -> None:
-    for seed in seeds(100):
+    for seed in seeds(100, drawn=8):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(1, 10))
         skipping = {int(rank) for rank in rng.integers(world_size, size=int(rng.integers(1, 3)))}
@@ -212,7 +212,7 @@ def without_numbers(inputs: Inputs, skipping: Collection[int]) -> Inputs:
 
 @every_kind
 def test_when_a_rank_is_lost_no_other_completes_and_all_wait_for_it(kind: Kind, seeds) -> None:
-    for seed in seeds(125):
+    for seed in seeds(125, drawn=8):
         rng = np.random.default_rng(seed)
         inputs = kind.inputs(rng, int(rng.integers(2, 10)))
         within_s = 0.1 if kind.dense else 0.05
@@ -249,7 +249,7 @@ def test_a_payload_outside_the_schedule_is_refused(kind: Kind, world_size: int) 
 @every_kind
 def test_no_payload_is_accepted_twice(kind: Kind, seeds) -> None:
     """At any moment of an exchange, each payload that a rank has received is refused a second time."""
-    for seed in seeds(40):
+    for seed in seeds(40, drawn=8):
         random = Random(seed)
         inputs = kind.inputs(np.random.default_rng(seed), random.randint(2, 9))
         group = kind.group(inputs, seed)

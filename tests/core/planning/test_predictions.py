@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
 
+from bench.cells import parse
+from bench.results import CellResult, Sample
 from calibrate import TINY, ends_of, solved, tiny
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import NO_CPU_COSTS, CpuCosts, ExchangeKind
-from gridtrain.errors import ConfigError
-from paper_table import DATA, MODELS, baidu, efficiencies, markdown
-from predictions import FRAME_SHARE, Measured, crowded, load_of, parse, predict, read, table
+from paper import DATA, MODELS, efficiencies, markdown
+from predictions import FRAME_SHARE, compare, is_predictable, load_of, predict
 
-RING = Measured("dense", 4, 25_600_000, rate_Bps=12.5e6)
+RING = parse("dense P=4 n=25.6M rate=100Mbit")
 
 
 def test_a_ring_on_shaped_links_takes_the_time_of_its_bytes() -> None:
@@ -26,7 +26,7 @@ def test_a_ring_on_shaped_links_takes_the_time_of_its_bytes() -> None:
 
 
 def test_selection_is_not_part_of_an_exchange() -> None:
-    cell = Measured("gtopk", 4, 25_600_000, rate_Bps=12.5e6)
+    cell = parse("gtopk P=4 n=25.6M rate=100Mbit")
     slow = CpuCosts(select_parameter_s=100e-9)
     for cores in (None, 1, 2):
         assert predict(cell, slow, cores) == pytest.approx(predict(cell, CpuCosts(), cores), rel=0.02)
@@ -45,41 +45,27 @@ def test_selection_is_not_part_of_an_exchange() -> None:
 def test_exchanges_of_result_files_are_read(
     exchange: str, kind: ExchangeKind, density: float, values: str
 ) -> None:
-    load = load_of(Measured(exchange, 4, 1000))
+    load = load_of(parse(f"{exchange} P=4 n=1000"))
     assert load.kind is kind
     if kind.is_sparse:
         assert (load.density, load.values) == (density, values)
 
 
-def test_other_libraries_are_not_predicted() -> None:
-    assert parse("gloo/all_reduce P=4 n=25.6M rate=1Gbit") is None
-    assert parse("gtopk P=4 n=25.6M rate=1Gbit loss=0.01") is None
-    with pytest.raises(ConfigError, match="no exchange"):
-        load_of(Measured("gossip", 4, 1000))
-
-
-def test_a_result_file_is_read() -> None:
-    samples = [{"seconds": s, "cpu_s": 0.01} for s in (0.05, 0.03, 0.04)]
-    document = {
-        "cells": [
-            {"cell": "gtopk P=8 n=25.6M density=0.001 rate=100Mbit delay=0.02s curve", "samples": samples},
-            {"cell": "gloo/all_reduce P=4 n=1M", "samples": samples},
-            {"cell": "dense P=4 n=1M", "samples": [], "skipped": "no"},
-        ]
-    }
-    (cell,) = read(document)
-    assert (cell.exchange, cell.world, cell.n) == ("gtopk", 8, 25_600_000)
-    assert (cell.rate_Bps, cell.delay_s, cell.encrypted, cell.seconds) == (12.5e6, 0.02, True, 0.04)
+def test_only_measured_cells_without_losses_are_predicted() -> None:
+    samples = [Sample(0.04, 0.01)]
+    assert is_predictable(CellResult(RING, None, samples))
+    assert not is_predictable(CellResult(RING, None, []))
+    assert not is_predictable(CellResult(parse("gloo/all_reduce P=4 n=25.6M rate=1Gbit"), None, samples))
+    assert not is_predictable(CellResult(parse("gtopk P=4 n=25.6M rate=1Gbit loss=0.01"), None, samples))
 
 
 def test_busy_cells_do_not_count() -> None:
     exact_s = predict(RING, NO_CPU_COSTS, 2)
     cells = [
-        Measured("dense", 4, 25_600_000, 12.5e6, seconds=exact_s, cpu_s=0.01),
-        Measured("dense", 4, 25_600_000, 12.5e6, seconds=1.3 * exact_s, cpu_s=0.01),
-        Measured("dense", 4, 25_600_000, 12.5e6, seconds=2 * exact_s, cpu_s=exact_s),
+        CellResult(RING, None, [Sample(seconds, cpu_s)])
+        for seconds, cpu_s in ((exact_s, 0.01), (1.3 * exact_s, 0.01), (2 * exact_s, exact_s))
     ]
-    text, counted, good = table(cells, NO_CPU_COSTS, 2)
+    text, counted, good = compare(cells, NO_CPU_COSTS, 2)
     assert (counted, good) == (2, 1)
     assert "| +0% | 0% |" in text
     assert "| -23% |" in text
@@ -96,14 +82,6 @@ def test_the_table_has_the_papers_figures_and_predictions() -> None:
     for each in found:
         assert 0 < each["predicted"] <= 1
     assert "| resnet50 | dense | 73.8% / " in markdown(found)
-
-
-def test_a_single_reducer_on_baidus_machines() -> None:
-    found = baidu(NO_CPU_COSTS, {"alpha_s": 0.0, "beta_s_per_byte": 9e-9})
-    assert found["ring"] == pytest.approx(31.0)
-    # a star moves 39 vectors in and out, a ring 2 * 39/40: 20 times as many on one link
-    assert found["star_s"] / found["ring_s"] == pytest.approx(20, rel=0.05)
-    assert math.isclose(found["star"], 40 / (1 + 20 * 9 / 31), rel_tol=0.05)
 
 
 @pytest.mark.parametrize("members", [2, 4])
@@ -123,19 +101,8 @@ def test_ends_of_messages_are_counted() -> None:
     assert ends_of("gtopk", 4) == 2 * (8 + 6) / 4
 
 
-def test_costs_depend_on_the_number_of_members_per_machine() -> None:
-    crowds = {2: {"message_s": 1e-3}, 4: {"message_s": 2e-3}}
-    assert [crowded(NO_CPU_COSTS, crowds, members).message_s for members in (1, 2, 3, 4, 8)] == [
-        0.0,
-        1e-3,
-        1e-3,
-        2e-3,
-        2e-3,
-    ]
-
-
 def test_packets_take_cores_from_members_that_share_them() -> None:
-    load, network = load_of(Measured("dense", 4, 1_000_000)), uniform_network(4, 0.0, 12.5e6)
+    load, network = load_of(parse("dense P=4 n=1M")), uniform_network(4, 0.0, 12.5e6)
     without, with_packets = replace(CpuCosts(), packet_s=0.0), replace(CpuCosts(), packet_s=20e-6)
     assert (
         exchange_cost(load, network, with_packets).exchange_s

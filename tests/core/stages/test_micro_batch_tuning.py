@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from timetable import timetable
 
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.micro_batch_tuning import (
@@ -16,7 +17,6 @@ from gridtrain.core.stages.micro_batch_tuning import (
 )
 from gridtrain.core.stages.schedule import divide_samples, one_forward_one_backward
 from gridtrain.core.stages.stage_cost import ScheduleKind
-from stages.timetable import timetable
 
 BATCH = 64
 

@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 from recorded_results import compare
+from timetable import timetable
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
@@ -26,7 +27,6 @@ from gridtrain.core.stages.rank_placement import (
 )
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.errors import ConfigError
-from stages.timetable import timetable
 
 RECORDED = Path(__file__).with_name("recorded_partitions.json")
 ORDERS = list(ScheduleKind)

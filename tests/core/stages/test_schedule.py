@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timetable import timetable
 
 from gridtrain.core.stages import schedule as plan
 from gridtrain.core.stages.schedule import (
@@ -21,7 +22,6 @@ from gridtrain.core.stages.schedule import (
 )
 from gridtrain.core.stages.schedule import one_forward_one_backward as one_f_one_b
 from gridtrain.errors import ConfigError, LocalProtocolError
-from stages.timetable import timetable
 
 counts = st.integers(1, 9)
 

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from timetable import timetable
 
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.stages.partition import partition_at
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.core.stages.step_time import StepEstimate, estimate_step, propose_micro_batches
 from gridtrain.errors import ConfigError
-from stages.timetable import timetable
 
 RUNNING = ExecutionSettings(message_s=0.0, rematerialise=False)
 IDEAL_NETWORK = uniform_network(4, 0.0, math.inf)

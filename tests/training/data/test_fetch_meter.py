@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faulty_http_server import Server
 
-from gridtrain.errors import BudgetSpent
+from gridtrain.errors import BudgetSpent, DataError
 from gridtrain.training.data.fetch_meter import MIN_PIECE_BYTES, FetchMeter
 from gridtrain.training.data.shard_files import ShardCache, ShardFile, _sha256
 
@@ -94,6 +94,33 @@ def test_a_fetch_ends_within_the_budget_and_is_continued(
         assert file.read() == CONTENT
     assert cache.fetched_bytes == len(CONTENT), "each byte once"
     assert server.stop()[-1] == ("/plain/a.txt", "bytes=40000-")
+
+
+@pytest.mark.integration
+def test_a_file_that_cannot_be_continued_is_not_begun_beyond_the_budget(
+    server: Server, expected: ShardFile, tmp_path: Path
+) -> None:
+    """The server knows no ranges, so that each day would begin anew."""
+    meter, url = FetchMeter(), f"{server.url}/no-ranges/a.txt"
+    cache = cache_with(meter, tmp_path)
+    what = r"no-ranges/a\.txt of 108 kB, whose fetch cannot be continued later, "
+    meter.limit(None, math.inf)
+    with pytest.raises(DataError, match="after 100 bytes"):
+        cache.open(url, expected)  # the server breaks the first two connections
+    meter.limit(None, 50_000, 200_000)
+    with pytest.raises(
+        BudgetSpent, match=what + "needs more than the 49.9 kB that the traffic budget has left"
+    ):
+        cache.open(url, expected)
+    meter.limit(None, 50_000, 100_000)
+    with pytest.raises(
+        DataError, match=what + "is larger than the traffic budget of a day, 100 kB -> raise the"
+    ):
+        cache.open(url, expected)
+    assert cache.fetched_bytes == 100
+    meter.limit(None, 110_000, 110_000)
+    with cache.open(url, expected) as file:
+        assert file.read() == CONTENT
 
 
 def test_it_waits_for_what_the_exchanges_have_received() -> None:

@@ -1,6 +1,6 @@
 """`python -m dashboard_demo --workers 300`: the real dashboard over a simulated run, on this machine.
 
-cd benchmarks && python -m dashboard_demo --workers 40 --shape tree --past 1200
+cd tests/common && python -m dashboard_demo --workers 40 --shape tree --past 1200
 """
 
 from __future__ import annotations

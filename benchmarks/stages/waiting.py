@@ -38,12 +38,12 @@ def sleep_exactly() -> None:
         late_s.append(time.monotonic() - begun_s - _TRIED_S)
     _late_s = min(_TRIED_S, statistics.median(late_s))
     _forward_over_s = _backward_over_s = 0.0
-    forward_s, backward_s = time_alone(Emulated(_TRIED_S, _TRIED_S))
+    forward_s, backward_s = time_alone(Waiting(_TRIED_S, _TRIED_S))
     _forward_over_s = min(_MOST_S, max(0.0, forward_s - _TRIED_S))
     _backward_over_s = min(_MOST_S, max(0.0, backward_s - _TRIED_S))
 
 
-def time_alone(layer: Emulated) -> tuple[float, float]:
+def time_alone(layer: Waiting) -> tuple[float, float]:
     """Return the median durations of forward and backward without a pipeline."""
     forward_s, backward_s = [], []
     row = torch.zeros(1, elements_of(125_000))
@@ -107,7 +107,7 @@ class _Slow(torch.autograd.Function):
         return (gradients[0] if ctx.narrow is None else None), torch.zeros(1), None, None
 
 
-class Emulated(nn.Module):
+class Waiting(nn.Module):
     """A layer with a given duration for a micro-batch of any size.
 
     Args:

@@ -1,4 +1,4 @@
-"""The times at which the stages of a schedule compute, for benchmarks, tests and diagrams.
+"""The times at which the stages of a schedule compute, for tests and diagrams.
 
 `gridtrain.core.stages.step_time` predicts a step with a network model; this is the independent, simpler
 computation with which it is compared.

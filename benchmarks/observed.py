@@ -1,14 +1,16 @@
-"""The workers' script: an ordinary training loop that writes all that the guarantees can be checked by.
+"""The script of the workers of `chaos` and `hostile`: a training loop that reports all that can be checked.
 
-    python -m chaos.train '{"stop": "/path/of/a/file", ...}'         see `Options`
+    python -m observed '{"exchange": "gtopk", "stop": "/path/of/a/file", ...}'         see `Options`
 
 Each line of stdout is one JSON object with a `mark`:
 
-    loaded    torch is imported, and joining begins; `pid`
+    loaded    torch is imported, `pid` is this process; then it waits for its gate, if it has one
+    joined    the coordinator has admitted this worker; `took_s` since the request
+    member    the first step has begun
     round     an attempt begins: `round` = [generation, step, attempt], its positions and its samples
     outcome   of that attempt; `submitted`: whether the loop took part, before the group went on without it
     state     digest of model and optimizer after the committed step
-    end       the step in the file `stop` is reached: digest and ledger
+    end       the step in the file `stop`, or the end of the run, is reached: digest and ledger
 
 It uses private attributes of the session to observe attempts.
 """
@@ -36,6 +38,7 @@ from gridtrain.core.messages import RoundId
 from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
 from gridtrain.tools.demo.text_corpus import load_corpus
 from gridtrain.training.checkpoint import serialization
+from lab.group import say
 
 FEATURES, CLASSES, CONTEXT = 16, 8, 64
 FOREVER = 100_000_000
@@ -43,11 +46,11 @@ STALL_POLL_S = 0.02
 TOO_LATE = late_submission(SubmitRound(RoundId(0, 0, 0, 0), {})).reason
 """The reason why a submission is rejected after the group has proceeded without it."""
 
-EXCHANGES = {
-    "dense": (gridtrain.Dense(), 0.9),
-    "topk": (gridtrain.TopK(density=0.05, momentum=0.9), 0.0),
-    "gtopk": (gridtrain.GTopK(density=0.05, momentum=0.9), 0.0),
-    "local": (gridtrain.LocalSteps(every=4, exchange=gridtrain.GTopK(density=0.1)), 0.9),
+EXCHANGES: dict[str, Any] = {
+    "dense": gridtrain.Dense(),
+    "topk": gridtrain.TopK(density=0.1, momentum=0.9),
+    "gtopk": gridtrain.GTopK(density=0.1, momentum=0.9),
+    "local": gridtrain.LocalSteps(every=4, exchange=gridtrain.GTopK(density=0.1)),
 }
 
 
@@ -56,24 +59,29 @@ class Options:
     """The options, a JSON object on the command line.
 
     Attributes:
-        stop: a file that is created with the step before which the loop ends.
-        stall: a file; while it exists, the loop sleeps.
+        wait: as in `grid.optimizer`.
         compute_s: a wait in each step instead of computing, because the workers share few cores.
+        join_gate: a FIFO; the worker reads a byte from it before it joins.
+        stop: a file that is created with the step before which the loop ends; then the worker stays.
+        stall: a file; while it exists, the loop sleeps.
     """
 
-    stop: str
-    stall: str
     exchange: str = "dense"
     model: str = "mlp"
-    width: int = 256
-    samples: int = 3000
+    width: int = 128
+    samples: int = 1280
     batch_size: int = 8
-    compute_s: float = 0.02
+    wait: str = "all"
+    compute_s: float = 0.0
+    join_gate: str = ""
+    stop: str = ""
+    stall: str = ""
 
 
-def say(mark: str, **fields: object) -> None:
-    """Write a line to stdout with one system call, so that lines of two threads are not mixed."""
-    os.write(1, (json.dumps({"mark": mark, "at_s": time.monotonic(), **fields}) + "\n").encode())
+def wait_for_gate(path: str) -> None:
+    if path:
+        with open(path, "rb", buffering=0) as gate:
+            gate.read(1)
 
 
 class Points:
@@ -125,8 +133,8 @@ class AttemptLog:
     def __init__(self, grid: gridtrain.Grid) -> None:
         self.batch: list[int] = []
         self.committed = -1
-        self._session: Any = grid._session
-        self._run, self._session.run = self._session.run, self.run
+        session: Any = grid._session
+        self._session, self._run, session.run = session, session.run, self.run
 
     def run(self, plan: Any, workspaces: Any, skip: bool, salt: bytes) -> Any:
         turn = self._session._turn
@@ -144,32 +152,43 @@ class AttemptLog:
         return outcome
 
 
-def last_step(path: Path) -> int:
+def last_step(path: str) -> int:
     try:
-        return int(path.read_text())
+        return int(Path(path).read_text()) if path else FOREVER
     except FileNotFoundError:
         return FOREVER
 
 
-def train(options: Options) -> None:
-    stop, stall = Path(options.stop), Path(options.stall)
-    model, data = task_of(options)
-    exchange, momentum = EXCHANGES[options.exchange]
-    say("loaded", pid=os.getpid())
-    grid = gridtrain.join()
+def train(grid: gridtrain.Grid, options: Options, task: tuple[nn.Module, Any], asked_s: float = 0.0) -> None:
+    """Train to the end of the run, or to the step in the file `stop`.
+
+    Args:
+        asked_s: when the worker asked to join.
+    """
+    model, data = task
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    exchange = EXCHANGES[options.exchange]
+    momentum = 0.0 if getattr(exchange, "momentum", 0.0) else 0.9
     inner = torch.optim.SGD(trained, lr=0.02, momentum=momentum)
-    optimizer = grid.optimizer(inner, model, exchange=exchange, wait="auto")
+    optimizer = grid.optimizer(inner, model, exchange=exchange, wait=options.wait)
     replicated = getattr(optimizer, "replicated", inner)  # with local steps, each worker has its own moments
     attempts = AttemptLog(grid)
-    for x, y, indices_B in grid.batches(data, batch_size=options.batch_size, steps=FOREVER):
-        last = last_step(stop)
+
+    def digest() -> str:
+        return serialization.replica_digest(model, replicated).hex()[:16]
+
+    for number, (x, y, indices_B) in enumerate(
+        grid.batches(data, batch_size=options.batch_size, steps=FOREVER)
+    ):
+        if number == 0:
+            say("member", took_s=time.monotonic() - asked_s, step=grid.step)
+        last = last_step(options.stop)
         if last < FOREVER:  # at the end no step may proceed without a worker
             grid._session._loop.step_rounds.stop_absences()
         if grid.step >= last:
             break
         time.sleep(options.compute_s)
-        while stall.exists():
+        while options.stall and os.path.exists(options.stall):
             time.sleep(STALL_POLL_S)
         nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
         calls = getattr(optimizer, "local_calls", 0)
@@ -180,26 +199,34 @@ def train(options: Options) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if attempts.committed != before:
-            say(
-                "state",
-                step=attempts.committed,
-                digest=serialization.replica_digest(model, replicated).hex()[:16],
-            )
+            say("state", step=attempts.committed, digest=digest())
     ledger = grid._session.snapshot.ledger
     say(
         "end",
         step=grid.step,
-        digest=serialization.replica_digest(model, replicated).hex()[:16],
+        digest=digest(),
         cursor=ledger.cursor,
         consumed=ledger.consumed,
         requeued=[[span.start, span.stop] for span in ledger.requeued],
         late=[[span.start, span.stop] for batch in ledger.late for span in batch.spans],
     )
-    with grid.evaluation():
-        signal.pause()  # until SIGTERM, because no worker may leave before all have reached the end
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO)  # to stderr, which the agents save
+    options = Options(**json.loads(sys.argv[1]))
+    task = task_of(options)
+    say("loaded", pid=os.getpid())
+    wait_for_gate(options.join_gate)
+    asked_s = time.monotonic()
+    with gridtrain.join() as grid:
+        say("joined", took_s=time.monotonic() - asked_s)
+        train(grid, options, task, asked_s)
+        if options.stop:
+            with grid.evaluation():
+                signal.pause()  # until SIGTERM, because no worker may leave before all have reached the end
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO)  # to stderr, which the agents save
-    train(Options(**json.loads(sys.argv[1])))
+    main()

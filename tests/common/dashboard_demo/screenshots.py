@@ -1,6 +1,6 @@
 """Makes the dashboard's screenshots in docs/images, with a Chromium; with Pillow the files are smaller.
 
-cd benchmarks && python -m dashboard_demo.screenshots
+cd tests/common && python -m dashboard_demo.screenshots
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dashboard_demo.chromium import LAYOUT_CHECK, LOADED, Browser
 from dashboard_demo.server import DemoServer
 from dashboard_demo.simulated_run import Run
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
 VIEWS = (  # workers, shape, stages, name, width, height, dark
     (4, "butterfly", 1, "4-light", 1280, 1240, False),
     (4, "ring", 1, "4-phone", 390, 1700, False),
