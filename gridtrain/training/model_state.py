@@ -41,7 +41,7 @@ from gridtrain.core.messages import (
     WorkerInfo,
 )
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
-from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
+from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
@@ -236,6 +236,8 @@ class ModelState(ABC):
         if between_steps and is_settled:
             try:
                 self._keep_for_others()
+            except JoinRefused:  # the script says why
+                log.warning(NOT_SAVED, "it is no member any more")
             except Exception as error:  # such as no memory for a copy, which must not prevent the departure
                 log.warning(NOT_SAVED, error)
 

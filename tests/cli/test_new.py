@@ -228,7 +228,7 @@ def test_the_templates_are_complete(
     done = CliRunner().invoke(cli, ["new", str(tmp_path / "a-run"), "--template", template])
     assert done.exit_code == 0, done.output
     absent = [package for package in requires if find_spec(package) is None]
-    assert (f"It needs {' and '.join(absent)}: pip install" in done.output) == bool(absent)
+    assert (f"It needs {' and '.join(absent)}:\n  pip install" in done.output) == bool(absent)
     written = {path.name for path in (tmp_path / "a-run").iterdir()}
     assert written == {"train.py", "run.toml", "compose.yaml", "compose.volunteer.yaml"} | more_files
     file = RunFile.read(tmp_path / "a-run" / "run.toml")

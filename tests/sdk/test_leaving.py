@@ -27,10 +27,12 @@ from torch import nn
 import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import ResidualBlock
+from gridtrain.errors import JoinRefused
 from gridtrain.network.transport.in_memory import FaultPlan, MessageFault
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.training import residual_departure
+from gridtrain.training.model_state import ModelState
 from gridtrain.training.worker_residual import WorkerResidual
 
 SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
@@ -452,3 +454,17 @@ def test_ctrl_c_before_a_round_leaves_the_whole_residual_with_the_worker(
         group.start(train)
         assert isinstance(group.result(group.start(train)), KeyboardInterrupt)
     assert not seen["worker-1"].any()
+
+
+def test_a_removed_worker_does_not_repeat_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise JoinRefused("kicked", "this worker was removed from the run: too slow", remedy="ask")
+
+    session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: True))
+    state: Any = SimpleNamespace(
+        _session=session, _leave_residual=lambda budget_bytes: None, _keep_for_others=refuse
+    )
+    ModelState.leave(state, 0, between_steps=True)
+    assert caplog.messages == [
+        "this worker leaves without a checkpoint of its last step: it is no member any more"
+    ]
