@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,20 @@ class Peaks:
     def growth_mib(self) -> dict[str, float]:
         peaks = {name: memory_mib(pid, "VmHWM") for name, pid in self._pids.items()}
         return {name: round(peak - self.before_mib[name], 1) for name, peak in peaks.items()}
+
+
+class OneSession(LocalHost):
+    """Starts all processes in this session: the kernel divides the processors among sessions first, so that
+    an attacker with a session of its own would take a share that no `nice` value reduces."""
+
+    def run(
+        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        files = (Path(f"{log}.out"), Path(f"{log}.err"))
+        with files[0].open("wb") as out, files[1].open("wb") as err:
+            return subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(env), process_group=0
+            )
 
 
 class Gate:
@@ -79,7 +94,7 @@ class HostileGroup(Group):
             cli = ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *cli)
         self._until_s = time.monotonic() + DEADLINE_S
         self._gates: list[Gate] = []
-        super().__init__(LocalHost("20Mbit"), folder, workers=workers, cli=cli)
+        super().__init__(OneSession("20Mbit"), folder, workers=workers, cli=cli)
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__(*exc_info)
