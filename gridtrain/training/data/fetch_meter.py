@@ -46,12 +46,20 @@ class FetchMeter:
         fields: Any = None,
     ) -> None:
         self._clock, self._sleep = clock, sleep
-        self._fields = _shared_fields() if fields is None else fields
+        self._memory = _shared_memory() if fields is None else fields
+        self._fields = _array_of(self._memory)
         self.limit(None, math.inf)
         self._reader = 0
         self._limiter = DownloadLimiter(None)
         self._charged_bytes, self._charged_s = self._received_bytes, self._clock()
         self._Bps = math.inf
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_fields"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._fields = _array_of(self._memory)
 
     # -- the script's process --------------------------------------------------------------------------
 
@@ -141,7 +149,16 @@ class FetchMeter:
         return int(self._fields[_RECEIVED_BYTES]) + self.fetched_bytes
 
 
-def _shared_fields() -> Any:
+def _array_of(memory: Any) -> Any:
+    """Return the memory as what reads and writes without torch's operations.
+
+    These release the interpreter's lock.  A daemon thread, such as that of the agent's link, which takes the
+    lock again while the interpreter ends, would abort the process.
+    """
+    return memory.numpy() if hasattr(memory, "numpy") else memory
+
+
+def _shared_memory() -> Any:
     import torch  # here, because the agent uses a meter without it
 
     return torch.zeros(FIELDS, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import multiprocessing
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,3 +184,21 @@ def test_readers_in_other_processes_are_counted_and_bounded(method: str) -> None
     assert meter.fetched_bytes == 251 and meter.request(10_000) == 749
     pickle.loads(pickle.dumps(meter)).count(7)
     assert meter.fetched_bytes == 251, "a copy shares nothing"
+
+
+def test_a_thread_that_reads_the_meter_does_not_abort_a_process_that_ends() -> None:
+    """The thread of the agent's link does, and it is a daemon thread."""
+    program = (
+        "import threading, time\n"
+        "from gridtrain.training.data.fetch_meter import FetchMeter\n"
+        "meter, read = FetchMeter(), threading.Event()\n"
+        "def read_on():\n"
+        "    while True:\n"
+        "        meter.fetched_bytes\n"
+        "        read.set()\n"
+        "for _ in range(3):\n"
+        "    threading.Thread(target=read_on, daemon=True).start()\n"
+        "read.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60.0)
+    assert (done.returncode, done.stderr) == (0, "")
