@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gridtrain.tools.bench.bench_group import LocalHost
+from gridtrain.tools.bench.bench_group import LocalHost, start_process
 from gridtrain.tools.child_processes import CLI_COMMAND
 from lab.group import Group, Line, Program
 from lab.ns import LabError
@@ -55,11 +55,7 @@ class OneSession(LocalHost):
     def run(
         self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        files = (Path(f"{log}.out"), Path(f"{log}.err"))
-        with files[0].open("wb") as out, files[1].open("wb") as err:
-            return subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(env), process_group=0
-            )
+        return start_process(argv, log, env, own_session=False)
 
 
 class Gate:

@@ -15,13 +15,13 @@ import click
 
 from gridtrain.cli.operator_arguments import format_duration, operator_for, parse_duration
 from gridtrain.cli.option_flags import run_options
+from gridtrain.cli.output import TEXT_WIDTH
 from gridtrain.quantities import format_count
 
 if TYPE_CHECKING:
     from gridtrain.core.group.invitation import Invitation
 
 MIN_VALIDITY_S = 1.0
-LINE_WIDTH = 79
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 
@@ -127,13 +127,13 @@ def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: flo
     told = f'An invitation to the run "{invitation.run}" for {workers}, '
     told += f"valid for {format_duration(expires_s)} (until {until}).  The volunteer types:"
     lines = [
-        *textwrap.wrap(told, LINE_WIDTH),
+        *textwrap.wrap(told, TEXT_WIDTH),
         f"  gridtrain worker INVITATION{clear}{'' if has_bundle else ' -- python train.py'}",
     ]
     if has_bundle:
         lines += ["and compares the coordinator's key:", f"  {comparable_key(invitation.coordinator)}"]
     if _LOOPBACK.fullmatch(invitation.address):
         told = f"It contains the address {invitation.address}, which only this machine can reach; "
-        lines += textwrap.wrap(f"{told}to admit other machines, start the coordinator with", LINE_WIDTH)
+        lines += textwrap.wrap(f"{told}to admit other machines, start the coordinator with", TEXT_WIDTH)
         lines.append(f"  --listen tcp://0.0.0.0:{invitation.address.rpartition(':')[2]}")
     return "\n".join(lines)

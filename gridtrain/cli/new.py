@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gridtrain.cli.output import TEXT_WIDTH
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
 
@@ -174,7 +175,7 @@ def _instructions(folder: Path, written: list[str], template: Template) -> str:
     needed = [f"It needs {' and '.join(missing)}:", f"  {install_command(extra)}", ""] if missing else []
     return "\n".join(
         [
-            textwrap.fill(f"{folder} has {', '.join(written)}.", 79, break_on_hyphens=False),
+            textwrap.fill(f"{folder} has {', '.join(written)}.", TEXT_WIDTH, break_on_hyphens=False),
             *needed,
             f"Try it on this machine, in {workers + 1} terminals in the new folder:",
             "",

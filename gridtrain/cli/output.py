@@ -1,4 +1,4 @@
-"""Makes a console and checks the fields of a status, for the commands that show a status."""
+"""Widths of the output, and what the commands that show a status share: a console, checks of its fields."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 120
 """The width of a line in a file or a pipe."""
+
+TEXT_WIDTH = 79
+"""The width of paragraphs that the commands print, for a terminal of 80 columns."""
 
 
 def make_console() -> Console:

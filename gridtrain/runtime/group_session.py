@@ -171,7 +171,7 @@ class GroupSession:
         snapshot = self._wait(lambda _: self._is_interrupted, between_batches=True)
         if snapshot is None:
             return None
-        if self._has_ended_early(snapshot):
+        if snapshot.is_ended_early:
             log.warning("the run is finished: %s", snapshot.run_state[1])
         if snapshot.is_finished:
             return None
@@ -182,12 +182,6 @@ class GroupSession:
         if snapshot.open_round is not None:
             self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
         return snapshot
-
-    def _has_ended_early(self, snapshot: WorkerSnapshot) -> bool:
-        """Return whether the run's owner has ended the run, which has steps left."""
-        if not snapshot.is_finished or self._joined is None:
-            return False
-        return not data_ledger.is_finished(self._joined.setup.ledger, snapshot.ledger)
 
     @property
     def turn_spans(self) -> tuple[m.Span, ...]:
@@ -343,7 +337,7 @@ class GroupSession:
             self.on_batch_dropped()
         finally:
             self._is_awaiting_choice = False
-        if snapshot is not None and self._has_ended_early(snapshot) and snapshot.applied < step:
+        if snapshot is not None and snapshot.is_ended_early and snapshot.applied < step:
             self.on_batch_dropped()
         if snapshot is None or not self._is_turn_of(snapshot, step):
             self.is_turn_done = True

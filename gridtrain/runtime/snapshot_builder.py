@@ -46,6 +46,7 @@ class SnapshotBuilder:
         assignment, generation, state = core.rank_assignment, core.current_generation, core.replica_state
         me = assignment.members[assignment.rank] if assignment is not None else None
         spans, samples, total = self._step_data(core)
+        is_running = core.phase is io.MemberPhase.RUNNING
         return WorkerSnapshot(
             is_welcomed=core.coordinator_link.is_welcomed,
             phase=core.phase,
@@ -60,7 +61,8 @@ class SnapshotBuilder:
             applied=core.applied,
             history=core.history,
             ledger=state.ledger,
-            is_finished=core.is_finished and core.phase is io.MemberPhase.RUNNING,
+            is_finished=core.is_finished and is_running,
+            is_ended_early=core.is_ended_early and is_running,
             run_state=core.coordinator_link.run_state,
             compare_after_step=generation is not None and generation.is_comparison_due,
             tasks=self._tasks(core, me.digest if me is not None else b""),

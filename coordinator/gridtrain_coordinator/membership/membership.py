@@ -543,9 +543,7 @@ class Membership:
 
     def _begin_view_change(self, now_s: float) -> list[Effect]:
         run, view_change = self.run, self.run.view_change
-        if run.members and run.members <= run.finished_members:
-            return self._departures.finish_run()
-        if run.is_ending and not run.members:
+        if (run.members or run.is_ending) and run.members <= run.finished_members:
             return self._departures.finish_run()
         if run.members and not run.present_members:
             return self._freeze_phase.await_members(now_s)

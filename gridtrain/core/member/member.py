@@ -132,6 +132,11 @@ class MemberCore:
         return self._context.is_finished
 
     @property
+    def is_ended_early(self) -> bool:
+        """See `MemberContext.is_ended_early`."""
+        return self._context.is_ended_early
+
+    @property
     def next_round(self) -> m.RoundId | None:
         """The round for which the trainer may submit its contribution now; None if it must wait."""
         generation = self._view_changes.generation

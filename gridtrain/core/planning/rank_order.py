@@ -26,7 +26,6 @@ from gridtrain.core.planning.rank_order_search import (
     ROOT_ONLY_KINDS,
     Pieces,
     RankOrderEstimate,
-    in_one_piece,
     search_order,
     simulated_exchange_s,
 )
@@ -290,9 +289,6 @@ def search_rank_order(
     return RankOrder(order, reason)
 
 
-plan_rank_order = in_one_piece(search_rank_order)
-
-
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
     """Return the order of joining, if the operator has chosen it; rank 0 is the first of `firsts`."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
@@ -313,7 +309,7 @@ def compare_rank_orders(
     Args:
         peers: the members of `current` in the order of joining, by default `current`; all of them hold the
             state.
-        entry_shares: see `plan_rank_order`.
+        entry_shares: see `search_rank_order`.
     """
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not has_rates:
@@ -338,9 +334,6 @@ def compare_rank_orders(
         f"links have changed: another order makes an exchange {now_s / found.exchange_s:.2f} times as fast "
         f"({format_time(found.exchange_s)} instead of {format_time(now_s)}, predicted)"
     )
-
-
-reorder_reason = in_one_piece(compare_rank_orders)
 
 
 def _corroborate(

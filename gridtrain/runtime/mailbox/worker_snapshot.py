@@ -22,6 +22,7 @@ class WorkerSnapshot:
             all members; they are not those of `spans` in a run with a delay (`LedgerSpec.delay`).
         shares: the key and the share of each member of the generation, in rank order.
         applied: the last step that this worker has applied; -1 if it has applied none.
+        is_ended_early: whether the run has ended by its owner's word, with steps left.
         compare_after_step: whether all members compare their replicas after the open step.
         tasks: the trainer's tasks for the group, in order of priority.
         is_synced: whether this worker holds the state that `applied` and `history` identify.
@@ -53,6 +54,7 @@ class WorkerSnapshot:
     history: bytes = b""
     ledger: m.LedgerState = _NO_LEDGER
     is_finished: bool = False
+    is_ended_early: bool = False
     run_state: tuple[str, str] = ("", "")
     compare_after_step: bool = False
     tasks: tuple[WorkerTask, ...] = ()

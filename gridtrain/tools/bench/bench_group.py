@@ -79,11 +79,20 @@ class LocalHost:
         return start_process(argv, log, env)
 
 
-def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that writes to `log`.out and `log`.err."""
+def start_process(
+    argv: Sequence[str], log: Path, env: Mapping[str, str], *, own_session: bool = True
+) -> subprocess.Popen[bytes]:
+    """Start a process that writes to `log`.out and `log`.err, in a process group and a session of its own, or
+    only in a group."""
     with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
         return subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(env), start_new_session=True
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=dict(env),
+            start_new_session=own_session,
+            process_group=None if own_session else 0,
         )
 
 

@@ -76,7 +76,7 @@ class FetchMeter:
     @property
     def fetched_bytes(self) -> int:
         """What all processes of this worker have fetched."""
-        return int(sum(float(count) for count in self._fields[_FIRST_READER:]))
+        return int(sum(self._fields[_FIRST_READER:]))
 
     # -- readers -----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from rank_orders import plan_rank_order
 from scripted_coordinator import ScriptedCoordinator, receivers, sent
 from staged_run import StagedRun
 
@@ -101,7 +102,7 @@ class Group(ScriptedCoordinator):
         """By the whole search, for the present members."""
         planner, peers = self.core._planner, self.core.run.eligible_workers()
         load, shares = planner.exchange_choice.workload, planner.entry_shares.shares
-        return rank_order.plan_rank_order(load, planner.measured_links, peers, peers[:6], (), shares).order
+        return plan_rank_order(load, planner.measured_links, peers, peers[:6], (), shares).order
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
+from rank_orders import plan_rank_order, reorder_reason
 
 from gridtrain.core.messages import WHOLE_SHARE, PeerId
 from gridtrain.core.planning import message_schedule
@@ -19,7 +20,7 @@ from gridtrain.core.planning.entry_shares import (
 )
 from gridtrain.core.planning.message_schedule import ReceiveWork, scale_to_shares
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
-from gridtrain.core.planning.rank_order import LinkMeasurements, plan_rank_order, reorder_reason
+from gridtrain.core.planning.rank_order import LinkMeasurements
 from gridtrain.core.planning.rank_order_search import order_estimator
 from gridtrain.core.planning.workload import (
     NO_CPU_COSTS,

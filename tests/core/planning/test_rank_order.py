@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations, permutations
 
 import pytest
+from rank_orders import plan_rank_order, reorder_reason
 
 from gridtrain.core.messages import LedgerSpec, PeerId, Setup
 from gridtrain.core.planning import message_schedule
@@ -15,8 +16,6 @@ from gridtrain.core.planning.rank_order import (
     LinkMeasurements,
     RankOrder,
     join_order,
-    plan_rank_order,
-    reorder_reason,
 )
 from gridtrain.core.planning.rank_order_search import simulated_exchange_s
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload

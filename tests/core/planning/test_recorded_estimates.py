@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from rank_orders import plan_rank_order, reorder_reason
 from recorded_results import compare
 
 from gridtrain.core.planning import exchange_comparison, workload
@@ -14,7 +15,7 @@ from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.local_steps_proposal import propose_local_steps
 from gridtrain.core.planning.message_schedule import ReceiveWork
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
-from gridtrain.core.planning.rank_order import LinkMeasurements, plan_rank_order, reorder_reason
+from gridtrain.core.planning.rank_order import LinkMeasurements
 from gridtrain.core.planning.rank_order_search import best_order, order_estimator
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 
