@@ -43,9 +43,9 @@ gpu: $(if $(PYTHON),,$(READY)) ## all that waits for a CUDA device (under 10 min
 	@PYTHONPATH="$(CURDIR):$(CURDIR)/coordinator:$(CURDIR)/worker:$(CURDIR)/benchmarks:$$PYTHONPATH" \
 		$(or $(PYTHON),$(BIN)/python) -m gpu $(GPU)
 
-test: $(READY) ## the test suite, in two halves side by side; TESTS=tests/network/wire for a part of it
+test: $(READY) ## the test suite, in three parts side by side; TESTS=tests/network/wire for a part of it
 ifeq ($(strip $(TESTS)),tests)
-	@$(BIN)/python scripts/test-halves $(TESTS)$(if $(RETRY_FAILED), --retry-failed $(RETRY_FAILED))
+	@$(BIN)/python scripts/test-suite $(TESTS)$(if $(RETRY_FAILED), --retry-failed $(RETRY_FAILED))
 else
 	$(BIN)/pytest $(TESTS)
 endif

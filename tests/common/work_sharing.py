@@ -1,12 +1,12 @@
-"""Two pytest processes run one suite together, file by file (scripts/test-halves).
+"""Three pytest processes run one suite together, file by file (scripts/test-suite).
 
-    GRIDTRAIN_HALF=plain      runs the files that start no process, from the front
-    GRIDTRAIN_HALF=process    runs the tests marked `integration`, then files of the other half, from its back
+    GRIDTRAIN_PART=plain      runs the files that start no process, from the front
+    GRIDTRAIN_PART=back       runs these from the back
+    GRIDTRAIN_PART=process    runs the tests marked `integration`, then the files that are left
     GRIDTRAIN_CLAIMS=FOLDER   before it runs a file, a process makes one of its name here
 
-Tests with real processes run one at a time, as they need the processors.  Both processors are busy until the
-end, as the first half to end continues with files of the other.  Every file of a half is run, or claimed, by
-its owner: if both exit with 0, all tests have passed.
+Tests with real processes run one at a time, as they need the processors; while they wait, the others compute.
+Each file is run, or claimed, by one part that it belongs to: if all exit with 0, all tests have passed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 
 import pytest
 
-HALF, CLAIMS = "GRIDTRAIN_HALF", "GRIDTRAIN_CLAIMS"
-PLAIN, PROCESS = "plain", "process"
+PART, CLAIMS = "GRIDTRAIN_PART", "GRIDTRAIN_CLAIMS"
+PLAIN, BACK, PROCESS = "plain", "back", "process"
 
 Batch = list[pytest.Item]
 
 
 class WorkSharing:
-    """The plugin of one half."""
+    """The plugin of one part."""
 
-    def __init__(self, half: str, claims: Path) -> None:
-        self._half = half
+    def __init__(self, part: str, claims: Path) -> None:
+        self._part = part
         self._claims = claims
 
     @pytest.hookimpl(tryfirst=True)
@@ -48,7 +48,8 @@ class WorkSharing:
     def batches(self, items: list[pytest.Item]) -> Iterator[Batch]:
         """The batches to run, each claimed when the previous one has begun its last test."""
         plain, process = split(items)
-        for batch in process + plain[::-1] if self._half == PROCESS else plain:
+        ordered = {PLAIN: plain, BACK: plain[::-1], PROCESS: process + plain[::-1]}
+        for batch in ordered[self._part]:
             if self._claim(batch):
                 yield batch
 
@@ -71,9 +72,9 @@ def split(items: list[pytest.Item]) -> tuple[list[Batch], list[Batch]]:
 
 
 def plugin() -> WorkSharing | None:
-    """The plugin for the half that the environment names; none in a pytest that a test starts."""
-    half, claims = os.environ.pop(HALF, ""), os.environ.pop(CLAIMS, "")
-    return WorkSharing(half, Path(claims)) if half else None
+    """The plugin for the part that the environment names; none in a pytest that a test starts."""
+    part, claims = os.environ.pop(PART, ""), os.environ.pop(CLAIMS, "")
+    return WorkSharing(part, Path(claims)) if part else None
 
 
 def _run(session: pytest.Session, item: pytest.Item, next_item: pytest.Item | None) -> None:

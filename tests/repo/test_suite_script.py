@@ -1,4 +1,4 @@
-"""`make test`, which CI runs too: both halves count, and the output of each is printed in all cases."""
+"""`make test`, which CI runs too: all parts count, and the output of each is printed in all cases."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = """#!{python} -S
 import os, signal, sys, time
 from pathlib import Path
-half = os.environ.get("GRIDTRAIN_HALF", "retry")
+part = os.environ.get("GRIDTRAIN_PART", "retry")
 here = Path(__file__).parent
 def say(words):
-    os.write(1, f"{half} {words}\\n".encode())  # at once: with PYTHONUNBUFFERED each word would be a write
+    os.write(1, f"{part} {words}\\n".encode())  # at once: with PYTHONUNBUFFERED each word would be a write
 say(" ".join(["began with", *(word for word in sys.argv if word.startswith("tests"))]))
-code = (here / half).read_text()
+code = (here / part).read_text()
 if code == "hangs":
     try:
-        (here / f"{half}-hangs").touch()
+        (here / f"{part}-hangs").touch()
         while not all((here / f"{each}-hangs").exists() for each in ("plain", "process")):
             time.sleep(0.01)
         say("hangs")
@@ -38,17 +38,18 @@ sys.exit(int(code))
 """
 
 
-def halves(folder: Path, plain: str, process: str, *arguments: str) -> subprocess.Popen[str]:
-    """The script with a fake pytest whose halves end with these codes, or hang."""
+def suite(folder: Path, plain: str, process: str, *arguments: str) -> subprocess.Popen[str]:
+    """The script with a fake pytest whose parts end with these codes, or hang; `back` passes."""
     (folder / "scripts").mkdir()  # its parent is the script's root
-    shutil.copy(ROOT / "scripts" / "test-halves", folder / "scripts")
+    shutil.copy(ROOT / "scripts" / "test-suite", folder / "scripts")
     place = folder / ".venv" / "bin"
     place.mkdir(parents=True, exist_ok=True)
     (place / "pytest").write_text(PYTEST.replace("{python}", sys.executable))
     (place / "pytest").chmod(0o755)
     (place / "plain").write_text(plain)
+    (place / "back").write_text("5" if plain == "5" else "0")
     (place / "process").write_text(process)
-    command = [sys.executable, "-S", str(folder / "scripts" / "test-halves"), *arguments, "tests"]
+    command = [sys.executable, "-S", str(folder / "scripts" / "test-suite"), *arguments, "tests"]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
 
 
@@ -66,12 +67,12 @@ def halves(folder: Path, plain: str, process: str, *arguments: str) -> subproces
         ("-9", "0", 137),
     ],
 )
-def test_the_script_fails_if_a_half_fails_and_prints_both(tmp_path, plain, process, code):
-    with halves(tmp_path, plain, process) as both:
-        out, _ = both.communicate(timeout=60)
-    assert both.returncode == code
-    assert "plain began with tests" in out and "process began with tests" in out
-    assert out.index("== and with real processes:") < out.index("process began")
+def test_the_script_fails_if_a_part_fails_and_prints_all(tmp_path, plain, process, code):
+    with suite(tmp_path, plain, process) as script:
+        out, _ = script.communicate(timeout=60)
+    assert script.returncode == code
+    places = [out.index(f"{part} began with tests") for part in ("plain", "back", "process")]
+    assert places == sorted(places) and places[1] < out.index("== tests with real processes:") < places[2]
 
 
 @pytest.mark.parametrize(
@@ -89,34 +90,34 @@ def test_a_few_failed_tests_are_run_again(tmp_path, most, retried, code):
     recorded = tmp_path / ".pytest_cache" / "plain" / "v" / "cache" / "lastfailed"
     recorded.parent.mkdir(parents=True)
     recorded.write_text('{"tests/test_a.py::test_a": true, "tests/test_b.py::test_b": true}')
-    with halves(tmp_path, "1", "0", "--retry-failed", most) as both:
-        out, _ = both.communicate(timeout=60)
-    assert both.returncode == code
+    with suite(tmp_path, "1", "0", "--retry-failed", most) as script:
+        out, _ = script.communicate(timeout=60)
+    assert script.returncode == code
     retried_line = "retry began with tests/test_a.py::test_a tests/test_b.py::test_b"
     assert (retried_line in out) == (most == "2")
 
 
-def test_the_output_of_a_hanging_half_is_printed(tmp_path):
-    with halves(tmp_path, "0", "hangs") as both:
-        assert both.stdout is not None
-        assert any("process began" in line for line in both.stdout)
-        both.terminate()
-        assert "process cleans up" in both.stdout.read()
-    assert both.returncode == 2
+def test_the_output_of_a_hanging_part_is_printed(tmp_path):
+    with suite(tmp_path, "0", "hangs") as script:
+        assert script.stdout is not None
+        assert any("process began" in line for line in script.stdout)
+        script.terminate()
+        assert "process cleans up" in script.stdout.read()
+    assert script.returncode == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_both_halves_clean_up(tmp_path, number):
-    with halves(tmp_path, "hangs", "hangs") as both:
-        assert both.stdout is not None
-        assert any("plain hangs" in line for line in both.stdout)
-        both.send_signal(number)
-        out = both.stdout.read()
-    assert both.returncode == 2
+def test_a_signal_lets_all_parts_clean_up(tmp_path, number):
+    with suite(tmp_path, "hangs", "hangs") as script:
+        assert script.stdout is not None
+        assert any("plain hangs" in line for line in script.stdout)
+        script.send_signal(number)
+        out = script.stdout.read()
+    assert script.returncode == 2
     assert "plain cleans up" in out and "process cleans up" in out
 
 
-def test_ci_runs_make_test_which_runs_both_halves():
+def test_ci_runs_make_test_which_runs_all_parts():
     def make_output(*arguments: str) -> str:
         command = ["make", "--no-print-directory", "-n", "test", *arguments]
         environ = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
@@ -126,8 +127,8 @@ def test_ci_runs_make_test_which_runs_both_halves():
 
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    assert "scripts/test-halves tests\n" in make_output("TESTS=tests", "RETRY_FAILED=")
-    assert "scripts/test-halves tests --retry-failed 3\n" in make_output("TESTS=tests", "RETRY_FAILED=3")
+    assert "scripts/test-suite tests\n" in make_output("TESTS=tests", "RETRY_FAILED=")
+    assert "scripts/test-suite tests --retry-failed 3\n" in make_output("TESTS=tests", "RETRY_FAILED=3")
     part = make_output("TESTS=tests/wire")
-    assert "bin/pytest tests/wire\n" in part and "halves" not in part
+    assert "bin/pytest tests/wire\n" in part and "test-suite" not in part
     assert " test; do\n" in (ROOT / ".ci" / "run").read_text()
