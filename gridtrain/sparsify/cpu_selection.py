@@ -12,7 +12,8 @@ second-level cache.
 
 The result is exact.  An element that is not among the k largest of the blocks so far (ties go to the lower
 index) is not among the k largest of the vector, and a later element that equals the k-th largest has a higher
-index, so it loses the tie.  A threshold from the last step or from a sample only saves time.
+index, so it loses the tie.  A threshold only saves time.  With many entries it comes from a sample that is
+computed first, otherwise from the last step, whose threshold is too low while a residual grows.
 
 Magnitudes are compared as integers, because the bits of float32 numbers without the sign have the same order
 as their magnitudes; infinity comes after every finite number, and NaN comes after infinity.  Values that are
@@ -21,7 +22,7 @@ not finite are therefore among the selected entries, so that the caller can dete
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,14 @@ MAGNITUDE_MASK = 0x7FFF_FFFF
 _LOWEST_BITS = 1  # the bits of the smallest subnormal number, so that exact zeros are never selected
 _PRUNE_AT = 4  # candidates are pruned when there are more than this many times k
 _SAMPLE_STRIDE = 64
+_SAMPLED_ENTRIES = 400  # expected number of selected entries in a sample that is computed first
 _SLACK_START, _SLACK_MIN, _SLACK_MAX = 0.9, 0.5, 0.98
+
+
+class Fill(Protocol):
+    """A function that computes acc_N[start:stop:step]."""
+
+    def __call__(self, start: int, stop: int, step: int = 1) -> None: ...
 
 
 class ThresholdHint:
@@ -93,7 +101,7 @@ class CpuSelection:
         self,
         acc_N: FloatArray,
         k: int,
-        fill: Callable[[int, int], None] | None = None,
+        fill: Fill | None = None,
         floor: float = 0.0,
     ) -> IndexArray:
         """Select the k largest |acc_N|; ties go to the lowest index, and zeros are not selected.
@@ -101,8 +109,8 @@ class CpuSelection:
         Args:
             acc_N: the vector, (n,) float32, contiguous.
             k: the number of entries to select, 1 <= k <= n.
-            fill: a function that computes acc_N[start:stop], called once for each block in ascending order;
-                None if acc_N has already been computed.
+            fill: computes acc_N; called once for each block in ascending order, with a large k also for a
+                sample before them.  None if acc_N has already been computed.
             floor: the smallest magnitude to select.
 
         Returns:
@@ -126,10 +134,12 @@ class CpuSelection:
             self.hint.update(int(bits_K.min()), seen, k)
         return indices_K
 
-    def _candidates(
-        self, bits_N: BitsArray, k: int, floor_bits: int, fill: Callable[[int, int], None] | None
-    ) -> _Candidates:
+    def _candidates(self, bits_N: BitsArray, k: int, floor_bits: int, fill: Fill | None) -> _Candidates:
         start_bits = self.hint.start(floor_bits)
+        stride = k // _SAMPLED_ENTRIES | 1  # odd, so that the sample has all columns of most matrices
+        if fill is not None and stride > _SAMPLE_STRIDE:
+            fill(0, bits_N.size, stride)
+            start_bits = max(floor_bits, _sampled_threshold(bits_N, k, stride))
         if start_bits > _LOWEST_BITS:
             found = self._visit(bits_N, k, start_bits, fill)
             if found.seen_count >= k or start_bits == floor_bits:
@@ -138,15 +148,13 @@ class CpuSelection:
         elif fill is not None:  # compute acc first, because the threshold comes from a sample of acc
             for start in range(0, bits_N.size, BLOCK):
                 fill(start, min(start + BLOCK, bits_N.size))
-        sampled_bits = max(floor_bits, _sampled_threshold(bits_N, k))
+        sampled_bits = max(floor_bits, _sampled_threshold(bits_N, k, _SAMPLE_STRIDE))
         found = self._visit(bits_N, k, sampled_bits, None)
         if found.seen_count >= k or sampled_bits == floor_bits:
             return found
         return self._visit(bits_N, k, floor_bits, None)
 
-    def _visit(
-        self, bits_N: BitsArray, k: int, threshold_bits: int, fill: Callable[[int, int], None] | None
-    ) -> _Candidates:
+    def _visit(self, bits_N: BitsArray, k: int, threshold_bits: int, fill: Fill | None) -> _Candidates:
         found = _Candidates(k)
         threshold, sign_off = np.uint32(threshold_bits), np.uint32(MAGNITUDE_MASK)
         prune_at = max(_PRUNE_AT * k, BLOCK)
@@ -199,14 +207,14 @@ class _Candidates:
         return indices, bits
 
 
-def _sampled_threshold(bits_N: BitsArray, k: int) -> int:
+def _sampled_threshold(bits_N: BitsArray, k: int, stride: int) -> int:
     """Return the bits of a threshold that at least k elements, but not many more, very probably reach.
 
     The threshold's rank in the sample is the expected number of sampled elements among the k largest
     elements, plus four standard deviations.  The result is 0 if the sample is too small.
     """
-    sample = bits_N[::_SAMPLE_STRIDE] & np.uint32(MAGNITUDE_MASK)
-    expected = k / _SAMPLE_STRIDE
+    sample = bits_N[::stride] & np.uint32(MAGNITUDE_MASK)
+    expected = k / stride
     rank = int(expected + 4 * expected**0.5) + 4
     return int(np.partition(sample, sample.size - rank)[sample.size - rank]) if rank <= sample.size else 0
 
@@ -221,7 +229,7 @@ def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
 
 
 class BlockwiseSum:
-    """A `fill` function for `CpuSelection.select` that computes acc = residual + weight * gradient.
+    """A `Fill` for `CpuSelection.select` that computes acc = residual + weight * gradient.
 
     With DGC momentum, the function computes u = m u + weight * gradient and acc = residual + u.  Each product
     and each sum is rounded to float32 separately, in this order, so that the result has the same bits as the
@@ -250,21 +258,17 @@ class BlockwiseSum:
         self._residual_N, self._gradient_N, self._acc_N = residual_N, gradient_N, acc_N
         self._u_N, self._new_u_N = u_N, new_u_N
         self._weight, self._momentum = np.float32(weight), np.float32(momentum)
-        is_multiplied = weight not in (0.0, 1.0)
-        self._scratch = np.empty(min(acc_N.size, BLOCK) if is_multiplied else 0, np.float32)
 
-    def __call__(self, start: int, stop: int) -> None:
-        part = slice(start, stop)
-        added = self._contribution(part)
+    def __call__(self, start: int, stop: int, step: int = 1) -> None:
+        part = slice(start, stop, step)
+        acc, added = self._acc_N[part], self._contribution(part)
         if self._u_N is not None and self._new_u_N is not None:
             u = np.multiply(self._u_N[part], self._momentum, out=self._new_u_N[part])
             added = np.add(u, added, out=u)
-        np.add(self._residual_N[part], added, out=self._acc_N[part])
+        np.add(self._residual_N[part], added, out=acc)
 
     def _contribution(self, part: slice) -> FloatArray | np.float32:
-        if self._weight == 1.0:
-            return self._gradient_N[part]
         if self._weight == 0.0:
             return np.float32(0.0)
         gradient = self._gradient_N[part]
-        return np.multiply(gradient, self._weight, out=self._scratch[: gradient.size])
+        return gradient if self._weight == 1.0 else np.multiply(gradient, self._weight, out=self._acc_N[part])

@@ -110,10 +110,12 @@ class OuterOptimizer(torch.optim.Optimizer):
         threads, and all workers must get the same bits."""
         update, self.update = self.update, None
         assert update is not None
-        for part, (parameter,) in self._flat.blocks(self._flat.parameters):
-            is_plain = parameter.dtype == torch.float32 and parameter.is_contiguous()
-            if self._velocity_N is None and isinstance(update, SparseVector) and is_plain:
-                where_K, values_K = _entries_of(update, part, parameter.device)
+        parameters = self._flat.parameters
+        is_plain = self._velocity_N is None and all(p.dtype == torch.float32 for p in parameters)
+        sparse = update if is_plain and isinstance(update, SparseVector) else None
+        for part, (parameter,) in self._flat.blocks(parameters, divided=sparse is None):
+            if sparse is not None and parameter.is_contiguous():
+                where_K, values_K = _entries_of(sparse, part, parameter.device)
                 parameter.view(-1).index_add_(0, where_K, values_K.mul(self._rate), alpha=-1)
                 continue
             step_B = _part_of(update, part, self._flat.flat_N.device)

@@ -6,7 +6,13 @@ import torch
 
 from gridtrain.errors import LocalProtocolError
 from gridtrain.sparsify import cpu_selection, selection
-from gridtrain.sparsify.cpu_selection import BlockwiseSum, CpuSelection, value_bits, value_from_bits
+from gridtrain.sparsify.cpu_selection import (
+    BlockwiseSum,
+    CpuSelection,
+    ThresholdHint,
+    value_bits,
+    value_from_bits,
+)
 from gridtrain.sparsify.selection import AccumulationTerms, HostSelection, TensorSelection
 
 INFINITE_BITS = 0x7F80_0000
@@ -134,6 +140,24 @@ def test_a_threshold_is_carried_over_and_found_again():
     assert selection.hint.misses == 1
     selection.select(rng.standard_normal(100_000, dtype=np.float32) * np.float32(0.1), 1000)
     assert selection.hint.misses == 1
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_with_many_entries_the_threshold_comes_from_a_sample(monkeypatch, weight):
+    """A threshold that is far too low or too high has no effect: few more than k elements are candidates."""
+    counts = []
+    monkeypatch.setattr(ThresholdHint, "update", lambda self, kth_bits, seen, k: counts.append(seen))
+    rng, n, k = np.random.default_rng(5), 900_000, 30_000
+    residual, gradient = rng.standard_normal((2, n), dtype=np.float32)
+    expected = residual + np.float32(weight) * gradient
+    for hint in (0, 1, INFINITE_BITS):
+        selection, acc = CpuSelection(), np.empty(n, np.float32)
+        selection.hint.bits = hint
+        found = selection.select(acc, k, BlockwiseSum(residual, gradient, acc, weight=weight))
+        assert np.array_equal(acc, expected)
+        assert found.tolist() == by_sorting(expected, k).tolist()
+        assert selection.hint.misses == 0
+    assert all(k <= count < 1.5 * k for count in counts), counts
 
 
 # -- the sum ---------------------------------------------------------------------------------------
