@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -156,6 +157,34 @@ def test_cutting_ends_the_connection_and_leaves_the_descriptor_to_its_owner(conn
     assert accepted.shut_down()
     assert far.recv(1) == b""
     os.fstat(near.fileno())  # still open: libzmq closes it itself
+
+
+@contextlib.contextmanager
+def no_free_descriptor():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                files.enter_context(open(os.devnull))
+        yield
+
+
+def test_a_connection_is_known_and_cut_while_no_descriptor_is_free(connection):
+    near, far, port = connection
+    tcp_options.raise_descriptor_limit()  # as when listening
+    with no_free_descriptor():
+        accepted = TcpConnection.identify(near.fileno(), {port})
+        assert accepted is not None and accepted.shut_down()
+    assert far.recv(1) == b""
+
+
+def test_a_known_connection_ends_when_its_owner_closes_it(connection):
+    near, far, port = connection
+    assert TcpConnection.identify(near.fileno(), {port}) is not None
+    near.close()
+    assert far.recv(1) == b""
 
 
 def test_only_the_connection_that_was_meant_is_cut(connection, tmp_path):
