@@ -6,9 +6,11 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from defences import disable_defences
@@ -214,6 +216,28 @@ def test_listening_raises_the_limit_of_descriptors(zeromq_net):
         assert raised == max(lower, tcp_options.MAX_DESCRIPTORS if unlimited else min(hard, 65536))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_burst_of_connections_waits_to_be_accepted(zeromq_net):
+    address = zeromq_net.add("bert").transport.listen("tcp://127.0.0.1:0")
+    somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    assert listen_queue(int(address.rpartition(":")[2])) == min(MAX_TOTAL, somaxconn)
+
+
+def listen_queue(port: int) -> int:
+    """Return how many connections may wait at this process's port: tcpi_sacked of linux/tcp.h, tcp_info."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as made:
+            if (
+                made.family == socket.AF_INET
+                and made.getsockname()[1] == port
+                and made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            ):
+                (count,) = struct.unpack_from(
+                    "=I", made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32), 28
+                )
+                return count
+    raise AssertionError(f"nothing listens at port {port}")
 
 
 # -- a crowd of silent connections ---------------------------------------------------------------
