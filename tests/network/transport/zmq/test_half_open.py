@@ -227,16 +227,19 @@ def test_a_burst_of_connections_waits_to_be_accepted(zeromq_net):
 def listen_queue(port: int) -> int:
     """Return how many connections may wait at this process's port: tcpi_sacked of linux/tcp.h, tcp_info."""
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as made:
-            if (
-                made.family == socket.AF_INET
-                and made.getsockname()[1] == port
-                and made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            ):
-                (count,) = struct.unpack_from(
-                    "=I", made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32), 28
-                )
-                return count
+        made = None
+        with contextlib.suppress(OSError):  # not a socket
+            made = socket.socket(fileno=fd)
+        if made is None:
+            continue
+        try:
+            is_tcp = made.family == socket.AF_INET and made.type == socket.SOCK_STREAM
+            listens = is_tcp and made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and made.getsockname()[1] == port:
+                info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+                return struct.unpack_from("=I", info, 28)[0]
+        finally:
+            made.detach()
     raise AssertionError(f"nothing listens at port {port}")
 
 
