@@ -93,10 +93,10 @@ class Interceptor:
     def poll(self, timeout_s: float) -> Any:
         if not self._attacks():
             return self._poll(timeout_s)
+        if not self._internals.zeromq.connected(self._internals.core.coordinator):
+            return self._poll(timeout_s)  # it was removed: a notice was lost, and denials end it after 60 s
         if self.until_s is not None and time.monotonic() >= self.until_s:
             raise EnoughError("the longest duration of the attack has passed")
-        if not self._internals.zeromq.connected(self._internals.core.coordinator):
-            return self._poll(timeout_s)  # it was removed, and must reconnect to receive the reason
         self.attack.burst()
         idle = type(self.attack).burst is Attack.burst
         return self._poll(timeout_s if idle else 0.0)

@@ -42,6 +42,10 @@ SCHEDULES = {"fill-drain": fill_drain, "1F1B": one_forward_one_backward}
 LIMIT_SHAPE = ModelSize(width=192, layers=8, heads=4, context=128)
 BATCH, STEPS = 16, 3
 LIMIT_BYTES = 64 << 20
+STATE_BYTES = 20 << 20
+"""The memory for weights, gradients and optimizer that each worker declares, so that a worker that was
+measured as faster does not get more layers."""
+
 TIMEOUT_S = 170.0
 STACK_BYTES = 512 << 10
 """Stack of a worker's threads, which RLIMIT_DATA counts as a whole, usually 8 MiB."""
@@ -171,6 +175,7 @@ def work(options: dict[str, Any]) -> dict[str, Any]:
             micro_batches=MICRO_BATCHES,
             exchange=gridtrain.Dense(),
             ahead=0.0,
+            memory_bytes=STATE_BYTES,
             compare_every=0,
         )
         losses = []

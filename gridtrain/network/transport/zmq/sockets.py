@@ -63,6 +63,10 @@ HANDSHAKE_S = 10.0
 CURVE_FRAME_BYTES = 33
 """The bytes that CURVE adds to each frame: a command's name, a nonce, flags and the authenticator."""
 
+LISTEN_QUEUE = 4096
+"""The number of connections that may wait to be accepted, unless `net.core.somaxconn` is smaller.  When the
+queue is full, the kernel drops requests to connect; each is repeated after 1, 3 and 7 s."""
+
 LINGER_S = 0.5
 ZERO_COPY_RECEIVE_BYTES = 64 * 1024
 ZERO_COPY_SEND_BYTES = 256 * 1024
@@ -137,7 +141,7 @@ def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes
     """Open the socket for incoming connections, which are encrypted unless `identity` is None."""
     router = _open_socket(context, zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # do not drop messages to unknown routing ids silently
-    router.setsockopt(zmq.BACKLOG, 512)
+    router.setsockopt(zmq.BACKLOG, LISTEN_QUEUE)
     if identity is not None:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, identity.secret)

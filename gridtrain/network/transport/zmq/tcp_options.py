@@ -2,6 +2,7 @@
 
 libzmq owns the descriptors and closes them in its own thread, and their numbers are reused.  Therefore each
 access uses a duplicate of the descriptor, and checks first that both ends of the connection are as expected.
+The duplicate has a reserved number, so that connections can be closed when no descriptor is free.
 This module neither reads nor writes data.  Options that the system does not support are skipped.
 
 Buffers:
@@ -23,6 +24,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Set
 from pathlib import Path
 
@@ -34,6 +36,7 @@ BUFFER_BYTES = 8 * 2**20
 
 MAX_DESCRIPTORS = 65536
 _BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 192  # linux/tcp.h, tcp_info
+_reserved_lock = threading.Lock()
 _FREED_BYTES = 31 * 2**20
 _WMEM_MAX = Path("/proc/sys/net/core/wmem_max")
 _TCP_WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
@@ -152,6 +155,7 @@ def raise_descriptor_limit() -> int:
     With a higher limit, idle connections take longer to exhaust the descriptors.  Returns the limit, at most
     `MAX_DESCRIPTORS`.
     """
+    _reserved_descriptors()  # before strangers can take the last ones
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -164,17 +168,25 @@ def raise_descriptor_limit() -> int:
 @contextlib.contextmanager
 def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
     """Yield a duplicate of the descriptor as a socket; None if the descriptor is not a socket."""
-    copy = -1
-    try:
-        copy = os.dup(fd)
-        duplicate = socket.socket(fileno=copy)
-    except OSError:
-        if copy >= 0:
-            os.close(copy)
-        yield None
-        return
-    with duplicate:
-        yield duplicate
+    with _reserved_lock:
+        idle, reserved = _reserved_descriptors()
+        duplicate: socket.socket | None = None
+        try:
+            with contextlib.suppress(OSError):
+                os.dup2(fd, reserved)
+                duplicate = socket.socket(fileno=reserved)
+            yield duplicate
+        finally:
+            if duplicate is not None:
+                duplicate.detach()
+            os.dup2(idle, reserved)
+
+
+@functools.cache
+def _reserved_descriptors() -> tuple[int, int]:
+    """Return the descriptor of an unused file, and the one that duplicates replace."""
+    idle = os.open(os.devnull, os.O_RDONLY)
+    return idle, os.dup(idle)
 
 
 def _remote_address(duplicate: socket.socket, ports: Set[int] | None) -> RemoteAddress | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from defences import disable_defences
@@ -158,6 +161,34 @@ def test_cutting_ends_the_connection_and_leaves_the_descriptor_to_its_owner(conn
     os.fstat(near.fileno())  # still open: libzmq closes it itself
 
 
+@contextlib.contextmanager
+def no_free_descriptor():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                files.enter_context(open(os.devnull))
+        yield
+
+
+def test_a_connection_is_known_and_cut_while_no_descriptor_is_free(connection):
+    near, far, port = connection
+    tcp_options.raise_descriptor_limit()  # as when listening
+    with no_free_descriptor():
+        accepted = TcpConnection.identify(near.fileno(), {port})
+        assert accepted is not None and accepted.shut_down()
+    assert far.recv(1) == b""
+
+
+def test_a_known_connection_ends_when_its_owner_closes_it(connection):
+    near, far, port = connection
+    assert TcpConnection.identify(near.fileno(), {port}) is not None
+    near.close()
+    assert far.recv(1) == b""
+
+
 def test_only_the_connection_that_was_meant_is_cut(connection, tmp_path):
     near, far, port = connection
     remote = far.getsockname()
@@ -185,6 +216,31 @@ def test_listening_raises_the_limit_of_descriptors(zeromq_net):
         assert raised == max(lower, tcp_options.MAX_DESCRIPTORS if unlimited else min(hard, 65536))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_burst_of_connections_waits_to_be_accepted(zeromq_net):
+    address = zeromq_net.add("bert").transport.listen("tcp://127.0.0.1:0")
+    somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    assert listen_queue(int(address.rpartition(":")[2])) == min(MAX_TOTAL, somaxconn)
+
+
+def listen_queue(port: int) -> int:
+    """Return how many connections may wait at this process's port: tcpi_sacked of linux/tcp.h, tcp_info."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        made = None
+        with contextlib.suppress(OSError):  # not a socket
+            made = socket.socket(fileno=fd)
+        if made is None:
+            continue
+        try:
+            is_tcp = made.family == socket.AF_INET and made.type == socket.SOCK_STREAM
+            listens = is_tcp and made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and made.getsockname()[1] == port:
+                info = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+                return struct.unpack_from("=I", info, 28)[0]
+        finally:
+            made.detach()
+    raise AssertionError(f"nothing listens at port {port}")
 
 
 # -- a crowd of silent connections ---------------------------------------------------------------
