@@ -11,8 +11,9 @@ from each other; the variance is unbiased, as in torch.  The running statistics 
 so an aborted step has no effect.
 
 A micro-batch of a single value per channel has no statistics of its own: it is normalized by the running
-ones, as for evaluation, and does not change them.  It occurs only where a step has one sample for a replica,
-because micro-batches are otherwise larger (`boundary_specs.lone_sample_layer`).
+ones, as for evaluation, and does not change them; by itself, which leaves only the bias, if there are none.
+It occurs only where a step has one sample for a replica, because micro-batches are otherwise larger
+(`boundary_specs.lone_sample_layer`).
 
 Other buffers (a moving average, spectral norm's vectors, a counter) change with each micro-batch, as in a
 model that is not partitioned.  A repeated forward uses the values of the first forward and does not change
@@ -26,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +72,9 @@ class MiniBatchStatistics:
                 "SyncBatchNorm communicates over a process group in the middle of a stage's forward",
                 remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
             )
-        self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        norms = [m for m in found if isinstance(m, _BatchNorm)]
+        self._norms = [m for m in norms if m.running_mean is not None]
+        self._without_running = [m for m in norms if m.running_mean is None]
         self._sums: dict[_BatchNorm, _Moments] = {}
         self.lone: nn.Module | None = None
 
@@ -79,6 +83,13 @@ class MiniBatchStatistics:
         norm.training = values.numel() != values.shape[1]
         if not norm.training:
             self.lone = norm
+
+    def _forward_alone(self, norm: _BatchNorm, input: Tensor) -> Tensor:
+        """Let a norm without running statistics see a single value twice, because torch refuses it."""
+        if input.numel() != input.shape[1]:
+            return type(norm).forward(norm, input)
+        self.lone = norm
+        return type(norm).forward(norm, torch.cat((input, input)))[:1]
 
     def _collect(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert isinstance(norm, _BatchNorm)
@@ -96,7 +107,7 @@ class MiniBatchStatistics:
 
     def forward(self, *, first_time: bool) -> AbstractContextManager[None]:
         """Return the context manager for a micro-batch's forward; it collects statistics the first time."""
-        return self._observed(first_time) if self._norms else nullcontext()
+        return self._observed(first_time) if self._norms or self._without_running else nullcontext()
 
     @contextmanager
     def _observed(self, first_time: bool) -> Iterator[None]:
@@ -105,6 +116,8 @@ class MiniBatchStatistics:
         hooks = [norm.register_forward_pre_hook(f, with_kwargs=True) for norm in training for f in befores]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics
+        for norm in self._without_running:
+            norm.forward = partial(self._forward_alone, norm)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -112,6 +125,8 @@ class MiniBatchStatistics:
                 hook.remove()
             for norm in training:
                 norm.training = norm.track_running_stats = True
+            for norm in self._without_running:
+                del norm.forward
 
     def discard(self) -> None:
         self._sums.clear()

@@ -74,7 +74,7 @@ def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> str:
         try:
             with torch.no_grad(), statistics.forward(first_time=False):
                 output = copied(output)
-        except ValueError:  # a norm without running statistics, for example
+        except ValueError:  # a user's layer, for example
             return f"layer {i}, {type(layer).__name__}"
         except Exception:  # a user's code may raise anything
             return ""

@@ -285,7 +285,8 @@ class Pipeline:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "step %d has a single sample for this replica: %s, normalizes it with the running statistics",
+                "step %d has a single sample for this replica: %s, normalizes it with running statistics, "
+                "if it has any",
                 *(plan.step, layer),
             )
 

@@ -38,8 +38,8 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 def install_error_hook() -> None:
     """Make an uncaught `GridtrainError` or Ctrl-C print one line instead of a traceback.
 
-    A `GridtrainError` also sets the exit code.  A traceback is still printed for any other error, and for all
-    errors if GRIDTRAIN_DEBUG=1 is set.
+    A `GridtrainError` also sets the exit code.  A traceback is still printed for any other error (with a hint
+    for a damaged file of safetensors), and for all errors if GRIDTRAIN_DEBUG=1 is set.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
         sys.excepthook = _format_error
@@ -71,9 +71,19 @@ def _format_error(kind: type[BaseException], error: BaseException, trace: Traceb
     if isinstance(error, KeyboardInterrupt):
         print("gridtrain: interrupted; this worker is leaving the run", file=sys.stderr)
     elif isinstance(error, GridtrainError) and not isinstance(error, LocalProtocolError):
-        frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_LIBRARIES)]
-        place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
-        print(f"gridtrain: {place}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"gridtrain: {_place(trace)}{kind.__name__}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code)  # the interpreter exits with this code instead of 1
     else:
         sys.__excepthook__(kind, error, trace)
+        if kind.__name__ == "SafetensorError" and "deserializing" in str(error):  # it names no file
+            print(
+                f"gridtrain: {_place(trace)}a safetensors file is damaged or incomplete -> download it "
+                "again, or copy it from another worker",
+                file=sys.stderr,
+            )
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the script's file and line in which the error was raised; "" if there are none."""
+    frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_LIBRARIES)]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""

@@ -468,19 +468,23 @@ def test_an_overflow_skips_the_step_and_no_stage_is_removed(tmp_path: Path) -> N
     assert ended == {0: "finished", 1: "finished"}
 
 
-def batch_norm_model() -> list[nn.Module]:
-    return [nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)]
+def batch_norm_model(**options: Any) -> list[nn.Module]:
+    return [nn.Linear(2, 8), nn.BatchNorm1d(8, **options), nn.Linear(8, 1)]
 
 
-@pytest.mark.parametrize(("samples", "tail"), [(21, 5), (17, 1)], ids=["8, 8, 5", "8, 8, 1"])
+@pytest.mark.parametrize(
+    ("samples", "tail", "options"),
+    [(21, 5, {}), (17, 1, {}), (17, 1, {"track_running_stats": False})],
+    ids=["8, 8, 5", "8, 8, 1", "8, 8, 1, no running statistics"],
+)
 def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(
-    tmp_path: Path, samples: int, tail: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, samples: int, tail: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes: list[int] = []
 
     def train(grid: gridtrain.Grid) -> list[float | None]:
         pipe = grid.pipeline(
-            batch_norm_model,
+            partial(batch_norm_model, **options),
             lambda p: torch.optim.SGD(p, lr=0.05),
             stages=2,
             loss_fn=loss_fn,

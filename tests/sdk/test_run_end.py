@@ -179,6 +179,24 @@ def test_the_place_of_an_error_is_in_the_script_and_not_in_a_library(tmp_path: P
     assert done.stderr.startswith('gridtrain: train.py, line 5: ConfigError: exchange is "fast", which is')
 
 
+def test_a_damaged_file_of_weights_is_named_as_such(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import pathlib, safetensors.torch, sys, torch\n"
+        "from gridtrain.runtime.process_hooks import install_error_hook\n"
+        "install_error_hook()\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "safetensors.torch.save_file({'weight': torch.ones(100)}, path)\n"
+        "path.write_bytes(path.read_bytes()[:200])\n"
+        "safetensors.torch.load_file(path)\n"
+    )
+    words = [sys.executable, script, tmp_path / "model.safetensors"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("Traceback")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("gridtrain: train.py, line 7: a safetensors file is damaged or incomplete -> ")
+
+
 def test_a_script_that_sigterm_ends_outside_of_with_says_so() -> None:
     script = (
         "import atexit, os, signal\n"
