@@ -173,13 +173,13 @@ def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
         duplicate: socket.socket | None = None
         try:
             with contextlib.suppress(OSError):
-                os.dup2(fd, reserved)
+                os.dup2(fd, reserved, inheritable=False)
                 duplicate = socket.socket(fileno=reserved)
             yield duplicate
         finally:
             if duplicate is not None:
                 duplicate.detach()
-            os.dup2(idle, reserved)
+            os.dup2(idle, reserved, inheritable=False)
 
 
 @functools.cache
