@@ -55,13 +55,13 @@ class LocalGroup:
 
     Args:
         min_workers: the number of workers that the run needs to start.
-        hub: the network in memory; pass one with a `FaultPlan` to inject faults.
+        hub: the network in memory.
         faults: the faults to inject into workers at chosen steps (see `gridtrain.testing.Faults`).
         log: a function that is called in the coordinator's thread for each event, with its level, name and
             fields.
 
     Attributes:
-        keys: the workers' public keys by name, for `FaultPlan` and `hub.kill`.
+        keys: the workers' public keys by name, for `hub.kill`.
     """
 
     ADDRESS = "memory://coordinator"

@@ -21,7 +21,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.in_memory import EndpointKilled, FaultPlan, MemoryTransport, MessageFault
+from gridtrain.network.transport.in_memory import EndpointKilled, MemoryTransport
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient, allow_only
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.training.checkpoint import serialization
@@ -156,7 +156,7 @@ def test_after_a_source_is_killed_no_block_is_sent_twice(new_group: Any) -> None
         )
         for batch in grid.batches(range(100), batch_size=2, steps=4):
             if grid.step == 2 and grid.is_first and not newcomers:
-                group.hub.plan = FaultPlan(MessageFault("kill", kind="StateBlock", after=12))
+                group.hub.kill_sender("StateBlock", after=12)
                 newcomers.append(group.start(train))
                 with grid.evaluation():
                     loop = grid._session.connection.loop
@@ -550,7 +550,7 @@ def test_the_model_is_exported_if_the_first_worker_is_lost_at_the_end(new_group:
         for batch in grid.batches(DATA, batch_size=2, steps=3):
             if grid.is_first:
                 me = group.keys[f"worker-{number}"]
-                group.hub.plan = FaultPlan(MessageFault("kill", source=me, kind="RunFinished"))
+                group.hub.kill_sender("RunFinished", source=me)
             optimizer.zero_grad()
             backward(model, batch)
             optimizer.step()

@@ -1,16 +1,16 @@
-"""A transport within one process, with injected faults, for local groups and for tests.
+"""A transport within one process, for local groups and for tests.
 
 Messages pass through the codec, so that a message that could not be sent over a network also fails in memory.
 Payloads are copied, so that a sender cannot change a received message.
 
-    thread A: MemoryTransport --send--> send queue --flush--> [MemoryHub: faults] --> B's mailbox
-                                                                                        |
-    thread B: MemoryTransport <---------------------- poll -----------------------------+
+    thread A: MemoryTransport --send--> send queue --flush--> MemoryHub --> B's mailbox
+                                                                                |
+    thread B: MemoryTransport <------------------- poll ------------------------+
 
 Messages move from the bounded send queue to the peer's bounded mailbox as far as the upload cap and the free
 space in the mailbox permit; so there are two queues, and the same backpressure, as over a socket.  A
-connection is made immediately, or as soon as the other end listens, is shown or is reconnected.  A dialler
-that is not admitted retries after a back-off.
+connection is made immediately, or as soon as the other end listens.  A dialler that is not admitted retries
+after a back-off.
 
 The hub's lock protects all state of the hub and its endpoints; methods named `*_locked` expect it to be held.
 """
@@ -18,11 +18,11 @@ The hub's lock protects all state of the hub and its endpoints; methods named `*
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.core.messages import Message, PeerId
@@ -41,12 +41,9 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     allow_all,
 )
-from gridtrain.network.transport.message_faults import FaultPlan, MessageFault
 from gridtrain.network.transport.rate_limiter import DownloadLimiter, UploadLimiter
 from gridtrain.network.transport.send_queue import DEFAULT_LIMIT_BYTES, QueuedMessage, SendQueue, is_bulk
 from gridtrain.network.wire import codec
-
-__all__ = ["EndpointKilled", "FaultPlan", "MemoryHub", "MemoryTransport", "MessageFault"]
 
 MAX_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
@@ -92,18 +89,12 @@ class MemoryConnection:
 
 
 class MemoryHub:
-    """The network that the endpoints in one process share.  Thread-safe.
+    """The network that the endpoints in one process share.  Thread-safe."""
 
-    Args:
-        plan: the plan of message faults; None for no faults.
-    """
-
-    def __init__(self, plan: FaultPlan | None = None) -> None:
-        self.plan = plan or FaultPlan()
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.ports: dict[str, MemoryTransport] = {}
         self._alive: list[MemoryTransport] = []
-        self._disconnected: set[frozenset[PeerId]] = set()
         self._hidden: set[PeerId] = set()
         self._pending_numbers = itertools.count()
 
@@ -114,32 +105,15 @@ class MemoryHub:
 
     # -- faults, from any thread ---------------------------------------------------------------
 
-    def disconnect(self, a: PeerId, b: PeerId) -> None:
-        """Break the connection between two peers until `reconnect`; both ends get `PeerDown`."""
-        with self.lock:
-            self._disconnect_locked(a, b)
-
-    def reconnect(self, a: PeerId, b: PeerId) -> None:
-        """Undo `disconnect`, and connect the two peers again if one of them dials the other."""
-        with self.lock:
-            self._disconnected.discard(frozenset((a, b)))
-            self.retry_locked()
-
     def kill(self, peer: PeerId) -> None:
         """End the endpoint as if by SIGKILL: peers get `PeerDown`, and its methods raise `EndpointKilled`."""
         with self.lock:
-            self._kill_locked(peer)
+            self.kill_locked(peer)
 
     def hide(self, peer: PeerId) -> None:
-        """Simulate NAT: no peer can dial this endpoint until `show` is called; connections remain."""
+        """Simulate NAT: no peer can dial this endpoint; connections remain."""
         with self.lock:
             self._hidden.add(peer)
-
-    def show(self, peer: PeerId) -> None:
-        """Undo `hide`, and connect the endpoints that dial this endpoint."""
-        with self.lock:
-            self._hidden.discard(peer)
-            self.retry_locked()
 
     # -- for the endpoints ---------------------------------------------------------------------
 
@@ -170,10 +144,9 @@ class MemoryHub:
     ) -> MemoryTransport | None:
         """Return the endpoint that can be dialled at this address, or None; ignore access policies."""
         other = self.ports.get(address)
-        if other is None or other.me != peer or other is dialler:
+        if other is None or other.me != peer or other is dialler or peer in self._hidden:
             return None
-        is_disconnected = frozenset((dialler.me, peer)) in self._disconnected
-        return None if is_disconnected or peer in self._hidden else other
+        return other
 
     def connect_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
         """Connect two endpoints; return False if an endpoint's access policy does not admit the other one."""
@@ -193,9 +166,9 @@ class MemoryHub:
         return True
 
     def deliver_locked(
-        self, source: MemoryTransport, link: MemoryConnection, queued: QueuedMessage[Message], now_s: float
+        self, source: MemoryTransport, link: MemoryConnection, queued: QueuedMessage[Message]
     ) -> bool:
-        """Deliver a message, or apply the fault that is planned for this message.
+        """Deliver a message.
 
         Returns False if the receiver's mailbox is full; the sender must then try again when the receiver has
         read from the mailbox.
@@ -203,34 +176,17 @@ class MemoryHub:
         target = link.other_end(source)
         if target.is_full_locked(link, queued.nbytes):
             return False
-        outcome = self.plan.next_outcome(source.me, target.me, queued.kind)
-        if outcome.kill:
-            self._kill_locked(source.me)
-            raise EndpointKilled(f"endpoint {source.me.hex()[:8]} was killed by the fault plan")
-        if outcome.cut:
-            self._disconnect_locked(source.me, target.me)
-        for delay_s in outcome.delays_s:
-            event = Received(link.name_for(target), queued.body, queued.nbytes)
-            target.post_locked(event, now_s + delay_s, link)
+        target.post_locked(Received(link.name_for(target), queued.body, queued.nbytes), link)
         return True
 
-    # -- internal ------------------------------------------------------------------------------
-
-    def _disconnect_locked(self, a: PeerId, b: PeerId) -> None:
-        self._disconnected.add(frozenset((a, b)))
-        for endpoint in list(self._alive):
-            for link in endpoint.connections_locked():
-                if link.keys() == frozenset((a, b)):
-                    self.close_locked(link, "the connection was cut")
-
-    def _kill_locked(self, peer: PeerId) -> None:
+    def kill_locked(self, peer: PeerId) -> None:
         for endpoint in [endpoint for endpoint in self._alive if endpoint.me == peer]:
             self.remove_locked(endpoint, "the peer was killed")
             endpoint.stop_locked(killed=True)
 
 
-_QueuedEvent = tuple[float, int, TransportEvent, MemoryConnection | None]
-"""The due time, the sequence number, the event, and the connection if the event is a message."""
+_QueuedEvent = tuple[TransportEvent, MemoryConnection | None]
+"""The event, and the connection if the event is a message."""
 
 
 @dataclass(slots=True)
@@ -283,8 +239,7 @@ class MemoryTransport:
         self._download_limiter = DownloadLimiter(download_Bps)
         self._dialed: dict[str, _DialedAddress] = {}  # by address
         self._connections: dict[PeerId, MemoryConnection] = {}  # by the name of the other end
-        self._mailbox: list[_QueuedEvent] = []  # a heap
-        self._order = itertools.count()
+        self._mailbox: deque[_QueuedEvent] = deque()
         self._unread_bytes: dict[PeerId, int] = {}
         self._refused: set[PeerId] = set()  # senders that wait for space in the mailbox
         self._woken = self._closed = self._killed = False
@@ -337,14 +292,14 @@ class MemoryTransport:
             self._dialed = {a: dialled for a, dialled in self._dialed.items() if dialled.peer != peer}
             link = self._connections.get(peer)
             for queued in self._send_queue.drain_control(peer):
-                if link is None or not self._hub.deliver_locked(self, link, queued, time.monotonic()):
+                if link is None or not self._hub.deliver_locked(self, link, queued):
                     break
                 self.traffic.count_sent(queued.kind, queued.nbytes)
             if link is not None and (link.initiator is self or link.is_pending):
                 self._hub.close_locked(link, "the peer hung up", silent=self)
             elif link is not None:
                 link.is_ignored = True
-            self._forget_locked(peer, lambda due_s: True)
+            self._forget_locked(peer)
 
     def connected(self, peer: PeerId) -> bool:
         with self._hub.lock:
@@ -403,14 +358,11 @@ class MemoryTransport:
     def connections_locked(self) -> list[MemoryConnection]:
         return list(self._connections.values())
 
-    def post_locked(
-        self, event: TransportEvent, due_s: float = float("-inf"), link: MemoryConnection | None = None
-    ) -> None:
+    def post_locked(self, event: TransportEvent, link: MemoryConnection | None = None) -> None:
         if isinstance(event, Received):
             unread_bytes = self._unread_bytes.get(event.peer, 0)
             self._unread_bytes[event.peer] = unread_bytes + event.nbytes
-        due_s = max(due_s, time.monotonic())
-        heapq.heappush(self._mailbox, (due_s, next(self._order), event, link))
+        self._mailbox.append((event, link))
         self._changed.notify_all()
 
     def is_full_locked(self, link: MemoryConnection, nbytes: int) -> bool:
@@ -454,7 +406,7 @@ class MemoryTransport:
             )
 
     def connection_lost_locked(self, link: MemoryConnection, reason: str | None) -> None:
-        """Drop the connection and its messages in transit.
+        """Drop the connection and the messages queued for it.
 
         `PeerDown` is posted unless `reason` is None, which means that this endpoint itself has hung up.
         """
@@ -465,7 +417,7 @@ class MemoryTransport:
         for dialled in self._dialed.values():
             if dialled.peer == peer:
                 dialled.retry_later(now_s)
-        self._forget_locked(peer, lambda due_s: due_s > now_s)
+        self._send_queue.clear_peer(peer)
         if reason is not None:
             self.post_locked(PeerDown(peer, reason))
 
@@ -511,15 +463,15 @@ class MemoryTransport:
     def _flush_locked(self, now_s: float) -> None:
         while (queued := self._send_queue.take(now_s)) is not None:
             link = self._connections.get(queued.peer)  # if None, the message is lost with its connection
-            if link is None or self._hub.deliver_locked(self, link, queued, now_s):
+            if link is None or self._hub.deliver_locked(self, link, queued):
                 self.traffic.count_sent(queued.kind, queued.nbytes)
             else:
                 self._send_queue.put_back(queued)
 
     def _take_locked(self, now_s: float) -> list[TransportEvent]:
         events: list[TransportEvent] = []
-        while self._mailbox and self._mailbox[0][0] <= now_s and self._download_limiter.can_read(now_s):
-            _, _, event, link = heapq.heappop(self._mailbox)
+        while self._mailbox and self._download_limiter.can_read(now_s):
+            event, link = self._mailbox.popleft()
             if isinstance(event, Received):
                 self._read_locked(event)
                 if link is not None and not self._is_still_admitted_locked(link):
@@ -548,24 +500,21 @@ class MemoryTransport:
     def _due_locked(self, now_s: float) -> float:
         due_s = self._send_queue.due_s()
         if self._mailbox:
-            due_s = min(due_s, max(self._mailbox[0][0], self._download_limiter.free_s))
+            due_s = min(due_s, self._download_limiter.free_s)
         for dialled in self._dialed.values():
             if dialled.peer not in self._connections and dialled.due_s > now_s:
                 due_s = min(due_s, dialled.due_s)
         return due_s
 
-    def _forget_locked(self, peer: PeerId, lost: Callable[[float], bool]) -> None:
-        """Drop the messages queued for the peer, and its events in our mailbox if `lost(due_s)` is true."""
+    def _forget_locked(self, peer: PeerId) -> None:
+        """Drop the messages queued for the peer, and its events in our mailbox."""
         self._send_queue.clear_peer(peer)
-        remaining = []
-        for queued in self._mailbox:
-            event = queued[2]
-            if event.peer == peer and lost(queued[0]) and not isinstance(event, ReachResult):
-                if isinstance(event, Received):
-                    self._read_locked(event)
-            else:
-                remaining.append(queued)
-        heapq.heapify(remaining)
+        remaining: deque[_QueuedEvent] = deque()
+        for event, link in self._mailbox:
+            if event.peer != peer or isinstance(event, ReachResult):
+                remaining.append((event, link))
+            elif isinstance(event, Received):
+                self._read_locked(event)
         self._mailbox = remaining
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from faulty_hub import FaultyHub
 
 from gridtrain.core.messages import (
     Channel,
@@ -25,7 +26,7 @@ from gridtrain.core.messages import (
 from gridtrain.errors import LocalProtocolError, TransportError
 from gridtrain.network.transport import relay_forwarder
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
+from gridtrain.network.transport.in_memory import MemoryTransport
 from gridtrain.network.transport.interface import (
     PeerDown,
     PeerUp,
@@ -91,7 +92,7 @@ class World:
     """anna and bert dial out only; carl is the relay."""
 
     def __init__(self) -> None:
-        self.hub = MemoryHub()
+        self.hub = FaultyHub()
         self.names: dict[bytes | None, str] = {}
         self.parties: list[Party] = []
 
