@@ -18,7 +18,6 @@ The hub's lock protects all state of the hub and its endpoints; methods named `*
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections import deque
@@ -31,7 +30,6 @@ from gridtrain.network.transport import access_control
 from gridtrain.network.transport.interface import (
     AccessPolicy,
     ConnectionDenied,
-    ConnectionRole,
     Frames,
     PeerDown,
     PeerUp,
@@ -41,10 +39,11 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     allow_all,
 )
-from gridtrain.network.transport.rate_limiter import DownloadLimiter, UploadLimiter
-from gridtrain.network.transport.send_queue import DEFAULT_LIMIT_BYTES, QueuedMessage, SendQueue, is_bulk
+from gridtrain.network.transport.rate_limiter import UploadLimiter
+from gridtrain.network.transport.send_queue import QueuedMessage, SendQueue, is_bulk
 from gridtrain.network.wire import codec
 
+SOFTWARE = "gridtrain"
 MAX_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
 """The largest number of unread bytes from one sender in a mailbox, which represents a socket's buffers."""
@@ -63,26 +62,15 @@ class MemoryConnection:
     """A connection between two endpoints.
 
     Attributes:
-        name: the acceptor's name for the dialler: the dialler's key, or an invented name if the dialler is a
-            pending member.
         is_ignored: whether the acceptor has hung up, so that it ignores the connection.
     """
 
     initiator: MemoryTransport
     acceptor: MemoryTransport
-    name: PeerId
     is_ignored: bool = False
-
-    @property
-    def is_pending(self) -> bool:
-        return self.name != self.initiator.me
 
     def other_end(self, me: MemoryTransport) -> MemoryTransport:
         return self.acceptor if me is self.initiator else self.initiator
-
-    def name_for(self, me: MemoryTransport) -> PeerId:
-        """Return the name that `me` uses for the other end."""
-        return self.acceptor.me if me is self.initiator else self.name
 
     def keys(self) -> frozenset[PeerId]:
         return frozenset((self.initiator.me, self.acceptor.me))
@@ -96,7 +84,6 @@ class MemoryHub:
         self.ports: dict[str, MemoryTransport] = {}
         self._alive: list[MemoryTransport] = []
         self._hidden: set[PeerId] = set()
-        self._pending_numbers = itertools.count()
 
     @property
     def endpoints(self) -> dict[PeerId, MemoryTransport]:
@@ -150,19 +137,14 @@ class MemoryHub:
 
     def connect_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
         """Connect two endpoints; return False if an endpoint's access policy does not admit the other one."""
-        if not access_control.is_admitted(acceptor.access_policy, dialler.me):
+        if not (
+            access_control.is_still_admitted(acceptor.access_policy, dialler.me, False)
+            and access_control.is_still_admitted(dialler.access_policy, acceptor.me, False)
+        ):
             return False
-        is_pending = acceptor.access_policy(dialler.me) is ConnectionRole.PENDING_MEMBER
-        admitted = access_control.is_still_admitted(acceptor.access_policy, dialler.me, is_pending)
-        if not (admitted and access_control.is_still_admitted(dialler.access_policy, acceptor.me, False)):
-            return False
-        name = dialler.me
-        if is_pending:
-            name = access_control.pending_member_name(dialler.me, str(next(self._pending_numbers)).encode())
-        link = MemoryConnection(dialler, acceptor, name)
-        dialler.connection_made_locked(link, PeerUp(acceptor.me, acceptor.software))
-        pending_key = dialler.me if is_pending else None
-        acceptor.connection_made_locked(link, PeerUp(name, dialler.software, dialler.host, pending_key))
+        link = MemoryConnection(dialler, acceptor)
+        dialler.connection_made_locked(link, PeerUp(acceptor.me, SOFTWARE))
+        acceptor.connection_made_locked(link, PeerUp(dialler.me, SOFTWARE, dialler.host))
         return True
 
     def deliver_locked(
@@ -176,7 +158,7 @@ class MemoryHub:
         target = link.other_end(source)
         if target.is_full_locked(link, queued.nbytes):
             return False
-        target.post_locked(Received(link.name_for(target), queued.body, queued.nbytes), link)
+        target.post_locked(Received(source.me, queued.body, queued.nbytes), link)
         return True
 
     def kill_locked(self, peer: PeerId) -> None:
@@ -208,12 +190,10 @@ class MemoryTransport:
     Args:
         me: this endpoint's key.
         hub: the network that is shared with the other endpoints.
-        software: the name and version of our software, which peers receive in `PeerUp`.
         gate: the access policy.  The threads of other endpoints also call the policy, while they hold the
             hub's lock, so the policy must be fast and must not call a transport.
         host: the address that other endpoints see as the origin of this endpoint's connections.
-        upload_Bps, download_Bps: rate caps in bytes per second; None for no cap.
-        outbox_bytes: the largest number of bytes that may be queued for one peer.
+        upload_Bps: the upload cap in bytes per second; None for no cap.
     """
 
     def __init__(
@@ -221,22 +201,17 @@ class MemoryTransport:
         me: PeerId,
         hub: MemoryHub,
         *,
-        software: str = "gridtrain",
         gate: AccessPolicy = allow_all,
         host: str = "memory",
         upload_Bps: float | None = None,
-        download_Bps: float | None = None,
-        outbox_bytes: int = DEFAULT_LIMIT_BYTES,
     ) -> None:
         self.me = me
-        self.software = software
         self.access_policy = gate
         self.host = host
         self.traffic = TrafficCounters()
         self._hub = hub
         self._changed = threading.Condition(hub.lock)
-        self._send_queue: SendQueue[Message] = SendQueue(UploadLimiter(upload_Bps), outbox_bytes)
-        self._download_limiter = DownloadLimiter(download_Bps)
+        self._send_queue: SendQueue[Message] = SendQueue(UploadLimiter(upload_Bps))
         self._dialed: dict[str, _DialedAddress] = {}  # by address
         self._connections: dict[PeerId, MemoryConnection] = {}  # by the name of the other end
         self._mailbox: deque[_QueuedEvent] = deque()
@@ -295,7 +270,7 @@ class MemoryTransport:
                 if link is None or not self._hub.deliver_locked(self, link, queued):
                     break
                 self.traffic.count_sent(queued.kind, queued.nbytes)
-            if link is not None and (link.initiator is self or link.is_pending):
+            if link is not None and link.initiator is self:
                 self._hub.close_locked(link, "the peer hung up", silent=self)
             elif link is not None:
                 link.is_ignored = True
@@ -329,7 +304,7 @@ class MemoryTransport:
                 now_s = time.monotonic()
                 self.connect_locked(now_s)
                 self._flush_locked(now_s)
-                events = self._take_locked(now_s)
+                events = self._take_locked()
                 if events or self._woken or now_s >= deadline_s:
                     self._woken = False
                     return events
@@ -366,7 +341,7 @@ class MemoryTransport:
         self._changed.notify_all()
 
     def is_full_locked(self, link: MemoryConnection, nbytes: int) -> bool:
-        source = link.name_for(self)
+        source = link.other_end(self).me
         unread_bytes = self._unread_bytes.get(source, 0)
         full = unread_bytes > 0 and unread_bytes + nbytes > MAILBOX_BYTES
         if full:
@@ -399,18 +374,13 @@ class MemoryTransport:
             self._hub.close_locked(older, "replaced by a newer connection of the same peer")
         self._connections[event.peer] = link
         self.post_locked(event)
-        pending = [link for link in self._connections.values() if link.acceptor is self and link.is_pending]
-        for surplus in pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]:
-            self._hub.close_locked(
-                surplus, f"more than {access_control.MAX_PENDING_MEMBERS} connections with invitations"
-            )
 
     def connection_lost_locked(self, link: MemoryConnection, reason: str | None) -> None:
         """Drop the connection and the messages queued for it.
 
         `PeerDown` is posted unless `reason` is None, which means that this endpoint itself has hung up.
         """
-        peer, now_s = link.name_for(self), time.monotonic()
+        peer, now_s = link.other_end(self).me, time.monotonic()
         if self._connections.get(peer) is not link:
             return
         del self._connections[peer]
@@ -457,7 +427,7 @@ class MemoryTransport:
         if link is None or not access_control.is_still_admitted(self.access_policy, peer, False):
             return False
         link.is_ignored = False
-        self.post_locked(PeerUp(peer, link.initiator.software, link.initiator.host))
+        self.post_locked(PeerUp(peer, SOFTWARE, link.initiator.host))
         return True
 
     def _flush_locked(self, now_s: float) -> None:
@@ -468,23 +438,21 @@ class MemoryTransport:
             else:
                 self._send_queue.put_back(queued)
 
-    def _take_locked(self, now_s: float) -> list[TransportEvent]:
+    def _take_locked(self) -> list[TransportEvent]:
         events: list[TransportEvent] = []
-        while self._mailbox and self._download_limiter.can_read(now_s):
+        while self._mailbox:
             event, link = self._mailbox.popleft()
             if isinstance(event, Received):
                 self._read_locked(event)
                 if link is not None and not self._is_still_admitted_locked(link):
                     continue
                 self.traffic.count_received(type(event.message).__name__, event.nbytes)
-                self._download_limiter.charge(event.nbytes, now_s)
             events.append(event)
         return events
 
     def _is_still_admitted_locked(self, link: MemoryConnection) -> bool:
         """Return whether the other end may still send; close the connection if its key is not admitted."""
-        is_pending = link.is_pending and link.acceptor is self
-        if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, is_pending):
+        if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, False):
             self._hub.close_locked(link, "the peer's key is no longer admitted")
             return False
         return not (link.is_ignored and link.acceptor is self)
@@ -494,13 +462,10 @@ class MemoryTransport:
         if event.peer in self._refused:
             self._refused.discard(event.peer)
             if (link := self._connections.get(event.peer)) is not None:
-                other = link.other_end(self)
-                other.mailbox_freed_locked(link.name_for(other))
+                link.other_end(self).mailbox_freed_locked(self.me)
 
     def _due_locked(self, now_s: float) -> float:
         due_s = self._send_queue.due_s()
-        if self._mailbox:
-            due_s = min(due_s, self._download_limiter.free_s)
         for dialled in self._dialed.values():
             if dialled.peer not in self._connections and dialled.due_s > now_s:
                 due_s = min(due_s, dialled.due_s)

@@ -153,6 +153,14 @@ def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     made.close()
 
 
+@pytest.fixture(params=["zeromq", "plain"])
+def socket_net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    """A network with what a group within one process has not: pending members, and all limits."""
+    made = Net(request.param)
+    yield made
+    made.close()
+
+
 @pytest.fixture(params=["memory", "zeromq"])
 def proving_net(request: pytest.FixtureRequest) -> Iterator[Net]:
     """A network in which a peer is told that it is not admitted."""
