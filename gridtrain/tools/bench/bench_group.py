@@ -124,7 +124,6 @@ class ExchangeSample:
         workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and sealed.
         payloads, payload_bytes: the number and the bytes of the payloads that each member has sent.
         prepare_s, prepare_cpu_s: the time of selecting and encoding, before the start.
-        commit_s: the time of updating the residual on commit, after the end.
         aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.
     """
 
@@ -136,7 +135,6 @@ class ExchangeSample:
     payload_bytes: list[int]
     prepare_s: list[float]
     prepare_cpu_s: list[float]
-    commit_s: list[float]
     aborts: int
 
     @classmethod
@@ -150,7 +148,6 @@ class ExchangeSample:
             payload_bytes=[report["payload_bytes"] for report in settled],
             prepare_s=[report["prepare_s"] for report in settled],
             prepare_cpu_s=[report["prepare_cpu_s"] for report in settled],
-            commit_s=[report["commit_s"] for report in settled],
             aborts=max(report["aborts"] for report in settled),
         )
 

@@ -144,10 +144,9 @@ def run_repeat(
         "workspace_s": work.seconds,
         "payloads": work.payloads,
         "payload_bytes": work.payload_bytes,
+        "aborts": aborts,
     }
-    began_s = time.perf_counter()
     exchanger.commit(attempt)
-    figures |= {"commit_s": time.perf_counter() - began_s, "aborts": aborts}
     player.wait_at("settled", prepare_s=prepare_s, prepare_cpu_s=prepare_cpu_s, **figures)
     return True
 

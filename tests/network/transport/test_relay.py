@@ -10,6 +10,7 @@ import pytest
 from faulty_hub import FaultyHub
 
 from gridtrain.core.messages import (
+    RELAY_PREFIX,
     Channel,
     CollectivePhase,
     Data,
@@ -36,7 +37,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
     allow_all,
 )
-from gridtrain.network.transport.relay import CONFIRM_S, RelayTransport, relay_address, relay_for_nobody
+from gridtrain.network.transport.relay import CONFIRM_S, RelayTransport, relay_for_nobody
 from gridtrain.network.transport.send_queue import ENCRYPTED_BULK, MAX_ENCRYPTED_CONTROL_BYTES, is_bulk
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
@@ -141,6 +142,10 @@ def meet(world: World, anna: Party, bert: Party, carl: Party) -> None:
         party.transport.dial(carl.key, "memory://carl")
         party.transport.dial(other.key, relay_address(carl.key))
     world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
+
+
+def relay_address(relay: bytes) -> str:
+    return RELAY_PREFIX + relay.hex()
 
 
 def three(world: World, **options: object) -> tuple[Party, Party, Party]:

@@ -76,7 +76,7 @@ def test_a_member_without_a_referee_ends(tmp_path: Path) -> None:
 def test_a_repeat_lasts_from_the_first_start_to_the_last_end() -> None:
     done = [{"start_s": 10.0, "end_s": 11.0}, {"start_s": 10.25, "end_s": 12.0}]
     names = ("cpu_s", "sent_bytes", "workspace_s", "payloads", "payload_bytes", "prepare_s", "prepare_cpu_s")
-    settled = [dict.fromkeys(names, rank) | {"commit_s": 0.0, "aborts": rank} for rank in range(2)]
+    settled = [dict.fromkeys(names, rank) | {"aborts": rank} for rank in range(2)]
 
     repeat = ExchangeSample.from_reports(done, settled)
 
