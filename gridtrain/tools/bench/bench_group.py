@@ -101,7 +101,7 @@ class BenchSetting:
     """The exchange that a group makes.
 
     Attributes:
-        exchange: the name of the exchange; see `exchange_names`.
+        exchange: the exchange with its options, such as "gtopk:density=0.01"; see `make_exchange`.
         n: the number of elements of the vector.
         order: the rank order, as in `gridtrain coordinator --order`.
     """
