@@ -300,6 +300,12 @@ class BlobReceiver:
         is_whole = 0 < self._total == self._count and self._salvaged is None
         return generation == self._id[1] and is_whole and not self._is_taken
 
+    @property
+    def held_bytes(self) -> int:
+        """The number of bytes in the received blocks."""
+        buffers = (buffer for buffer in (self._buffer, self._salvaged) if buffer is not None)
+        return len(self._table) + sum(buffer.received_bytes for buffer in buffers)
+
     def remaining_bytes(self, generation: int) -> int:
         """Return the number of missing bytes of this generation's state; 0 if no block has arrived."""
         buffers = (buffer for buffer in (self._buffer, self._salvaged) if buffer is not None)

@@ -309,7 +309,7 @@ def test_another_state_is_requested_from_its_first_block() -> None:
     newcomer.transfer(1, [b"anna", SHARED], blocks=9)
     request = m.StateRequest(1, 2)
     assert newcomer.state.remaining_request(request, (42, b"i" * 32), to_source=True) == request
-    assert newcomer.state.blobs._buffer is None and not newcomer.state.blobs._table
+    assert newcomer.state.blobs.held_bytes == 0
     newcomer.transfer(3, [b"anna", SHARED], blocks=9)
     assert newcomer.state.remaining_request(m.StateRequest(1, 4), None, to_source=True) == m.StateRequest(
         1, 4
@@ -330,4 +330,4 @@ def test_a_forwarded_state_is_in_memory_once() -> None:
     assert taken is not None and newcomer.state.blobs.forwardable_block(1, 9) is not None
     assert len(shared) <= peak_bytes < 1.3 * len(shared)
     newcomer.state.forwarder.clear()
-    assert newcomer.state.blobs._buffer is None and not newcomer.state.blobs._table
+    assert newcomer.state.blobs.held_bytes == 0
