@@ -27,7 +27,7 @@ from typing import Any
 
 from chaos.record import Record
 from chaos.schedule import DISK, LASTS_S, NETWORK, OF_COORDINATOR, Fault
-from gridtrain.tools.bench.bench_group import LocalHost, ProcessHost
+from gridtrain.tools.bench.bench_group import LocalHost
 from lab import ns
 from lab.group import Group, LabHosts, Program
 from lab.net import Net, why_not
@@ -121,7 +121,7 @@ class RunResult:
 class Execution(Group):
     """The processes, files and active faults of one run; `execute` makes and runs it."""
 
-    def __init__(self, plan: Plan, folder: Path, hosts: ProcessHost, log: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, folder: Path, hosts: Any, log: Callable[[str], None]) -> None:
         self._plan, self._log, self._stop = plan, log, folder / "stop"
         self._record = Record()
         self._result = RunResult(self._record)
@@ -346,7 +346,7 @@ def execute(plan: Plan, folder: Path, log: Callable[[str], None]) -> RunResult:
     with contextlib.ExitStack() as resources:
         for name in ("hub", *plan.names):
             resources.enter_context(small_disk(folder / f"state-{name}"))
-        hosts: ProcessHost = LocalHost(plan.rate)
+        hosts: Any = LocalHost(plan.rate)
         if not plan.loopback:
             net = resources.enter_context(Net())
             hosts = LabHosts(net, plan.names, rate=plan.rate, hub_rate=plan.rate)

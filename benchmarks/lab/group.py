@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gridtrain.tools.bench.bench_group import LocalHost, ProcessHost
+from gridtrain.tools.bench.bench_group import LocalHost
 from gridtrain.tools.child_processes import CLI_COMMAND, end_processes, process_environment
 from lab.net import Host, Net
 from lab.ns import LabError
@@ -70,7 +70,7 @@ def say(mark: str, **fields: object) -> None:
 
 
 class LabHosts:
-    """A `ProcessHost` in the lab: a hub for coordinators, and a host for each worker.
+    """A host, as `LocalHost`, in the lab: a hub for coordinators, and a host for each worker.
 
     All homes have the same private addresses, as real homes often do: a connection to a member's private
     address never reaches another home.
@@ -205,7 +205,7 @@ class Group:
 
     def __init__(
         self,
-        hosts: ProcessHost,
+        hosts: Any,
         folder: Path,
         *,
         workers: int,
@@ -356,7 +356,7 @@ def lab_group(
         hosts: arguments of `LabHosts`.
     """
     with contextlib.ExitStack() as stack:
-        made: ProcessHost
+        made: Any
         if loopback:
             made = LocalHost(hosts.get("rate", ""))
         else:

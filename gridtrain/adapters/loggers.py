@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gridtrain.extras import require
+
+if TYPE_CHECKING:
+    from gridtrain.sdk.grid import Grid
 
 
 class Writer(Protocol):
@@ -27,21 +30,6 @@ class Writer(Protocol):
     def write(self, step: int, figures: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Worker(Protocol):
-    """The part of `Grid` that `Log` uses."""
-
-    @property
-    def is_first(self) -> bool: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def traffic(self) -> dict[str, tuple[int, int]]: ...
-
-    def report(self, **figures: float) -> None: ...
 
 
 class Log:
@@ -54,7 +42,7 @@ class Log:
         own: writers to which every worker passes its figures, such as a TensorBoard folder of its own.
     """
 
-    def __init__(self, grid: Worker, *writers: Writer, own: Sequence[Writer] = ()) -> None:
+    def __init__(self, grid: Grid, *writers: Writer, own: Sequence[Writer] = ()) -> None:
         self._grid, self._writers, self._own = grid, writers, tuple(own)
 
     def __call__(self, **figures: float) -> None:

@@ -18,10 +18,11 @@ work = "400kB"             # for one sample, held in addition while the layer ru
 from __future__ import annotations
 
 import math
-import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gridtrain.cli.network_file import check_keys, parse_seconds, read_toml
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import parse_bytes
 
@@ -67,12 +68,7 @@ def read_layers(path: Path) -> tuple[list[Layer], int]:
     Raises:
         ConfigError: the file cannot be read, or describes no layers.
     """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: {error}", remedy="see docs/pipeline.md for the format of the file"
-        ) from None
+    document = read_toml(path, "pipeline.md")
     entries = document.get("layer", [])
     unknown = set(document) - {"input", "layer"}
     if unknown or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -91,11 +87,7 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
 
     name = entry.get("name", f"layer{number}")
     where = f'{path}: layer "{name}"'
-    if unknown := set(entry) - _KNOWN_KEYS:
-        raise ConfigError(
-            f"{where} has the unknown keys {sorted(unknown)}",
-            remedy=f"use only {', '.join(sorted(_KNOWN_KEYS))}",
-        )
+    check_keys(where, entry, _KNOWN_KEYS)
     repeat = entry.get("repeat", 1)
     if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MOST_LAYERS:
         raise ConfigError(
@@ -117,18 +109,10 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
         sizes.get("work"),
         sizes.get("fixed_work", 0),
     )
-    return [_renamed(one, f"{name}{i}") for i in range(repeat)] if repeat > 1 else [one]
-
-
-def _renamed(layer: Layer, name: str) -> Layer:
-    from dataclasses import replace
-
-    return replace(layer, name=name)
+    return [replace(one, name=f"{name}{i}") for i in range(repeat)] if repeat > 1 else [one]
 
 
 def _seconds(where: str, value: Any) -> float:
-    from gridtrain.cli.network_file import parse_seconds
-
     if isinstance(value, str):
         return parse_seconds(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6:

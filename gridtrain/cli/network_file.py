@@ -38,6 +38,23 @@ def parse_seconds(text: str) -> float:
     return found
 
 
+def read_toml(path: Path, page: str) -> dict[str, Any]:
+    """Read a TOML file, whose format is described in docs/`page`.  Raises `ConfigError`."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = "lists are nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path}: {reason}", remedy=f"see docs/{page} for the format of the file") from None
+
+
+def check_keys(where: str, entry: dict[str, Any], known: set[str]) -> None:
+    """Raise `ConfigError` if a table has other keys than these."""
+    if unknown := set(entry) - known:
+        raise ConfigError(
+            f"{where} has the unknown keys {sorted(unknown)}", remedy=f"use only {', '.join(sorted(known))}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class NetworkSite:
     """The workers at one site."""
@@ -121,16 +138,7 @@ def read_network(path: Path) -> DescribedNetwork:
     Raises:
         ConfigError: the file cannot be read, or describes no network.
     """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ConfigError(
-            f"{path}: lists are nested too deeply", remedy="see docs/planning.md for the format of the file"
-        ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"{path}: {error}", remedy="see docs/planning.md for the format of the file"
-        ) from None
+    document = read_toml(path, "planning.md")
     sites = tuple(_site(path, entry) for entry in _tables(path, document, "site"))
     names = [site.name for site in sites]
     if not sites or len(set(names)) != len(names):
@@ -162,12 +170,8 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
 
 
 def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
-    known = {"name", "workers", "link", "up", "down", "latency"}
     where = f'{path}: site "{entry.get("name", "?")}"'
-    if unknown := set(entry) - known:
-        raise ConfigError(
-            f"{where} has the unknown keys {sorted(unknown)}", remedy=f"use only {', '.join(sorted(known))}"
-        )
+    check_keys(where, entry, {"name", "workers", "link", "up", "down", "latency"})
     workers, name = entry.get("workers", 1), entry.get("name")
     if not isinstance(name, str) or not name or type(workers) is not int or not 1 <= workers <= MOST_WORKERS:
         raise ConfigError(
@@ -192,10 +196,7 @@ def _pair(
     named = sites if isinstance(sites, list) and all(isinstance(site, str) for site in sites) else []
     if len(named) != 2 or named[0] == named[1] or not set(named) <= set(names):
         raise ConfigError(f"{where} does not name two sites", remedy=f"specify two of {', '.join(names)}")
-    if unknown := set(entry) - {"sites", "link", "latency"}:
-        raise ConfigError(
-            f"{where} has the unknown keys {sorted(unknown)}", remedy="use only sites, link and latency"
-        )
+    check_keys(where, entry, {"sites", "link", "latency"})
     rate_Bps = _rates(str(entry["link"]))[0] if "link" in entry else None
     return frozenset(named), (parse_seconds(str(entry.get("latency", "0s"))), rate_Bps)
 

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule as plan
 from gridtrain.errors import ConfigError, LineBroken, RemoteProtocolError
 from gridtrain.pipeline.stage import Stage
+from gridtrain.pipeline.stage_link import RoundStageLink
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec, split_batch
 from gridtrain.pipeline.validation import FaultOrigin, find_fault_origin, sender_fault
 from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
@@ -33,45 +34,6 @@ ScheduleFactory = Callable[[int, int], plan.Schedule]
 
 MIN_WAIT_S = 0.0005
 """If receiving a payload takes less time, the stage is considered not to have waited for it."""
-
-
-class StageLink(Protocol):
-    """Connects one stage to the other stages of its pipeline, for one attempt at one step.
-
-    Stages are identified by their numbers in the pipeline of one replica.  A payload is sent from one stage
-    to another on one channel (`gridtrain.core.stages.schedule`); each channel is used once.  `receive` must
-    never return a payload of another attempt.
-    """
-
-    def send(self, stage: int, channel: Channel, buffers: PayloadBuffers) -> None:
-        """Send a payload without waiting for the receiver or the network.
-
-        The buffers are contiguous and of format "B".  The caller does not change them until the link is
-        dropped, so the link may keep them without copying.  `buffers` and each buffer may be empty.
-
-        Raises:
-            LineBroken: the attempt is over.
-        """
-        ...
-
-    def receive(self, stage: int, channel: Channel) -> PayloadBuffers:
-        """Wait for the payload that `stage` sends to this stage on `channel`, and return it.
-
-        The caller must not write to the buffers, and must check their number and sizes
-        (`TensorTreeSpec.decode`); the link only limits their total size.
-
-        Raises:
-            LineBroken: the payload will not arrive, because a stage failed, left, aborted or timed out.  All
-                waiting stages get this error at once, wherever in the pipeline the fault is.
-        """
-        ...
-
-    def abort(self, reason: str) -> None:
-        """End the attempt: `receive` and `send` then raise `LineBroken(reason, this stage)` on all stages.
-
-        May be called more than once and after the link has broken; never raises.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +103,7 @@ class StageExecutor:
 
     def run(
         self,
-        link: StageLink,
+        link: RoundStageLink,
         *,
         seed: int,
         sizes: Sequence[int],
@@ -186,7 +148,7 @@ class _StepExecution:
     """One `StageExecutor.run` in progress, with its times so far."""
 
     def __init__(
-        self, executor: StageExecutor, link: StageLink, sizes: Sequence[int], inputs: Any = None
+        self, executor: StageExecutor, link: RoundStageLink, sizes: Sequence[int], inputs: Any = None
     ) -> None:
         self._inputs = inputs  # to examine errors
         self._stage, self._number, self._link = executor.stage, executor.number, link
@@ -315,7 +277,7 @@ def _decode_payload(
         ) from error
 
 
-def share_tied_parameters(stage: Stage, number: int, line: StageLink) -> None:
+def share_tied_parameters(stage: Stage, number: int, line: RoundStageLink) -> None:
     """Replace all copies of tied parameters with the copy of the lowest stage, bit for bit.
 
     This is needed if a parameter's update depends on more than its own gradient, so that the stages' copies

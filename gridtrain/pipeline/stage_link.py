@@ -22,7 +22,11 @@ ExpectedPayloads = Iterable[tuple[int, Channel]]
 
 
 class RoundStageLink:
-    """A `StageLink` for one attempt at one step.
+    """Connects one stage to the other stages of its pipeline, for one attempt at one step.
+
+    Stages are identified by their numbers in the pipeline of one replica.  A payload is sent from one stage
+    to another on one channel (`gridtrain.core.stages.schedule`); each channel is used once.  `receive` never
+    returns a payload of another attempt.
 
     Args:
         layout: the layout of the generation.
@@ -44,12 +48,29 @@ class RoundStageLink:
         self._round = round_
 
     def send(self, stage: int, channel: Channel, buffers: Sequence[memoryview]) -> None:
+        """Send a payload without waiting for the receiver or the network.
+
+        The buffers are contiguous and of format "B".  The caller does not change them until the link is
+        dropped, so they are not copied.  `buffers` and each buffer may be empty.
+
+        Raises:
+            LineBroken: the attempt is over.
+        """
         self._check_not_broken()
         buffer = ActivationSendBuffer(buffers)
         collective = buffer.make_send(self._rank, self._layout.rank_of(stage, self._replica))
         self._open_round.add({stage_channel(self._stage, stage, channel): RoundPart(collective, buffer)})
 
     def receive(self, stage: int, channel: Channel) -> Sequence[memoryview]:
+        """Wait for the payload that `stage` sends to this stage on `channel`, and return it.
+
+        The caller must not write to the buffers, and must check their number and sizes
+        (`TensorTreeSpec.decode`); the link only limits their total size.
+
+        Raises:
+            LineBroken: the payload will not arrive, because a stage failed, left, aborted or timed out.  All
+                waiting stages get this error at once, wherever in the pipeline the fault is.
+        """
         where = stage_channel(stage, self._stage, channel)
         if where not in self._received:
             self._check_not_broken()
@@ -59,6 +80,10 @@ class RoundStageLink:
         return self._received.pop(where).take_buffers()
 
     def abort(self, reason: str) -> None:
+        """End the attempt: `receive` and `send` then raise `LineBroken(reason, this stage)` on all stages.
+
+        May be called more than once and after the link has broken; never raises.
+        """
         self._open_round.fail(reason)
 
     def fail_attempt(self, broken: LineBroken) -> None:

@@ -50,7 +50,7 @@ class GroupMeans:
         self._connection.loop.request_average(step, WEIGHTS_INDEX, weight)
 
     def total_weight(self, plan: StepPlan, weight: int) -> int | None:
-        """See `TrainingSession.total_weight`."""
+        """See `GroupSession.total_weight`."""
         if self._announced != (plan.generation, plan.step, weight):
             self.announce_weight(plan.generation, plan.step, weight)
         mean = self._await(plan.step, WEIGHTS_INDEX)

@@ -277,10 +277,14 @@ class GroupSession:
     def _can_begin(self, snapshot: WorkerSnapshot) -> bool:
         return snapshot.open_round is not None and not (self._is_awaiting_choice and not snapshot.exchange)
 
-    # -- one step (gridtrain.training.session_interface) -------------------------------------------
+    # -- one step, for `gridtrain.training.optimizer` ----------------------------------------------
 
     def predict_plan(self) -> StepPlan | None:
-        """See `TrainingSession.predict_plan`."""
+        """Return the plan of the step whose batch is being computed, without waiting; None if the plan is not
+        known yet.
+
+        `begin` returns the same object if the buckets that were sent for this plan are still valid.
+        """
         snapshot, turn = self.snapshot, self._turn
         if turn is None or self.is_turn_done or snapshot.open_round is None or snapshot.open_round.attempt:
             return None
@@ -293,7 +297,8 @@ class GroupSession:
         return plan
 
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
-        """See `TrainingSession.begin_bucket`."""
+        """Begin to exchange a bucket of the first buffer of the next `run`.  That buffer is a
+        `BucketedBuffer`, whose buffer of this bucket must be `buffer`.  Returns at once."""
         if self._early_plan is not None and self._early_plan[1] is plan:
             with self._ends_as_standby():
                 self._loop.step_rounds.begin_bucket(
@@ -305,7 +310,11 @@ class GroupSession:
         return self._early_plan is not None and self._early_plan[0] == snapshot.open_round
 
     def begin(self) -> StepPlan | None:
-        """See `TrainingSession.begin`.
+        """Block until a generation runs and the next attempt can start.
+
+        Returns None if there is nothing to apply, because the group has continued without this worker's batch
+        or because the agent requests a pause.  Meanwhile this worker's state may be captured for a joining
+        worker.  Raises `RunPaused` when the run cannot continue.
 
         If no attempt can begin and this worker has to leave the group, the batch is abandoned:
         `on_batch_dropped` is called, and the next `await_turn` raises `WaitInterrupted`.
@@ -392,16 +401,20 @@ class GroupSession:
         return self._loop.step_rounds.open(self._turn.open_round, parts, settings)
 
     def pause_computing(self, share: float) -> None:
-        """See `TrainingSession.pause_computing`."""
+        """Leave the time until `resume_computing` out of this turn's compute figures.  `share` of the turn's
+        samples have been computed, 0 < share <= 1."""
         self._compute_rate.pause(time.monotonic(), share)
 
     def resume_computing(self) -> None:
-        """See `TrainingSession.resume_computing`."""
+        """See `pause_computing`."""
         self._compute_rate.resume(time.monotonic())
 
     def finish_computing(self) -> None:
-        """See `TrainingSession.finish_computing`.  In a pipeline it is called when the last micro-batch has
-        left this stage."""
+        """Report this turn's compute figures, once the gradient of its samples is complete.  Later calls in a
+        turn have no effect; `begin` and `await_submitted` include one, unless computing is paused.
+
+        In a pipeline it is called when the last micro-batch has left this stage.
+        """
         if self._compute_rate.end(time.monotonic()):
             self.report_figures(self._compute_rate.figures())
 
@@ -419,7 +432,13 @@ class GroupSession:
         skip: bool,
         settings: bytes,
     ) -> RoundOutcome:
-        """See `TrainingSession.run`."""
+        """Exchange, vote and wait for the decision.
+
+        Args:
+            skip: whether this worker's gradient is not finite; the step is skipped if any member sets this
+                flag.
+            settings: the optimizer's settings, equal on all members; part of the vote's digest.
+        """
         assert self._turn is not None and self._turn.open_round is not None
         self._early_plan = None
         open_round = self._turn.open_round
@@ -441,14 +460,17 @@ class GroupSession:
         skip: bool,
         settings: bytes,
     ) -> None:
-        """See `TrainingSession.submit`."""
+        """Submit this worker's part for the plan that `predict_plan` has returned, without waiting.
+
+        The arguments are those of `run`.  `await_submitted` returns the outcome.
+        """
         assert self._early_plan is not None and self._early_plan[1] is plan
         self._loop.step_rounds.begin_attempt()
         with self._ends_as_standby():
             self._submitted = self._loop.step_rounds.submit(self._early_plan[0], buffers, skip, settings)
 
     def await_submitted(self) -> RoundOutcome:
-        """See `TrainingSession.await_submitted`."""
+        """Wait for the decision on what `submit` has submitted.  After an abort, `begin` follows."""
         self.finish_computing()
         mine, self._submitted, self._early_plan = self._submitted, None, None
         return self._outcome_of(lambda: self._loop.step_rounds.await_submitted(mine))
@@ -469,7 +491,8 @@ class GroupSession:
     # -- reports -----------------------------------------------------------------------------------
 
     def report_digest(self, step: int, digest: bytes) -> None:
-        """See `TrainingSession.report_digest`."""
+        """Report a 32-byte digest of the parameters and the optimizer's state after `step` for comparison.  A
+        worker whose digest differs from the majority's receives the state before its next step."""
         self.connection.submit(io.CompareReplicas(step, digest))
 
     def report_figures(self, figures: Mapping[str, float]) -> None:
@@ -486,14 +509,19 @@ class GroupSession:
         return self._means.average(step, self.snapshot.generation, value)
 
     def announce_weight(self, weight: int) -> None:
-        """See `TrainingSession.announce_weight`."""
+        """Send the weight of this worker's batch, a count of at least 0, to the other members, without
+        waiting for theirs."""
         turn = self._turn
         if turn is not None and turn.open_round is not None and not self._is_dropping_batch:
             weight = weight if turn.spans else 0
             self._means.announce_weight(turn.open_round.generation, turn.open_round.step, weight)
 
     def total_weight(self, plan: StepPlan, weight: int) -> int | None:
-        """See `TrainingSession.total_weight`."""
+        """Return the sum of the weights of all members' batches in the plan's step.
+
+        Returns None if the generation has ended, or if a member has sent none in time or a wrong one.  The
+        weight is sent unless `announce_weight` has sent the same one for this step.
+        """
         return self._means.total_weight(plan, weight)
 
     @property

@@ -7,9 +7,6 @@ model that was created beforehand.
     local(train, workers=4)      coordinator thread
                                  4 x thread: train(grid)  --> [result of each]
                                              raises       --> other workers end; local() raises it again
-
-The coordinator's thread may change its state at any time, so `LocalGroup.snapshot` requests the state from
-that thread, which answers between two iterations of its loop.
 """
 
 from __future__ import annotations
@@ -17,11 +14,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core.messages import PeerId
@@ -55,13 +51,13 @@ class LocalGroup:
 
     Args:
         min_workers: the number of workers that the run needs to start.
-        hub: the network in memory; pass one with a `FaultPlan` to inject faults.
+        hub: the network in memory.
         faults: the faults to inject into workers at chosen steps (see `gridtrain.testing.Faults`).
         log: a function that is called in the coordinator's thread for each event, with its level, name and
             fields.
 
     Attributes:
-        keys: the workers' public keys by name, for `FaultPlan` and `hub.kill`.
+        keys: the workers' public keys by name, for `hub.kill`.
     """
 
     ADDRESS = "memory://coordinator"
@@ -88,23 +84,20 @@ class LocalGroup:
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
         self._joining = threading.Lock()  # guards `keys`, and keeps workers from joining during `__exit__`
-        store, self._window = JournalStore.open(":memory:"), _CoordinatorWindow()
         self.coordinator = Coordinator.for_run(
             self._transport,
-            store,
+            JournalStore.open(":memory:"),
             authorization,
             run="local",
             min_workers=min_workers,
             deadlines=self._deadlines,
-            dashboard=self._window,
             log=log,
         )
         self._thread = threading.Thread(
-            target=self._run_coordinator, name="gridtrain-coordinator", daemon=True
+            target=self.coordinator.run, args=(self._stop,), name="gridtrain-coordinator", daemon=True
         )
 
     def __enter__(self) -> LocalGroup:
-        self._window.attach(self.coordinator)
         self._thread.start()
         return self
 
@@ -115,15 +108,6 @@ class LocalGroup:
                 self.hub.kill(key)
         self._transport.wake()
         self._thread.join(SHUTDOWN_TIMEOUT_S)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the coordinator's state: its phase, its members and the latest events.  May be called from
-        any thread."""
-        answer = self._window.ask()
-        if answer is None:
-            return self.coordinator.snapshot()
-        self._transport.wake()
-        return answer.result()
 
     def join(
         self,
@@ -165,12 +149,6 @@ class LocalGroup:
             grid.led_by(owner, partial(self._make_transport, identity, name, hidden), _ignore_limits)
         return grid
 
-    def _run_coordinator(self) -> None:
-        try:
-            self.coordinator.run(self._stop)
-        finally:
-            self._window.close()
-
     def _make_transport(
         self, identity: Identity, name: str, hidden: bool
     ) -> tuple[FlowControlTransport, PeerAllowlist]:
@@ -188,53 +166,6 @@ class LocalGroup:
 
 def _ignore_limits(upload_Bps: float | None, download_Bps: float | None) -> None:
     """Ignore rate limits, which do not apply in memory."""
-
-
-class _CoordinatorWindow:
-    """Answers requests for the coordinator's state (see `gridtrain_coordinator.daemon.Window`)."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._coordinator: Coordinator | None = None  # while its thread runs
-        self._pending: list[Future[dict[str, Any]]] = []
-
-    def attach(self, coordinator: Coordinator) -> None:
-        with self._lock:
-            self._coordinator = coordinator
-
-    def close(self) -> None:
-        with self._lock:
-            try:
-                self._answer()
-            finally:
-                self._coordinator = None
-
-    def ask(self) -> Future[dict[str, Any]] | None:
-        """Request the state; return None if the coordinator's thread is not running, so that the caller may
-        read the state directly."""
-        with self._lock:
-            if self._coordinator is None:
-                return None
-            self._pending.append(Future())
-            return self._pending[-1]
-
-    def publish(self, snapshot: Mapping[str, Any]) -> None:
-        """Ignore the status; nothing reads it."""
-
-    def take_orders(self) -> Iterator[NoReturn]:
-        """Answer pending requests between two iterations of the coordinator's loop; return no commands."""
-        with self._lock:
-            self._answer()
-        return iter(())
-
-    def _answer(self) -> None:
-        """Answer the pending requests.  Call this in the coordinator's thread, with the lock held."""
-        while self._pending and self._coordinator is not None:
-            asked = self._pending.pop()
-            try:
-                asked.set_result(self._coordinator.snapshot())
-            except Exception as error:
-                asked.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Fault injection, for gridtrain's own tests and for users: `from gridtrain.testing import Faults`.
 
-`Faults` (from `gridtrain.network.transport.fault_injection`) makes workers in threads and in processes fail;
-network faults between threads are in `gridtrain.network.transport.message_faults`.  `FakeSensors` replaces a
-machine's battery, GPU, temperature and idle time.
+`Faults` (from `gridtrain.network.transport.fault_injection`) makes workers in threads and in processes fail.
+`FakeSensors` replaces a machine's battery, GPU, temperature and idle time.
 """
 
 from gridtrain.network.transport.fault_injection import Faults, InjectedFailure, PlannedFault

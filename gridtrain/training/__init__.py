@@ -1,7 +1,7 @@
 """A worker's part in training a whole model, and the code that pipelines share with it.
 
     backward() -> p.grad -> optimizer (GridOptimizer, local_sgd.LocalSGDOptimizer, overlapped_local_sgd)
-        -> exchangers: contribution -> collective buffers -> session_interface.TrainingSession: round and vote
+        -> exchangers: contribution -> collective buffers -> runtime.group_session: round and vote
         -> worker_residual: keeps what was not sent; the update -> p.grad -> the user's optimizer
 
 All optimizers inherit from wrapping_optimizer; auto_exchanger changes the exchange during a run,

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from gridtrain.config import Auto, Exchange, LocalSteps, Overlap
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
-from gridtrain.training.session_interface import TrainingSession
 
 _MOST_COUNTED = 1 << 31  # tokens of a micro-batch; sums of all members' counts are exact in float64
 
@@ -28,7 +28,7 @@ class BatchWeights:
         weigh_by: "samples" or "tokens".
     """
 
-    def __init__(self, weigh_by: str, flat: FlatGradient, session: TrainingSession) -> None:
+    def __init__(self, weigh_by: str, flat: FlatGradient, session: GroupSession) -> None:
         self.weigh_by, self._flat, self._session = weigh_by, flat, session
         self._counts: list[float] = []  # by call of `add` since the latest call of `step`
         self._counted = 0.0  # in this turn, up to the latest call of `step`

@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from gridtrain.config import LocalSteps
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.group_session import GroupSession
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import largest_magnitude
 from gridtrain.training.optimizer import GridOptimizer
-from gridtrain.training.session_interface import TrainingSession
 from gridtrain.training.turn_start_state import TurnStartState
 
 log = logging.getLogger("gridtrain")
@@ -147,7 +147,7 @@ class LocalSGDOptimizer(GridOptimizer):
         inner: torch.optim.Optimizer,
         model: nn.Module,
         exchange: LocalSteps,
-        session: TrainingSession,
+        session: GroupSession,
         **options: Any,
     ) -> None:
         if options.get("overlap") is not None:

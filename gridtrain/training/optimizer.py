@@ -32,6 +32,7 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training import hyperparameter_check
@@ -44,7 +45,6 @@ from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_que
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
-from gridtrain.training.session_interface import TrainingSession
 from gridtrain.training.skip_report import SkipReport
 from gridtrain.training.turn_start_state import TurnStartState
 from gridtrain.training.worker_residual import WorkerResidual
@@ -116,7 +116,7 @@ class GridOptimizer(WrappingOptimizer):
         inner: torch.optim.Optimizer,
         model: nn.Module,
         exchange: Exchange | LocalSteps | Auto,
-        session: TrainingSession,
+        session: GroupSession,
         *,
         clip_norm: float | None = None,
         average_buffers_every: int = 0,

@@ -25,17 +25,17 @@ from gridtrain.config import Exchange, Overlap
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer, bucket_bounds
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_queued_work
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, make_exchanger
 from gridtrain.training.overlap_trial import OverlapTrial
-from gridtrain.training.session_interface import TrainingSession
 
 log = logging.getLogger("gridtrain")
 
 
 def make_overlapper(
-    flat: FlatGradient, whole: Exchanger, session: TrainingSession, overlap: Overlap, exchange: Exchange
+    flat: FlatGradient, whole: Exchanger, session: GroupSession, overlap: Overlap, exchange: Exchange
 ) -> Overlapper | None:
     """Return an `Overlapper`, or None if the gradient is too short to be divided into buckets."""
     if not isinstance(overlap, Overlap):
@@ -72,7 +72,7 @@ class Overlapper:
         flat: FlatGradient,
         whole: Exchanger,
         parts: Exchanger,
-        session: TrainingSession,
+        session: GroupSession,
         trial: OverlapTrial,
     ) -> None:
         self._flat, self._session = flat, session

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.config import LocalSteps
+from gridtrain.runtime.group_session import GroupSession
 from gridtrain.training.local_sgd import LocalSGDOptimizer, is_finite, subtract
-from gridtrain.training.session_interface import TrainingSession
 
 log = logging.getLogger("gridtrain")
 
@@ -50,7 +50,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         inner: torch.optim.Optimizer,
         model: nn.Module,
         exchange: LocalSteps,
-        session: TrainingSession,
+        session: GroupSession,
         **options: Any,
     ) -> None:
         if options.get("wait") == "auto":

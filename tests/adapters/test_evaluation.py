@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from group_snapshot import snapshot_of
 from threaded_workers import ThreadedWorkers
 
 import gridtrain
@@ -72,7 +73,7 @@ def test_the_others_wait_for_an_evaluation_and_all_stay_equal(models, tmp_path) 
         workers = ThreadedWorkers(group, work, WORKERS, tmp_path)
         for event in (evaluating, *computed[1:]):
             assert event.wait(WITHIN_S)
-        members = group.snapshot()["members"]
+        members = snapshot_of(group)["members"]
         assert steps == dict.fromkeys(range(WORKERS), AT), "nobody goes on without the one that evaluates"
         assert len(members) == WORKERS, "and nobody is excluded"
         over.set()

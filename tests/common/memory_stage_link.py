@@ -1,4 +1,4 @@
-"""A pipeline inside one process: a `StageLink` for each stage over memory, with latency and rate if wanted.
+"""A pipeline inside one process: a link for each stage over memory, with latency and rate if wanted.
 
 For tests, notebooks and for trying out a partition, with a thread for each stage.
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from brisk import LOSING
+from group_snapshot import snapshot_of
 from torch import nn
 
 import gridtrain
@@ -116,7 +117,7 @@ class Workers:
 
     def snapshot(self) -> dict[str, Any]:
         """The coordinator's status."""
-        shown: dict[str, Any] = self.group.snapshot()
+        shown: dict[str, Any] = snapshot_of(self.group)
         return shown
 
     def assembled(self) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from brisk import BRISK
+from faulty_hub import FaultyHub
 from thread_groups import brisk_groups, one_thread_for_torch  # noqa: F401
 
 from gridtrain.config import Deadlines
@@ -30,7 +31,7 @@ class Group(LocalGroup):
     """A `LocalGroup` that starts worker threads; each wait has a limit."""
 
     def __init__(self, export_dir: Path, *, workers: int, deadlines: Deadlines = BRISK) -> None:
-        super().__init__(min_workers=workers, deadlines=deadlines, log=self._record)
+        super().__init__(min_workers=workers, hub=FaultyHub(), deadlines=deadlines, log=self._record)
         self._events: list[str] = []
         self._changed = threading.Condition()
         self.export_dir = export_dir

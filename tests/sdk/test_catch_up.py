@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import BRISK
+from group_snapshot import snapshot_of
 from torch import nn
 
 import gridtrain
@@ -119,7 +120,7 @@ def run(
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        events = group.snapshot()["events"]
+        events = snapshot_of(group)["events"]
     assert late == workers
     return results, events
 

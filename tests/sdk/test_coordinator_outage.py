@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import WITHIN_S
+from group_snapshot import snapshot_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -93,7 +94,7 @@ def test_a_broken_link_to_the_coordinator_costs_at_most_some_batches(
         for _ in range(3):
             group.start(outage.train)
         results = [group.result(number) for number in range(3)]
-        generation = group.snapshot()["generation"]
+        generation = snapshot_of(group)["generation"]
     assert all(isinstance(result, tuple) for result in results), results
     steps, batches, digests, rates = zip(*results, strict=True)
     assert steps == (STEPS, STEPS, STEPS)

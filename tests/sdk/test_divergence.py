@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from group_snapshot import snapshot_of
 from torch import nn
 
 import gridtrain
@@ -52,7 +53,7 @@ def test_a_flipped_bit_is_found_repaired_and_counted(
         for _ in range(workers):
             group.start(lambda grid, number: train(grid, number, exchange, flips))
         results = [group.result(number) for number in range(workers)]
-        snapshot = group.snapshot()
+        snapshot = snapshot_of(group)
     for result in results:
         if isinstance(result, BaseException):
             raise result

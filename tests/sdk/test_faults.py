@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import BRISK, LOSING, WITHIN_S
+from group_snapshot import snapshot_of
 from torch import nn
 
 import gridtrain
@@ -206,7 +207,7 @@ def train_and_wait(grid: gridtrain.Grid, wait: str) -> str:
 
 
 def missed_steps(group: LocalGroup) -> dict[str, float]:
-    members = group.snapshot()["members"]
+    members = snapshot_of(group)["members"]
     return {each["name"]: each["figures"].get("missed_steps", 0.0) for each in members}
 
 
@@ -236,7 +237,7 @@ def test_the_status_counts_the_steps_without_a_stalled_loop() -> None:
         until_s = time.monotonic() + WITHIN_S
         while not missed_steps(group).get("bert") and time.monotonic() < until_s:
             time.sleep(0.02)
-        rows = group.snapshot()["members"]
+        rows = snapshot_of(group)["members"]
         shown.set()
         for thread in threads:
             thread.join(WITHIN_S)

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from absent_names import absent_names
 from brisk import BRISK, LOSING, WITHIN_S
+from group_snapshot import snapshot_of
 from torch import Tensor, nn
 
 import gridtrain
@@ -162,7 +163,7 @@ def test_a_worker_that_joins_receives_only_trained_parameters(new_group: Any, ex
         run.wait_until(lambda: bool(run.digests.get("worker-2")))
         run.stop_at = run.steps_of("worker-0") + 40
         results = [group.result(number) for number in range(3)]
-        figures = {member["name"]: member["figures"] for member in group.snapshot()["members"]}
+        figures = {member["name"]: member["figures"] for member in snapshot_of(group)["members"]}
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -193,7 +194,7 @@ def test_the_base_is_not_sent_to_repair_a_divergence_or_after_a_loss(new_group: 
         for _ in range(3):
             group.start(run.work)
         results = [group.result(number) for number in range(3)]
-        snapshot = group.snapshot()
+        snapshot = snapshot_of(group)
     assert isinstance(results[2], EndpointKilled)
     assert [(result["first"], result["is_base_kept"]) for result in results[:2]] == [(0, True)] * 2
     assert snapshot["drifts"] == 1 and snapshot["step"] == 90
@@ -234,7 +235,7 @@ def together(new_group: Any) -> Callable[[Run, Run], Any]:
             one.wait_until(lambda: one.steps_of("worker-0") > 3)
             group.start(other.work)
             other.wait_until(lambda: bool(other.digests))
-            snapshot = group.snapshot()
+            snapshot = snapshot_of(group)
             one.stop_at = other.stop_at = max(one.steps_of("worker-0"), other.steps_of("worker-1")) + 30
             results = [group.result(number) for number in range(2)]
         for result in results:

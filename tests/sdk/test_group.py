@@ -21,11 +21,10 @@ from gridtrain.config import Deadlines
 from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.in_memory import EndpointKilled, FaultPlan, MemoryTransport, MessageFault
+from gridtrain.network.transport.in_memory import EndpointKilled, MemoryTransport
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient, allow_only
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.training.checkpoint import serialization
-from gridtrain_coordinator.membership.membership import Membership
 
 DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3)
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
@@ -156,7 +155,7 @@ def test_after_a_source_is_killed_no_block_is_sent_twice(new_group: Any) -> None
         )
         for batch in grid.batches(range(100), batch_size=2, steps=4):
             if grid.step == 2 and grid.is_first and not newcomers:
-                group.hub.plan = FaultPlan(MessageFault("kill", kind="StateBlock", after=12))
+                group.hub.kill_sender("StateBlock", after=12)
                 newcomers.append(group.start(train))
                 with grid.evaluation():
                     loop = grid._session.connection.loop
@@ -550,7 +549,7 @@ def test_the_model_is_exported_if_the_first_worker_is_lost_at_the_end(new_group:
         for batch in grid.batches(DATA, batch_size=2, steps=3):
             if grid.is_first:
                 me = group.keys[f"worker-{number}"]
-                group.hub.plan = FaultPlan(MessageFault("kill", source=me, kind="RunFinished"))
+                group.hub.kill_sender("RunFinished", source=me)
             optimizer.zero_grad()
             backward(model, batch)
             optimizer.step()
@@ -582,34 +581,3 @@ def test_a_worker_that_joins_after_the_end_is_refused(new_group: Any) -> None:
         late = group.result(1)
     assert isinstance(late, JoinRefused) and late.code == "finished"
     assert str(late) == 'the run "local" is finished -> ask the run\'s owner for the result'
-
-
-def test_the_status_is_built_in_the_coordinators_thread(
-    new_group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In another thread its members and events could change during the read."""
-    readers, snapshot = [], Membership.snapshot
-
-    def reading(self: Membership, now_s: float) -> dict[str, Any]:
-        readers.append(threading.current_thread())
-        return snapshot(self, now_s)
-
-    def train(grid: gridtrain.Grid, number: int) -> list[int]:
-        model = net()
-        optimizer = wrapped(grid, model)
-        steps = []
-        for batch in grid.batches(DATA, batch_size=2, steps=20):
-            backward(model, batch)
-            optimizer.step()
-            steps.append(group.snapshot()["step"])
-        return steps
-
-    monkeypatch.setattr(Membership, "snapshot", reading)
-    with new_group(workers=2) as group:
-        numbers = [group.start(train) for _ in range(2)]
-        seen = [group.result(number) for number in numbers]
-        coordinator = group._thread
-    assert [steps == sorted(steps) and len(steps) == 20 for steps in seen] == [True, True], seen
-    assert len(readers) >= 40 and set(readers) == {coordinator}
-    monkeypatch.undo()
-    assert group.snapshot()["finished"], "and remains readable after the end"

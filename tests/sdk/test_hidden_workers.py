@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from group_snapshot import snapshot_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -84,7 +85,7 @@ def test_the_status_shows_which_workers_can_be_dialled(new_group: Any) -> None:
             assert isinstance(group.result(number), tuple)
         seen = {
             event["name"]: event["reachable"]
-            for event in group.snapshot()["events"]
+            for event in snapshot_of(group)["events"]
             if event["event"] == "called_back"
         }
     assert seen == {"worker-0": True, "worker-1": False}

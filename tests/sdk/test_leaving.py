@@ -28,7 +28,6 @@ import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.core.messages import ResidualBlock
 from gridtrain.errors import JoinRefused
-from gridtrain.network.transport.in_memory import FaultPlan, MessageFault
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.training import residual_departure
@@ -268,7 +267,7 @@ def test_a_recipient_that_does_not_answer_costs_the_deadline_and_is_reported(
     """A sent residual may have arrived, so it is not stored either: lost, or added once, never twice."""
     totals = Totals()
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=1.0)) as group:
-        group.hub.plan = FaultPlan(MessageFault("drop", kind=kind))
+        group.hub.drop(kind)
         for _ in range(2):
             group.start(training(totals, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
+from group_snapshot import snapshot_of
 from local_training import EVERY, EXCHANGES, OUTER, Loop, Numbered, adamw, run_named, train_batch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -211,7 +212,7 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, 
         group.start(train)
         assert entered.wait(WITHIN_S)
         results = [group.result(number) for number in range(3)]
-        events = [event["event"] for event in group.snapshot()["events"]]
+        events = [event["event"] for event in snapshot_of(group)["events"]]
     for result in results:
         assert isinstance(result, tuple), result
     common = set.intersection(*(set(digests) for digests, _ in results))
@@ -281,7 +282,7 @@ def test_a_slow_worker_reports_progress_at_each_local_step(new_group: Any) -> No
 
     with new_group(workers=2, deadlines=patient) as group:
         first, second = (group.result(number) for number in [group.start(train) for _ in range(2)])
-        events = [event["event"] for event in group.snapshot()["events"]]
+        events = [event["event"] for event in snapshot_of(group)["events"]]
     assert isinstance(first, str) and first == second, (first, second)
     assert "stalled" not in events and "lost" not in events
 

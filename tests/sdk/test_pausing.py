@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from group_snapshot import snapshot_of
 from torch import nn
 
 import gridtrain
@@ -122,7 +123,7 @@ class PausedGroup:
         return bool(self.owner.reported) and self.owner.reported[-1]["state"] == "paused"
 
     def paused_workers(self) -> list[dict[str, Any]]:
-        lines = self.group.snapshot()["resting"]
+        lines = snapshot_of(self.group)["resting"]
         assert isinstance(lines, list)
         return lines
 
@@ -184,7 +185,7 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
 
 
 def _reasons(paused_group: PausedGroup) -> str:
-    events = paused_group.group.snapshot()["events"]
+    events = snapshot_of(paused_group.group)["events"]
     return " | ".join(str(event.get("reason")) for event in events)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpointed_group import run
+from group_snapshot import snapshot_of
 from sharded_data import SIZES, number_of, write_shards
 from torch import nn
 
@@ -99,7 +100,7 @@ def test_the_others_read_files_that_a_worker_cannot_read(new_group: Any, tmp_pat
     with new_group(workers=3) as group:
         numbers = [group.start(train) for _ in range(3)]
         results = [group.result(number) for number in numbers]
-        events = str(group.snapshot()["events"])
+        events = str(snapshot_of(group)["events"])
     assert (
         "its data cannot be read (failed reads: 1); see its output" in events and str(tmp_path) not in events
     )

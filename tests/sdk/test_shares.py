@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from group_snapshot import snapshot_of
 from torch import nn
 
 import gridtrain
@@ -79,7 +80,7 @@ def in_a_group(
     with new_group(workers=workers, deadlines=SOON) as group:
         numbers = [group.start(train) for _ in range(workers)]
         results = [group.result(number) for number in numbers]
-        plans = [e["plan"] for e in group.snapshot()["events"] if e["event"] == "generation"]
+        plans = [e["plan"] for e in snapshot_of(group)["events"] if e["event"] == "generation"]
     assert all(isinstance(result, tuple) for result in results), results
     print(*plans, sep="\n")
     assert "even shares: no speed has been measured yet" in plans[0]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
+from group_snapshot import snapshot_of
 from torch import nn
 
 import gridtrain
@@ -162,7 +163,7 @@ def test_a_worker_that_waits_for_a_lost_root_obeys_its_owner(tmp_path: Path, kin
     with LocalGroup(min_workers=2, deadlines=QUICK, log=loss.hang_after_loss) as group:
         root = threading.Thread(target=work, args=("root", None), daemon=True)
         root.start()
-        while not group.snapshot()["members"]:
+        while not snapshot_of(group)["members"]:
             root.join(0.01)
         other = threading.Thread(target=work, args=("other", owner), daemon=True)
         other.start()

@@ -14,7 +14,6 @@ from thread_groups import one_thread_for_torch  # noqa: F401
 from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo
 from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
-from gridtrain.training.session_interface import TrainingSession
 
 PATIENCE_S = 60.0
 MOST_ABORTS = 3
@@ -108,7 +107,9 @@ class PerfectNetwork:
         return skip
 
 
-class _Session(TrainingSession):
+class _Session:
+    """A `GroupSession` of the perfect network."""
+
     def __init__(self, network, rank):
         self.network, self.rank = network, rank
         self.notes = []
@@ -123,6 +124,18 @@ class _Session(TrainingSession):
         self.plans.append(plan)
         return replace(plan)
 
+    def predict_plan(self):
+        return None
+
+    def finish_computing(self):
+        pass
+
+    def total_weight(self, plan, weight):
+        return None
+
+    def announce_weight(self, weight):
+        pass
+
     def disable_replay(self, reason):
         pass
 
@@ -131,6 +144,9 @@ class _Session(TrainingSession):
 
     def run(self, plan, buffers, skip, salt):
         return self.network.exchange(plan.rank, buffers, skip, salt)
+
+    def close(self, reason):
+        pass
 
     def report_figures(self, figures):
         self.notes.append(dict(figures))

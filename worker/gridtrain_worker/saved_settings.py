@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.client.private_file import replace_private_file
+from gridtrain.runtime.client.private_file import replace_private_json
 
 RULES_FILE, OWNER_FILE = "controls.json", "word.json"
 MAX_FILE_BYTES = 16_384
+_UNWRITABLE = "free space on the disk, or check the folder's permissions"
 
 
 class SavedSettings:
@@ -52,7 +53,7 @@ class SavedSettings:
         rules = {**self._rules, **settings}
         over = {key: text for key, text in self._overridden.items() if key not in settings}
         over |= {key: given[key] for key in settings if key in given}
-        _write(self._rules_file, rules)
+        replace_private_json(self._rules_file, rules, _UNWRITABLE)
         self._rules, self._overridden = rules, over
         self._write_owner_file()
 
@@ -67,7 +68,8 @@ class SavedSettings:
 
     def _write_owner_file(self) -> None:
         until = None if self.until is None else self.until.isoformat()
-        _write(self._owner_file, {"paused": self.is_paused, "until": until, "over": self._overridden})
+        body = {"paused": self.is_paused, "until": until, "over": self._overridden}
+        replace_private_json(self._owner_file, body, _UNWRITABLE)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -100,13 +102,3 @@ def _unreadable(path: Path, why: object) -> ConfigError:
     return ConfigError(
         f"the rules in {path} cannot be read: {why}", remedy="remove the file, and set the rules again"
     )
-
-
-def _write(path: Path, body: Mapping[str, object]) -> None:
-    try:
-        replace_private_file(path, json.dumps(body, indent=1))
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}",
-            remedy="free space on the disk, or check the folder's permissions",
-        ) from None

@@ -43,29 +43,28 @@ COLUMNS = tuple(field.name for field in fields(Point))
 
 
 class History:
-    """The points of one run."""
+    """The points of one run.
+
+    Attributes:
+        stride: the number of points that are merged into one point of the whole run.
+    """
 
     def __init__(self) -> None:
         self.recent: deque[Point] = deque(maxlen=RECENT_POINTS)
         self._thinned: list[Point] = []
         self._open: list[Point] = []  # fewer than `stride`
-        self._stride = 1
-
-    @property
-    def stride(self) -> int:
-        """The number of points that are merged into one point of the whole run."""
-        return self._stride
+        self.stride = 1
 
     def add(self, point: Point) -> None:
         self.recent.append(point)
         self._open.append(point)
-        if len(self._open) < self._stride:
+        if len(self._open) < self.stride:
             return
         self._thinned.append(mean(self._open))
         self._open.clear()
         if len(self._thinned) >= WHOLE_POINTS:
             self._thinned = [mean(self._thinned[i : i + 2]) for i in range(0, len(self._thinned), 2)]
-            self._stride *= 2
+            self.stride *= 2
 
     def all_points(self) -> list[Point]:
         """Return the points of the whole run, from the first to the latest."""

@@ -46,6 +46,7 @@ class Backups:
     Attributes:
         failure: the reason why the latest backup failed; empty if it succeeded or none has been attempted.
         written_s: the time at which the latest backup was finished; None before the first backup.
+        is_pending: whether the journal has changed since the latest backup.
     """
 
     def __init__(self, folder: Path, state: Path, *, every_s: float = EVERY_S, keep: int = KEEP) -> None:
@@ -60,7 +61,7 @@ class Backups:
         self.failure = ""
         self.written_s: float | None = None
         self._state, self._interval_s, self._keep = state, every_s, keep
-        self._is_pending = True  # the state at the start is backed up as well
+        self.is_pending = True  # the state at the start is backed up as well
         self._next_s = float("-inf")
 
     def check_folder(self) -> None:
@@ -81,15 +82,11 @@ class Backups:
 
     def request(self) -> None:
         """Request a backup after a new entry in the journal."""
-        self._is_pending = True
-
-    @property
-    def is_pending(self) -> bool:
-        return self._is_pending
+        self.is_pending = True
 
     @property
     def due_s(self) -> float:
-        return self._next_s if self._is_pending else float("inf")
+        return self._next_s if self.is_pending else float("inf")
 
     def make(self, store: JournalStore, began_s: float) -> Path:
         """Write a backup; return its folder.
@@ -119,7 +116,7 @@ class Backups:
             reason = str(error.strerror or error) if isinstance(error, OSError) else error.reason
             self.failure = f"no backup can be written to {self.folder}: {reason}"
             raise JournalError(self.failure, remedy="free disk space, or check the permissions") from None
-        self._is_pending, self.failure = False, ""
+        self.is_pending, self.failure = False, ""
         return path
 
     def status(self, now_s: float) -> dict[str, object]:
@@ -129,7 +126,7 @@ class Backups:
             "folder": str(self.folder),
             "age_s": age_s,
             "failed": self.failure,
-            "behind": self._is_pending,
+            "behind": self.is_pending,
         }
 
     def _check_same_run(self, store: JournalStore) -> None:

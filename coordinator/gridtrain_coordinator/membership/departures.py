@@ -107,7 +107,7 @@ class Departures:
 
     def _remove(self, worker: Worker, reason: str, *, is_voluntary: bool = False) -> list[Effect]:
         note = self._unregister(worker, reason, is_voluntary=is_voluntary)
-        self._addresses.forget(worker.peer)
+        self._addresses.route_table.forget(worker.peer)
         self._divergence.forget(worker.peer)
         return [note]
 

@@ -292,7 +292,7 @@ class Membership:
                 {
                     **w.status_row(rank_of.get(w.peer), run.member_list, now_s),
                     "stage": stage_of.get(w.peer),
-                    "reach": self._addresses.reachability_text(w.peer),
+                    "reach": self._addresses.route_table.reachability_text(w.peer),
                 }
                 for w in run.workers.values()
             ],

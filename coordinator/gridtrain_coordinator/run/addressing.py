@@ -28,10 +28,13 @@ class AddressBook:
 
     Args:
         coordinator: the coordinator's key; the coordinator is the relay of last resort.
+
+    Attributes:
+        route_table: the locations of the workers, and the routes that failed.
     """
 
     def __init__(self, coordinator: m.PeerId) -> None:
-        self._route_table = RouteTable(coordinator)
+        self.route_table = RouteTable(coordinator)
         self._hosts: dict[m.PeerId, str] = {}  # the source addresses of the open connections
         self._relays: tuple[m.PeerId, ...] = ()  # of the generation
         self._blocked_pairs: set[frozenset[m.PeerId]] = set()  # whose route of the generation does not work
@@ -46,37 +49,30 @@ class AddressBook:
     def on_disconnected(self, peer: m.PeerId) -> None:
         self._hosts.pop(peer, None)
 
-    def forget(self, peer: m.PeerId) -> None:
-        self._route_table.forget(peer)
-
-    def reachability_text(self, peer: m.PeerId) -> str:
-        """Return "direct", "behind NAT" or, if this is still unknown, "?", as the status shows it."""
-        return self._route_table.reachability_text(peer)
-
     def request_dial_back(self, worker: Worker, can_relay: bool) -> list[Effect]:
         """Request a dial-back, which shows whether other workers can reach the worker.
 
         Does nothing if the worker's location has not changed since the last dial-back.
         """
         current = PeerLocation(worker.address, self._hosts.get(worker.peer, ""), "", can_relay)
-        known = self._route_table.location(worker.peer)
+        known = self.route_table.location(worker.peer)
         if known is not None and replace(known, verified_address="") == current:
             worker.mark_addressable(True)
             return []
-        self._route_table.set_location(worker.peer, current)
+        self.route_table.set_location(worker.peer, current)
         worker.mark_addressable(False)
         return [DialBack(worker.peer, dial_back_addresses(current))]
 
     def on_dial_back_result(self, worker: Worker, address: str) -> list[Effect]:
         """Record the result of a dial-back, unless it is about an earlier address of the worker."""
-        location = self._route_table.location(worker.peer)
+        location = self.route_table.location(worker.peer)
         if (
             location is None
             or (worker.is_addressable and (not address or location.verified_address))
             or (address and address not in dial_back_addresses(location))
         ):
             return []  # in the last case the worker has joined again, and another result follows
-        self._route_table.set_location(worker.peer, replace(location, verified_address=address))
+        self.route_table.set_location(worker.peer, replace(location, verified_address=address))
         worker.mark_addressable(True)
         fields = {
             "name": worker.name,
@@ -87,17 +83,17 @@ class AddressBook:
 
     def introduce(self, newcomer: m.PeerId, others: Sequence[m.PeerId]) -> list[Effect]:
         """Request the newcomer to probe the other workers, and notify them of its probes."""
-        relays = self._route_table.relay_candidates(others)
+        relays = self.route_table.relay_candidates(others)
         effects: list[Effect] = []
         notices: dict[tuple[tuple[m.PeerId, str], ...], m.ExpectProbes] = {}  # most are equal: encoded once
         for other in others:
-            route = self._route_table.address(other, newcomer, relays)
+            route = self.route_table.address(other, newcomer, relays)
             relay = relay_of(route)
             expected: tuple[tuple[m.PeerId, str], ...] = ((newcomer, route),)
             if relay is not None and relay in others:
-                expected += ((relay, self._route_table.address(other, relay, relays)),)
+                expected += ((relay, self.route_table.address(other, relay, relays)),)
             effects.append(Send(other, notices.setdefault(expected, m.ExpectProbes(expected))))
-        probe = tuple((other, self._route_table.address(newcomer, other, relays)) for other in others)
+        probe = tuple((other, self.route_table.address(newcomer, other, relays)) for other in others)
         return [*effects, Send(newcomer, m.Admitted(probe))]
 
     def introduce_pending_member(
@@ -107,7 +103,7 @@ class AddressBook:
 
         Returns the messages that tell these members to expect probes, and the members' keys and addresses.
         """
-        locations = ((peer, self._route_table.location(peer)) for peer in members)
+        locations = ((peer, self.route_table.location(peer)) for peer in members)
         probe = [
             (peer, location.verified_address)
             for peer, location in locations
@@ -117,7 +113,7 @@ class AddressBook:
 
     def address(self, viewer: m.PeerId, other: m.PeerId) -> str:
         """Return the address at which `viewer` reaches `other`, over a relay if necessary."""
-        return self._route_table.address(viewer, other, self._relays)
+        return self.route_table.address(viewer, other, self._relays)
 
     def relayed_pairs(self, members: Sequence[m.PeerId]) -> list[list[int]]:
         """Return [rank, other rank, rank of the relay] for each pair that uses a relay, for the status.
@@ -125,11 +121,11 @@ class AddressBook:
         Covers the first `MAX_LISTED` members.  The coordinator as a relay has rank -1.
         """
         shown = members[:MAX_LISTED]
-        if all(self._route_table.is_directly_reachable(peer) for peer in shown):
+        if all(self.route_table.is_directly_reachable(peer) for peer in shown):
             return []
         rank_of = {peer: rank for rank, peer in enumerate(members)}
         routes = [
-            (a, b, relay_of(self._route_table.address(shown[a], shown[b], self._relays)))
+            (a, b, relay_of(self.route_table.address(shown[a], shown[b], self._relays)))
             for a in range(len(shown))
             for b in range(a + 1, len(shown))
         ]
@@ -138,17 +134,17 @@ class AddressBook:
     def all_direct(self, members: Sequence[m.PeerId]) -> bool:
         """Return whether any two of these members can connect without a relay, as far as is known."""
         pairs = combinations(members, 2)
-        return all(relay_of(self._route_table.address(viewer, other, ())) is None for viewer, other in pairs)
+        return all(relay_of(self.route_table.address(viewer, other, ())) is None for viewer, other in pairs)
 
     def begin_generation(self, members: Iterable[m.PeerId]) -> None:
         """Choose the relays of a new generation of these members, and clear the previous one's caches."""
         self._address_cache.clear()
         self._blocked_pairs.clear()
-        self._relays = self._route_table.relay_candidates(members)
+        self._relays = self.route_table.relay_candidates(members)
 
     def has_shared_list(self, viewer: m.PeerId) -> bool:
         """Return whether `shared_list` is the member list of this viewer."""
-        return self._route_table.follows_key_rule(viewer)
+        return self.route_table.follows_key_rule(viewer)
 
     def shared_list(self, members: tuple[m.Member, ...]) -> tuple[m.Member, ...]:
         """Return the member list for all viewers that everybody can dial; the same object until it changes.
@@ -156,16 +152,16 @@ class AddressBook:
         Each member, also the viewer, has the address at which others dial it (see `m.Member.address`).
         """
         version, listed, shared = self._shared
-        if version != self._route_table.version or listed is not members:
-            shared = tuple(self._with_address(x, self._route_table.verified_address(x.peer)) for x in members)
-            self._shared = self._route_table.version, members, shared
+        if version != self.route_table.version or listed is not members:
+            shared = tuple(self._with_address(x, self.route_table.verified_address(x.peer)) for x in members)
+            self._shared = self.route_table.version, members, shared
         return shared
 
     def members_for(self, viewer: m.PeerId, members: Iterable[m.Member]) -> tuple[m.Member, ...]:
         """Return the member list with the addresses that `viewer` has to use."""
         return tuple(
             self._with_address(
-                x, self._route_table.address(viewer, x.peer, self._relays) if x.peer != viewer else ""
+                x, self.route_table.address(viewer, x.peer, self._relays) if x.peer != viewer else ""
             )
             for x in members
         )
@@ -192,7 +188,7 @@ class AddressBook:
         """
         pairs = ((newcomer, other) for other in others)
         routes = [
-            self._route_table.block(*pair, self._relays) or self._route_table.block(*pair[::-1], self._relays)
+            self.route_table.block(*pair, self._relays) or self.route_table.block(*pair[::-1], self._relays)
             for pair in pairs
         ]
         return list(dict.fromkeys(routes))
@@ -221,4 +217,4 @@ class AddressBook:
         """
         new = [other for other in others if frozenset((viewer, other)) not in self._blocked_pairs]
         self._blocked_pairs |= {frozenset((viewer, other)) for other in new}
-        return [self._route_table.block(viewer, other, self._relays) for other in new]
+        return [self.route_table.block(viewer, other, self._relays) for other in new]

@@ -24,11 +24,11 @@ from gridtrain.core.stages.repartition import (
     PartitionCache,
     Repartition,
     execution_settings_of,
+    fastest_order,
     layers_of,
-    partition_for,
     stage_spans,
 )
-from gridtrain.core.stages.stage_cost import TIME_TOLERANCE, Card, StageCostModel
+from gridtrain.core.stages.stage_cost import Card, StageCostModel
 from gridtrain.errors import ConfigError
 
 SPEED_STEP = math.sqrt(2.0)
@@ -125,22 +125,16 @@ def _assign_replicas(
     able = sorted(peers, key=lambda peer: (-cards[peer].memory_bytes, -cards[peer].speed, peers.index(peer)))
     able = sorted(able[: setup.stages * replicas], key=lambda peer: -cards[peer].speed)
     rows = [able[at : at + replicas] for at in range(0, len(able), replicas)]
-    found: list[tuple[float, float, tuple[int, ...], list[list[PeerId]]]] = []
-    refused: ConfigError | None = None
-    for order in _stage_orders(rows, cards, len(model.blocks)):
-        cut = partition_for(model, [_weakest([cards[peer] for peer in row]) for row in order], known)
-        if isinstance(cut, ConfigError):
-            refused = refused or cut
-            continue
-        near_s = sum(cost_s(a[0], b[0]) for a, b in pairwise(order)) if cost_s is not None else 0.0
-        found.append((cut.period_s, near_s, cut.cuts, [list(row) for row in order]))
-    if not found:
-        assert refused is not None
-        raise refused
-    fastest_s = min(period_s for period_s, *_ in found)
-    good = [each for each in found if each[0] <= fastest_s * (1 + TIME_TOLERANCE)]
-    _, _, cuts, rows = min(good, key=lambda each: each[1])
-    stage_of = {peer: stage for stage, row in enumerate(rows) for peer in row}
+
+    def weakest(row: Sequence[PeerId]) -> Card:
+        return Card(min(cards[peer].speed for peer in row), min(cards[peer].memory_bytes for peer in row))
+
+    def distance_s(order: Sequence[list[PeerId]], cuts: tuple[int, ...]) -> float:
+        return sum(cost_s(a[0], b[0]) for a, b in pairwise(order)) if cost_s is not None else 0.0
+
+    orders = _stage_orders(rows, cards, len(model.blocks))
+    cuts, order = fastest_order(model, orders, weakest, distance_s, known)
+    stage_of = {peer: stage for stage, row in enumerate(order) for peer in row}
     members = tuple(peer for peer in peers if peer in stage_of)
     shown = ", ".join(f"{span.stop - span.start}" for span in stage_spans(cuts))
     return Repartition(
@@ -160,10 +154,6 @@ def _stage_orders(
         return permutations(rows)
     by_memory = sorted(rows, key=lambda row: -min(cards[peer].memory_bytes for peer in row))
     return [rows, by_memory, rows[::-1], by_memory[::-1]]
-
-
-def _weakest(cards: Sequence[Card]) -> Card:
-    return Card(min(card.speed for card in cards), min(card.memory_bytes for card in cards))
 
 
 def able_workers(

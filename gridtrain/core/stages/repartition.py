@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, pairwise, permutations
+from typing import TypeVar
 
 from gridtrain.core.messages import MAX_CHECKPOINT_SOURCES, PeerId, Setup, Span, StagedModel
 from gridtrain.core.stages import partition
@@ -32,6 +33,8 @@ from gridtrain.core.stages.stage_cost import (
 )
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.quantities import shorten
+
+T = TypeVar("T")
 
 MAX_ORDERED_WORKERS = 4
 """The largest number of workers for which all orders along the pipeline are tried (24 for 4 workers)."""
@@ -235,26 +238,49 @@ def _best_stage_order(
     orders: Iterable[Sequence[PeerId]] = [_by_held_position(members, holds)]
     if len(members) <= MAX_ORDERED_WORKERS and len(sizes) <= MAX_ORDERED_LAYERS:
         orders = permutations(_by_held_position(members, holds))
-    found: list[tuple[float, int, tuple[int, ...], list[PeerId]]] = []
-    refused: ConfigError | None = None
-    for order in orders:
-        cut = partition_for(model, [cards[peer] for peer in order], known)
-        if isinstance(cut, ConfigError):
-            refused = refused or cut
-            continue
-        moved = sum(
+
+    def moved_bytes(order: Sequence[PeerId], cuts: tuple[int, ...]) -> int:
+        return sum(
             sum(sizes[gap.start + span.start : gap.stop + span.start])
-            for peer, span in zip(order, stage_spans(cut.cuts), strict=True)
+            for peer, span in zip(order, stage_spans(cuts), strict=True)
             for gap in _missing_spans(holds.get(peer, ()), span)
         )
-        found.append((cut.period_s, moved, cut.cuts, list(order)))
+
+    cuts, order = fastest_order(model, orders, cards.__getitem__, moved_bytes, known)
+    return cuts, list(order)
+
+
+def fastest_order(
+    model: StagedModel,
+    orders: Iterable[Sequence[T]],
+    card_of: Callable[[T], Card],
+    cost: Callable[[Sequence[T], tuple[int, ...]], float],
+    known: PartitionCache,
+) -> tuple[tuple[int, ...], Sequence[T]]:
+    """Return the cuts of the fastest partition, and its order of workers or groups.
+
+    Args:
+        card_of: returns the card of an item of an order.
+        cost: returns the cost of an order with these cuts, which decides between partitions that are about
+            equally fast.
+
+    Raises:
+        ConfigError: no partition fits.
+    """
+    found: list[tuple[float, float, tuple[int, ...], Sequence[T]]] = []
+    refused: ConfigError | None = None
+    for order in orders:
+        cut = partition_for(model, [card_of(each) for each in order], known)
+        if isinstance(cut, ConfigError):
+            refused = refused or cut
+        else:
+            found.append((cut.period_s, cost(order, cut.cuts), cut.cuts, order))
     if not found:
         assert refused is not None
         raise refused
     fastest_s = min(period_s for period_s, *_ in found)
     good = [each for each in found if each[0] <= fastest_s * (1 + TIME_TOLERANCE)]
-    _, _, cuts, order = min(good, key=lambda each: each[1])
-    return cuts, order
+    return min(good, key=lambda each: each[1])[2:]
 
 
 def partition_for(

@@ -7,6 +7,5 @@
 
 The layers inherit from `wrapping_transport`.  Both direct transports use `send_queue` (the order of
 sending), `rate_limiter` (rate caps), `access_control` (which keys may connect) and `identity` (key pairs);
-`receive_queue` applies the download cap over sockets.  `message_faults` and `fault_injection` inject planned
-faults in tests.
+`receive_queue` applies the download cap over sockets.  `fault_injection` injects planned faults in tests.
 """

@@ -1,16 +1,16 @@
-"""A transport within one process, with injected faults, for local groups and for tests.
+"""A transport within one process, for local groups and for tests.
 
 Messages pass through the codec, so that a message that could not be sent over a network also fails in memory.
 Payloads are copied, so that a sender cannot change a received message.
 
-    thread A: MemoryTransport --send--> send queue --flush--> [MemoryHub: faults] --> B's mailbox
-                                                                                        |
-    thread B: MemoryTransport <---------------------- poll -----------------------------+
+    thread A: MemoryTransport --send--> send queue --flush--> MemoryHub --> B's mailbox
+                                                                                |
+    thread B: MemoryTransport <------------------- poll ------------------------+
 
 Messages move from the bounded send queue to the peer's bounded mailbox as far as the upload cap and the free
 space in the mailbox permit; so there are two queues, and the same backpressure, as over a socket.  A
-connection is made immediately, or as soon as the other end listens, is shown or is reconnected.  A dialler
-that is not admitted retries after a back-off.
+connection is made immediately, or as soon as the other end listens.  A dialler that is not admitted retries
+after a back-off.
 
 The hub's lock protects all state of the hub and its endpoints; methods named `*_locked` expect it to be held.
 """
@@ -18,11 +18,10 @@ The hub's lock protects all state of the hub and its endpoints; methods named `*
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.core.messages import Message, PeerId
@@ -31,7 +30,6 @@ from gridtrain.network.transport import access_control
 from gridtrain.network.transport.interface import (
     AccessPolicy,
     ConnectionDenied,
-    ConnectionRole,
     Frames,
     PeerDown,
     PeerUp,
@@ -41,13 +39,11 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     allow_all,
 )
-from gridtrain.network.transport.message_faults import FaultPlan, MessageFault
-from gridtrain.network.transport.rate_limiter import DownloadLimiter, UploadLimiter
-from gridtrain.network.transport.send_queue import DEFAULT_LIMIT_BYTES, QueuedMessage, SendQueue, is_bulk
+from gridtrain.network.transport.rate_limiter import UploadLimiter
+from gridtrain.network.transport.send_queue import QueuedMessage, SendQueue, is_bulk
 from gridtrain.network.wire import codec
 
-__all__ = ["EndpointKilled", "FaultPlan", "MemoryHub", "MemoryTransport", "MessageFault"]
-
+SOFTWARE = "gridtrain"
 MAX_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
 """The largest number of unread bytes from one sender in a mailbox, which represents a socket's buffers."""
@@ -66,46 +62,28 @@ class MemoryConnection:
     """A connection between two endpoints.
 
     Attributes:
-        name: the acceptor's name for the dialler: the dialler's key, or an invented name if the dialler is a
-            pending member.
         is_ignored: whether the acceptor has hung up, so that it ignores the connection.
     """
 
     initiator: MemoryTransport
     acceptor: MemoryTransport
-    name: PeerId
     is_ignored: bool = False
-
-    @property
-    def is_pending(self) -> bool:
-        return self.name != self.initiator.me
 
     def other_end(self, me: MemoryTransport) -> MemoryTransport:
         return self.acceptor if me is self.initiator else self.initiator
-
-    def name_for(self, me: MemoryTransport) -> PeerId:
-        """Return the name that `me` uses for the other end."""
-        return self.acceptor.me if me is self.initiator else self.name
 
     def keys(self) -> frozenset[PeerId]:
         return frozenset((self.initiator.me, self.acceptor.me))
 
 
 class MemoryHub:
-    """The network that the endpoints in one process share.  Thread-safe.
+    """The network that the endpoints in one process share.  Thread-safe."""
 
-    Args:
-        plan: the plan of message faults; None for no faults.
-    """
-
-    def __init__(self, plan: FaultPlan | None = None) -> None:
-        self.plan = plan or FaultPlan()
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.ports: dict[str, MemoryTransport] = {}
         self._alive: list[MemoryTransport] = []
-        self._disconnected: set[frozenset[PeerId]] = set()
         self._hidden: set[PeerId] = set()
-        self._pending_numbers = itertools.count()
 
     @property
     def endpoints(self) -> dict[PeerId, MemoryTransport]:
@@ -114,32 +92,15 @@ class MemoryHub:
 
     # -- faults, from any thread ---------------------------------------------------------------
 
-    def disconnect(self, a: PeerId, b: PeerId) -> None:
-        """Break the connection between two peers until `reconnect`; both ends get `PeerDown`."""
-        with self.lock:
-            self._disconnect_locked(a, b)
-
-    def reconnect(self, a: PeerId, b: PeerId) -> None:
-        """Undo `disconnect`, and connect the two peers again if one of them dials the other."""
-        with self.lock:
-            self._disconnected.discard(frozenset((a, b)))
-            self.retry_locked()
-
     def kill(self, peer: PeerId) -> None:
         """End the endpoint as if by SIGKILL: peers get `PeerDown`, and its methods raise `EndpointKilled`."""
         with self.lock:
-            self._kill_locked(peer)
+            self.kill_locked(peer)
 
     def hide(self, peer: PeerId) -> None:
-        """Simulate NAT: no peer can dial this endpoint until `show` is called; connections remain."""
+        """Simulate NAT: no peer can dial this endpoint; connections remain."""
         with self.lock:
             self._hidden.add(peer)
-
-    def show(self, peer: PeerId) -> None:
-        """Undo `hide`, and connect the endpoints that dial this endpoint."""
-        with self.lock:
-            self._hidden.discard(peer)
-            self.retry_locked()
 
     # -- for the endpoints ---------------------------------------------------------------------
 
@@ -170,32 +131,26 @@ class MemoryHub:
     ) -> MemoryTransport | None:
         """Return the endpoint that can be dialled at this address, or None; ignore access policies."""
         other = self.ports.get(address)
-        if other is None or other.me != peer or other is dialler:
+        if other is None or other.me != peer or other is dialler or peer in self._hidden:
             return None
-        is_disconnected = frozenset((dialler.me, peer)) in self._disconnected
-        return None if is_disconnected or peer in self._hidden else other
+        return other
 
     def connect_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
         """Connect two endpoints; return False if an endpoint's access policy does not admit the other one."""
-        if not access_control.is_admitted(acceptor.access_policy, dialler.me):
+        if not (
+            access_control.is_still_admitted(acceptor.access_policy, dialler.me, False)
+            and access_control.is_still_admitted(dialler.access_policy, acceptor.me, False)
+        ):
             return False
-        is_pending = acceptor.access_policy(dialler.me) is ConnectionRole.PENDING_MEMBER
-        admitted = access_control.is_still_admitted(acceptor.access_policy, dialler.me, is_pending)
-        if not (admitted and access_control.is_still_admitted(dialler.access_policy, acceptor.me, False)):
-            return False
-        name = dialler.me
-        if is_pending:
-            name = access_control.pending_member_name(dialler.me, str(next(self._pending_numbers)).encode())
-        link = MemoryConnection(dialler, acceptor, name)
-        dialler.connection_made_locked(link, PeerUp(acceptor.me, acceptor.software))
-        pending_key = dialler.me if is_pending else None
-        acceptor.connection_made_locked(link, PeerUp(name, dialler.software, dialler.host, pending_key))
+        link = MemoryConnection(dialler, acceptor)
+        dialler.connection_made_locked(link, PeerUp(acceptor.me, SOFTWARE))
+        acceptor.connection_made_locked(link, PeerUp(dialler.me, SOFTWARE, dialler.host))
         return True
 
     def deliver_locked(
-        self, source: MemoryTransport, link: MemoryConnection, queued: QueuedMessage[Message], now_s: float
+        self, source: MemoryTransport, link: MemoryConnection, queued: QueuedMessage[Message]
     ) -> bool:
-        """Deliver a message, or apply the fault that is planned for this message.
+        """Deliver a message.
 
         Returns False if the receiver's mailbox is full; the sender must then try again when the receiver has
         read from the mailbox.
@@ -203,34 +158,17 @@ class MemoryHub:
         target = link.other_end(source)
         if target.is_full_locked(link, queued.nbytes):
             return False
-        outcome = self.plan.next_outcome(source.me, target.me, queued.kind)
-        if outcome.kill:
-            self._kill_locked(source.me)
-            raise EndpointKilled(f"endpoint {source.me.hex()[:8]} was killed by the fault plan")
-        if outcome.cut:
-            self._disconnect_locked(source.me, target.me)
-        for delay_s in outcome.delays_s:
-            event = Received(link.name_for(target), queued.body, queued.nbytes)
-            target.post_locked(event, now_s + delay_s, link)
+        target.post_locked(Received(source.me, queued.body, queued.nbytes), link)
         return True
 
-    # -- internal ------------------------------------------------------------------------------
-
-    def _disconnect_locked(self, a: PeerId, b: PeerId) -> None:
-        self._disconnected.add(frozenset((a, b)))
-        for endpoint in list(self._alive):
-            for link in endpoint.connections_locked():
-                if link.keys() == frozenset((a, b)):
-                    self.close_locked(link, "the connection was cut")
-
-    def _kill_locked(self, peer: PeerId) -> None:
+    def kill_locked(self, peer: PeerId) -> None:
         for endpoint in [endpoint for endpoint in self._alive if endpoint.me == peer]:
             self.remove_locked(endpoint, "the peer was killed")
             endpoint.stop_locked(killed=True)
 
 
-_QueuedEvent = tuple[float, int, TransportEvent, MemoryConnection | None]
-"""The due time, the sequence number, the event, and the connection if the event is a message."""
+_QueuedEvent = tuple[TransportEvent, MemoryConnection | None]
+"""The event, and the connection if the event is a message."""
 
 
 @dataclass(slots=True)
@@ -252,12 +190,10 @@ class MemoryTransport:
     Args:
         me: this endpoint's key.
         hub: the network that is shared with the other endpoints.
-        software: the name and version of our software, which peers receive in `PeerUp`.
         gate: the access policy.  The threads of other endpoints also call the policy, while they hold the
             hub's lock, so the policy must be fast and must not call a transport.
         host: the address that other endpoints see as the origin of this endpoint's connections.
-        upload_Bps, download_Bps: rate caps in bytes per second; None for no cap.
-        outbox_bytes: the largest number of bytes that may be queued for one peer.
+        upload_Bps: the upload cap in bytes per second; None for no cap.
     """
 
     def __init__(
@@ -265,26 +201,20 @@ class MemoryTransport:
         me: PeerId,
         hub: MemoryHub,
         *,
-        software: str = "gridtrain",
         gate: AccessPolicy = allow_all,
         host: str = "memory",
         upload_Bps: float | None = None,
-        download_Bps: float | None = None,
-        outbox_bytes: int = DEFAULT_LIMIT_BYTES,
     ) -> None:
         self.me = me
-        self.software = software
         self.access_policy = gate
         self.host = host
         self.traffic = TrafficCounters()
         self._hub = hub
         self._changed = threading.Condition(hub.lock)
-        self._send_queue: SendQueue[Message] = SendQueue(UploadLimiter(upload_Bps), outbox_bytes)
-        self._download_limiter = DownloadLimiter(download_Bps)
+        self._send_queue: SendQueue[Message] = SendQueue(UploadLimiter(upload_Bps))
         self._dialed: dict[str, _DialedAddress] = {}  # by address
         self._connections: dict[PeerId, MemoryConnection] = {}  # by the name of the other end
-        self._mailbox: list[_QueuedEvent] = []  # a heap
-        self._order = itertools.count()
+        self._mailbox: deque[_QueuedEvent] = deque()
         self._unread_bytes: dict[PeerId, int] = {}
         self._refused: set[PeerId] = set()  # senders that wait for space in the mailbox
         self._woken = self._closed = self._killed = False
@@ -337,14 +267,14 @@ class MemoryTransport:
             self._dialed = {a: dialled for a, dialled in self._dialed.items() if dialled.peer != peer}
             link = self._connections.get(peer)
             for queued in self._send_queue.drain_control(peer):
-                if link is None or not self._hub.deliver_locked(self, link, queued, time.monotonic()):
+                if link is None or not self._hub.deliver_locked(self, link, queued):
                     break
                 self.traffic.count_sent(queued.kind, queued.nbytes)
-            if link is not None and (link.initiator is self or link.is_pending):
+            if link is not None and link.initiator is self:
                 self._hub.close_locked(link, "the peer hung up", silent=self)
             elif link is not None:
                 link.is_ignored = True
-            self._forget_locked(peer, lambda due_s: True)
+            self._forget_locked(peer)
 
     def connected(self, peer: PeerId) -> bool:
         with self._hub.lock:
@@ -374,7 +304,7 @@ class MemoryTransport:
                 now_s = time.monotonic()
                 self.connect_locked(now_s)
                 self._flush_locked(now_s)
-                events = self._take_locked(now_s)
+                events = self._take_locked()
                 if events or self._woken or now_s >= deadline_s:
                     self._woken = False
                     return events
@@ -403,18 +333,15 @@ class MemoryTransport:
     def connections_locked(self) -> list[MemoryConnection]:
         return list(self._connections.values())
 
-    def post_locked(
-        self, event: TransportEvent, due_s: float = float("-inf"), link: MemoryConnection | None = None
-    ) -> None:
+    def post_locked(self, event: TransportEvent, link: MemoryConnection | None = None) -> None:
         if isinstance(event, Received):
             unread_bytes = self._unread_bytes.get(event.peer, 0)
             self._unread_bytes[event.peer] = unread_bytes + event.nbytes
-        due_s = max(due_s, time.monotonic())
-        heapq.heappush(self._mailbox, (due_s, next(self._order), event, link))
+        self._mailbox.append((event, link))
         self._changed.notify_all()
 
     def is_full_locked(self, link: MemoryConnection, nbytes: int) -> bool:
-        source = link.name_for(self)
+        source = link.other_end(self).me
         unread_bytes = self._unread_bytes.get(source, 0)
         full = unread_bytes > 0 and unread_bytes + nbytes > MAILBOX_BYTES
         if full:
@@ -447,25 +374,20 @@ class MemoryTransport:
             self._hub.close_locked(older, "replaced by a newer connection of the same peer")
         self._connections[event.peer] = link
         self.post_locked(event)
-        pending = [link for link in self._connections.values() if link.acceptor is self and link.is_pending]
-        for surplus in pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]:
-            self._hub.close_locked(
-                surplus, f"more than {access_control.MAX_PENDING_MEMBERS} connections with invitations"
-            )
 
     def connection_lost_locked(self, link: MemoryConnection, reason: str | None) -> None:
-        """Drop the connection and its messages in transit.
+        """Drop the connection and the messages queued for it.
 
         `PeerDown` is posted unless `reason` is None, which means that this endpoint itself has hung up.
         """
-        peer, now_s = link.name_for(self), time.monotonic()
+        peer, now_s = link.other_end(self).me, time.monotonic()
         if self._connections.get(peer) is not link:
             return
         del self._connections[peer]
         for dialled in self._dialed.values():
             if dialled.peer == peer:
                 dialled.retry_later(now_s)
-        self._forget_locked(peer, lambda due_s: due_s > now_s)
+        self._send_queue.clear_peer(peer)
         if reason is not None:
             self.post_locked(PeerDown(peer, reason))
 
@@ -505,34 +427,32 @@ class MemoryTransport:
         if link is None or not access_control.is_still_admitted(self.access_policy, peer, False):
             return False
         link.is_ignored = False
-        self.post_locked(PeerUp(peer, link.initiator.software, link.initiator.host))
+        self.post_locked(PeerUp(peer, SOFTWARE, link.initiator.host))
         return True
 
     def _flush_locked(self, now_s: float) -> None:
         while (queued := self._send_queue.take(now_s)) is not None:
             link = self._connections.get(queued.peer)  # if None, the message is lost with its connection
-            if link is None or self._hub.deliver_locked(self, link, queued, now_s):
+            if link is None or self._hub.deliver_locked(self, link, queued):
                 self.traffic.count_sent(queued.kind, queued.nbytes)
             else:
                 self._send_queue.put_back(queued)
 
-    def _take_locked(self, now_s: float) -> list[TransportEvent]:
+    def _take_locked(self) -> list[TransportEvent]:
         events: list[TransportEvent] = []
-        while self._mailbox and self._mailbox[0][0] <= now_s and self._download_limiter.can_read(now_s):
-            _, _, event, link = heapq.heappop(self._mailbox)
+        while self._mailbox:
+            event, link = self._mailbox.popleft()
             if isinstance(event, Received):
                 self._read_locked(event)
                 if link is not None and not self._is_still_admitted_locked(link):
                     continue
                 self.traffic.count_received(type(event.message).__name__, event.nbytes)
-                self._download_limiter.charge(event.nbytes, now_s)
             events.append(event)
         return events
 
     def _is_still_admitted_locked(self, link: MemoryConnection) -> bool:
         """Return whether the other end may still send; close the connection if its key is not admitted."""
-        is_pending = link.is_pending and link.acceptor is self
-        if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, is_pending):
+        if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, False):
             self._hub.close_locked(link, "the peer's key is no longer admitted")
             return False
         return not (link.is_ignored and link.acceptor is self)
@@ -542,30 +462,24 @@ class MemoryTransport:
         if event.peer in self._refused:
             self._refused.discard(event.peer)
             if (link := self._connections.get(event.peer)) is not None:
-                other = link.other_end(self)
-                other.mailbox_freed_locked(link.name_for(other))
+                link.other_end(self).mailbox_freed_locked(self.me)
 
     def _due_locked(self, now_s: float) -> float:
         due_s = self._send_queue.due_s()
-        if self._mailbox:
-            due_s = min(due_s, max(self._mailbox[0][0], self._download_limiter.free_s))
         for dialled in self._dialed.values():
             if dialled.peer not in self._connections and dialled.due_s > now_s:
                 due_s = min(due_s, dialled.due_s)
         return due_s
 
-    def _forget_locked(self, peer: PeerId, lost: Callable[[float], bool]) -> None:
-        """Drop the messages queued for the peer, and its events in our mailbox if `lost(due_s)` is true."""
+    def _forget_locked(self, peer: PeerId) -> None:
+        """Drop the messages queued for the peer, and its events in our mailbox."""
         self._send_queue.clear_peer(peer)
-        remaining = []
-        for queued in self._mailbox:
-            event = queued[2]
-            if event.peer == peer and lost(queued[0]) and not isinstance(event, ReachResult):
-                if isinstance(event, Received):
-                    self._read_locked(event)
-            else:
-                remaining.append(queued)
-        heapq.heapify(remaining)
+        remaining: deque[_QueuedEvent] = deque()
+        for event, link in self._mailbox:
+            if event.peer != peer or isinstance(event, ReachResult):
+                remaining.append((event, link))
+            elif isinstance(event, Received):
+                self._read_locked(event)
         self._mailbox = remaining
 
 

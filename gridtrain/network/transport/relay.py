@@ -69,11 +69,6 @@ _RELAY_MESSAGES = frozenset({RelayRequest, RelayedMessage, RelayFailed})
 _NEVER_INSIDE = (Hello, RelayRequest, RelayedMessage, RelayFailed)
 
 
-def relay_address(relay: PeerId) -> str:
-    """Return the address of a peer that is reached through `relay`."""
-    return f"relay:{relay.hex()}"
-
-
 @dataclass(slots=True, eq=False)
 class _RelayedConnection:
     """A relayed connection; while it is not up, `due_s` is the time of the next call."""

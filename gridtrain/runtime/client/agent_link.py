@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gridtrain.config import ENV_PREFIX
 
@@ -62,26 +62,6 @@ class AgentDirective:
     download_Bps: float | None = None
     stop: bool = False
     spent_text: str = "the day's traffic budget is used up"
-
-
-class AgentControl(Protocol):
-    """The training thread's interface to the agent."""
-
-    @property
-    def directive(self) -> AgentDirective: ...
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the agent's process has ended, which normally ends the script first."""
-        ...
-
-    def report(self, **state: Any) -> None:
-        """Report this worker's state to the agent, as fields such as `state` and `step`."""
-        ...
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the directive may have changed, but not longer than `timeout_s`."""
-        ...
 
 
 class NoAgent:
@@ -129,6 +109,7 @@ class AgentLink:
 
     @property
     def is_lost(self) -> bool:
+        """Whether the agent's process has ended, which normally ends the script first."""
         try:
             end = select.poll()
             end.register(self._socket, select.POLLIN)
@@ -139,10 +120,12 @@ class AgentLink:
             return True
 
     def report(self, **state: Any) -> None:
+        """Report this worker's state to the agent, as fields such as `state` and `step`."""
         self._state = state
         self._report()
 
     def wait(self, timeout_s: float) -> None:
+        """Wait until the directive may have changed, but not longer than `timeout_s`."""
         with self._condition:
             self._condition.wait(timeout_s)
 
@@ -206,3 +189,7 @@ class AgentLink:
         with self._condition:
             self.directive = replace(AgentDirective(), **fields)
             self._condition.notify_all()
+
+
+AgentControl = AgentLink | NoAgent
+"""The training thread's interface to the agent."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.client.private_file import replace_private_file
+from gridtrain.runtime.client.private_file import replace_private_json
 
 CONTACT_FILE, OPERATOR_KEY, COORDINATOR_KEY = "coordinator.json", "operator.key", "coordinator.key"
 FORMAT = 1
@@ -54,13 +54,7 @@ class EndpointFile:
             "run": self.run,
             "encrypted": self.encrypted,
         }
-        path = folder / CONTACT_FILE
-        try:
-            replace_private_file(path, json.dumps(body, indent=1))
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written: {error.strerror}", remedy="check the permissions of the folder"
-            ) from None
+        replace_private_json(folder / CONTACT_FILE, body, "check the permissions of the folder")
 
     def remove(self, folder: Path) -> None:
         """Remove the file from `folder`, unless another coordinator has replaced it."""

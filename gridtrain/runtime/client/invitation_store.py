@@ -23,7 +23,7 @@ from typing import Any
 from gridtrain.core.group.invitation import Invitation, invitation_digest, parse
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.identity import Identity, make_private_folder
-from gridtrain.runtime.client.private_file import replace_private_file
+from gridtrain.runtime.client.private_file import replace_private_json
 
 STORE_FILE, LOCK_FILE = "invitations.json", "invitations.lock"
 MAX_UNUSED = 16
@@ -138,14 +138,9 @@ class InvitationStore:
         )
 
     def _write(self, content: _StoredInvitations) -> None:
-        path, body = self._folder / STORE_FILE, {"used": content.used_by_key, "spare": content.unused}
-        try:
-            replace_private_file(path, json.dumps(body, indent=1))
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written: {error.strerror}",
-                remedy="free disk space, or set XDG_STATE_HOME to another folder",
-            ) from None
+        body = {"used": content.used_by_key, "spare": content.unused}
+        remedy = "free disk space, or set XDG_STATE_HOME to another folder"
+        replace_private_json(self._folder / STORE_FILE, body, remedy)
 
 
 def _digest(invitation: Invitation) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import json
 import os
 import secrets
 import time
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+
+from gridtrain.errors import ConfigError
 
 LEFTOVER_AGE_S = 60.0
 MAX_LEFTOVERS = 100
@@ -40,6 +43,14 @@ def replace_private_file(path: Path, content: str | bytes, *, durable: bool = Fa
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def replace_private_json(path: Path, body: object, remedy: str) -> None:
+    """Replace a file by one of mode 0600 with `body` as JSON.  Raises `ConfigError` with this remedy."""
+    try:
+        replace_private_file(path, json.dumps(body, indent=1))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", remedy=remedy) from None
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -68,6 +68,7 @@ class CatchUpReceiver:
     Attributes:
         failure: the reason why the catch-up has failed; empty if it has not failed.
         latest_step: the latest step that the update source has reported; -1 if none.
+        position: the step and the history of the trainer's model; None until a snapshot is loaded.
     """
 
     def __init__(self, max_bytes: int, n: int) -> None:
@@ -81,7 +82,7 @@ class CatchUpReceiver:
         # Updates to replay, each with the history after it and its payload's size in bytes:
         self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()
         self._pending_bytes = 0
-        self._position: tuple[int, bytes] | None = None  # step and history of the trainer's model
+        self.position: tuple[int, bytes] | None = None
         self._current_work: CatchUpWork | None = None
         self._target: tuple[int, bytes] | None = None
         self.failure = ""
@@ -91,28 +92,23 @@ class CatchUpReceiver:
     def progress(self) -> tuple[int, int, int, int]:
         """(received blocks, all blocks, step of the trainer's model or -1 if not loaded, latest step)."""
         here, total = self._snapshot.progress
-        return here, total, -1 if self._position is None else self._position[0], self.latest_step
-
-    @property
-    def position(self) -> tuple[int, bytes] | None:
-        """The step and the history of the trainer's model; None until a snapshot is loaded."""
-        return self._position
+        return here, total, -1 if self.position is None else self.position[0], self.latest_step
 
     @property
     def is_caught_up(self) -> bool:
         return (
-            self._position is not None
+            self.position is not None
             and not self.failure
-            and self._position[0] >= self.latest_step - CAUGHT_UP_STEPS
+            and self.position[0] >= self.latest_step - CAUGHT_UP_STEPS
         )
 
     @property
     def has_reached_target(self) -> bool:
         """Whether the trainer's model has the step and the history that the membership view names."""
-        if self._target is None or self._position is None:
+        if self._target is None or self.position is None:
             return False
-        return self._position[0] == self._target[0] and update_log.matches_history(
-            self._position[1], self._target[1]
+        return self.position[0] == self._target[0] and update_log.matches_history(
+            self.position[1], self._target[1]
         )
 
     @property
@@ -199,11 +195,11 @@ class CatchUpReceiver:
     def has_work(self) -> bool:
         if self._current_work is not None or self.failure:
             return False
-        return self._snapshot.is_complete if self._position is None else bool(self._pending)
+        return self._snapshot.is_complete if self.position is None else bool(self._pending)
 
     def take_work(self) -> CatchUpWork:
         """Take the next piece of work, if `has_work` is true; call `finish_work` afterwards."""
-        if self._position is None:
+        if self.position is None:
             self._current_work = SnapshotWork(*self._snapshot.take_parts())
         else:
             self._current_work = ReplayWork(
@@ -218,11 +214,11 @@ class CatchUpReceiver:
         self._current_work = None
         if isinstance(work, SnapshotWork):
             assert self._snapshot.applied is not None
-            self._position = (self._snapshot.applied, self._snapshot.history)
-            self.latest_step = max(self.latest_step, self._position[0])
-            self._discard_before(self._position)
+            self.position = (self._snapshot.applied, self._snapshot.history)
+            self.latest_step = max(self.latest_step, self.position[0])
+            self._discard_before(self.position)
         for _ in work.steps if isinstance(work, ReplayWork) else ():
-            self._position = self._drop_first()
+            self.position = self._drop_first()
         self._check_target()
 
     # -- internal ----------------------------------------------------------------------------------
@@ -281,7 +277,7 @@ class CatchUpReceiver:
         """
         if self._snapshot.applied is None or self._update_source is not None or not self._sources:
             return []
-        if self._received is None or (self._position is None and self._received[0] < self._snapshot.applied):
+        if self._received is None or (self.position is None and self._received[0] < self._snapshot.applied):
             self._received = (self._snapshot.applied, self._snapshot.history)
             self._drop_all()
         self._update_source = self._sources[0]

@@ -193,10 +193,6 @@ class SnapshotTable:
     shared_digests: bytes
 
     @property
-    def layout(self) -> BlockLayout:
-        return BlockLayout((self.shared_bytes, self.private_bytes))
-
-    @property
     def shared_key(self) -> tuple[int, bytes, int, bytes]:
         """The fields that are equal in the tables of all sources with the same shared part."""
         return self.applied, self.history, self.shared_bytes, self.shared_digests

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from gridtrain.errors import GridtrainError
 from gridtrain.runtime.process_hooks import install_sigterm_handler
@@ -30,8 +29,10 @@ REPEAT_TIMEOUT_S = 600.0
 TAIL_LINES = 12
 
 
-class ProcessHost(Protocol):
-    """The machine or namespaces in which processes run.
+class LocalHost:
+    """This machine, on which the members limit their rates themselves.
+
+    Benchmarks have other hosts with the same attributes and methods, in namespaces.
 
     Attributes:
         interface: the interface whose bytes are counted; "" to count the bytes of the members' sockets.
@@ -39,43 +40,25 @@ class ProcessHost(Protocol):
             limited, or if there is no limit.
     """
 
-    interface: str
-    limit: str
-
-    def listen(self) -> tuple[str, str]:
-        """Return two addresses of a coordinator on "hub": where it listens, and where members reach it."""
-        ...
-
-    def member_listen(self) -> str:
-        """Return the address at which a member listens; "" for the interface that leads to the
-        coordinator."""
-        ...
-
-    def run(
-        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        """Start a program on the host of `who`, in its own session; it writes to `log`.out and
-        `log`.err."""
-        ...
-
-
-class LocalHost:
-    """The host that is this machine; the members limit their rates themselves."""
-
     interface = ""
 
     def __init__(self, rate: str = "") -> None:
         self.limit = rate
 
     def listen(self) -> tuple[str, str]:
+        """Return two addresses of a coordinator on "hub": where it listens, and where members reach it."""
         return "tcp://127.0.0.1:0", ""
 
     def member_listen(self) -> str:
+        """Return the address at which a member listens; "" for the interface that leads to the
+        coordinator."""
         return "tcp://127.0.0.1:0"
 
     def run(
         self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
+        """Start a program on the host of `who`, in its own session; it writes to `log`.out and
+        `log`.err."""
         return start_process(argv, log, env)
 
 
@@ -101,7 +84,7 @@ class BenchSetting:
     """The exchange that a group makes.
 
     Attributes:
-        exchange: the name of the exchange; see `exchange_names`.
+        exchange: the exchange with its options, such as "gtopk:density=0.01"; see `make_exchange`.
         n: the number of elements of the vector.
         order: the rank order, as in `gridtrain coordinator --order`.
     """
@@ -124,7 +107,6 @@ class ExchangeSample:
         workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and sealed.
         payloads, payload_bytes: the number and the bytes of the payloads that each member has sent.
         prepare_s, prepare_cpu_s: the time of selecting and encoding, before the start.
-        commit_s: the time of updating the residual on commit, after the end.
         aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.
     """
 
@@ -136,7 +118,6 @@ class ExchangeSample:
     payload_bytes: list[int]
     prepare_s: list[float]
     prepare_cpu_s: list[float]
-    commit_s: list[float]
     aborts: int
 
     @classmethod
@@ -150,7 +131,6 @@ class ExchangeSample:
             payload_bytes=[report["payload_bytes"] for report in settled],
             prepare_s=[report["prepare_s"] for report in settled],
             prepare_cpu_s=[report["prepare_cpu_s"] for report in settled],
-            commit_s=[report["commit_s"] for report in settled],
             aborts=max(report["aborts"] for report in settled),
         )
 
@@ -186,7 +166,7 @@ class BenchGroup:
 
 
 @contextlib.contextmanager
-def start_group(setting: BenchSetting, ground: ProcessHost, folder: Path) -> Iterator[BenchGroup]:
+def start_group(setting: BenchSetting, ground: LocalHost, folder: Path) -> Iterator[BenchGroup]:
     """Start a coordinator and its members, ready for the first repeat.
 
     Args:
@@ -225,7 +205,7 @@ def start_group(setting: BenchSetting, ground: ProcessHost, folder: Path) -> Ite
         end_processes(list(running.values()))
 
 
-def _coordinator(setting: BenchSetting, ground: ProcessHost, folder: Path) -> list[str]:
+def _coordinator(setting: BenchSetting, ground: LocalHost, folder: Path) -> list[str]:
     listen, advertise = ground.listen()
     argv = [*CLI_COMMAND, "coordinator", "--state", str(folder / "hub"), "--listen", listen]
     argv += ["--min-workers", str(setting.workers), "--order", setting.order]
@@ -233,7 +213,7 @@ def _coordinator(setting: BenchSetting, ground: ProcessHost, folder: Path) -> li
     return argv + ([] if setting.encrypted else ["--unencrypted", "--benchmark"])
 
 
-def _invitation(setting: BenchSetting, ground: ProcessHost, folder: Path, env: Mapping[str, str]) -> str:
+def _invitation(setting: BenchSetting, ground: LocalHost, folder: Path, env: Mapping[str, str]) -> str:
     argv = [*CLI_COMMAND, "invite", "--state", str(folder / "hub"), "--uses", str(setting.workers)]
     process = ground.run("hub", [*argv, "--wait", f"{INVITATION_TIMEOUT_S}s"], folder / "invite", env)
     try:
@@ -251,7 +231,7 @@ def _invitation(setting: BenchSetting, ground: ProcessHost, folder: Path, env: M
 
 
 def _member(
-    setting: BenchSetting, ground: ProcessHost, folder: Path, name: str, seed: int, invitation: str
+    setting: BenchSetting, ground: LocalHost, folder: Path, name: str, seed: int, invitation: str
 ) -> list[str]:
     argv = [*MEMBER_COMMAND, "--invitation", invitation, "--name", name, "--exchange", setting.exchange]
     argv += ["--n", str(setting.n), "--seed", str(seed), "--referee", str(folder / "referee")]

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.tools.bench.exchange_names import parse_exchange
+from gridtrain.core.planning.exchange_facts import make_exchange
+from gridtrain.errors import ConfigError
 from gridtrain.tools.bench.process_barrier import BarrierClient
 from gridtrain.training.exchangers import ExchangeAttempt
 
@@ -95,7 +96,10 @@ def sent_bytes(grid: gridtrain.Grid, interface: str) -> int:
 def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.Namespace) -> None:
     """Repeat the exchange until the referee ends it."""
     model = VectorModel(options.n)
-    exchange = parse_exchange(options.exchange)
+    name, _, settings = options.exchange.partition(":")
+    exchange = make_exchange(name, settings)
+    if exchange is None:
+        raise ConfigError(f"there is no exchange {options.exchange!r}", remedy="use dense, topk or gtopk")
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     wrapped = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=0, compare_every=0)
     generator = torch.Generator().manual_seed(options.seed)
@@ -144,10 +148,9 @@ def run_repeat(
         "workspace_s": work.seconds,
         "payloads": work.payloads,
         "payload_bytes": work.payload_bytes,
+        "aborts": aborts,
     }
-    began_s = time.perf_counter()
     exchanger.commit(attempt)
-    figures |= {"commit_s": time.perf_counter() - began_s, "aborts": aborts}
     player.wait_at("settled", prepare_s=prepare_s, prepare_cpu_s=prepare_cpu_s, **figures)
     return True
 

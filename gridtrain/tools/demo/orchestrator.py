@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 from gridtrain.tools.child_processes import CLI_COMMAND, end_processes, log_tail, process_environment
 from gridtrain.tools.demo.demo_report import LossCurve, Measurement
+from gridtrain.tools.demo.progress_view import LineView, TableView
 from gridtrain.tools.demo.recipe import DENSITY, MEASURE_EVERY, label_for
 from gridtrain.tools.demo.step_records import SENT_GLOB, STEPS_FILE, RecordReader, StepRecord, mean_sent
 
@@ -77,17 +77,7 @@ class ProcessCommand:
     argv: tuple[str, ...]
 
 
-class ProgressView(Protocol):
-    """Receives a run's progress, to show it on a terminal or in a log."""
-
-    def begin(self, label: str, steps: int) -> None: ...
-
-    def update(self, record: StepRecord) -> None: ...
-
-    def end(self) -> None: ...
-
-
-def run_all(plan: DemoPlan, view: ProgressView) -> list[LossCurve]:
+def run_all(plan: DemoPlan, view: TableView | LineView) -> list[LossCurve]:
     """Run the exchanges one after the other; return their loss curves.
 
     Raises:

@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from gridtrain.tools.demo.orchestrator import ProgressView
 from gridtrain.tools.demo.step_records import StepRecord
 
 PLAIN_EVERY_S = 5.0
 COLUMNS = ("step", "loss", "held-out", "MB sent", "seconds", "compute", "select", "communicate", "wait")
 
 
-def view_for(console: Console) -> ProgressView:
+def view_for(console: Console) -> TableView | LineView:
     """Return a view that redraws a table on a terminal, or prints lines to a file, a pipe or a CI log."""
     return TableView(console) if console.is_terminal else LineView(console)
 

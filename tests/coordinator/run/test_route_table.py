@@ -229,6 +229,6 @@ def test_a_result_for_an_earlier_address_is_ignored() -> None:
     assert book.request_dial_back(worker, False) and not worker.is_addressable
     assert book.on_dial_back_result(worker, at("z")) == [] and not worker.is_addressable
     assert book.on_dial_back_result(worker, at("a")) and worker.is_addressable
-    assert book.reachability_text(A) == "direct"
+    assert book.route_table.reachability_text(A) == "direct"
     assert book.on_dial_back_result(worker, "") == [], "a second one"
-    assert book.reachability_text(A) == "direct"
+    assert book.route_table.reachability_text(A) == "direct"

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import zmq
+from faulty_hub import FaultyHub
 
 from gridtrain.core.messages import Message, PeerId, Ping
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
+from gridtrain.network.transport.in_memory import MemoryTransport
 from gridtrain.network.transport.interface import (
     ConnectionDenied,
     ConnectionRole,
@@ -106,7 +107,7 @@ class Net:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.hub = MemoryHub()
+        self.hub = FaultyHub()
         self.endpoints: list[Endpoint] = []
 
     def add(self, name: str, **options: Any) -> Endpoint:
@@ -147,6 +148,14 @@ class Net:
 
 @pytest.fixture(params=["memory", "zeromq", "plain"])
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    made = Net(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["zeromq", "plain"])
+def socket_net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    """A network with what a group within one process has not: pending members, and all limits."""
     made = Net(request.param)
     yield made
     made.close()

@@ -273,50 +273,50 @@ def reception(net, guests: int):
     return host, made
 
 
-def test_many_hold_one_invitation_and_each_gets_its_own_answer(net):
-    host, guests = reception(net, 3)
+def test_many_hold_one_invitation_and_each_gets_its_own_answer(socket_net):
+    host, guests = reception(socket_net, 3)
     for nonce, guest in enumerate(guests):
         guest.transport.send(host.key, Enrol(bytes([nonce]) * 32))
-    net.until(lambda: len(host.got(Enrol)) == 3, host)
+    socket_net.until(lambda: len(host.got(Enrol)) == 3, host)
     ups = host.of(PeerUp)
     assert len({up.peer for up in ups}) == 3
     assert {up.pending_key for up in ups} == {guests[0].key} and guests[0].key not in {up.peer for up in ups}
     for event in host.of(Received):
         host.transport.send(event.peer, Enrolled(f"number {event.message.peer[0]}"))
-    net.until(lambda: all(guest.got() for guest in guests), host, *guests)
+    socket_net.until(lambda: all(guest.got() for guest in guests), host, *guests)
     assert [guest.got() for guest in guests] == [[Enrolled(f"number {n}")] for n in range(3)]
 
 
-def test_a_guest_gets_its_answer_and_is_cut(net):
-    host, (guest,) = reception(net, 1)
+def test_a_guest_gets_its_answer_and_is_cut(socket_net):
+    host, (guest,) = reception(socket_net, 1)
     (up,) = host.of(PeerUp)
     host.policy.only()  # the invitation is used up
     host.transport.send(up.peer, Enrolled("run"))
     host.transport.hang_up(up.peer)
-    net.until(lambda: guest.of(PeerDown), guest, host)
+    socket_net.until(lambda: guest.of(PeerDown), guest, host)
     assert guest.story()[:3] == ["up coordinator", "Enrolled from coordinator", "down coordinator"]
     assert host.story() == ["up guest invitation"]
 
 
-def test_a_guest_whose_invitation_has_ended_is_not_heard(net):
-    host, (guest,) = reception(net, 1)
+def test_a_guest_whose_invitation_has_ended_is_not_heard(socket_net):
+    host, (guest,) = reception(socket_net, 1)
     host.policy.only()
     guest.transport.send(host.key, Enrol(b"k" * 32))
-    net.until(lambda: guest.of(PeerDown), guest, host)
+    socket_net.until(lambda: guest.of(PeerDown), guest, host)
     assert host.story() == ["up guest invitation", "down guest invitation"]
 
 
-def test_a_guest_is_never_taken_for_a_peer(net):
-    host, (guest,) = reception(net, 1)
+def test_a_guest_is_never_taken_for_a_peer(socket_net):
+    host, (guest,) = reception(socket_net, 1)
     host.policy.only(invitation=ConnectionRole.MEMBER)
     guest.transport.send(host.key, Enrol(b"k" * 32))
-    net.until(lambda: len(host.of(PeerUp)) == 2, guest, host)  # it has come again, as a peer
+    socket_net.until(lambda: len(host.of(PeerUp)) == 2, guest, host)  # it has come again, as a peer
     assert host.story() == ["up guest invitation", "down guest invitation", "up invitation"]
 
 
-def test_of_too_many_guests_the_first_are_cut(net, monkeypatch):
+def test_of_too_many_guests_the_first_are_cut(socket_net, monkeypatch):
     monkeypatch.setattr(access_control, "MAX_PENDING_MEMBERS", 3)
-    host, _ = reception(net, 5)
+    host, _ = reception(socket_net, 5)
     assert [line.split()[0] for line in host.story()] == ["up", "up", "up", "up", "down", "up", "down"]
     ups, downs = host.of(PeerUp), host.of(PeerDown)
     assert [down.peer for down in downs] == [up.peer for up in ups[:2]]
@@ -421,8 +421,8 @@ def test_more_than_all_queues_hold_flows_without_loss(net):
     assert anna.transport.backlog_bytes(bert.key) == 0
 
 
-def test_a_full_outbox_is_an_error(net):
-    anna, bert = net.pair(dialler={"outbox_bytes": 4 * 2**20})
+def test_a_full_outbox_is_an_error(socket_net):
+    anna, bert = socket_net.pair(dialler={"outbox_bytes": 4 * 2**20})
     payload = bytes(2**20)
     with pytest.raises(TransportError, match=r"queue for peer .* is full: \d+ bytes wait"):
         for index in range(1000):
@@ -471,14 +471,16 @@ def test_a_wake_before_the_poll_is_not_forgotten_and_ends_only_one(net):
 
 
 @pytest.mark.parametrize("end", ["upload", "download"])
-def test_a_rate_cap_holds(net, end):
+def test_a_rate_cap_holds(socket_net, end):
     rate_Bps = 2e6
     cap = {f"{end}_Bps": rate_Bps}
-    anna, bert = net.pair(dialler=cap if end == "upload" else {}, acceptor=cap if end == "download" else {})
+    anna, bert = socket_net.pair(
+        dialler=cap if end == "upload" else {}, acceptor=cap if end == "download" else {}
+    )
     start_s = time.monotonic()
     for index in range(20):
         anna.transport.send(bert.key, data(index, bytes(50_000)))  # 0.5 s worth in all
-    net.until(lambda: len(bert.got()) == 20, bert, anna)
+    socket_net.until(lambda: len(bert.got()) == 20, bert, anna)
     took_s = time.monotonic() - start_s  # how long at most: see `Pacer`'s own tests, on a clock of theirs
     # Under a download cap the last message is delivered before its time is waited for.
     expected_s = (20 if end == "upload" else 19) * 50_000 / rate_Bps

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from defences import disable_defences
+from faulty_hub import FaultyHub
 
 from gridtrain.core.messages import (
     Channel,
@@ -23,7 +24,7 @@ from gridtrain.core.messages import (
 )
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.flow_control import FlowControlTransport
-from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
+from gridtrain.network.transport.in_memory import MemoryTransport
 from gridtrain.network.transport.interface import (
     PeerDown,
     PeerUp,
@@ -76,7 +77,7 @@ class Pair:
     """anna has dialled bert.  `raw` ones have no flow control."""
 
     def __init__(self, **options: object) -> None:
-        self.hub = MemoryHub()
+        self.hub = FaultyHub()
         self.options = options
         self.sides: list[Side] = []
 

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from faulty_hub import FaultyHub
 
 from gridtrain.core.messages import (
+    RELAY_PREFIX,
     Channel,
     CollectivePhase,
     Data,
@@ -25,7 +27,7 @@ from gridtrain.core.messages import (
 from gridtrain.errors import LocalProtocolError, TransportError
 from gridtrain.network.transport import relay_forwarder
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
+from gridtrain.network.transport.in_memory import MemoryTransport
 from gridtrain.network.transport.interface import (
     PeerDown,
     PeerUp,
@@ -35,7 +37,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
     allow_all,
 )
-from gridtrain.network.transport.relay import CONFIRM_S, RelayTransport, relay_address, relay_for_nobody
+from gridtrain.network.transport.relay import CONFIRM_S, RelayTransport, relay_for_nobody
 from gridtrain.network.transport.send_queue import ENCRYPTED_BULK, MAX_ENCRYPTED_CONTROL_BYTES, is_bulk
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
@@ -91,7 +93,7 @@ class World:
     """anna and bert dial out only; carl is the relay."""
 
     def __init__(self) -> None:
-        self.hub = MemoryHub()
+        self.hub = FaultyHub()
         self.names: dict[bytes | None, str] = {}
         self.parties: list[Party] = []
 
@@ -140,6 +142,10 @@ def meet(world: World, anna: Party, bert: Party, carl: Party) -> None:
         party.transport.dial(carl.key, "memory://carl")
         party.transport.dial(other.key, relay_address(carl.key))
     world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
+
+
+def relay_address(relay: bytes) -> str:
+    return RELAY_PREFIX + relay.hex()
 
 
 def three(world: World, **options: object) -> tuple[Party, Party, Party]:

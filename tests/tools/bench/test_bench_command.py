@@ -104,7 +104,7 @@ def test_vectors_that_do_not_fit_are_refused_before_anything_is_measured() -> No
 
 def repeat(seconds: float, aborts: int) -> ExchangeSample:
     each = [seconds, seconds]
-    return ExchangeSample(seconds, each, [8, 8], each, [1, 1], [8, 8], each, each, each, aborts)
+    return ExchangeSample(seconds, each, [8, 8], each, [1, 1], [8, 8], each, each, aborts)
 
 
 def test_repeats_with_aborted_attempts_are_left_out_and_counted() -> None:
