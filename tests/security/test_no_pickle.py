@@ -61,6 +61,7 @@ BY_NAME = {
 """Files that may call `importlib.import_module`, and the origin of the name, which is never data."""
 
 RUN_OUR_OWN = {
+    "tests/adapters/scripts/recorded.py": "runs the templates of this repository",
     "tests/adapters/scripts/run_example.py": "runs the examples of this repository",
     "tests/common/declared_defaults.py": "imports the modules of this repository whose defaults it lists",
     "tests/common/forkserver.py": "runs the programs that tests start, in the place of an interpreter",
