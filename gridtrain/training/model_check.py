@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeGuard
@@ -113,8 +112,6 @@ class TokenCheck:
         if not self._is_watching:
             self._is_watching = True
             self._table.register_forward_pre_hook(partial(_check_lookup, self._rows), with_kwargs=True)
-            if "torch._dynamo" in sys.modules:  # what is compiled already would not call the hook
-                torch.compiler.reset()
 
     def _refuse_masked(self) -> None:
         """Raise `ConfigError` if no sample has a token to predict; otherwise warn once."""

@@ -162,17 +162,6 @@ def test_a_later_batch_is_checked_too_and_other_models_are_not() -> None:
     TokenCheck(nn.Linear(2, 2)).check(batch(1, 10))
 
 
-def test_a_later_batch_is_checked_in_a_model_that_is_compiled_by_then() -> None:
-    model = torch.compile(Model(), backend="eager")
-    check = TokenCheck(model)
-    for given in (batch(1, 2), batch(2, 3)):
-        check.check(given)
-        model(**given)
-    check.check(batch(1, ROWS))
-    with pytest.raises(ConfigError, match=f"^input_ids has the token id {ROWS}, but "):
-        model(**batch(1, ROWS))
-
-
 @pytest.mark.parametrize("masked", [8, 7])
 def test_a_data_set_without_a_token_to_predict(masked: int, caplog: pytest.LogCaptureFixture) -> None:
     nothing, something = batch(1, 2, labels=(2, -100)), batch(1, 2, labels=(-100, 2))
