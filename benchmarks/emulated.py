@@ -41,7 +41,7 @@ from torch import Tensor, nn
 import gridtrain
 import record
 from accuracy.workloads import WORKLOADS, trained_of
-from exchange_names import parse_exchange
+from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.training.overlap_trial import TRIAL_STEPS
 from gridtrain.training.overlap_trial import WARM_UP_STEPS as BEFORE_TRIAL_STEPS
 from lab.group import Group, run_in_lab, say

@@ -24,8 +24,8 @@ import torch
 import gridtrain
 from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS
-from exchange_names import parse_exchange
 from gridtrain.sdk.grid import Grid
+from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from procfs import sent_bytes
 from rivals.contract import INTERFACE

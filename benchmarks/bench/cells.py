@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from exchange_names import parse_exchange
 from gridtrain.config import Exchange
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.quantities import parse_bytes, parse_duration_s
+from gridtrain.tools.bench.exchange_names import parse_exchange
 
 DENSITY = 0.001
 
@@ -151,8 +150,6 @@ def parse(text: str) -> Cell:
         raise CellError(f"{text!r}: rivals are measured in plain mode")
     if not cell.rival:
         cell.exchange  # noqa: B018 - raises if it is invalid
-        if options := set(re.findall(r"[:,](\w+)=", what)) - {"density", "values", "topology"}:
-            raise CellError(f"{what}: an exchange alone has no {', '.join(sorted(options))}")
     return cell
 
 

@@ -1,5 +1,6 @@
 """Measures the parts of a training step on this machine, and exchanges in a group of processes.
 
+    exchange_names     "gtopk:values=fp16" -> GTopK(values="fp16")
     process_barrier    a barrier for processes in any namespace of one machine, and their reports
     bench_member       one worker of a real run that exchanges synthetic gradients on command
     bench_group        coordinator and members as processes, repeat after repeat

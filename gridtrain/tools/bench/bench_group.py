@@ -84,7 +84,7 @@ class BenchSetting:
     """The exchange that a group makes.
 
     Attributes:
-        exchange: the exchange with its options, such as "gtopk:density=0.01"; see `make_exchange`.
+        exchange: the name of the exchange; see `exchange_names`.
         n: the number of elements of the vector.
         order: the rank order, as in `gridtrain coordinator --order`.
     """

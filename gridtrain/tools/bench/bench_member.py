@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.core.planning.exchange_facts import make_exchange
-from gridtrain.errors import ConfigError
+from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.tools.bench.process_barrier import BarrierClient
 from gridtrain.training.exchangers import ExchangeAttempt
 
@@ -96,10 +95,7 @@ def sent_bytes(grid: gridtrain.Grid, interface: str) -> int:
 def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.Namespace) -> None:
     """Repeat the exchange until the referee ends it."""
     model = VectorModel(options.n)
-    name, _, settings = options.exchange.partition(":")
-    exchange = make_exchange(name, settings)
-    if exchange is None:
-        raise ConfigError(f"there is no exchange {options.exchange!r}", remedy="use dense, topk or gtopk")
+    exchange = parse_exchange(options.exchange)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     wrapped = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=0, compare_every=0)
     generator = torch.Generator().manual_seed(options.seed)

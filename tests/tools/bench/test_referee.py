@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.errors import GridtrainError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.tools.bench.bench_group import ExchangeSample
+from gridtrain.tools.bench.exchange_names import EXCHANGE_CLASSES, parse_exchange
 from gridtrain.tools.bench.process_barrier import BarrierClient, BarrierServer
 
 
@@ -82,3 +83,14 @@ def test_a_repeat_lasts_from_the_first_start_to_the_last_end() -> None:
     assert repeat.seconds == 2.0
     assert repeat.cpu_s == [0, 1]
     assert repeat.aborts == 1
+
+
+@pytest.mark.parametrize("name", sorted(EXCHANGE_CLASSES))
+def test_every_exchange_has_a_name(name: str) -> None:
+    assert type(parse_exchange(name)).__name__.lower() == name
+
+
+@pytest.mark.parametrize("text", ["gtopk:density=much", "gtopk:warmup=1", "gtopk:density"])
+def test_options_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_exchange(text)
