@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +76,7 @@ class MiniBatchStatistics:
         self._without_running = [m for m in norms if m.running_mean is None]
         self._sums: dict[_BatchNorm, _Moments] = {}
         self.lone: nn.Module | None = None
+        self._is_doubled = False  # in the forward of a norm without running statistics
 
     def _choose(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         values = inputs[0] if inputs else named["input"]
@@ -84,12 +84,22 @@ class MiniBatchStatistics:
         if not norm.training:
             self.lone = norm
 
-    def _forward_alone(self, norm: _BatchNorm, input: Tensor) -> Tensor:
-        """Let a norm without running statistics see a single value twice, because torch refuses it."""
-        if input.numel() != input.shape[1]:
-            return type(norm).forward(norm, input)
+    def _double(
+        self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Give a norm without running statistics two zeros instead of a single value, which torch refuses.
+
+        Normalized by itself, a value is zero in any case, so that the bias remains.
+        """
+        values = inputs[0] if inputs else named["input"]
+        self._is_doubled = values.numel() == values.shape[1]
+        if not self._is_doubled:
+            return None
         self.lone = norm
-        return type(norm).forward(norm, torch.cat((input, input)))[:1]
+        return (torch.cat((values, values)) * 0,), {}
+
+    def _halve(self, norm: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output[:1] if self._is_doubled else output
 
     def _collect(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert isinstance(norm, _BatchNorm)
@@ -117,7 +127,8 @@ class MiniBatchStatistics:
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics
         for norm in self._without_running:
-            norm.forward = partial(self._forward_alone, norm)  # type: ignore[method-assign]
+            hooks.append(norm.register_forward_pre_hook(self._double, with_kwargs=True))
+            hooks.append(norm.register_forward_hook(self._halve))
         try:
             yield
         finally:
@@ -125,8 +136,6 @@ class MiniBatchStatistics:
                 hook.remove()
             for norm in training:
                 norm.training = norm.track_running_stats = True
-            for norm in self._without_running:
-                del norm.forward
 
     def discard(self) -> None:
         self._sums.clear()
