@@ -155,22 +155,28 @@ def raise_descriptor_limit() -> int:
     With a higher limit, idle connections take longer to exhaust the descriptors.  Returns the limit, at most
     `MAX_DESCRIPTORS`.
     """
-    _reserved_descriptors()  # before strangers can take the last ones
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # some systems report a limit that they do not allow
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
+    with contextlib.suppress(OSError):
+        _reserved_descriptors()  # before strangers can take the last ones
     return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MAX_DESCRIPTORS)
 
 
 @contextlib.contextmanager
 def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
-    """Yield a duplicate of the descriptor as a socket; None if the descriptor is not a socket."""
+    """Yield a duplicate of the descriptor as a socket; None if it is not a socket, or if there has never been
+    a free descriptor."""
     with _reserved_lock:
-        idle, reserved = _reserved_descriptors()
         duplicate: socket.socket | None = None
+        try:
+            idle, reserved = _reserved_descriptors()
+        except OSError:
+            yield None
+            return
         try:
             with contextlib.suppress(OSError):
                 os.dup2(fd, reserved, inheritable=False)
@@ -184,9 +190,27 @@ def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
 
 @functools.cache
 def _reserved_descriptors() -> tuple[int, int]:
-    """Return the descriptor of an unused file, and the one that duplicates replace."""
+    """Return the descriptor of an unused file, and the one that duplicates replace.
+
+    Raises:
+        OSError: no descriptor is free.
+    """
     idle = os.open(os.devnull, os.O_RDONLY)
-    return idle, os.dup(idle)
+    try:
+        return idle, os.dup(idle)
+    except OSError:
+        os.close(idle)
+        raise
+
+
+def _forget_reserved() -> None:
+    """In a forked process, which may close all descriptors and use their numbers for other files."""
+    global _reserved_lock
+    _reserved_lock = threading.Lock()  # another thread may have held it
+    _reserved_descriptors.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_reserved)
 
 
 def _remote_address(duplicate: socket.socket, ports: Set[int] | None) -> RemoteAddress | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import struct
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from defences import disable_defences
 
 from gridtrain.network.transport.interface import PeerDown, PeerUp
-from gridtrain.network.transport.zmq import half_open, tcp_options
+from gridtrain.network.transport.zmq import half_open, sockets, tcp_options
 from gridtrain.network.transport.zmq.half_open import (
     CLOSES_PER_S,
     HALF_OPEN_S,
@@ -182,6 +183,37 @@ def test_a_connection_is_known_and_cut_while_no_descriptor_is_free(connection):
     assert far.recv(1) == b""
 
 
+def test_without_a_descriptor_at_the_start_no_connection_is_known(connection):
+    near, _, port = connection
+    tcp_options._reserved_descriptors.cache_clear()  # as in a process that has not listened
+    count = len(os.listdir("/proc/self/fd"))
+    with no_free_descriptor():
+        assert TcpConnection.identify(near.fileno(), {port}) is None
+    assert len(os.listdir("/proc/self/fd")) == count
+    assert TcpConnection.identify(near.fileno(), {port}) is not None
+
+
+def test_a_forked_process_leaves_the_numbers_of_its_parent_alone(connection, tmp_path):
+    """It may close all descriptors, as a daemon does, and have other files of these numbers."""
+    near, _, port = connection
+    tcp_options.raise_descriptor_limit()
+    reserved = tcp_options._reserved_descriptors()
+    with tcp_options._reserved_lock:  # another thread's, at that moment
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                signal.alarm(20)  # ends the process
+                file = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+                os.dup2(file, reserved[1])
+                code = int(TcpConnection.identify(near.fileno(), {port}) is None)
+                os.write(reserved[1], b"mine")
+            finally:
+                os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_known_connection_ends_when_its_owner_closes_it(connection):
     near, far, port = connection
     assert TcpConnection.identify(near.fileno(), {port}) is not None
@@ -221,7 +253,7 @@ def test_listening_raises_the_limit_of_descriptors(zeromq_net):
 def test_a_burst_of_connections_waits_to_be_accepted(zeromq_net):
     address = zeromq_net.add("bert").transport.listen("tcp://127.0.0.1:0")
     somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
-    assert listen_queue(int(address.rpartition(":")[2])) == min(MAX_TOTAL, somaxconn)
+    assert listen_queue(int(address.rpartition(":")[2])) == min(sockets.LISTEN_QUEUE, somaxconn)
 
 
 def listen_queue(port: int) -> int:
