@@ -115,10 +115,19 @@ def test_the_index_says_which_decision_supersedes_another() -> None:
         assert index[path.name[:4]].removesuffix(" |") == expected, path.name
 
 
-def test_files_in_the_table_of_old_names_exist() -> None:
+def test_files_and_classes_in_the_table_of_old_names_exist() -> None:
     with open(ROOT / "docs" / "old-names.csv", newline="", encoding="utf-8") as file:
-        moved = [row["now"] for row in csv.DictReader(file) if row["kind"] == "file"]
+        rows = list(csv.DictReader(file))
+    moved = [row["now"] for row in rows if row["kind"] == "file"]
     assert moved and not [path for path in moved if not (ROOT / path).exists()]
+    sources = [
+        p
+        for package in ("gridtrain", "coordinator", "worker", "tests")
+        for p in (ROOT / package).rglob("*.py")
+    ]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in sources)))
+    renamed = [row["now"].rpartition(".")[2] for row in rows if row["kind"] == "class"]
+    assert renamed and not [name for name in renamed if name not in words]
 
 
 @pytest.mark.parametrize("package", PACKAGES_WITH_A_GUIDE)
