@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 PYTEST = """#!{python} -S
-import os, signal, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 part = os.environ.get("GRIDTRAIN_PART", "retry")
 here = Path(__file__).parent
@@ -22,6 +22,12 @@ def say(words):
     os.write(1, f"{part} {words}\\n".encode())  # at once: with PYTHONUNBUFFERED each word would be a write
 say(" ".join(["began with", *(word for word in sys.argv if word.startswith("tests"))]))
 code = (here / part).read_text()
+new = here / f"{part}-failed"
+if new.exists():  # pytest adds to what an earlier run has recorded
+    recorded = Path(".pytest_cache") / part / "v" / "cache" / "lastfailed"
+    recorded.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(recorded.read_text()) if recorded.exists() else {}
+    recorded.write_text(json.dumps(before | json.loads(new.read_text())))
 if code == "hangs":
     try:
         (here / f"{part}-hangs").touch()
@@ -89,12 +95,23 @@ def test_a_few_failed_tests_are_run_again(tmp_path, most, retried, code):
     (tmp_path / ".venv" / "bin" / "retry").write_text(retried)
     recorded = tmp_path / ".pytest_cache" / "plain" / "v" / "cache" / "lastfailed"
     recorded.parent.mkdir(parents=True)
-    recorded.write_text('{"tests/test_a.py::test_a": true, "tests/test_b.py::test_b": true}')
+    recorded.write_text('{"tests/test_renamed.py::test_of_an_earlier_run": true}')
+    failed = '{"tests/test_a.py::test_a": true, "tests/test_b.py::test_b": true}'
+    (tmp_path / ".venv" / "bin" / "plain-failed").write_text(failed)
     with suite(tmp_path, "1", "0", "--retry-failed", most) as script:
         out, _ = script.communicate(timeout=60)
     assert script.returncode == code
     retried_line = "retry began with tests/test_a.py::test_a tests/test_b.py::test_b"
     assert (retried_line in out) == (most == "2")
+
+
+def test_a_part_that_hangs_hides_no_failure_of_another(tmp_path):
+    with suite(tmp_path, "hangs", "1") as script:
+        assert script.stdout is not None
+        seen = "".join(line for line in iter(script.stdout.readline, "process began with tests\n"))
+        script.terminate()
+        assert "plain cleans up" in script.stdout.read()
+    assert "== tests with real processes:" in seen and script.returncode == 2
 
 
 def test_the_output_of_a_hanging_part_is_printed(tmp_path):
