@@ -267,6 +267,7 @@ def test_the_traffic_budget_counts_over_restarts_until_midnight(
         lambda: json.loads((folder / FILE).read_text())["bytes"] == 300 if (folder / FILE).exists() else False
     )
     assert link.directive.most_bytes == link.directive.day_bytes == 1000
+    link._moved_bytes = lambda: 0  # its script has ended
     enforcer.set_script(0)
     moved[0] = 200  # the script was started again and counts from 0: 700 of the day are left
     link = AgentLink(enforcer.path, lambda: moved[0])
