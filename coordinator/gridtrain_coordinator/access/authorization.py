@@ -259,7 +259,11 @@ class Authorization:
                 )
             entry = self._apply_and_journal("invitation", key=name, uses=uses, until_s=wall_s, at_s=wall_s)
             return AccessReply(
-                m.OperatorReply("the invitation is withdrawn; workers that used it remain members"), (entry,)
+                m.OperatorReply(
+                    "the invitation is withdrawn; workers that it has admitted stay, and may return until "
+                    "they are kicked (gridtrain kick)"
+                ),
+                (entry,),
             )
         if uses > rules.MAX_USES or expires_s > rules.MAX_EXPIRES_S:
             return _refused(

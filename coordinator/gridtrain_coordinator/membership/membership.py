@@ -247,8 +247,8 @@ class Membership:
                 "worker with a checkpoint has come"
             )
         return effects, (
-            f'the run "{run.name}" ends: its {members} write their last checkpoint, the first one also '
-            "writes the model, and they exit"
+            f'the run "{run.name}" ends: the last checkpoints of its {members} and the model are written, '
+            "and all workers exit"
         )
 
     def introduce_pending_member(

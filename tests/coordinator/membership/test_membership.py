@@ -954,7 +954,7 @@ def end(run: Run) -> str:
 def test_a_run_that_its_owner_ends_is_finished_when_its_members_hold_one_state() -> None:
     run = Run(A, B)
     run.join(C)
-    assert end(run).startswith('the run "r" ends: its 2 members write their last checkpoint')
+    assert end(run).startswith('the run "r" ends: the last checkpoints of its 2 members')
     assert receivers(run.seen, m.Freeze) == [A, B]
     run.report(A, B)
     assert run.roster == "a b", "a newcomer would only delay the end"
