@@ -57,6 +57,17 @@ class _Moments:
         self.count = total
 
 
+def _values_of(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    """Return the argument of a norm's forward."""
+    values: Tensor = inputs[0] if inputs else named["input"]
+    return values
+
+
+def _is_single(values: Tensor) -> bool:
+    """Return whether there is a single value per channel."""
+    return values.numel() == values.shape[1]
+
+
 class MiniBatchStatistics:
     """Collects the statistics of all batch norms in `layers` for each mini-batch.
 
@@ -79,8 +90,7 @@ class MiniBatchStatistics:
         self._is_doubled = False  # in the forward of a norm without running statistics
 
     def _choose(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        values = inputs[0] if inputs else named["input"]
-        norm.training = values.numel() != values.shape[1]
+        norm.training = not _is_single(_values_of(inputs, named))
         if not norm.training:
             self.lone = norm
 
@@ -91,8 +101,8 @@ class MiniBatchStatistics:
 
         Normalized by itself, a value is zero in any case, so that the bias remains.
         """
-        values = inputs[0] if inputs else named["input"]
-        self._is_doubled = values.numel() == values.shape[1]
+        values = _values_of(inputs, named)
+        self._is_doubled = _is_single(values)
         if not self._is_doubled:
             return None
         self.lone = norm
@@ -105,9 +115,7 @@ class MiniBatchStatistics:
         assert isinstance(norm, _BatchNorm)
         if not norm.training:
             return
-        values = (
-            (inputs[0] if inputs else named["input"]).detach().float().transpose(0, 1).flatten(1)
-        )  # (C, count)
+        values = _values_of(inputs, named).detach().float().transpose(0, 1).flatten(1)  # (C, count)
         mean_C = values.mean(dim=1)
         found = _Moments(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
         if norm in self._sums:
