@@ -163,8 +163,9 @@ def test_a_late_joiner_receives_the_state_and_the_scheduler(new_group) -> None:
         ends = group.finish()
 
     first, second = group.events("generation")
-    assert (first["workers"], second["workers"], second["step"]) == (2, 3, STEP)
-    assert clara.marked("round")[0]["round"] == [2, STEP, 0]
+    assert (first["workers"], second["workers"]) == (2, 3)
+    assert second["step"] in (STEP, STEP + 1), "the open step may be committed before Freeze arrives"
+    assert clara.marked("round")[0]["round"] == [2, second["step"], 0]
     assert len(ends) == 3 and one_digest(ends), "parameters, momentum, learning rate"
     assert len({end["parameters"] for end in ends}) == 1, "the frozen parameters, too"
     assert [end["scheduler_steps"] for end in ends] == [60, 60, 60]

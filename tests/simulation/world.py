@@ -426,9 +426,11 @@ class SimWorker:
         if self._missed:
             self._apply_missed()
             return
-        if self._offered is not None:
+        block, self._offered = self._offered, None
+        # As in the runtime, a state is loaded only in the generation for which it was requested.
+        if block is not None and not self.core.is_synced and block.generation == self.core.generation:
             # Loading takes a while, in which the group may change once more.
-            self._computing, block, self._offered = True, self._offered, None
+            self._computing = True
             self.world.later(self.world.restore_s(), self.peer, lambda: self._restored(block))
             return
         for peer, term, generation, digest in self._state_requests:
