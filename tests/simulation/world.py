@@ -431,7 +431,7 @@ class SimWorker:
         if block is not None and not self.core.is_synced and block.generation == self.core.generation:
             # Loading takes a while, in which the group may change once more.
             self._computing = True
-            self.world.later(self.world.restore_s(), self.peer, lambda: self._restored(block))
+            self.world.later(self.world.restore_s(), self.peer, partial(self._restored, block))
             return
         for peer, term, generation, digest in self._state_requests:
             if self.core.rank_assignment is not None and (term, generation) == (
