@@ -10,9 +10,8 @@ The statistics are merged by the method of Chan, Golub and LeVeque (1979), which
 from each other; the variance is unbiased, as in torch.  The running statistics do not change before `commit`,
 so an aborted step has no effect.
 
-A micro-batch of a single value per channel has no statistics of its own: it is normalized by the running
-ones, as for evaluation, and does not change them; by itself, which leaves only the bias, if there are none.
-It occurs only where a step has one sample for a replica, because micro-batches are otherwise larger
+A micro-batch of a single value per channel is normalized as `training.single_samples` says.  It occurs only
+where a step has one sample for a replica, because micro-batches are otherwise larger
 (`boundary_specs.lone_sample_layer`).
 
 Other buffers (a moving average, spectral norm's vectors, a counter) change with each micro-batch, as in a
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gridtrain.errors import ConfigError
+from gridtrain.training.single_samples import SingleValueNorms, is_single, values_of
 
 
 @dataclass
@@ -57,17 +57,6 @@ class _Moments:
         self.count = total
 
 
-def _values_of(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-    """Return the argument of a norm's forward."""
-    values: Tensor = inputs[0] if inputs else named["input"]
-    return values
-
-
-def _is_single(values: Tensor) -> bool:
-    """Return whether there is a single value per channel."""
-    return values.numel() == values.shape[1]
-
-
 class MiniBatchStatistics:
     """Collects the statistics of all batch norms in `layers` for each mini-batch.
 
@@ -82,40 +71,19 @@ class MiniBatchStatistics:
                 "SyncBatchNorm communicates over a process group in the middle of a stage's forward",
                 remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
             )
-        norms = [m for m in found if isinstance(m, _BatchNorm)]
-        self._norms = [m for m in norms if m.running_mean is not None]
-        self._without_running = [m for m in norms if m.running_mean is None]
+        self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._single_values = SingleValueNorms(found, self._record_lone)
         self._sums: dict[_BatchNorm, _Moments] = {}
         self.lone: nn.Module | None = None
-        self._is_doubled = False  # in the forward of a norm without running statistics
 
-    def _choose(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        norm.training = not _is_single(_values_of(inputs, named))
-        if not norm.training:
-            self.lone = norm
-
-    def _double(
-        self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Give a norm without running statistics two zeros instead of a single value, which torch refuses.
-
-        Normalized by itself, a value is zero in any case, so that the bias remains.
-        """
-        values = _values_of(inputs, named)
-        self._is_doubled = _is_single(values)
-        if not self._is_doubled:
-            return None
+    def _record_lone(self, norm: nn.Module) -> None:
         self.lone = norm
-        return (torch.cat((values, values)) * 0,), {}
-
-    def _halve(self, norm: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output[:1] if self._is_doubled else output
 
     def _collect(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert isinstance(norm, _BatchNorm)
-        if not norm.training:
+        if is_single(values_of(inputs, named)):
             return
-        values = _values_of(inputs, named).detach().float().transpose(0, 1).flatten(1)  # (C, count)
+        values = values_of(inputs, named).detach().float().transpose(0, 1).flatten(1)  # (C, count)
         mean_C = values.mean(dim=1)
         found = _Moments(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
         if norm in self._sums:
@@ -123,27 +91,23 @@ class MiniBatchStatistics:
         else:
             self._sums[norm] = found
 
-    def forward(self, *, first_time: bool) -> AbstractContextManager[None]:
-        """Return the context manager for a micro-batch's forward; it collects statistics the first time."""
-        return self._observed(first_time) if self._norms or self._without_running else nullcontext()
-
     @contextmanager
-    def _observed(self, first_time: bool) -> Iterator[None]:
+    def observe(self, *, first_time: bool) -> Iterator[None]:
+        """Return the context manager for a micro-batch's forward, and for its backward, in which a checkpoint
+        repeats a forward; it collects statistics the first time."""
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
-        befores = (self._choose, self._collect) if first_time else (self._choose,)
-        hooks = [norm.register_forward_pre_hook(f, with_kwargs=True) for norm in training for f in befores]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics
-        for norm in self._without_running:
-            hooks.append(norm.register_forward_pre_hook(self._double, with_kwargs=True))
-            hooks.append(norm.register_forward_hook(self._halve))
+        observed = training if first_time else []
+        hooks = [norm.register_forward_pre_hook(self._collect, with_kwargs=True) for norm in observed]
         try:
-            yield
+            with self._single_values.permitted():
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
             for norm in training:
-                norm.training = norm.track_running_stats = True
+                norm.track_running_stats = True
 
     def discard(self) -> None:
         self._sums.clear()

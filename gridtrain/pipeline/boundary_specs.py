@@ -47,7 +47,7 @@ def infer_boundary_specs(
     for i, layer in enumerate(layers):
         copied = copy.deepcopy(layer).to(meta)
         try:
-            with MiniBatchStatistics([copied]).forward(first_time=False):
+            with MiniBatchStatistics([copied]).observe(first_time=False):
                 outputs = [copied(output) for output in outputs]
         except GridtrainError:
             raise
@@ -72,7 +72,7 @@ def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> str:
         copied = copy.deepcopy(layer).to(meta)
         statistics = MiniBatchStatistics([copied])
         try:
-            with torch.no_grad(), statistics.forward(first_time=False):
+            with torch.no_grad(), statistics.observe(first_time=False):
                 output = copied(output)
         except ValueError:  # a user's layer, for example
             return f"layer {i}, {type(layer).__name__}"

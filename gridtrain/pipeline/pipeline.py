@@ -55,6 +55,7 @@ from gridtrain.training.checkpoint import hyperparameters, serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt
 from gridtrain.training.optimizer import check_compatible, l2_norm
+from gridtrain.training.single_samples import SingleSampleReport
 from gridtrain.training.skip_report import SkipReport
 
 log = logging.getLogger("gridtrain")
@@ -120,7 +121,8 @@ class Pipeline:
         self.exchange_config = options.exchange
         self.compare_every, self.clip_norm = options.compare_every, options.clip_norm
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
-        self.last_skipped = self.metered = self._has_warned = False
+        self._single_samples = SingleSampleReport("replica of the model")
+        self.last_skipped = self.metered = False
         self._stored_bytes = self._largest_micro_batch = 0
         self.timings: dict[str, float] = {}
 
@@ -243,7 +245,7 @@ class Pipeline:
         layout, count = self.held.places.layout(plan), self._micro_batch_count
         executor = state.prepare_executor(self.held.places.stages(plan), inputs)
         if plan.samples == 1 and state.lone_sample_layer:
-            self._check_lone_sample(plan, state.lone_sample_layer)
+            self._single_samples.report(state.lone_sample_layer, is_chosen=plan.step == 0)
         sizes = state.micro_batch_sizes(plan.samples, count.number)
         self._largest_micro_batch = max(sizes, default=0)
         link = RoundStageLink(layout, plan.rank, state.max_payload_bytes(self._largest_micro_batch))
@@ -271,24 +273,6 @@ class Pipeline:
             link.abort(f"stage {state.stage}: {type(error).__name__}: {error}")
             self._failed_round = round_
             raise
-
-    def _check_lone_sample(self, plan: StepPlan, layer: str) -> None:
-        """Raise `ConfigError` if the run begins with steps of one sample for this replica, on which a layer
-        cannot train; in a later step, such as the last one of a pass, log it once."""
-        if plan.step == 0:
-            raise ConfigError(
-                f"{layer}, cannot train on a single sample, but a step has only one for this replica of the "
-                "model",
-                remedy="use a larger batch_size= or global_batch_size=, so that each replica has a "
-                "micro-batch of at least 2 samples, or a norm without statistics of the batch (GroupNorm)",
-            )
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "step %d has a single sample for this replica: %s, normalizes it with running statistics, "
-                "if it has any",
-                *(plan.step, layer),
-            )
 
     def _share_tied(self, state: StageState, layout: RankLayout, link: RoundStageLink) -> None:
         """Replace the copies of tied parameters with the first stage's copy if their updates may differ."""

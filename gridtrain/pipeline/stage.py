@@ -205,7 +205,7 @@ class Stage:
             x = self.input.map_leaves(x, lambda leaf, value: value.clone() if leaf.has_gradient else value)
         again = nullcontext() if first_time else self._buffers.restore_during(m)
         generators = random_seeds.borrowed_generators(self.device)
-        with generators, self._statistics.forward(first_time=first_time), again:
+        with generators, self._statistics.observe(first_time=first_time), again:
             for i, layer in enumerate(self.layers):
                 self._seed_layer(m, i)
                 with self._buffers.observe(i, m) if first_time else nullcontext():
@@ -282,7 +282,9 @@ class Stage:
             roots, seeds = self.output.tensors(result, self._sizes[m]), list(gradients or ())  # type: ignore[arg-type]
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
         if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+            # A checkpoint of a user's layer repeats its forward here.
+            with self._statistics.observe(first_time=False), self._buffers.restore_during(m):
+                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         if self.input is None:
             return ()
         leaves = self.input.tensors(kept.received, self._sizes[m])

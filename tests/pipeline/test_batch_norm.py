@@ -1,12 +1,14 @@
-"""A single value per channel in a batch norm without running statistics."""
+"""Batch norm with a single value per channel, and in a layer whose forward is repeated in the backward."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gridtrain.pipeline.batch_norm import MiniBatchStatistics
+from gridtrain.pipeline.stage import Stage
 
 
 @pytest.mark.parametrize("size", [1.0, 1e6])
@@ -16,7 +18,7 @@ def test_of_a_single_value_exactly_the_bias_remains(size: float) -> None:
     before = norm.forward
     statistics = MiniBatchStatistics([norm])
     single = (size * torch.randn(1, 3)).requires_grad_()
-    with statistics.forward(first_time=True):
+    with statistics.observe(first_time=True):
         output = norm(single)
         output.sum().backward()
         several = norm(torch.randn(2, 3))
@@ -29,5 +31,62 @@ def test_of_a_single_value_exactly_the_bias_remains(size: float) -> None:
 
 def test_a_value_that_is_not_finite_is_not_hidden() -> None:
     norm = nn.BatchNorm1d(3, track_running_stats=False)
-    with MiniBatchStatistics([norm]).forward(first_time=True):
+    with MiniBatchStatistics([norm]).observe(first_time=True):
         assert norm(torch.full((1, 3), float("nan"))).isnan().all()
+
+
+class Counter(nn.Module):
+    """A layer with a buffer that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1  # type: ignore[operator]
+        return x * self.forwards
+
+
+class Repeated(nn.Sequential):
+    """Layers whose forward is repeated in the backward."""
+
+    reentrant: bool | None = None  # None: it is not
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return super().forward(x)
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+def train_stage(
+    reentrant: bool | None, samples: int, has_running: bool, rematerialise: bool
+) -> tuple[Stage, list[Tensor]]:
+    torch.manual_seed(3)
+    norm = nn.BatchNorm1d(8, track_running_stats=has_running)
+    layers = Repeated(norm, Counter(), nn.Linear(8, 1))
+    layers.reentrant = reentrant
+    stage = Stage([nn.Linear(2, 8), layers], loss=nn.functional.mse_loss, rematerialise=rematerialise)
+    inputs, targets = torch.randn(3 * samples, 2), torch.randn(3 * samples, 1)
+    stage.begin(0, [samples] * 3, inputs=inputs, targets=targets)
+    for m in range(3):
+        stage.forward(m, backward_follows=m == 2)
+        stage.backward(m)
+    stage.finish()
+    if norm.running_mean is not None:
+        assert not norm.running_mean.any(), "the running statistics changed before the commit"
+    stage.commit()
+    buffers = [buffer for layer in stage.layers for buffer in layer.buffers()]
+    return stage, [*(p.grad for p in stage.parameters if p.grad is not None), *buffers]
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("has_running", [True, False])
+@pytest.mark.parametrize("rematerialise", [True, False])
+def test_a_checkpoint_in_a_layer_changes_neither_gradients_nor_buffers(
+    samples: int, has_running: bool, rematerialise: bool
+) -> None:
+    plain, expected = train_stage(None, samples, has_running, rematerialise)
+    for reentrant in (True, False):
+        stage, found = train_stage(reentrant, samples, has_running, rematerialise)
+        assert stage.loss == plain.loss and len(found) == len(expected) >= 7
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
