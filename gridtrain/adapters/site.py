@@ -32,6 +32,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from enum import IntEnum
 from itertools import groupby
 from types import FrameType, TracebackType
@@ -50,6 +51,7 @@ from gridtrain.sdk.join import join
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.data import sampler
+from gridtrain.training.single_samples import SingleSampleBatches
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 LEADER = 0
@@ -177,11 +179,15 @@ class Site:
         if self.grid is not None:
             options: dict[str, Any] = {"epochs": epochs, "steps": steps, "seed": seed, **ours}
             turns = self._lead(self.grid.sampler(dataset, global_batch_size=global_batch_size, **options))
+        single_samples = SingleSampleBatches(self._optimizer.model)
         for indices in turns:
             part = _share_of(indices, self.rank, self.world_size)
             self._weight = len(part) / len(indices)
             self._optimizer.stepped = False
-            yield sampler.fetch_batch(dataset, part or indices[:1], collate_fn)
+            batch = sampler.fetch_batch(dataset, part or indices[:1], collate_fn)
+            is_single = len(part) < 2
+            with single_samples.permitted(is_chosen=batch_size == 1) if is_single else nullcontext():
+                yield batch
             if not self._optimizer.stepped:
                 raise ConfigError(
                     "optimizer.step() was not called for a batch; each batch is one step",

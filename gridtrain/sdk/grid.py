@@ -645,7 +645,7 @@ class Grid:
         shards = dataset.shard_sizes if isinstance(dataset, ShardedDataset) else ()
         spec = LedgerSpec(size, seed, epochs, steps, delay=wrapped.delay, shards=shards)
         data_ledger.validate(spec)
-        self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes.batch_size)
+        self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes)
         self._model_state.join(run_facts(wrapped, data_text), spec, sizes)
         return self._turns
 

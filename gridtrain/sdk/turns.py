@@ -20,10 +20,12 @@ from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.runtime.group_session import GroupSession, WaitInterrupted
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.data import sampler
+from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.model_state import ModelState
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
 from gridtrain.training.pause import PauseController
+from gridtrain.training.single_samples import SingleSampleBatches
 
 log = logging.getLogger("gridtrain")
 
@@ -39,7 +41,7 @@ class Turns:
 
     Args:
         trainer: the optimizer or pipeline whose steps the script takes.
-        batch_size: the number of samples per step that this worker requests; 0 for any number.
+        sizes: the numbers of samples that the script asks for.
 
     Attributes:
         is_finished: whether the run has ended.
@@ -54,11 +56,13 @@ class Turns:
         model_state: ModelState,
         pauses: PauseController,
         spec: LedgerSpec,
-        batch_size: int,
+        sizes: BatchSizes,
     ) -> None:
         self._session, self._trainer, self._model_state, self._pauses = session, trainer, model_state, pauses
-        self.spec, self._batch_size = spec, batch_size
+        self.spec, self._sizes = spec, sizes
         self._calls = trainer.calls_per_turn
+        is_whole = isinstance(trainer, GridOptimizer)  # a pipeline's stages see to their single samples
+        self._single_samples = SingleSampleBatches(trainer.model) if is_whole else None
         self._full_share = 0  # this worker's share of a full step, in samples
         self._pending: deque[Spans] = deque()  # of the turn, for the next calls of step()
         self._computed: Spans = ()  # the positions of the latest turn
@@ -73,13 +77,13 @@ class Turns:
         Raises:
             ConfigError: the number of calls of `step` differs from the number of batches.
         """
-        # At least two samples, because batch norm, for example, cannot train on a single sample.
-        stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._batch_size // self._calls))),)
+        # At least two samples, so that batch norm has statistics.
+        stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._sizes.batch_size // self._calls))),)
         while (snapshot := self._next_turn()) is not None:
             assert snapshot.open_round is not None
             self._full_share = snapshot.shares[snapshot.rank][1]
             if (pending := _pending_spans(snapshot)) not in ((), self._computed):
-                yield from self._repeat(pending)
+                yield from self._repeat(pending, snapshot.open_round.step)
                 continue
             self._model_state.begin_turn(snapshot)
             if self._pauses.is_controlled:
@@ -89,25 +93,37 @@ class Turns:
                 self._trainer.end_empty_turn()
                 continue
             spans = self._divide(snapshot.spans) if snapshot.spans else [stand_in] * self._calls
-            self._pending, stand_in = deque(spans), spans[-1]
-            while self._pending:
-                yield self._pending.popleft()
+            stand_in = spans[-1]
+            yield from self._call_by_call(spans, snapshot.open_round.step)
             self._computed = snapshot.spans
             if not self._session.is_turn_done:
                 raise self._missing_call_error(snapshot.open_round.step)
 
-    def _repeat(self, spans: Spans) -> Iterator[Spans]:
+    def _repeat(self, spans: Spans, step: int) -> Iterator[Spans]:
         """Yield the calls of a batch that the group counts in this step, and whose change this worker has
         lost, because its process was started again."""
         assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
         log.warning("this worker computes its latest batch again, which was not exchanged before its restart")
         restore = self._trainer.capture_turn_state()
         self._trainer.begin_repeated_turn(self._calls_with_samples(spans))
-        self._pending = deque(self._divide(spans))
-        while self._pending:
-            yield self._pending.popleft()
+        yield from self._call_by_call(self._divide(spans), step)
         restore()  # schedulers: the other workers do not repeat the turn
         self._computed = spans
+
+    def _call_by_call(self, spans: Sequence[Spans], step: int) -> Iterator[Spans]:
+        """Yield the spans of each call; while one of its batches has a single sample, the model's batch norms
+        can train on it, unless the batch size asks for such batches from the first step on."""
+        self._pending = deque(spans)
+        is_first = self._sizes.per_step is None or step == 0  # later, measured speeds may make a share small
+        is_chosen = is_first and self._full_share < 2 * self._calls * self._sizes.accumulate
+        while self._pending:
+            now = self._pending.popleft()
+            has_single = data_ledger.count_samples(now) < 2 * self._sizes.accumulate
+            if has_single and self._single_samples is not None:
+                with self._single_samples.permitted(is_chosen=is_chosen):
+                    yield now
+            else:
+                yield now
 
     @property
     def has_samples(self) -> bool:
