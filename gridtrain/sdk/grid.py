@@ -410,7 +410,8 @@ class Grid:
                 opens only the files that the group has leased to it.  An iterable data set must yield the
                 same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
                 exists), and every worker skips the samples of the other workers.
-            batch_size: the number of samples in one yielded batch on this worker.
+            batch_size: the number of samples in one yielded batch on this worker; fewer, down to one, at the
+                end of a pass.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.
             max_batch_size: with `global_batch_size`, the largest batch that this worker can process; exceeded
