@@ -11,6 +11,9 @@ _UNIT_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
 _PREFIXES = " kmgt"
 
+SKIP_REASON = "because a gradient was not finite"
+"""Why the members skip a step."""
+
 
 def parse_duration_s(text: str) -> float | None:
     """Return the seconds in "200us", "10ms", "90s", "15m", "12h" or "7d"; None for any other string."""
@@ -42,6 +45,21 @@ def shorten(text: str, max_bytes: int) -> str:
 def format_count(count: int, noun: str) -> str:
     """Return a number with its noun in singular or plural, such as "1 worker" and "1,200 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_age(seconds_s: float) -> str:
+    """Format how long ago something was, such as "45 s", "12 min" and "30 h"."""
+    if seconds_s < 120:
+        return f"{seconds_s:.0f} s"
+    return f"{seconds_s / 60:.0f} min" if seconds_s < 7200 else f"{seconds_s / 3600:.0f} h"
+
+
+def describe_skipped(skipped: int, steps: int) -> str:
+    """Return how little was learned, if at least half of a run's steps were skipped; otherwise ""."""
+    if not steps or 2 * skipped < steps:
+        return ""
+    learned = "nothing" if skipped >= steps else "little"
+    return f"{learned} was learned: {skipped:,} of {format_count(steps, 'step')} skipped, {SKIP_REASON}"
 
 
 def format_worker_state(state: str) -> str:

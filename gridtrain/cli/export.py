@@ -7,6 +7,7 @@ import click
 from gridtrain.cli.layers_file import parse_size
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
+from gridtrain.quantities import describe_skipped
 
 
 @click.command()
@@ -44,6 +45,8 @@ def export(checkpoint: str, out: str, step: int | None, shard_size: str) -> None
         f"{shown_url(out)}: the model after step {done.step}, {done.tensors} tensors with {done.elements} "
         f"elements, from {done.source}"
     )
+    if learned := describe_skipped(done.skipped_steps, done.step):
+        click.echo(learned, err=True)
     if done.left_out:
         click.echo(
             f"{len(done.left_out)} frozen tensors, such as {done.left_out[0]!r}, are in no checkpoint, and "

@@ -18,7 +18,7 @@ import click
 
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import PLAIN_WIDTH, count, make_console, mapping, rows
-from gridtrain.quantities import format_bytes, format_field, format_worker_state
+from gridtrain.quantities import format_age, format_bytes, format_field, format_worker_state
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group
@@ -119,14 +119,16 @@ def render(snapshot: Mapping[str, Any]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    phase = str(snapshot.get("phase", "?"))
+    phase, alert = str(snapshot.get("phase", "?")), str(snapshot.get("alert") or "")
     head = Text.assemble(
         ("run ", "dim"), (str(snapshot.get("run", "?")), "bold"), "  ",
-        (phase, PHASE_STYLES.get(phase, "")), f"  {snapshot.get('reason', '')!s}",
+        (phase, "red" if alert else PHASE_STYLES.get(phase, "")), "  ",
+        (f"{alert}; " if alert else "", "red"), str(snapshot.get("reason", "")),
     )  # fmt: skip
+    skipped = f" ({count(snapshot['skipped_steps'])} skipped)" if snapshot.get("skipped_steps") else ""
     figures = Text(
         f"term {count(snapshot.get('term'))}  generation {count(snapshot.get('generation'))}  "
-        f"step {count(snapshot.get('step'))}  {_rate(snapshot.get('steps_per_s'))} steps/s"
+        f"step {count(snapshot.get('step'))}{skipped}  {_rate(snapshot.get('steps_per_s'))} steps/s"
     )
     facts = [f"{name}: {value}" for name, value in mapping(snapshot.get("facts")).items()]
     if why := str(snapshot.get("exchange_reason") or ""):
@@ -216,7 +218,8 @@ def members_table(
         kept = [cell for heading, cell in zip(headings, cells, strict=True) if heading not in without]
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in kept))
     if not table.row_count:
-        nobody = "all workers have left" if snapshot.get("finished") else "no worker has joined yet"
+        nobody = "no worker is connected" if snapshot.get("generation") else "no worker has joined yet"
+        nobody = "all workers have left" if snapshot.get("finished") else nobody
         table.add_row("-", *([""] if in_stages else []), Text(nobody, style="dim"))
     return table
 
@@ -274,9 +277,7 @@ def _whole_seconds(value: Any) -> str:
 
 def _age(line: Mapping[str, Any]) -> str:
     since_s = line.get("since_s")
-    if not isinstance(since_s, int | float):
-        return "?"
-    return _whole_seconds(since_s) if since_s < 120 else f"{since_s / 60:.0f} min"
+    return format_age(since_s) if isinstance(since_s, int | float) else "?"
 
 
 def _event(event: Mapping[str, Any], now_s: Any) -> str:

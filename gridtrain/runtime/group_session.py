@@ -128,10 +128,14 @@ class GroupSession:
                 "whole run, and iterate over it in one loop",
             )
 
-    def pause(self, reason: str) -> None:
-        """Leave the run until `resume`.  See `GroupConnection.pause`."""
+    def pause(self, reason: str) -> int:
+        """Leave the run until `resume`.  See `GroupConnection.pause`.
+
+        Returns the number of members of the last generation, with this worker; 0 if there was none.
+        """
         self.connection.pause(reason)
         self._is_dropping_batch = False
+        return self._loop.mailbox.snapshot.world_size
 
     def resume(
         self,

@@ -8,7 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from gridtrain.config import JoinConfig
+from gridtrain.core.commit import data_ledger
 from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.quantities import describe_skipped
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.training.model_state import ModelState
@@ -62,6 +64,9 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
             model_state.export(export_folder(config))
         else:
             log.warning("the run is finished; another worker writes its model")
+    ledger = session.snapshot.ledger
+    if learned := describe_skipped(data_ledger.count_skipped_steps(ledger), ledger.step):
+        log.warning("%s; check the run's loss, learning rate and data", learned)
     if isinstance(written, Exception):
         raise written
     model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)

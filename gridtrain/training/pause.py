@@ -134,8 +134,13 @@ class PauseController:
         not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()
-        log.warning("paused by its owner: %s; the other workers continue without this worker", reason)
-        self._session.pause(reason)
+        log.warning("paused by its owner: %s", reason)
+        if self._session.pause(reason) > 1:
+            log.warning("the workers that are not paused continue without this worker")
+        else:
+            log.warning(
+                "no other worker trains: the run continues when a worker resumes (gridtrain worker resume)"
+            )
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # for other programs that use the GPU
         self._agent.report(state="paused", reason=reason)

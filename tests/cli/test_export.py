@@ -31,12 +31,14 @@ class Tied(nn.Module):
         self.register_buffer("mask", torch.tensor([True, False]))
 
 
-def write(folder: Path, step: int, seed: int) -> dict[str, Any]:
-    """Writes a checkpoint after `step` steps; returns the model's state_dict."""
+def write(folder: Path, step: int, seed: int, skipped: int = 0) -> dict[str, Any]:
+    """Writes a checkpoint after `step` steps of 8 samples; returns the model's state_dict."""
     model = Tied(seed)
     optimizer = torch.optim.Adam(model.parameters())
     document, tensors = serialization.pack_state(model, optimizer, {})
-    info = CheckpointInfo(step - 1, bytes(32), LedgerState(step=step))
+    info = CheckpointInfo(
+        step - 1, bytes(32), LedgerState(step, 8 * step, consumed=8 * step, skipped=8 * skipped)
+    )
     checkpoint_store.save(
         CheckpointContent(info, (("model", "m"),), document, tensors, {}), folder / f"step-{step:08d}"
     )
@@ -55,6 +57,16 @@ def refusal(*arguments: object) -> ConfigError:
 
 def load(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True) if path.suffix == ".pt" else safetensors.torch.load_file(path)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "line"), [(7, "nothing was learned: 7 of 7"), (4, "little was learned: 4 of 7"), (3, "")]
+)
+def test_an_export_says_that_most_steps_were_skipped(tmp_path: Path, skipped: int, line: str) -> None:
+    write(tmp_path, 7, seed=1, skipped=skipped)
+    done = export(tmp_path, tmp_path / "model.pt")
+    shown = f"{line} steps skipped, because a gradient was not finite\n" if line else ""
+    assert (done.exit_code, done.stderr) == (0, shown)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])

@@ -111,8 +111,17 @@ def test_names_are_complete_on_a_narrow_terminal(width: int) -> None:
     assert row.index("8 ") == head.index("share") + len("share") - 1
 
 
+def test_a_run_that_learns_nothing_says_so_in_its_headline() -> None:
+    alert = "nothing is being learned: the last 41 steps were skipped"
+    seen = drawn({**STATUS, "alert": alert, "skipped_steps": 41})
+    assert seen == DRAWN.replace("training  ", f"training  {alert}; ").replace(
+        "step 41 ", "step 41 (41 skipped) "
+    )
+
+
 def test_a_run_without_workers_says_so() -> None:
-    assert "no worker has joined yet" in drawn({**STATUS, "members": []})
+    assert "no worker has joined yet" in drawn({**STATUS, "members": [], "generation": 0})
+    assert "no worker is connected" in drawn({**STATUS, "members": []})
     assert "all workers have left" in drawn({**STATUS, "members": [], "finished": True})
 
 

@@ -181,6 +181,7 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
     assert back and back[0] >= 20 and back == list(range(back[0], STEPS)), "it takes part in each step again"
     assert all(size == 3 for step, size in paused_group.seen["worker-0"] if step > back[0])
     assert "worker-1 left: paused by its owner: battery" in _reasons(paused_group)
+    assert "the workers that are not paused continue without this worker" in caplog.text
     assert "this worker has returned after" in caplog.text
 
 
@@ -189,7 +190,9 @@ def _reasons(paused_group: PausedGroup) -> str:
     return " | ".join(str(event.get("reason")) for event in events)
 
 
-def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(new_group: Any) -> None:
+def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
+    new_group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its residual stays with it, as no other worker can receive it, and counts again at the first step."""
     paused_group = PausedGroup(new_group, EXCHANGES["topk"], steps=12)
     paused_group.group._min = 1
@@ -228,9 +231,12 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(new_group: Any
         paused_group.allow_up_to(12)
         paused_group.wait_until(paused_group.is_paused)
         paused = [step for step, _ in paused_group.seen["one"]]
+        paused_group.wait_until(lambda: snapshot_of(group)["phase"] == "waiting")
+        assert str(snapshot_of(group)["reason"]).startswith("the only worker is paused by its owner")
         paused_group.owner.directive = AgentDirective()
         thread.join(WITHIN_S)
         assert done == [None]
+    assert "no other worker trains: the run continues when a worker resumes" in caplog.text
     steps = [step for step, _ in paused_group.seen["one"]]
     assert steps == list(range(12)) and paused[-1] in (6, 7), "no step is repeated or left out"
     again = residuals[paused[-1] + 1]

@@ -25,14 +25,14 @@ from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 DATA = [torch.full((2,), float(i)) for i in range(8)]
 
 
-def train_steps(grid: gridtrain.Grid, start: float, steps: int = 4) -> None:
+def train_steps(grid: gridtrain.Grid, start: float, steps: int = 4, skips: int = 0) -> None:
     model = nn.Linear(2, 1)
     with torch.no_grad():
         model.weight.fill_(start)
         model.bias.zero_()
     optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=gridtrain.Dense())
     for batch in grid.batches(DATA, batch_size=2, steps=steps):
-        model(batch).mean().backward()
+        (model(batch).mean() * (float("nan") if grid.step < skips else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -45,6 +45,18 @@ def test_a_worker_logs_that_its_initial_weights_were_replaced(
     assert caplog.messages.count("the run is finished; another worker writes its model") == 1
     lines = [message for message in caplog.messages if "initial weights were replaced" in message]
     assert len(lines) == int(differs), caplog.text
+
+
+@pytest.mark.parametrize(("skips", "learned"), [(4, "nothing"), (3, "little"), (1, "")])
+def test_a_worker_logs_at_the_end_that_most_steps_were_skipped(
+    together: Any, caplog: pytest.LogCaptureFixture, skips: int, learned: str
+) -> None:
+    together(lambda grid, number: train_steps(grid, 1.0, skips=skips), 2)
+    lines = [message for message in caplog.messages if "was learned" in message]
+    assert lines == [
+        f"{learned} was learned: {skips} of 4 steps skipped, because a gradient was not finite; "
+        "check the run's loss, learning rate and data"
+    ] * (2 if learned else 0)
 
 
 def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -95,8 +95,9 @@ class Departures:
         """Finish the run: notify the members, and refuse all other workers."""
         run = self._run
         reason = f"{format_count(len(run.member_list), 'worker')} reached the end of the run"
-        if run.is_ending and not run.members <= run.finished_members:
+        if run.is_ending and not (run.members and run.members <= run.finished_members):
             reason = f"its owner has ended it after {format_count(run.highest_step, 'step')}"
+        reason += run.skipped_steps.ending(run.highest_step)
         effects: list[Effect] = [
             run.enter_phase(RunPhase.FINISHED, reason),
             LogEvent("info", "finished", {"reason": reason}),

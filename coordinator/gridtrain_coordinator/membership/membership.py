@@ -61,7 +61,6 @@ from gridtrain_coordinator.run.events import (
 )
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
-from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Candidates, Worker, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.worker_names import WorkerNames
@@ -111,7 +110,7 @@ class Membership:
         recovered = recovered or RecoveredRun()
         reports = GenerationReports(frozenset(x.peer for x in recovered.roster), recovered.generation)
         self._addresses = AddressBook(me)
-        self._divergence, self._paused_workers = DivergenceDetector(), PausedWorkers()
+        self._divergence = DivergenceDetector()
         self._worker_names = WorkerNames(recovered.names)
         self._create_parts(reports, CheckpointQuorum(recovered.checkpoints), by_links=plans)
         self._restore(recovered)
@@ -125,7 +124,7 @@ class Membership:
         self._complaints = Complaints(run, planner, departures, addresses, divergence)
         checkpoints = self._checkpoints = CheckpointCatalog(run, quorum)
         self._admission = WorkerAdmission(
-            run, planner, departures, checkpoints, addresses, self._paused_workers, self._worker_names
+            run, planner, departures, checkpoints, addresses, self._worker_names
         )
         sources = StateSources()
         self._readiness = Readiness(run, planner, departures, sources)
@@ -248,7 +247,7 @@ class Membership:
             )
         return effects, (
             f'the run "{run.name}" ends: the last checkpoints of its {members} and the model are written, '
-            "and all workers exit"
+            f"and all workers exit{run.skipped_steps.ending(run.highest_step)}"
         )
 
     def introduce_pending_member(
@@ -270,13 +269,17 @@ class Membership:
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
         steps = [run.highest_step, *(run.workers[peer].step for peer in run.present_members)]
+        skipped = run.skipped_steps
         return {
             "run": run.name,
             "phase": str(run.phase),
-            "reason": run.reason,
+            "reason": run.describe_phase(now_s),
             "term": run.term,
             "generation": run.generation,
             "step": max(steps),
+            "skipped_steps": skipped.total,
+            "skipped_in_a_row": skipped.in_a_row,
+            "alert": "" if run.is_finished else skipped.alert,
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,
@@ -296,7 +299,7 @@ class Membership:
                 }
                 for w in run.workers.values()
             ],
-            "resting": self._paused_workers.status_rows(now_s),
+            "resting": run.paused_workers.status_rows(now_s),
             "events": [dict(event) for event in self._events],
         }
 
@@ -453,8 +456,8 @@ class Membership:
             case m.Leave(reason):
                 return self._departures.leave(peer, reason)
             case m.TemporaryLeave(reason):
-                self._paused_workers.add(peer, worker.name, reason, now_s)
-                return self._departures.leave(peer, self._paused_workers.reason_text(peer))
+                run.paused_workers.add(peer, worker.name, reason, now_s)
+                return self._departures.leave(peer, run.paused_workers.reason_text(peer))
             case m.RunFinished(applied):
                 run.record_finish(peer, applied)
                 return [LogEvent("info", "worker_finished", {"name": worker.name, "step": applied + 1})]
@@ -496,7 +499,7 @@ class Membership:
 
     def _handle_removal(self, event: WorkerRemoved) -> list[Effect]:
         peer = event.peer
-        self._paused_workers.discard(peer)
+        self.run.paused_workers.discard(peer)
         if peer not in self.run.workers:
             return [Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))

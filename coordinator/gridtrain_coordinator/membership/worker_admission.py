@@ -22,7 +22,6 @@ from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import Effect, JournalEntry, LogEvent
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
-from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Worker, setup_differences, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.worker_names import WorkerNames, rename_events
@@ -62,11 +61,10 @@ class WorkerAdmission:
         departures: Departures,
         checkpoints: CheckpointCatalog,
         addresses: AddressBook,
-        paused_workers: PausedWorkers,
         worker_names: WorkerNames,
     ) -> None:
         self._run, self._planner, self._departures, self._checkpoints = run, planner, departures, checkpoints
-        self._addresses, self._paused_workers, self._worker_names = addresses, paused_workers, worker_names
+        self._addresses, self._worker_names = addresses, worker_names
 
     def check_join(self, peer: m.PeerId, join: m.Join) -> list[Effect]:
         """Return the refusal of a join; empty if the worker may join."""
@@ -90,11 +88,11 @@ class WorkerAdmission:
         run = self._run
         worker = run.workers.get(peer)
         if worker is None:
-            taken = {other.name for other in run.workers.values()} | self._paused_workers.reserved_names(peer)
+            taken = {other.name for other in run.workers.values()} | run.paused_workers.reserved_names(peer)
             name = self._worker_names.assign(peer, join.name, taken)
             worker = run.workers.register(peer, name, join.address, now_s)
         worker.record_join(join.address)
-        self._paused_workers.discard(peer)
+        self._run.paused_workers.discard(peer)
         fields = {"name": worker.name, "peer": peer.hex()[:12], "address": join.address}
         return [
             LogEvent("info", "joined", fields),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gridtrain.core import messages as m
+from gridtrain.quantities import format_age
 
 MAX_PAUSED = 1000
 RETENTION_S = 7 * 86_400.0
@@ -34,6 +35,9 @@ class PausedWorkers:
         if len(self._workers) > MAX_PAUSED:
             del self._workers[next(iter(self._workers))]
 
+    def __contains__(self, peer: m.PeerId) -> bool:
+        return peer in self._workers
+
     def discard(self, peer: m.PeerId) -> None:
         self._workers.pop(peer, None)
 
@@ -50,9 +54,7 @@ class PausedWorkers:
 
         Drops pauses older than a week.
         """
-        self._workers = {
-            peer: paused for peer, paused in self._workers.items() if now_s - paused.since_s < RETENTION_S
-        }
+        self._drop_old(now_s)
         return [
             {
                 "name": paused.name,
@@ -63,3 +65,26 @@ class PausedWorkers:
             }
             for peer, paused in self._workers.items()
         ]
+
+    def describe(self, required: int, now_s: float) -> str:
+        """Describe the pause of all workers, of which `required` have to return; "" if none is paused.
+
+        The time is that since the last of them was paused.
+        """
+        self._drop_old(now_s)
+        count = len(self._workers)
+        if not count:
+            return ""
+        who = "the only worker is paused by its owner"
+        if count > 1:
+            who = f"all {count} workers are paused by their owners"
+        needed = "one of them resumes" if count > 1 else "it resumes"
+        if required > 1:
+            needed = f"{required} {'of them' if required <= count else 'workers'} are back"
+        age = format_age(now_s - max(paused.since_s for paused in self._workers.values()))
+        return f"{who}, for {age}; training continues when {needed} (gridtrain worker resume)"
+
+    def _drop_old(self, now_s: float) -> None:
+        self._workers = {
+            peer: paused for peer, paused in self._workers.items() if now_s - paused.since_s < RETENTION_S
+        }

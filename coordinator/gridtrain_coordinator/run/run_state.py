@@ -18,9 +18,11 @@ from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
+from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Registry, Worker
 from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
+from gridtrain_coordinator.run.worker_problems import SkippedSteps
 
 MAX_STEPS = 2**62
 """The highest step that is accepted from a worker, so that sums with it fit into a field of the protocol."""
@@ -45,6 +47,7 @@ class RunState:
             know the view.
         view_change: the view change in progress.
         partition: how the model is divided into stages.
+        paused_workers: workers that their owners have paused, and which have therefore left.
         highest_step: the highest step that generations and finished workers have reported.
         has_committed: whether a step may have been committed; until then the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
@@ -68,6 +71,7 @@ class RunState:
         self.view: m.MembershipView | None = None
         self.view_change = ViewChange()
         self.partition = StageBounds()
+        self.paused_workers = PausedWorkers()
         self.highest_step = 0
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
@@ -94,6 +98,11 @@ class RunState:
             self.phase = RunPhase.PAUSED
             awaited = format_count(len(self.member_list), "member")
             self._reason = f"the coordinator restarted; waiting for {awaited} to come back"
+        elif recovered.generation:  # it does not know which workers were paused
+            self._reason = (
+                f"no worker held the model when the coordinator restarted; {self._reason}; a paused one "
+                "returns with gridtrain worker resume"
+            )
 
     def _set_members(self, members: tuple[m.Member, ...]) -> None:
         self.member_list = members  # in rank order; () if no worker holds the model
@@ -111,6 +120,12 @@ class RunState:
     def connected_members(self) -> list[m.PeerId]:
         """Members that have joined over their current connection, in rank order."""
         return [peer for peer in self.present_members if self.workers[peer].liveness.disconnected_s is None]
+
+    @property
+    def skipped_steps(self) -> SkippedSteps:
+        """The skipped steps that the present members report."""
+        members = [self.workers[peer] for peer in self.present_members]
+        return SkippedSteps.from_reports((worker.step, worker.figures) for worker in members)
 
     @property
     def is_finished(self) -> bool:
@@ -157,6 +172,12 @@ class RunState:
         if self.phase is not RunPhase.WAITING or not 0 < here < self.required_workers:
             return self._reason
         return f"{self._reason}; {here} of {self.required_workers} {'has' if here == 1 else 'have'} joined"
+
+    def describe_phase(self, now_s: float) -> str:
+        """Return the reason for the phase; if all workers are paused, since when, and what ends it."""
+        is_empty = self.phase is RunPhase.WAITING and not self.workers
+        paused = self.paused_workers.describe(self.required_workers, now_s) if is_empty else ""
+        return paused or self.reason
 
     # -- transitions -------------------------------------------------------------------------------
 

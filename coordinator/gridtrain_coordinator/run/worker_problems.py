@@ -3,16 +3,17 @@ it, and checkpoints that it could not write or upload.
 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard
+of all members       --> SkippedSteps --> "the last 558 steps ..."    for their headlines, and the run's end
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
-from gridtrain.quantities import format_count
+from gridtrain.quantities import SKIP_REASON, describe_skipped, format_count
 from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
@@ -27,10 +28,65 @@ CHECKPOINT_EVENT_INTERVAL_S, RECOVERED_INTERVAL_S = 600.0, 60.0
 failure and, as the second value, after an event that reports that checkpoints are written again; in the same
 way for failed uploads."""
 
-SKIP_REASON = "its gradient was not finite, or too large to be summed"
+ALERT_SKIPS = 10
+"""From this many consecutive skipped steps on, the status says that nothing is being learned.
+
+A GradScaler skips a few steps at the start of a run, until its scale fits, and single ones later: 10 steps
+divide the scale by 1,024.  More would take minutes to notice over slow links."""
+
+OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
 UPLOAD_REMEDY = "check the storage and its credentials; its log names the URL"
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedSteps:
+    """The skipped steps of the run, as its members report them.
+
+    Attributes:
+        total: the number of all skipped steps.
+        in_a_row: the number of those at the end, up to the latest step.
+        step: the number of steps that the member with the most steps has committed.
+    """
+
+    total: int = 0
+    in_a_row: int = 0
+    step: int = 0
+
+    @classmethod
+    def from_reports(cls, reports: Iterable[tuple[int, Mapping[str, float]]]) -> SkippedSteps:
+        """Combine the reports of the members: their steps, and their figures.
+
+        The most recent report decides whether the latest step was skipped.  A worker that joined late knows
+        only the latest steps; an earlier report of another member then extends its sequence.
+
+            step   94 95 96 97 98 99
+            anna    x  x  x  x            4 in a row at step 98
+            bert             x  x  x      3 in a row at step 100, joined at step 97  -->  6 in a row
+        """
+        latest, *others = sorted(reports, key=lambda report: -report[0]) or [(0, {})]
+        step, since = latest[0], latest[0] - _count(latest[1], m.SKIPPED_IN_A_ROW)
+        for reported, figures in others if since < step else []:
+            if reported >= since:
+                since = min(since, reported - _count(figures, m.SKIPPED_IN_A_ROW))
+        return cls(min(_count(latest[1], m.SKIPPED_STEPS), step), step - max(0, since), step)
+
+    @property
+    def alert(self) -> str:
+        """The alert for the headline of the status; "" while few consecutive steps are skipped."""
+        if self.in_a_row < ALERT_SKIPS:
+            return ""
+        return f"nothing is being learned: the last {self.in_a_row:,} steps were skipped, {SKIP_REASON}"
+
+    def ending(self, steps: int) -> str:
+        """Return what to append to a sentence about the end of the run; "" if most steps were not skipped.
+
+        Args:
+            steps: the steps of the run, which may be a few more than its members had reported.
+        """
+        learned = describe_skipped(round(self.total * steps / self.step), steps) if self.step else ""
+        return f"; {learned}" if learned else ""
 
 
 @dataclass(slots=True)
@@ -119,7 +175,7 @@ class WorkerProblems:
         missed = self._missed.update(_count(figures, m.MISSED_STEPS), step, now_s)
         events = []
         if skipped:
-            step, reason = self._skips.latest_step, SKIP_REASON
+            step, reason = self._skips.latest_step, OWN_SKIP_REASON
             fields = {"name": name, "step": step, "skipped": skipped, "reason": reason}
             events.append(LogEvent("warning", "step_skipped", fields))
         if missed:
@@ -133,7 +189,7 @@ class WorkerProblems:
         """Describe the problems for the status; return "" if there are none."""
         texts = []
         if self._skips.is_shown(now_s):
-            texts.append(f"made the group skip {self._skips.describe()}: {SKIP_REASON}")
+            texts.append(f"made the group skip {self._skips.describe()}: {OWN_SKIP_REASON}")
         if self._missed.is_shown(now_s):
             texts.append(f"was left out of {self._missed.describe()}: {MISSED_REASON}")
         if failed := self._checkpoints.count:

@@ -302,7 +302,8 @@ class MemberCore:
         context, generation = self._context, self._view_changes.generation
         effects: list[MemberEffect] = []
         if self.coordinator in context.peer_links.connected:
-            effects.append(Send(self.coordinator, context.step_pace.make_heartbeat(self.step, event)))
+            skips = context.replica_state.skip_metrics
+            effects.append(Send(self.coordinator, context.step_pace.make_heartbeat(self.step, event, skips)))
         has_moved = context.step_pace.update_progress(event.progress)
         return effects + (
             generation.send_heartbeat(event, has_moved, now_s) if generation is not None else []

@@ -23,7 +23,6 @@ class ReplicaState:
     Attributes:
         applied: the last step applied; -1 if there is none.
         history: chained digest of all updates applied.
-        ledger: the data ledger after that step.
         is_synced: whether the worker holds this state for the layers of its stage.
         memory_layers: the layers whose state is in memory, if they differ from those of the worker's stage;
             otherwise None.
@@ -33,7 +32,8 @@ class ReplicaState:
     def __init__(self) -> None:
         self.applied = -1
         self.history = EMPTY_HISTORY
-        self.ledger = m.LedgerState()
+        self._ledger = m.LedgerState()
+        self._learned_samples = self._learned_until = 0  # until: the step at which the samples last changed
         self.is_synced = False
         self.memory_layers: m.Span | None = None
         self.is_modified = False
@@ -48,6 +48,30 @@ class ReplicaState:
     def step(self) -> int:
         """The open step, or the next one if none is open."""
         return self.applied + 1
+
+    @property
+    def ledger(self) -> m.LedgerState:
+        """The data ledger after the last step applied."""
+        return self._ledger
+
+    @ledger.setter
+    def ledger(self, ledger: m.LedgerState) -> None:
+        self._ledger = ledger
+        learned_samples = ledger.consumed - ledger.skipped
+        if learned_samples != self._learned_samples or ledger.step < self._learned_until:
+            self._learned_samples, self._learned_until = learned_samples, ledger.step
+
+    @property
+    def skip_metrics(self) -> dict[str, int]:
+        """How many steps were skipped, as metrics of a heartbeat; without the numbers that are 0.
+
+        Of the steps before this worker has joined, it knows only whether all were skipped.
+        """
+        metrics = {
+            m.SKIPPED_STEPS: data_ledger.count_skipped_steps(self._ledger),
+            m.SKIPPED_IN_A_ROW: self._ledger.step - self._learned_until,
+        }
+        return {name: steps for name, steps in metrics.items() if steps and self._ledger.skipped}
 
     # -- the trainer -----------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ first_step_s  floor + factor * mean     timeout: before the first step is commit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import HeartbeatDue
@@ -49,7 +51,12 @@ class StepPace:
         has_moved, self._progress = progress > self._progress, progress
         return has_moved
 
-    def make_heartbeat(self, step: int, event: HeartbeatDue) -> m.Heartbeat:
-        """Return the next heartbeat for the coordinator."""
+    def make_heartbeat(self, step: int, event: HeartbeatDue, skips: Mapping[str, int]) -> m.Heartbeat:
+        """Return the next heartbeat for the coordinator.
+
+        Args:
+            skips: `ReplicaState.skip_metrics`, which follow the metrics of `event` as far as there is room.
+        """
         self._heartbeats += 1
-        return m.Heartbeat(self._heartbeats, step, event.progress, event.metrics)
+        metrics = *event.metrics, *((name, float(steps)) for name, steps in skips.items())
+        return m.Heartbeat(self._heartbeats, step, event.progress, metrics[: m.MAX_METRICS])

@@ -167,6 +167,13 @@ STATE_BYTES = "state_bytes"
 OWN_SKIPPED_STEPS = "own_skipped_steps"
 """Heartbeat metric: number of steps that the group skipped because of this worker's gradient."""
 
+SKIPPED_STEPS = "skipped_steps"
+"""Heartbeat metric: number of the run's steps that were skipped (`data_ledger.count_skipped_steps`)."""
+
+SKIPPED_IN_A_ROW = "skipped_in_a_row"
+"""Heartbeat metric: number of consecutive steps, up to the latest, of which this worker knows that they were
+skipped."""
+
 MISSED_STEPS = "missed_steps"
 """Heartbeat metric: number of steps that the group committed without this worker, whose loop had stalled."""
 
@@ -175,6 +182,9 @@ FAILED_CHECKPOINTS = "failed_checkpoints"
 
 FAILED_UPLOADS = "failed_uploads"
 """Heartbeat metric: number of consecutive failed attempts, up to the latest, to upload a checkpoint."""
+
+
+MAX_METRICS = 64
 
 
 @message(13)
@@ -189,7 +199,7 @@ class Heartbeat(Message):
     sequence: UInt
     step: AppliedStep
     progress: UInt
-    metrics: Annotated[tuple[tuple[Name, float], ...], AtMost(64)]
+    metrics: Annotated[tuple[tuple[Name, float], ...], AtMost(MAX_METRICS)]
 
 
 @message(14)

@@ -10,6 +10,7 @@ from dashboard_demo.simulated_run import Run
 
 from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COLUMNS, Board
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
+from gridtrain_coordinator.dashboard.prometheus import exposition
 from gridtrain_coordinator.dashboard.straggler import find_straggler
 from gridtrain_coordinator.dashboard.topology_graph import build_graph
 
@@ -117,6 +118,14 @@ def test_a_worker_paused_by_its_owner_stays_while_it_is_paused() -> None:
         assert board.run["workers"] == {"active": 1, "paused": 1}
     board.update(status(3, (member("anna"), member("bert", 1))), 9999.0)
     assert [row["state"] for row in board.workers()] == ["active", "active"]
+
+
+def test_skipped_steps_are_in_the_headline_and_the_metrics() -> None:
+    board = Board()
+    board.update(status(58, skipped_steps=50, skipped_in_a_row=41, alert="nothing is being learned"), 0.0)
+    assert board.run["alert"] == "nothing is being learned"
+    lines = exposition(board).decode().splitlines()
+    assert {"gridtrain_skipped_steps 50.0", "gridtrain_skipped_in_a_row 41.0"} <= set(lines)
 
 
 def test_a_stage_is_shown_only_for_a_partitioned_model() -> None:

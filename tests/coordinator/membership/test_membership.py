@@ -988,3 +988,69 @@ def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() ->
     run.report(A)
     run.ready(A)
     assert run.core.phase is RunPhase.FINISHED and run.roster == "a"
+
+
+def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> None:
+    run = Run(A, B)
+    assert run.core.snapshot(run.now_s)["reason"] == "2 workers since step 0"
+    run.say(A, m.TemporaryLeave("on battery"))
+    run.report(B)
+    run.start(B)
+    assert run.core.snapshot(run.now_s)["reason"] == "1 worker since step 0"
+    run.say(B, m.TemporaryLeave("hot"))
+    assert run.core.snapshot(run.now_s + 60.0)["reason"] == (
+        "all 2 workers are paused by their owners, for 60 s; training continues when 2 of them are back "
+        "(gridtrain worker resume)"
+    )
+    (event,) = run.notes("waiting")
+    assert event.fields["reason"].startswith(
+        "all workers that held the model are paused or have left; a paused"
+    )
+    run.join(B)
+    assert run.core.snapshot(run.now_s)["reason"].endswith("; 1 of 2 has joined")
+
+
+def test_a_restarted_coordinator_that_forgot_the_paused_workers_says_how_they_return() -> None:
+    run = Run(A)
+    run.say(A, m.TemporaryLeave("on battery"))
+    again = ScriptedCoordinator(term=2, journal=run.journal)
+    assert again.core.snapshot(0.0)["reason"] == (
+        "no worker held the model when the coordinator restarted; waiting for 1 worker; a paused one returns "
+        "with gridtrain worker resume"
+    )
+
+
+def skips(run: Run, peer: m.PeerId, step: int, in_a_row: int, total: int) -> None:
+    metrics = ((m.SKIPPED_IN_A_ROW, float(in_a_row)), (m.SKIPPED_STEPS, float(total)))
+    run.say(peer, m.Heartbeat(1, step, step, metrics if total else ()))
+
+
+def test_the_status_says_while_no_step_is_applied_that_nothing_is_learned() -> None:
+    """Also after a restart of the coordinator, from the heartbeats of its workers."""
+    run = Run(A, B)
+    skips(run, A, 30, 30, 30)
+    skips(run, B, 31, 31, 31)
+    status = run.core.snapshot(run.now_s)
+    assert (status["skipped_in_a_row"], status["skipped_steps"]) == (31, 31)
+    assert "the last 31 steps were skipped" in status["alert"]
+    again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)
+    assert again.core.snapshot(0.0)["alert"] == ""
+    again.join(A, generation=1)
+    skips(again, A, 35, 35, 35)  # type: ignore[arg-type]
+    assert "the last 35 steps were skipped" in again.core.snapshot(again.now_s)["alert"]
+    skips(run, B, 36, 0, 35)
+    status = run.core.snapshot(run.now_s)
+    assert (status["alert"], status["skipped_in_a_row"], status["skipped_steps"]) == ("", 0, 35)
+
+
+def test_the_end_of_a_run_that_learned_nothing_says_so() -> None:
+    run = Run(A)
+    skips(run, A, 30, 30, 30)
+    assert "; nothing was learned: 30 of 30 steps skipped" in end(run)
+    run.report(A)
+    run.ready(A)
+    status = run.core.snapshot(run.now_s)
+    assert (status["phase"], status["alert"]) == ("finished", "")
+    assert status["reason"].startswith(
+        "its owner has ended it after 30 steps; nothing was learned: 30 of 30 steps skipped, because"
+    )

@@ -42,3 +42,25 @@ def test_paused_workers_are_bounded_and_the_first_one_is_dropped(monkeypatch: py
     for peer, name in ((A, "anna"), (B, "bert"), (A, "anna"), (C, "carl")):
         paused.add(peer, name, "", 1.0)
     assert [row["name"] for row in paused.status_rows(1.0)] == ["anna", "carl"]
+
+
+@pytest.mark.parametrize(
+    ("names", "required", "who", "needed"),
+    [
+        ("a", 1, "the only worker is paused by its owner", "it resumes"),
+        ("ab", 1, "all 2 workers are paused by their owners", "one of them resumes"),
+        ("ab", 2, "all 2 workers are paused by their owners", "2 of them are back"),
+        ("a", 2, "the only worker is paused by its owner", "2 workers are back"),
+    ],
+)
+def test_a_pause_of_all_workers_is_described_with_what_ends_it(
+    names: str, required: int, who: str, needed: str
+) -> None:
+    paused = PausedWorkers()
+    assert paused.describe(required, 0.0) == ""
+    for number, name in enumerate(names):
+        paused.add(name.encode() * 32, name, "", float(number))
+    assert paused.describe(required, len(names) + 4.0) == (
+        f"{who}, for 5 s; training continues when {needed} (gridtrain worker resume)"
+    )
+    assert paused.describe(required, 10.0 + RETENTION_S) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain_coordinator.run.worker_problems import WorkerProblems
+from gridtrain_coordinator.run.worker_problems import ALERT_SKIPS, SkippedSteps, WorkerProblems
 
 
 def events(problems: WorkerProblems, now_s: float, step: int, **figures: float) -> list[str]:
@@ -130,3 +130,49 @@ def test_figures_that_are_no_counts_are_ignored() -> None:
         )
         assert events(problems, 0.0, 0, **figures) == []
     assert problems.text(0.0) == ""
+
+
+def reported(step: int, in_a_row: int = 0, total: int = 0) -> tuple[int, dict[str, float]]:
+    figures = {m.SKIPPED_IN_A_ROW: float(in_a_row), m.SKIPPED_STEPS: float(total or in_a_row)}
+    return step, {name: value for name, value in figures.items() if value}
+
+
+@pytest.mark.parametrize(
+    ("reports", "in_a_row"),
+    [
+        ([], 0),
+        ([reported(9)], 0),
+        ([reported(9, 9)], 9),
+        ([reported(98, 4), reported(100, 3)], 6),  # the second one joined at step 97
+        ([reported(98, 4), reported(100, 1)], 1),  # it applied step 98
+        ([reported(99, 99), reported(100)], 0),  # the sequence has ended at step 99
+        ([reported(50, 50), reported(100, 10), reported(95, 3)], 10),  # a stalled worker, and a newcomer
+        ([reported(50, 60)], 50),  # an impossible report
+        ([reported(50, -1), reported(40, 2**60)], 0),
+    ],
+)
+def test_the_members_know_together_how_many_steps_in_a_row_were_skipped(
+    reports: list[tuple[int, dict[str, float]]], in_a_row: int
+) -> None:
+    assert SkippedSteps.from_reports(reports).in_a_row == in_a_row
+    assert SkippedSteps.from_reports(reports[::-1]).in_a_row == in_a_row
+
+
+def test_a_long_sequence_of_skipped_steps_is_an_alert() -> None:
+    """A GradScaler that looks for its first scale is none."""
+    assert SkippedSteps(ALERT_SKIPS - 1, ALERT_SKIPS - 1, ALERT_SKIPS - 1).alert == ""
+    assert SkippedSteps.from_reports([reported(558, 558)]).alert == (
+        "nothing is being learned: the last 558 steps were skipped, because a gradient was not finite"
+    )
+    assert SkippedSteps.from_reports([reported(559, 0, 558)]).alert == ""
+
+
+def test_the_end_of_a_run_that_skipped_most_steps_says_how_many() -> None:
+    reason = "because a gradient was not finite"
+    for report, steps, ending in (
+        (reported(540, 540), 561, f"; nothing was learned: 561 of 561 steps skipped, {reason}"),
+        (reported(560, 0, 420), 560, f"; little was learned: 420 of 560 steps skipped, {reason}"),
+        (reported(560, 200, 200), 560, ""),
+        (reported(0), 0, ""),
+    ):
+        assert SkippedSteps.from_reports([report]).ending(steps) == ending

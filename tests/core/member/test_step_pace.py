@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import HeartbeatDue
 from gridtrain.core.member.step_pace import StepPace
 
@@ -43,5 +44,14 @@ def test_only_a_growing_number_is_progress() -> None:
         False, True, False, True, False, True,
     ]  # fmt: skip
     due = HeartbeatDue(7, False, ())
-    assert [pace.make_heartbeat(4, due).sequence for _ in range(2)] == [1, 2]
-    assert (pace.make_heartbeat(4, due).step, pace.make_heartbeat(4, due).progress) == (4, 7)
+    assert [pace.make_heartbeat(4, due, {}).sequence for _ in range(2)] == [1, 2]
+    assert (pace.make_heartbeat(4, due, {}).step, pace.make_heartbeat(4, due, {}).progress) == (4, 7)
+
+
+def test_a_heartbeat_reports_skipped_steps_as_far_as_there_is_room() -> None:
+    pace = StepPace(LIMITS)
+    skips = {m.SKIPPED_STEPS: 3, m.SKIPPED_IN_A_ROW: 2}
+    beat = pace.make_heartbeat(4, HeartbeatDue(7, False, (("loss", 0.5),)), skips)
+    assert beat.metrics == (("loss", 0.5), ("skipped_steps", 3.0), ("skipped_in_a_row", 2.0))
+    full = tuple((f"figure-{number}", 0.0) for number in range(m.MAX_METRICS - 1))
+    assert pace.make_heartbeat(4, HeartbeatDue(7, False, full), skips).metrics == (*full, beat.metrics[1])

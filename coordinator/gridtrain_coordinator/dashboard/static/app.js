@@ -67,8 +67,8 @@ function render() {
   const { run } = state;
   put(at("run"), run.run ?? "…");
   put(at("phase"), run.phase ?? "starting");
-  at("phase").className = `badge ${["waiting", "training", "paused", "finished"].includes(run.phase) ? run.phase : ""}`;
-  put(at("reason"), run.reason ?? "");
+  at("phase").className = `badge ${run.alert ? "fault" : ["waiting", "training", "paused", "finished"].includes(run.phase) ? run.phase : ""}`;
+  put(at("reason"), [run.alert, run.reason].filter(Boolean).join("; "));
   put(at("plan"), run.plan_reason ?? "");
   put(at("software"), run.software ?? "");
   document.title = run.run ? `${run.phase} ${count(run.step)} · ${run.run} · gridtrain` : "gridtrain";
@@ -88,7 +88,7 @@ function tiles(run) {
   const dense = /^Dense/.test(run.facts?.exchange ?? "");
   const begun = run.step > 0, soon = "waiting for the first step";
   const lines = [
-    ["Step", count(run.step), !begun ? "none is committed yet" : run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second`],
+    ["Step", count(run.step), !begun ? "none is committed yet" : run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second${run.skipped_steps ? `, ${count(run.skipped_steps)} skipped` : ""}`],
     ["Loss", digits(run.loss, 4), run.loss === null ? (begun ? "no worker reports a loss" : soon) : "mean of all workers"],
     ["Samples/s", digits(run.samples_per_s), begun ? "of all workers" : soon],
     ["Workers", count(active), !all ? (begun ? "no workers" : "none has joined yet") : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
