@@ -8,7 +8,7 @@ folder.
         journal.sqlite  coordinator.key  operator.key     permanent
         coordinator.json                                  exists while the coordinator listens
 
-The coordinator also holds a lock of the file, so that the file of a coordinator that was killed is recognized.
+The coordinator also holds a lock of the file, by which the file of a killed coordinator is recognized.
 """
 
 from __future__ import annotations

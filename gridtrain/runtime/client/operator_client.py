@@ -207,7 +207,8 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
         if endpoint.key_file is None or not EndpointFile.is_abandoned(endpoint.key_file.parent):
             raise
         raise CoordinatorUnreachable(
-            f'the coordinator of the run "{endpoint.run}", {endpoint.address}, is not running on this machine',
+            f'the coordinator of the run "{endpoint.run}", {endpoint.address}, is not running on this '
+            "machine",
             remedy="`gridtrain coordinator` continues the run: type it in the folder of the run's run.toml, "
             "or with the same --run or --state",
         ) from None
