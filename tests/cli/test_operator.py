@@ -439,11 +439,28 @@ def test_a_coordinator_of_this_machine_that_was_killed_is_named(
         assert "no coordinator can be reached at tcp://127.0.0.1:1" in refusal(result, 3)
 
 
-def test_waiting_for_a_coordinator_times_out(tmp_path: Path) -> None:
-    started_s = time.monotonic()
-    with pytest.raises(ConfigError, match=r"no coordinator (of the run|is running in)"):
-        CoordinatorEndpoint.find(state=tmp_path, wait_s=0.2)
-    assert 0.2 <= time.monotonic() - started_s < 10.0
+@pytest.mark.parametrize("has_state", [False, True])
+def test_waiting_for_a_coordinator_is_announced_and_times_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_state: bool
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    now_s, said_at_s = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr(operator_client, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    echo = click.echo
+    monkeypatch.setattr(click, "echo", lambda *a, **k: said_at_s.append(now_s[0]) or echo(*a, **k))
+    chosen = ("--state", str(tmp_path)) if has_state else ()
+    result = CliRunner().invoke(cli, ["invite", "--wait", "30s", *chosen])
+    assert "no coordinator" in refusal(result, 2)
+    where = (
+        f"a coordinator in {tmp_path}" if has_state else 'a coordinator of the run "default" on this machine'
+    )
+    assert result.stderr.startswith(f"gridtrain: waiting up to 30 s for {where}")
+    assert said_at_s == [0.0] and now_s[0] == pytest.approx(30.0)
 
 
 def test_the_operators_key_must_be_private(server: AccessServer) -> None:

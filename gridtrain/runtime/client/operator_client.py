@@ -63,7 +63,12 @@ class CoordinatorEndpoint:
 
     @classmethod
     def find(
-        cls, run: str = "default", state: Path | None = None, *, wait_s: float = 0.0
+        cls,
+        run: str = "default",
+        state: Path | None = None,
+        *,
+        wait_s: float = 0.0,
+        say: Callable[[str], None] | None = None,
     ) -> CoordinatorEndpoint:
         """Read the endpoint of a coordinator on this machine from the run's state folder.
 
@@ -71,6 +76,7 @@ class CoordinatorEndpoint:
             run: the run's name.
             state: the state folder; None for the default folder of `run`.
             wait_s: the time to wait for a coordinator that is starting.
+            say: is told once, before the wait, what is awaited.
 
         Raises:
             ConfigError: no coordinator is running, the coordinator belongs to another run, or a file cannot
@@ -86,6 +92,9 @@ class CoordinatorEndpoint:
         while (found := _read_endpoint(folder)) is None or EndpointFile.is_abandoned(folder):
             if (left_s := deadline_s - time.monotonic()) <= 0:
                 break
+            if say is not None:
+                say(_describe_wait(run, state, wait_s))
+                say = None
             time.sleep(min(left_s, POLL_INTERVAL_S))
         if found is None:
             raise _not_running_error(folder, run, state)
@@ -227,6 +236,15 @@ def _read_endpoint(folder: Path) -> EndpointFile | None:
         return EndpointFile.read(folder)
     except FileNotFoundError:
         return None
+
+
+def _describe_wait(run: str, state: Path | None, wait_s: float) -> str:
+    if state is not None:
+        return f"waiting up to {wait_s:g} s for a coordinator in {state}"
+    return (
+        f'waiting up to {wait_s:g} s for a coordinator of the run "{run}" on this machine (for another run, '
+        "type the command in the folder of its run.toml, or name it with --run)"
+    )
 
 
 def _not_running_error(folder: Path, run: str, state: Path | None) -> ConfigError:
