@@ -163,7 +163,9 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     metavar="FILE",
     help="TOML file of sites and links, instead of --link.",
 )
-@click.option("--coordinator", metavar="INVITATION", help="Use a run's links, model and compute time.")
+@click.option(
+    "--coordinator", metavar="INVITATION", help="Use a run's links, model, optimizer, compute time."
+)
 @click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),

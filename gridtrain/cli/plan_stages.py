@@ -68,7 +68,7 @@ _OPTIONS = (
         "--optimizer",
         callback=_known_optimizer,
         metavar="NAME",
-        help="Optimizer, for the size of its state.  [the run's, or adamw]",
+        help="Optimizer, for the size of its state.  [adamw]",
     ),
     click.option("--keep-activations", is_flag=True, help="Plan without re-materialization."),
 )
