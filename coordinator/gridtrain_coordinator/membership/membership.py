@@ -178,7 +178,7 @@ class Membership:
         run = self.run
         if not run.generation:
             return {}
-        text = f"the run continues with generation {run.generation}, which began at step {run.highest_step}"
+        text = f"the run continues; generation {run.generation} began at step {run.highest_step}"
         return {
             "members": ", ".join(map(self.worker_name, run.member_order)) or "none",
             "reason": "the run is finished" if run.is_finished else text,
