@@ -352,8 +352,10 @@ class ModelState(ABC):
 
     def _leaves_before_first_step(self) -> bool:
         """Return whether this worker has taken no step, and can have received no other worker's residual."""
+        if self._has_taken_part:
+            return False
         snapshot = self._session.snapshot
-        return not self._has_taken_part and not (snapshot.world_size and snapshot.is_synced)
+        return not (snapshot.world_size and snapshot.is_synced)
 
     def _leave_residual(self, budget_bytes: int) -> None:
         """Transfer the residual.  Keep the part that no worker accepts, together with the part that remained
