@@ -142,15 +142,11 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     stop = StopOnSignal()
     folder = settings.state or default_state(settings.run)
     coordinator, board, endpoint = _open(settings, folder, err)
-    endpoint.write(folder)
-    try:
+    with contextlib.closing(board), endpoint.published(folder):
         board.start()
         out.write(_greeting(settings, endpoint, folder, board, is_terminal=out.isatty()))
         out.flush()
         coordinator.run(stop)
-    finally:
-        endpoint.remove(folder)
-        board.close()
     if not stop.signal_number:
         return 0
     status = coordinator.snapshot()

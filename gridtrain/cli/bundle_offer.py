@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.quantities import format_bytes, format_count
+from gridtrain.quantities import format_bytes
 from gridtrain.tools.options import OptionValues
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gridtrain_worker.agent import Job
     from gridtrain_worker.bundle_consent import BundleOffer
 
-MAX_ORIGINS = 5
+MAX_ORIGINS, MAX_FILES = 5, 5
 LABEL_WIDTH = 15
 SHOWN_LIMITS = ("upload_limit", "download_limit", "donate_limit", "relay", "checkpoint_every", "set")
 SHOWN_AS = {"donate_limit": "limit for sending the model", "set": "rules"}
@@ -64,7 +64,7 @@ def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> 
     """Return the offer as a JSON object."""
     from gridtrain_worker.bundle_consent import is_accepted
 
-    limits = {name: settings[name].shown for name in SHOWN_LIMITS}
+    limits = _shown_limits(settings, offer)
     if offer is None:
         return {"event": "dry_run", "command": list(job.command), "limits": limits}
     run = offer.bundle.run
@@ -100,7 +100,10 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
     """Return the offer as lines of text."""
     run, entry = offer.bundle.run, offer.entry
     size = sum(len(content) for content in offer.bundle.files.values())
-    files = format_count(len(offer.bundle.files), "file")
+    names = sorted(offer.bundle.files)
+    files = ", ".join(names[:MAX_FILES]) + (
+        f" and {len(names) - MAX_FILES} more" if names[MAX_FILES:] else ""
+    )
     needs = ", ".join(f"{name} {least} or newer" if least else name for name, least in run.requires)
     changed = (
         [f"  CHANGED      you accepted {offer.previous_digest} before"]
@@ -116,7 +119,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         f"               key {offer.coordinator_digest} (in your invitation; compare it with the owner)",
         *about,
         f"  what         {shlex.join(('python', *offer.command[1:]))}",
-        f"               {files}, {size:,} bytes; read them in {offer.folder}",
+        f"               {files}: {size:,} bytes; read them in {offer.folder}",
         f"  digest       {offer.bundle.digest}",
         *changed,
         f"  needs        {needs or 'nothing besides Python'}",
@@ -125,7 +128,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         f"  as           {job.name or 'a random name'}",
         *_labelled("sends", DISCLOSED_DATA),
         "  runs         with the permissions of your user account, without a sandbox",
-        *_limits(settings),
+        *_limits(settings, offer),
     ]
 
 
@@ -141,13 +144,28 @@ def fit_lines(lines: Sequence[str]) -> Iterator[str]:
             yield (" " * width if number else line[:width]) + piece
 
 
-def _limits(settings: OptionValues) -> list[str]:
+def _limits(settings: OptionValues, offer: BundleOffer | None = None) -> list[str]:
     shown = [
-        f"{SHOWN_AS.get(name) or name.replace('_', ' ')}: {settings[name].shown}"
+        f"{SHOWN_AS.get(name) or name.replace('_', ' ')}: {text}"
         + (f" ({settings[name].where})" if settings[name].where else "")
-        for name in SHOWN_LIMITS
+        for name, text in _shown_limits(settings, offer).items()
     ]
     return _labelled("limits", shown)
+
+
+def _shown_limits(settings: OptionValues, offer: BundleOffer | None) -> dict[str, str]:
+    """Return the limits by option; with an offer, the rules include those that were saved on this machine."""
+    from gridtrain.cli.worker_commands import NO_RULE
+    from gridtrain_worker.saved_settings import SavedSettings
+    from gridtrain_worker.training_policy import parse_pairs
+
+    shown = {name: settings[name].shown for name in SHOWN_LIMITS}
+    if offer is not None:
+        saved = SavedSettings(offer.entry.identity.with_suffix(""))
+        rules = saved.effective_rules(parse_pairs(settings.texts("set")))
+        shown["set"] = ", ".join(f"{key}={value}" for key, value in rules.items() if value not in NO_RULE)
+        shown["set"] = shown["set"] or "none"
+    return shown
 
 
 def _labelled(label: str, texts: Sequence[str]) -> list[str]:

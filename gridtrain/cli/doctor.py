@@ -19,6 +19,8 @@ from gridtrain.cli.output import mapping
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gridtrain.core.group.invitation import Invitation
+    from gridtrain.tools.doctor.examination import UploadLimit
     from gridtrain.tools.doctor.findings import Finding
     from gridtrain.tools.doctor.speedup_prediction import RunStatus
 
@@ -52,7 +54,10 @@ def doctor(invitation: str, as_json: bool) -> None:
     began_s = time.monotonic()
     plain = as_json or not sys.stdout.isatty()
     found: list[Finding] = []
-    for finding in Examination(parse(_read(invitation)), parse_run_status).findings():
+    invited = parse(_read(invitation))
+    limit = _configured_upload_limit(invited)
+    examination = Examination(invited, parse_run_status, upload_limit=limit)
+    for finding in examination.findings():
         found.append(finding)
         _show(finding, plain)
     level, took_s = worst_level(found), time.monotonic() - began_s
@@ -68,6 +73,23 @@ def doctor(invitation: str, as_json: bool) -> None:
     sys.exit(
         {FindingLevel.OK: 0, FindingLevel.WARNING: EXIT_WARNINGS, FindingLevel.FAILURE: EXIT_FAILURES}[level]
     )
+
+
+def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
+    """Return the limit that a worker would have if it were started in this folder: the option, or the rule
+    that was saved for this machine's first worker in the run."""
+    from gridtrain.cli.option_flags import resolve_settings
+    from gridtrain.network.transport.rate_limiter import parse_rate
+    from gridtrain.runtime.client.worker_naming import identity_folder
+    from gridtrain.tools.doctor.examination import UploadLimit
+    from gridtrain_worker.saved_settings import SavedSettings
+
+    chosen = resolve_settings("worker", {})
+    text, where = chosen.text("upload_limit"), chosen.where("upload_limit")
+    saved = SavedSettings(identity_folder(invitation.run, invitation.coordinator) / "worker-0")
+    if rule := saved.later_rules({"upload": text} if text else {}).get("upload", ""):
+        text, where = rule, "gridtrain worker set upload="
+    return UploadLimit(parse_rate(text), where) if text not in ("", "off") else None
 
 
 def _show(finding: Finding, plain: bool) -> None:

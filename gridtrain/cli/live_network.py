@@ -32,6 +32,7 @@ class LiveNetwork:
         compute_s: the compute time of an optimizer step on the slowest member; None if it is still unknown.
         description: a description of the network that is shown to users.
         local_steps: the optimizer steps between two exchanges.
+        optimizer: the optimizer, a key of `OPTIMIZER_STATE_COPIES`; "" if it is unknown.
         is_uniform: whether all links are equal.
     """
 
@@ -40,6 +41,7 @@ class LiveNetwork:
     compute_s: float | None
     description: str
     local_steps: int = 1
+    optimizer: str = ""
     is_uniform: bool = False
 
     @property
@@ -119,7 +121,18 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
         turn_s / every if turn_s is not None else None,
         f'{network.size} members of "{run}", as measured',
         every,
+        _optimizer(str(mapping(status.get("facts")).get("optimizer", ""))),
     )
+
+
+def _optimizer(described: str) -> str:
+    """Return the key of `OPTIMIZER_STATE_COPIES` for an optimizer such as "SGD(lr=0.1, momentum=0.9)"; "" if
+    there is none."""
+    from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
+
+    name = described.partition("(")[0].lower()
+    name += "-momentum" if name == "sgd" and "momentum=" in described else ""
+    return name if name in OPTIMIZER_STATE_COPIES else ""
 
 
 def _alpha_s(link: LinkModel) -> float:

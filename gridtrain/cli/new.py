@@ -111,7 +111,8 @@ def templates(name: str = "NAME", template: str = DEFAULT) -> dict[str, str]:
     values = {
         "NAME": name,
         "ABOUT": chosen.about,
-        "[FILES]": f'["{TEXT_FILE}"]' if chosen.has_text else "[]",
+        # The comment behind it stays in its column.
+        f"[FILES]{' ' * 22}": (f'["{TEXT_FILE}"]' if chosen.has_text else "[]").ljust(24),
         "[REQUIRES]": "[" + ", ".join(f'"{package}"' for package in chosen.requires) + "]",
         "MIN_WORKERS": str(chosen.min_workers),
         "CHECKPOINT_EVERY": str(chosen.checkpoint_every),
@@ -150,6 +151,7 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
             remedy="choose another folder, or move these files away",
         )
     begun: list[Path] = []
+    new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         for name, text in texts.items():
             path = folder / name
@@ -160,10 +162,22 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
         for path in begun:  # otherwise these files would block the next attempt
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+        for made in new_folders:
+            with contextlib.suppress(OSError):
+                made.rmdir()
         raise ConfigError(
             f"{error.filename or folder} cannot be written: {error.strerror}", remedy="choose another folder"
         ) from None
     return list(texts)
+
+
+def _install(template: Template, missing: list[str]) -> str:
+    """Return the pip command that installs the missing packages."""
+    if "peft" in missing:
+        return install_command("lora")
+    command = install_command("torch") if "torch" in missing else "pip install"
+    others = [each for each in template.requires if each.split(">=")[0] in {*missing} - {"torch"}]
+    return shlex.join((*shlex.split(command), *others))
 
 
 def _instructions(folder: Path, written: list[str], template: Template) -> str:
@@ -171,8 +185,7 @@ def _instructions(folder: Path, written: list[str], template: Template) -> str:
     workers = template.min_workers
     packages = [requirement.split(">=")[0] for requirement in template.requires]
     missing = [package for package in packages if find_spec(package) is None]
-    extra = "torch" if missing == ["torch"] else "lora"
-    needed = [f"It needs {' and '.join(missing)}:", f"  {install_command(extra)}", ""] if missing else []
+    needed = [f"It needs {' and '.join(missing)}:", f"  {_install(template, missing)}", ""] if missing else []
     return "\n".join(
         [
             textwrap.fill(f"{folder} has {', '.join(written)}.", TEXT_WIDTH, break_on_hyphens=False),

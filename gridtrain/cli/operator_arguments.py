@@ -51,7 +51,10 @@ def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorC
     coordinator."""
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 
-    return OperatorClient(CoordinatorEndpoint.find(run, state, wait_s=wait_s))
+    def say(text: str) -> None:
+        click.echo(f"gridtrain: {text}", err=True)
+
+    return OperatorClient(CoordinatorEndpoint.find(run, state, wait_s=wait_s, say=say))
 
 
 def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:

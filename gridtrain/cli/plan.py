@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from gridtrain.cli.output import make_console
 from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
 from gridtrain.config import DENSE_VALUES, VALUES
+from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from gridtrain.core.planning.exchange_comparison import ExchangeEstimate
     from gridtrain.core.planning.worker_memory import WorkerMemory
 
+Parsed = TypeVar("Parsed")
+
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 DENSE_EXCHANGES = ("dense", "dense-direct", "star")
 MAX_ORDERED_WORKERS = 32
@@ -36,6 +39,7 @@ MAX_ORDERED_WORKERS = 32
 
 With more workers, the workers of each site stay together."""
 
+DEFAULT_OPTIMIZER = "adamw"
 MOST_WORKERS = 8192
 MOST_PARAMETERS = 1e15
 MOST_COMPUTE_s = 1e6
@@ -77,10 +81,32 @@ def _doubled(first: int, last: int) -> list[int]:
     return counts if counts[-1] == last else [*counts, last]
 
 
+def _parse(parse: Callable[[str], Parsed], text: str) -> Parsed:
+    """Return the parsed value of an option; raise its error with the option's name."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise click.BadParameter(f"{error.reason}; {error.remedy}") from None
+
+
+def _checked_link(_: click.Context, __: click.Parameter, text: str) -> str:
+    from gridtrain.cli.network_file import single_site
+
+    _parse(lambda link: single_site(link, "0s"), text)
+    return text
+
+
+def _checked_latency(_: click.Context, __: click.Parameter, text: str) -> str:
+    from gridtrain.cli.network_file import parse_seconds
+
+    _parse(parse_seconds, text)
+    return text
+
+
 def _compute_seconds(_: click.Context, __: click.Parameter, text: str) -> float:
     from gridtrain.cli.network_file import parse_seconds
 
-    compute_s = parse_seconds(text)
+    compute_s = _parse(parse_seconds, text)
     if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
         raise click.BadParameter(f'"{text}" is not between 1e-9 s and {MOST_COMPUTE_s:g} s')
     return compute_s
@@ -117,15 +143,29 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     metavar="LIST",
     help='"2,3,8", or "2..16" for doublings.  [2..4096]',
 )
-@click.option("--link", default="100Mbit", metavar="RATE", help="Rate of a worker, or DOWN/UP.  [100Mbit]")
-@click.option("--latency", default="10ms", metavar="TIME", help="One-way latency between workers.  [10ms]")
+@click.option(
+    "--link",
+    callback=_checked_link,
+    default="100Mbit",
+    metavar="RATE",
+    help="Rate of a worker, or DOWN/UP.  [100Mbit]",
+)
+@click.option(
+    "--latency",
+    callback=_checked_latency,
+    default="10ms",
+    metavar="TIME",
+    help="One-way latency between workers.  [10ms]",
+)
 @click.option(
     "--network",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
     help="TOML file of sites and links, instead of --link.",
 )
-@click.option("--coordinator", metavar="INVITATION", help="Use a run's links, model and compute time.")
+@click.option(
+    "--coordinator", metavar="INVITATION", help="Use a run's links, model, optimizer, compute time."
+)
 @click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
@@ -227,6 +267,8 @@ def plan(
     described: DescribedNetwork | LiveNetwork = live or (
         network_file.read_network(network) if network else network_file.single_site(link, latency)
     )
+    its_optimizer = live.optimizer if live is not None else ""
+    optimizer = pipeline["optimizer"] = pipeline["optimizer"] or its_optimizer or DEFAULT_OPTIMIZER
     if pipeline["stages"]:
         links = described.network(pipeline["stages"])
         show_plan(links, parameters or 0, compute_s, picture, as_json, pipeline)
@@ -255,9 +297,9 @@ def plan(
     if picture:
         picture.write_text(_chart(rows, _subtitle(parameters, described, link, latency, compute_s)))
     if as_json:
-        click.echo(json.dumps([_figures(each, computing) for row in rows for each in row]))
+        click.echo(json.dumps([_figures(each, computing, optimizer) for row in rows for each in row]))
     else:
-        _print(rows, described, computing)
+        _print(rows, described, computing, optimizer)
         if picture:
             click.echo(f"picture: {picture}")
 
@@ -296,7 +338,10 @@ def _estimate(
 
 
 def _print(
-    rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwork | LiveNetwork, computing: float
+    rows: Sequence[Sequence[ExchangeEstimate]],
+    described: DescribedNetwork | LiveNetwork,
+    computing: float,
+    optimizer: str,
 ) -> None:
     from gridtrain.core.planning.exchange_comparison import (
         format_exchange,
@@ -317,9 +362,10 @@ def _print(
     for row in (rows[-1], rows[0]) if len(rows) > 1 else rows:
         console.print(recommend_exchange(row).reason, markup=False, highlight=False, soft_wrap=True)
         console.print(recommend_local_steps(row, computing), markup=False, highlight=False, soft_wrap=True)
-    console.print("Memory of a worker, bytes for each trainable parameter (AdamW, float32):", highlight=False)
+    text = f"Memory of a worker, bytes for each trainable parameter in float32, with --optimizer {optimizer}:"
+    console.print(text, highlight=False, soft_wrap=True)
     for each in rows[-1]:
-        memory = _memory(each)
+        memory = _memory(each, optimizer)
         whole = format_bytes(memory.total * each.load.parameters)
         text = f"  {each.load.name} {memory.total:.3g} ({whole}): {memory}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -371,7 +417,7 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
     return table
 
 
-def _memory(each: ExchangeEstimate) -> WorkerMemory:
+def _memory(each: ExchangeEstimate, optimizer: str) -> WorkerMemory:
     from gridtrain.config import Dense, Exchange, GTopK, LocalSteps, TopK
     from gridtrain.core.planning.worker_memory import worker_memory
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
@@ -384,12 +430,12 @@ def _memory(each: ExchangeEstimate) -> WorkerMemory:
         wire,
         parameters=load.parameters,
         workers=each.world_size,
-        optimizer_values=OPTIMIZER_STATE_COPIES["adamw"],
+        optimizer_values=OPTIMIZER_STATE_COPIES[optimizer],
         local=LocalSteps(each.local_steps, wire) if each.local_steps > 1 else None,
     )
 
 
-def _figures(each: ExchangeEstimate, computing: float) -> dict[str, Any]:
+def _figures(each: ExchangeEstimate, computing: float, optimizer: str) -> dict[str, Any]:
     from gridtrain.core.planning.exchange_comparison import propose_for
 
     return {
@@ -400,7 +446,7 @@ def _figures(each: ExchangeEstimate, computing: float) -> dict[str, Any]:
         "sent_bytes": each.cost.sent_bytes,
         "received_bytes": each.cost.received_bytes,
         "cpu_s": each.cost.cpu_s,
-        "memory_bytes_per_parameter": asdict(_memory(each)),
+        "memory_bytes_per_parameter": asdict(_memory(each, optimizer)),
         "efficiency": each.efficiency,
         "speedup": each.speedup,
         "proposed_local_steps": propose_for(each, computing, overlap=False).every,

@@ -26,9 +26,18 @@ MOST_STAGES = 256
 MOST_BATCH = 1_000_000
 MOST_ROWS = 10
 OPTION_NAMES = (
-    *("layers", "activations", "batch", "micro_batches", "schedule", "memory", "speeds", "optimizer"),
+    *("layers", "activations", "batch", "micro_batches", "schedule", "memory", "speeds"),
     "keep_activations",
 )
+
+
+def _known_optimizer(_: click.Context, __: click.Parameter, name: str | None) -> str | None:
+    from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
+
+    if name is not None and name not in OPTIMIZER_STATE_COPIES:
+        raise click.BadParameter(f'"{name}" is not one of {", ".join(OPTIMIZER_STATE_COPIES)}')
+    return name
+
 
 _OPTIONS = (
     click.option(
@@ -56,7 +65,10 @@ _OPTIONS = (
     click.option("--memory", metavar="LIST", help='Memory of each card: "8GB", or one per stage.'),
     click.option("--speeds", metavar="LIST", help='Speeds of the cards, such as "1,2,1,1".'),
     click.option(
-        "--optimizer", default="adam", metavar="NAME", help="Optimizer, for the size of its state.  [adam]"
+        "--optimizer",
+        callback=_known_optimizer,
+        metavar="NAME",
+        help="Optimizer, for the size of its state.  [adamw]",
     ),
     click.option("--keep-activations", is_flag=True, help="Plan without re-materialization."),
 )
@@ -155,11 +167,6 @@ def _each(
 def _running(input_bytes: int, options: dict[str, Any]) -> ExecutionSettings:
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES, ExecutionSettings, ScheduleKind
 
-    if options["optimizer"] not in OPTIMIZER_STATE_COPIES:
-        raise click.BadParameter(
-            f'"{options["optimizer"]}" is not one of {", ".join(OPTIMIZER_STATE_COPIES)}',
-            param_hint="--optimizer",
-        )
     return ExecutionSettings(
         order=ScheduleKind(options["schedule"]),
         rematerialise=not options["keep_activations"],

@@ -25,10 +25,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def _options(command: Command) -> Command:
     for one in (
         click.option(
-            "--json",
+            "--json/--table",
             "as_json",
-            is_flag=True,
-            help="Print one JSON object per worker (the default in a pipe).",
+            default=None,
+            help="Print one JSON object per worker, or text.  [default: text on a terminal]",
         ),
         click.option("--all", "to_all", is_flag=True, help="Select all of your workers on this machine."),
         click.option(
@@ -57,7 +57,7 @@ def _keys(context: click.Context, parameter: click.Parameter, incomplete: str) -
 @worker_commands.command("set")
 @click.argument("settings", nargs=-1, required=True, metavar="KEY=VALUE...", shell_complete=_keys)
 @_options
-def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: bool) -> None:
+def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: bool | None) -> None:
     """Change rules, now and for later starts; KEY=off removes a rule.
 
     \b
@@ -76,7 +76,7 @@ def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: boo
 
 @worker_commands.command()
 @_options
-def show(worker: str, to_all: bool, as_json: bool) -> None:
+def show(worker: str, to_all: bool, as_json: bool | None) -> None:
     """Show the state, rules and sensor readings of a worker, or of all workers without --worker."""
     _ask(worker, to_all or not worker, {"ask": "show"}, as_json)
 
@@ -90,14 +90,14 @@ def show(worker: str, to_all: bool, as_json: bool) -> None:
     help="Length of the pause, such as 30m or 2h.  [default: until resume]",
 )
 @_options
-def pause(length: str, worker: str, to_all: bool, as_json: bool) -> None:
+def pause(length: str, worker: str, to_all: bool, as_json: bool | None) -> None:
     """Leave the group after the current step, and wait."""
     _ask(worker, to_all, {"ask": "pause", "for": length}, as_json)
 
 
 @worker_commands.command()
 @_options
-def resume(worker: str, to_all: bool, as_json: bool) -> None:
+def resume(worker: str, to_all: bool, as_json: bool | None) -> None:
     """End a pause; the rules still apply."""
     _ask(worker, to_all, {"ask": "resume"}, as_json)
 
@@ -105,7 +105,7 @@ def resume(worker: str, to_all: bool, as_json: bool) -> None:
 @worker_commands.command()
 @click.option("--after-step", is_flag=True, hidden=True, help="Has no effect; older scripts pass it.")
 @_options
-def stop(after_step: bool, worker: str, to_all: bool, as_json: bool) -> None:
+def stop(after_step: bool, worker: str, to_all: bool, as_json: bool | None) -> None:
     """Finish the current step, transfer the residual, leave the run, and exit.
 
     A script that does not end within two minutes is terminated with SIGTERM.  To stop at once, press Ctrl-C
@@ -114,11 +114,12 @@ def stop(after_step: bool, worker: str, to_all: bool, as_json: bool) -> None:
     _ask(worker, to_all, {"ask": "stop"}, as_json)
 
 
-def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> None:
+def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool | None) -> None:
     """Send `question` to the selected worker, or to all workers, and show each answer."""
     from gridtrain.errors import ConfigError
     from gridtrain_worker.control_socket import ask_agent, find_worker, find_workers
 
+    as_json = not sys.stdout.isatty() if as_json is None else as_json
     if worker and to_all:
         raise click.UsageError("--worker and --all were both given")
     shown: list[str] = []  # what was said of the sensors, which workers of one machine usually share
@@ -129,7 +130,7 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> 
             raise ConfigError(
                 "the worker does not answer", remedy="try again; the worker may be shutting down"
             ) from None
-        if as_json or not sys.stdout.isatty():
+        if as_json:
             click.echo(json.dumps(answer))
             continue
         sensors = sensor_lines(answer)

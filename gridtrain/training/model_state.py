@@ -106,6 +106,7 @@ class ModelState(ABC):
         self._left: LeftResidual | None = None  # of this worker when it left; not added yet
         self._received_magnitude = 0.0
         self._has_initial_weights = True
+        self._has_taken_part = False  # in a step, since this process joined the run
         self._store: CheckpointStore | StageCheckpointStore | None = None  # a subclass opens it
         self._uploader: CheckpointUploader | None = None
         self._written_step: int | None = None  # of the checkpoint that was written last
@@ -170,7 +171,7 @@ class ModelState(ABC):
     def begin_turn(self, snapshot: WorkerSnapshot) -> None:
         """Begin a step: add a saved residual if it belongs to the current step, and write a checkpoint if one
         is due."""
-        self._has_initial_weights = False
+        self._has_initial_weights, self._has_taken_part = False, True
         self._restore_left_residuals(snapshot)
         if self._is_checkpoint_due(snapshot):
             self._write_checkpoint(snapshot)
@@ -228,6 +229,9 @@ class ModelState(ABC):
         """
         self._is_leaving, is_settled = True, False
         try:
+            if self._leaves_before_first_step():  # what it has on disk stays valid
+                log.warning("this worker leaves before it took part in a step")
+                return
             is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
         except GridtrainError as error:
@@ -345,6 +349,13 @@ class ModelState(ABC):
         if self._has_initial_weights:
             self._has_initial_weights = False
             log.warning("this worker's initial weights were replaced by the group's weights")
+
+    def _leaves_before_first_step(self) -> bool:
+        """Return whether this worker has taken no step, and can have received no other worker's residual."""
+        if self._has_taken_part:
+            return False
+        snapshot = self._session.snapshot
+        return not (snapshot.world_size and snapshot.is_synced)
 
     def _leave_residual(self, budget_bytes: int) -> None:
         """Transfer the residual.  Keep the part that no worker accepts, together with the part that remained

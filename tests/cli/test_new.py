@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gridtrain.cli import new
 from gridtrain.cli.main import cli
 from gridtrain.cli.new import templates
 from gridtrain.errors import ConfigError
@@ -210,7 +211,7 @@ def test_a_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
         patched.setattr(Path, "write_text", full)
         done = CliRunner().invoke(cli, ["new", str(run)])
     assert isinstance(done.exception, ConfigError) and "No space left on device" in done.exception.reason
-    assert list(run.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
     assert CliRunner().invoke(cli, ["new", str(run)]).exit_code == 0
 
 
@@ -229,6 +230,8 @@ def test_the_templates_are_complete(
     assert done.exit_code == 0, done.output
     absent = [package for package in requires if find_spec(package) is None]
     assert (f"It needs {' and '.join(absent)}:\n  pip install" in done.output) == bool(absent)
+    (files,) = [line for line in templates("a-run", template)["run.toml"].splitlines() if line[:5] == "files"]
+    assert files.index("#") == 32, "in one column with the other comments"
     written = {path.name for path in (tmp_path / "a-run").iterdir()}
     assert written == {"train.py", "run.toml", "compose.yaml", "compose.volunteer.yaml"} | more_files
     file = RunFile.read(tmp_path / "a-run" / "run.toml")
@@ -242,6 +245,26 @@ def test_the_templates_are_complete(
         compile(script.read_text(), str(script), "exec")
     bundle = Bundle.from_run_file(RunFile.find({}, tmp_path / "a-run"))
     assert bundle is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "missing", "packages"),
+    [
+        ("vision", ["torch"], ["[torch]"]),
+        ("pretrain", ["transformers"], ["transformers>=4.57"]),
+        ("pretrain", ["torch", "transformers"], ["[torch]", "transformers>=4.57"]),
+        ("lora", ["peft"], ["[lora]"]),
+        ("lora", ["transformers"], ["transformers>=4.57"]),
+    ],
+)
+def test_what_is_missing_is_installed_and_no_more(
+    template: str, missing: list[str], packages: list[str]
+) -> None:
+    command = shlex.split(new._install(new.TEMPLATES[template], missing))
+    assert command[:2] == ["pip", "install"]
+    installed = [word for word in command[2:] if word != "-e"]
+    assert len(installed) == len(packages)
+    assert all(word.endswith(package) for word, package in zip(installed, packages, strict=True)), command
 
 
 @pytest.mark.parametrize("name", ["NAME", "ABOUT", "MIN_WORKERS", "MY_NAME-ABOUT.MIN_WORKERS"])

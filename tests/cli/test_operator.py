@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -27,7 +28,9 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.network.transport import interface
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
-from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, OPERATOR_KEY, EndpointFile
+from gridtrain.runtime.client import operator_client
+from gridtrain.runtime.client.coordinator_client import CoordinatorClient
+from gridtrain.runtime.client.endpoint_file import OPERATOR_KEY, EndpointFile
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 from gridtrain_coordinator.access.authorization import Authorization
 
@@ -58,13 +61,15 @@ class AccessServer:
         )
         here = self.transport.listen("tcp://127.0.0.1:0")
         self.contact = EndpointFile("tcp://192.0.2.7:7700", here, self.keys.public, "default", True)
-        self.contact.write(self.folder)
+        self.published = self.contact.published(self.folder)
+        self.published.__enter__()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.serve)
         self.thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self.published.__exit__(None, None, None)
         self.stop.set()
         self.transport.wake()
         self.thread.join(10.0)
@@ -399,24 +404,63 @@ def test_the_endpoint_belongs_to_the_named_run(server: AccessServer, monkeypatch
         CoordinatorEndpoint.find("mine")
 
 
-def test_a_starting_coordinator_is_awaited(server: AccessServer) -> None:
-    path = server.folder / CONTACT_FILE
-    path.unlink()
-    found: list[CoordinatorEndpoint] = []
-    thread = threading.Thread(
-        target=lambda: found.append(CoordinatorEndpoint.find(state=server.folder, wait_s=20.0))
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_starting_coordinator_is_awaited(
+    server: AccessServer, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """Also if the file of one that was killed is still there."""
+    server.published.__exit__(None, None, None)
+    if is_killed:
+        server.contact.write(server.folder)
+    started = server.contact.published(server.folder)
+    waited = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: started.__enter__())
+    monkeypatch.setattr(operator_client, "time", waited)
+    found = CoordinatorEndpoint.find(state=server.folder, wait_s=20.0)
+    assert found.coordinator == server.keys.public
+    assert not EndpointFile.is_abandoned(server.folder), "the started one was awaited"
+    started.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("command", ["status", "finish", "invite"])
+def test_a_coordinator_of_this_machine_that_was_killed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    ask = CoordinatorClient.ask
+    monkeypatch.setattr(CoordinatorClient, "ask", lambda self, question, _: ask(self, question, 0.2))
+    Identity.load_or_create(tmp_path / OPERATOR_KEY)
+    contact = EndpointFile("tcp://192.0.2.7:7700", "tcp://127.0.0.1:1", b"k" * 32, "mine", True)
+    contact.write(tmp_path)
+    result = CliRunner().invoke(cli, [command, "--state", str(tmp_path)])
+    said = 'the coordinator of the run "mine", tcp://192.0.2.7:7700, is not running on this machine'
+    assert refusal(result, 3) == said
+    assert "`gridtrain coordinator` continues the run" in str(result.exception)
+    with contact.published(tmp_path):  # it runs, but cannot be reached
+        result = CliRunner().invoke(cli, [command, "--state", str(tmp_path)])
+        assert "no coordinator can be reached at tcp://127.0.0.1:1" in refusal(result, 3)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_waiting_for_a_coordinator_is_announced_and_times_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_state: bool
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    now_s, said_at_s = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr(operator_client, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    echo = click.echo
+    monkeypatch.setattr(click, "echo", lambda *a, **k: said_at_s.append(now_s[0]) or echo(*a, **k))
+    chosen = ("--state", str(tmp_path)) if has_state else ()
+    result = CliRunner().invoke(cli, ["invite", "--wait", "30s", *chosen])
+    assert "no coordinator" in refusal(result, 2)
+    where = (
+        f"a coordinator in {tmp_path}" if has_state else 'a coordinator of the run "default" on this machine'
     )
-    thread.start()
-    server.contact.write(server.folder)
-    thread.join(20.0)
-    assert [contact.coordinator for contact in found] == [server.keys.public]
-
-
-def test_waiting_for_a_coordinator_times_out(tmp_path: Path) -> None:
-    started_s = time.monotonic()
-    with pytest.raises(ConfigError, match=r"no coordinator (of the run|is running in)"):
-        CoordinatorEndpoint.find(state=tmp_path, wait_s=0.2)
-    assert 0.2 <= time.monotonic() - started_s < 10.0
+    assert result.stderr.startswith(f"gridtrain: waiting up to 30 s for {where}")
+    assert said_at_s == [0.0] and now_s[0] == pytest.approx(30.0)
 
 
 def test_the_operators_key_must_be_private(server: AccessServer) -> None:

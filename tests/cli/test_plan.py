@@ -64,7 +64,7 @@ def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
     """16 bytes for model and AdamW, 4 for the flat gradient, 8 for a residual, 4 for local steps."""
     usual = ("--parameters", "1e6", "--workers", "2,4", "--exchange", "dense,topk", "--density", "0.01")
     shown = run(*usual).output.splitlines()
-    start = shown.index("Memory of a worker, bytes for each trainable parameter (AdamW, float32):")
+    start = next(n for n, line in enumerate(shown) if line.endswith("in float32, with --optimizer adamw:"))
     dense = "parameter 4, gradient 4, optimizer 8, flat gradient 4, exchange 4, state 12"
     assert shown[start + 1] == f"  dense 36 (36 MB): {dense}"
     assert shown[start + 2].startswith(
@@ -75,6 +75,32 @@ def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
     )
     found = figures(*usual, "--local-steps", "5")["dense", 4]["memory_bytes_per_parameter"]
     assert found["local_steps"] == 4 and found["state"] == 4 and sum(found.values()) == 32
+
+
+@pytest.mark.parametrize(
+    ("described", "given", "optimizer", "nbytes"),
+    [
+        ("SGD(lr=0.1, momentum=0.9)", (), "sgd-momentum", 4),
+        ("SGD(lr=0.1)", (), "sgd", 0),
+        ("AdamW(lr=0.1) and 1 more group, settings 1a2b", (), "adamw", 8),
+        ("Muon(lr=0.1)", (), "adamw", 8),
+        ("SGD(lr=0.1)", ("--optimizer", "rmsprop"), "rmsprop", 4),
+    ],
+)
+def test_the_memory_is_that_with_the_optimizer_of_the_run_or_the_option(
+    monkeypatch: pytest.MonkeyPatch, described: str, given: tuple[str, ...], optimizer: str, nbytes: int
+) -> None:
+    monkeypatch.setattr("gridtrain.cli.status.client_for", lambda invitation, run, state: Client())
+    monkeypatch.setitem(STATUS["facts"], "optimizer", described)
+    usual = ("--coordinator", "gridtrain1:x", "--exchange", "dense", *given)
+    assert f"in float32, with --optimizer {optimizer}:" in run(*usual).output
+    assert figures(*usual)["dense", 4]["memory_bytes_per_parameter"]["optimizer"] == nbytes
+
+
+@pytest.mark.parametrize("option", ["--link", "--latency", "--compute", "--optimizer"])
+def test_the_error_of_a_value_names_its_option(option: str) -> None:
+    done = run("--parameters", "1M", option, "5")
+    assert done.exit_code == 2 and f"Invalid value for '{option}'" in done.output
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 200])

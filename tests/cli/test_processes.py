@@ -21,6 +21,7 @@ import pytest
 
 from gridtrain.core.group.invitation import parse
 from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION
 
 pytestmark = pytest.mark.integration
@@ -155,6 +156,7 @@ def test_without_options_all_commands_find_the_run_of_this_machine(home: Path) -
         shown = json.loads(gridtrain("status", "--json").stdout)
         assert (shown["run"], shown["phase"], shown["term"]) == ("default", "waiting", 1)
         assert shown["door"]["enrolled_total"] == 1
+        assert not EndpointFile.is_abandoned(home / "gridtrain" / "default"), "it holds the file's lock"
     finally:
         coordinator.terminate()
         coordinator.communicate(timeout=WITHIN_S)

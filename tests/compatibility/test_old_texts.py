@@ -249,9 +249,10 @@ def test_commands_still_accept_the_same_arguments() -> None:
     for name, words in known.items():
         assert name in here, f"there is no {name} any more"
         options = {
-            "/".join([*each.opts, *each.secondary_opts])
+            word
             for each in here[name].params
             if each.param_type_name == "option"
+            for word in ("/".join([*each.opts, *each.secondary_opts]), *each.opts)
         }
         arguments = sum(each.param_type_name == "argument" for each in here[name].params)
         assert {word for word in words if word.startswith("--")} <= options, name

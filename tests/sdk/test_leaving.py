@@ -416,6 +416,30 @@ def test_a_restarted_worker_reads_its_residual_back_if_the_run_has_not_moved(
     assert ("is read back" in caplog.text, "is lost" in caplog.text) == (back, not back)
 
 
+def test_a_worker_that_leaves_before_its_first_step_keeps_its_residuals_on_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its checkpoint's residual nor the one with which it left before is transferred or lost."""
+    with gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK) as group:
+        alone(group, tmp_path, 8)
+    stored = (tmp_path / residual_departure.LEFT_FOLDER / "residual.safetensors").read_bytes()
+    caplog.clear()
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gridtrain.sdk.turns.Turns, "__iter__", interrupted)
+    with (
+        caplog.at_level(logging.WARNING),
+        gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK, min_workers=2) as group,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        alone(group, tmp_path, 9)
+    assert caplog.messages[-1] == "this worker leaves before it took part in a step"
+    assert not any("residual" in message for message in caplog.messages), caplog.messages
+    assert (tmp_path / residual_departure.LEFT_FOLDER / "residual.safetensors").read_bytes() == stored
+
+
 def test_ctrl_c_before_a_round_leaves_the_whole_residual_with_the_worker(
     new_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,7 +485,10 @@ def test_a_removed_worker_does_not_repeat_the_reason(caplog: pytest.LogCaptureFi
 
     session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: True))
     state: Any = SimpleNamespace(
-        _session=session, _leave_residual=lambda budget_bytes: None, _keep_for_others=refuse
+        _session=session,
+        _leaves_before_first_step=lambda: False,
+        _leave_residual=lambda budget_bytes: None,
+        _keep_for_others=refuse,
     )
     ModelState.leave(state, 0, between_steps=True)
     assert caplog.messages == [

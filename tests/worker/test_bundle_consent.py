@@ -30,6 +30,7 @@ from gridtrain_coordinator.bundle_server import BundleServer
 from gridtrain_worker import agent, bundle_consent
 from gridtrain_worker.agent import Job, supervise
 from gridtrain_worker.bundle_consent import BundleOffer
+from gridtrain_worker.saved_settings import SavedSettings
 
 pytestmark = pytest.mark.integration
 SCRIPT = """
@@ -313,6 +314,26 @@ def shown(offer: BundleOffer, job: Job) -> tuple[str, object]:
     settings = resolve("worker", {"cache_limit": "5GB"}, {}, RunFile())
     facts = bundle_offer.offer_facts(settings, job, offer)
     return "\n".join(bundle_offer.offer_lines(settings, job, offer)), facts["data_set"]
+
+
+def test_an_offer_shows_the_names_of_its_files_and_the_rules_that_apply(
+    owner: Owner, invitation: Invitation
+) -> None:
+    owner.serve()
+    screens: list[str] = []
+
+    def ask(offer: BundleOffer) -> bool:
+        screens.append(shown(offer, Job((), invitation))[0])
+        folder = offer.entry.identity.with_suffix("")
+        folder.mkdir(exist_ok=True)
+        SavedSettings(folder).save_rules({"battery": "pause", "gpu": "run"}, {})
+        return False
+
+    for _ in range(2):
+        with pytest.raises(NotAccepted):
+            supervise(Job((), invitation), ask=ask)
+    assert all("               helper.py, run.toml, train.py: " in screen for screen in screens)
+    assert "rules: none" in screens[0] and screens[1].endswith("rules: battery=pause")
 
 
 @pytest.mark.parametrize("columns", [80, 120])

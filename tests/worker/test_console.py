@@ -57,7 +57,7 @@ def test_the_live_line_has_whole_figures(monkeypatch: pytest.MonkeyPatch, column
     monkeypatch.setenv("COLUMNS", str(columns))
     out = io.StringIO()
     TerminalConsole(out).show_progress(CONTRIBUTION, 0.0)
-    assert out.getvalue() == shown
+    assert out.getvalue() == shown + "\n", "so that after kill -9 the next output has a line of its own"
 
 
 def test_the_live_line_is_below_the_scripts_output() -> None:
@@ -71,10 +71,10 @@ def test_the_live_line_is_below_the_scripts_output() -> None:
     console.write_output(" of the line\n", out)
     console.show_summary(CONTRIBUTION, CONTRIBUTION)
     assert out.getvalue().split(CLEAR) == [
-        LINE,
-        "loss 1.0\n" + LINE,
-        "gridtrain worker: hello\n" + LINE,
-        "no end of the line\n" + LINE,
+        LINE + "\n",
+        "loss 1.0\n" + LINE + "\n",
+        "gridtrain worker: hello\n" + LINE + "\n",
+        "no end of the line\n" + LINE + "\n",
         "gridtrain worker: thank you: 380 steps, 12,160 samples (24.3 % of the run), "
         "9.1 MB sent, 950 B received\n",
     ]

@@ -22,13 +22,13 @@ import pytest
 from click.testing import CliRunner
 
 from gridtrain.cli.main import cli
-from gridtrain.cli.worker_commands import sensor_lines, state_lines
+from gridtrain.cli.worker_commands import sensor_lines, state_lines, worker_commands
 from gridtrain.core.group.sensor_readings import NOT_NEEDED
 from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
 from gridtrain.testing import FakeSensors
 from gridtrain.testing.fake_sensors import FileSensors
-from gridtrain_worker import policy_enforcer
+from gridtrain_worker import control_socket, policy_enforcer
 from gridtrain_worker.budget import FILE
 from gridtrain_worker.control_socket import (
     MAX_PATH_BYTES,
@@ -195,6 +195,17 @@ def test_rules_are_changed_while_running_and_saved(
     again = PolicyEnforcer(folder.parent / "worker-1", "bob", {}, lambda link: None, sensors=sensors)
     assert again._policy.rules.texts()["battery"] == "run", "another worker has its own"
     again._control_socket.close()
+
+
+@pytest.mark.parametrize("option", ["", "--table", "--json"])
+def test_a_state_is_shown_as_json_in_a_pipe_unless_a_table_is_requested(
+    make: Callable[..., PolicyEnforcer], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(control_socket, "find_workers", lambda: [Path(make().path)])
+    done = CliRunner().invoke(worker_commands, ["show", *option.split()])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("{") == (option != "--table")
+    assert ("  rules: none" in done.output) == (option == "--table")
 
 
 def test_what_cannot_be_read_is_said_once(make: Callable[..., PolicyEnforcer], folder: Path) -> None:

@@ -21,7 +21,11 @@ from typing import TextIO
 from gridtrain.quantities import format_bytes, format_count
 from gridtrain.runtime.contribution import Contribution
 
-CLEAR = "\r\x1b[K"
+CLEAR = "\x1b[A\r\x1b[J"
+"""Erases the live line and what is below it, such as ^C.
+
+The line is ended, so that after a `kill -9` the next output begins on a line of its own."""
+
 LINES_EVERY_S = 10.0
 """Minimum time between two lines of figures in a log."""
 
@@ -172,7 +176,7 @@ class TerminalConsole(Console):
 
     def _draw(self) -> None:
         if self._live and not self._mid_line:
-            _put(self._stream, fit_line(self._live, shutil.get_terminal_size().columns - 1))
+            _put(self._stream, fit_line(self._live, shutil.get_terminal_size().columns - 1) + "\n")
             self._drawn = True
 
 

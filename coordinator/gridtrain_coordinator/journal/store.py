@@ -44,14 +44,18 @@ class JournalFull(JournalError):
     """The disk is full: nothing was written, and writing can be tried again."""
 
 
+_IN_USE = (
+    "is in use by another coordinator or program",
+    "stop the other coordinator, or choose another folder with --state",
+)
 _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_NOTADB": (
         "is not a journal, because it is not an SQLite database",
         "choose another folder with --state",
     ),
     "SQLITE_CORRUPT": ("is damaged", DAMAGED_REMEDY),
-    "SQLITE_BUSY": ("is in use", "stop the other coordinator, or choose another folder with --state"),
-    "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or choose another folder with --state"),
+    "SQLITE_BUSY": _IN_USE,
+    "SQLITE_LOCKED": _IN_USE,
     "SQLITE_FULL": ("cannot grow: the disk is full", "free disk space, then start the coordinator again"),
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
     "SQLITE_CANTOPEN": (
@@ -331,4 +335,5 @@ def _explained(path: str) -> Iterator[None]:
         known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
         what, remedy = known or ("cannot be used", DAMAGED_REMEDY)
         kind = JournalFull if code.startswith("SQLITE_FULL") else JournalError
-        raise kind(f"the journal {path} {what} ({error})", remedy=remedy) from error
+        detail = "" if known is _IN_USE else f" ({error})"
+        raise kind(f"the journal {path} {what}{detail}", remedy=remedy) from error

@@ -170,7 +170,19 @@ class Membership:
         if self.run.view_change.is_freezing:
             self._freeze_phase.delay_freeze(now_s)
         entry = self.run.term_entry()
-        return self._log_events([entry, LogEvent("info", "started", dict(entry.body))], now_s)
+        fields = {**entry.body, **self._continuation_fields()}
+        return self._log_events([entry, LogEvent("info", "started", fields)], now_s)
+
+    def _continuation_fields(self) -> dict[str, Any]:
+        """Return what the journal says of a run that has begun; it does not know the latest step."""
+        run = self.run
+        if not run.generation:
+            return {}
+        text = f"the run continues; generation {run.generation} began at step {run.highest_step}"
+        return {
+            "members": ", ".join(map(self.worker_name, run.member_order)) or "none",
+            "reason": "the run is finished" if run.is_finished else text,
+        }
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         warnings = self._compensate_own_stall(now_s)

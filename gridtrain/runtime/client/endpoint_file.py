@@ -7,12 +7,16 @@ folder.
     the state folder of a run
         journal.sqlite  coordinator.key  operator.key     permanent
         coordinator.json                                  exists while the coordinator listens
+
+The coordinator also holds a lock of the file, by which the file of a killed coordinator is recognized.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +60,21 @@ class EndpointFile:
         }
         replace_private_json(folder / CONTACT_FILE, body, "check the permissions of the folder")
 
+    @contextlib.contextmanager
+    def published(self, folder: Path) -> Iterator[None]:
+        """Return a context manager that writes the file, holds its lock, and removes it on exit.
+
+        Raises `ConfigError` if the file cannot be written.
+        """
+        self.write(folder)
+        try:
+            with open(folder / CONTACT_FILE, "rb") as file:
+                with contextlib.suppress(OSError):  # the file system does not support locks
+                    fcntl.flock(file, fcntl.LOCK_SH)  # at once, but for the moment of an `is_abandoned`
+                yield
+        finally:
+            self.remove(folder)
+
     def remove(self, folder: Path) -> None:
         """Remove the file from `folder`, unless another coordinator has replaced it."""
         with contextlib.suppress(OSError, ConfigError):
@@ -86,6 +105,17 @@ class EndpointFile:
                 f"{path} is not a valid endpoint file: {error}",
                 remedy="restart the coordinator, so that it writes the file again",
             ) from None
+
+    @staticmethod
+    def is_abandoned(folder: Path) -> bool:
+        """Return whether there is a file whose coordinator has ended without removing it; False if the file
+        system does not support locks."""
+        try:
+            with open(folder / CONTACT_FILE, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # it is locked, or does not exist
+            return False
+        return True
 
     @classmethod
     def _parse(cls, body: object) -> EndpointFile:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from gridtrain.core.group.invitation import RUN_NAME, Invitation
 from gridtrain.core.messages import EndRun, Invite, OperatorReply, PeerId, RemoveWorker, Unban
-from gridtrain.errors import ConfigError, JoinRefused, RemoteProtocolError
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused, RemoteProtocolError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, OPERATOR_KEY, EndpointFile
@@ -63,7 +63,12 @@ class CoordinatorEndpoint:
 
     @classmethod
     def find(
-        cls, run: str = "default", state: Path | None = None, *, wait_s: float = 0.0
+        cls,
+        run: str = "default",
+        state: Path | None = None,
+        *,
+        wait_s: float = 0.0,
+        say: Callable[[str], None] | None = None,
     ) -> CoordinatorEndpoint:
         """Read the endpoint of a coordinator on this machine from the run's state folder.
 
@@ -71,6 +76,7 @@ class CoordinatorEndpoint:
             run: the run's name.
             state: the state folder; None for the default folder of `run`.
             wait_s: the time to wait for a coordinator that is starting.
+            say: is told once, before the wait, what is awaited.
 
         Raises:
             ConfigError: no coordinator is running, the coordinator belongs to another run, or a file cannot
@@ -83,10 +89,15 @@ class CoordinatorEndpoint:
             )
         folder = state if state is not None else state_directory(run)
         deadline_s = time.monotonic() + wait_s
-        while (found := _read_endpoint(folder)) is None:
+        while (found := _read_endpoint(folder)) is None or EndpointFile.is_abandoned(folder):
             if (left_s := deadline_s - time.monotonic()) <= 0:
-                raise _not_running_error(folder, run, state)
+                break
+            if say is not None:
+                say(_describe_wait(run, state, wait_s))
+                say = None
             time.sleep(min(left_s, POLL_INTERVAL_S))
+        if found is None:
+            raise _not_running_error(folder, run, state)
         if found.run != run and state is None:
             raise ConfigError(
                 f'{folder / CONTACT_FILE} belongs to the run "{found.run}", not to "{run}"',
@@ -115,7 +126,7 @@ class OperatorClient:
     def _ask(self, question: Callable[[CoordinatorClient], Answer], timeout_s: float) -> Answer:
         there = self.endpoint
         with (
-            _explain_refusal(there),
+            _explain_errors(there),
             _operator_lock(there.key_file, timeout_s),
             CoordinatorClient(
                 there.local_address, there.coordinator, there.operator, encrypted=there.encrypted
@@ -196,10 +207,20 @@ def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explain_refusal(endpoint: CoordinatorEndpoint) -> Iterator[None]:
-    """Return a context manager that replaces the error raised for an unknown operator's key."""
+def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
+    """Return a context manager that replaces the errors raised for an unknown operator's key, and for a
+    coordinator of this machine that has ended."""
     try:
         yield
+    except CoordinatorUnreachable:
+        if endpoint.key_file is None or not EndpointFile.is_abandoned(endpoint.key_file.parent):
+            raise
+        raise CoordinatorUnreachable(
+            f'the coordinator of the run "{endpoint.run}", {endpoint.address}, is not running on this '
+            "machine",
+            remedy="`gridtrain coordinator` continues the run: type it in the folder of the run's run.toml, "
+            "or with the same --run or --state",
+        ) from None
     except JoinRefused as refusal:
         if refusal.code != DENIED:
             raise
@@ -217,6 +238,15 @@ def _read_endpoint(folder: Path) -> EndpointFile | None:
         return None
 
 
+def _describe_wait(run: str, state: Path | None, wait_s: float) -> str:
+    if state is not None:
+        return f"waiting up to {wait_s:g} s for a coordinator in {state}"
+    return (
+        f'waiting up to {wait_s:g} s for a coordinator of the run "{run}" on this machine (for another run, '
+        "type the command in the folder of its run.toml, or name it with --run)"
+    )
+
+
 def _not_running_error(folder: Path, run: str, state: Path | None) -> ConfigError:
     if state is not None:
         return ConfigError(
@@ -230,5 +260,5 @@ def _not_running_error(folder: Path, run: str, state: Path | None) -> ConfigErro
         f'no coordinator of the run "{run}" is running on this machine as this user: '
         f"{folder / CONTACT_FILE} does not exist",
         remedy=f"type the command in the folder of the run's run.toml, name the run with --run NAME{known}, "
-        f"or its state folder with --state FOLDER; gridtrain coordinator{option} starts one",
+        f"or its state folder with --state FOLDER; gridtrain coordinator{option} starts or continues it",
     )

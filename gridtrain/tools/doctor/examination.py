@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gridtrain.core.group.invitation import Invitation
@@ -30,6 +31,15 @@ COORDINATOR_TIMEOUT_S, MEMBERS_TIMEOUT_S = 3.0, 4.0
 SLOW_UP_Bps = 0.25e6
 NEGLIGIBLE_GAIN = 0.005
 
+
+@dataclass(frozen=True, slots=True)
+class UploadLimit:
+    """The upload limit that this machine's user has set; `where` is its place, such as a variable."""
+
+    rate_Bps: float
+    where: str
+
+
 RunStatusParser = Callable[[Mapping[str, Any]], RunStatus]
 
 
@@ -41,6 +51,7 @@ class Examination:
             missing.
         total_s: the time limit of the whole examination.
         wall: returns the wall-clock time in seconds.
+        upload_limit: the limit that a worker on this machine would have; the measurements have none.
     """
 
     def __init__(
@@ -51,7 +62,9 @@ class Examination:
         total_s: float = TOTAL_TIMEOUT_S,
         wall: Callable[[], float] = time.time,
         probe: Callable[[], machine_check.TorchProbe] = machine_check.TorchProbe,
+        upload_limit: UploadLimit | None = None,
     ) -> None:
+        self._upload_limit = upload_limit
         self._invitation, self._read_run, self._wall, self._probe = invitation, read_run, wall, probe
         self._began_s = time.monotonic()
         self._until_s = self._began_s + total_s
@@ -169,8 +182,9 @@ class Examination:
         yield self._state_finding()
         yield machine_check.check_clock(_wall_of(self._status), self._asked_wall_s)
         yield _reachable(probe, probe.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
-        self._coordinator = probe.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
-        yield from _line("coordinator", self._coordinator)
+        measured = probe.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
+        self._coordinator = self._limited(measured)
+        yield from _line("coordinator", self._coordinator, self._effective_limit(self._coordinator))
         yield from self._member_findings(probe)
 
     def _state_finding(self) -> Finding:
@@ -195,10 +209,22 @@ class Examination:
         if not found:
             yield ok("members", "no member can be reached for a measurement")
         for number, (peer, measured) in enumerate(found):
-            rank = ranks.get(peer.hex())
+            limited, rank = self._limited(measured), ranks.get(peer.hex())
             if isinstance(rank, int):
-                self._members[rank] = measured
-            yield from _line(f"member {number + 1}", measured)
+                self._members[rank] = limited
+            yield from _line(f"member {number + 1}", limited, self._effective_limit(limited))
+
+    def _limited(self, measured: LinkMeasurement) -> LinkMeasurement:
+        """Return the rates at which a worker on this machine would use a link."""
+        limit, up_Bps = self._upload_limit, measured.up_Bps
+        if limit is None or up_Bps is None:
+            return measured
+        return replace(measured, up_Bps=min(up_Bps, limit.rate_Bps))
+
+    def _effective_limit(self, limited: LinkMeasurement) -> UploadLimit | None:
+        """Return the user's limit if the upload of a link is as low as it."""
+        limit = self._upload_limit
+        return limit if limit is not None and limited.up_Bps == limit.rate_Bps else None
 
     # -- prediction --------------------------------------------------------------------------------
 
@@ -216,10 +242,11 @@ class Examination:
                     "prediction", f"no prediction: {error.reason}", "try again when the run is training"
                 )
             return
-        verdict = "speed this run up" if said.gain >= 0 else "slow this run down"
+        samples_per_s = sum(run.shares) / said.step_s
         text = (
-            f"a step takes {said.step_s:.3g} s now and {said.joined_step_s:.3g} s with this machine: "
-            f"it would {verdict} by {abs(said.gain):.0%}"
+            f"with this machine a step would take {said.joined_step_s:.3g} s instead of {said.step_s:.3g} s, "
+            f"and the run would train on {samples_per_s * (1 + said.gain):.3g} instead of "
+            f"{samples_per_s:.3g} samples a second"
         )
         text += f" (assumed: {'; '.join(said.assumptions)})" if said.assumptions else ""
         figures = {
@@ -236,19 +263,24 @@ class Examination:
                     "but global_batch_size gives slow machines less work"
                 )
             else:
-                fix = "use a faster upload, or ask the run's owner for a sparser exchange or larger batches"
+                measured = (self._coordinator, *self._members.values())
+                limit = self._effective_limit(max(measured, key=lambda link: link.up_Bps or 0.0))
+                faster = f"raise the upload limit ({limit.where})" if limit else "use a faster upload"
+                fix = f"{faster}, or ask the run's owner for a sparser exchange or larger batches"
                 fix += ": the exchange would take longer by more than this machine computes"
             yield warning("prediction", text, fix, **figures)
         else:
             yield ok("prediction", text, **figures)
 
 
-def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
-    """Return the finding about the round trip and the rates of the link to another process."""
+def _line(name: str, measured: LinkMeasurement, limit: UploadLimit | None) -> list[Finding]:
+    """Return the finding about the round trip and the rates of the link to another process; `limit` is the
+    user's limit, if it determines the upload."""
     if measured.rtt_s is None:
         fix = "nothing to do: members that cannot reach each other use a relay"
         return [warning(name, "not measured, because this machine could not connect to it", fix)]
     up, down = _rate(measured.up_Bps), _rate(measured.down_Bps)
+    up += f" (your limit, {limit.where})" if limit is not None else ""
     text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"
     figures = {"rtt_s": measured.rtt_s, "up_Bps": measured.up_Bps, "down_Bps": measured.down_Bps}
     if measured.rtt_s > connection_check.SLOW_ROUND_TRIP_s:
@@ -264,9 +296,9 @@ def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
         fix = "close other programs that use the link, or use a faster link: 256 KiB did not arrive in time"
         return [warning(name, text, fix, **figures)]
     if measured.up_Bps < SLOW_UP_Bps:
-        return [
-            warning(name, text, "stop other uploads; with links this slow a run needs LocalSteps", **figures)
-        ]
+        fix = "stop other uploads" if limit is None else f"raise the upload limit ({limit.where})"
+        fix += "; with links this slow a run needs LocalSteps"
+        return [warning(name, text, fix, **figures)]
     return [ok(name, text, **figures)]
 
 

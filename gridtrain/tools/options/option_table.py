@@ -467,7 +467,7 @@ WORKER: tuple[Option, ...] = (
     Option(
         "accept",
         TEXT,
-        "Accept only the bundle with this digest.",
+        "Run this bundle without asking, and no other.",
         default="",
         default_description="ask",
         metavar="DIGEST",

@@ -85,7 +85,16 @@ REPORTED = m.CurrentGeneration(term=3, generation=5, members=((A, 4), (C, 4)))
 
 
 def test_a_restarted_coordinator_knows_the_names_of_its_members_before_they_return() -> None:
-    assert Coordinator(journal_of_term_1(), term=2).core.worker_name(B) == "b"
+    restarted = Coordinator(journal_of_term_1(), term=2).core
+    assert restarted.worker_name(B) == "b"
+
+
+def test_a_restarted_coordinator_says_that_the_run_continues() -> None:
+    started = Coordinator(journal_of_term_1(), term=2).core.snapshot(0.0)["events"][0]
+    assert (started["event"], started["term"], started["members"]) == ("started", 2, "a, b")
+    assert started["reason"] == "the run continues; generation 1 began at step 0"
+    first = Coordinator(min_workers=2).core.snapshot(0.0)["events"][0]
+    assert first["event"] == "started" and "reason" not in first
 
 
 def test_a_later_generation_that_members_report_is_adopted() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from live_coordinator import LiveCoordinator
 
+from gridtrain.cli.doctor import _configured_upload_limit
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
 from gridtrain.core.planning.network_model import uniform_network
@@ -29,11 +30,13 @@ from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, enroll
+from gridtrain.runtime.client.worker_naming import identity_folder
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import LinkMeasurement, download_rate_Bps
-from gridtrain.tools.doctor.examination import TOTAL_TIMEOUT_S, Examination
+from gridtrain.tools.doctor.examination import TOTAL_TIMEOUT_S, Examination, _line
 from gridtrain.tools.doctor.findings import Finding, FindingLevel
 from gridtrain.tools.doctor.speedup_prediction import RunStatus, predict_speedup
+from gridtrain_worker.saved_settings import SavedSettings
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[3]
@@ -347,6 +350,52 @@ def test_a_slow_machine_is_advised_what_the_run_lacks(
     (found,) = examination._prediction_finding(1e10)
     assert found.level is FindingLevel.WARNING and advice in found.fix
     assert ("global_batch_size" in found.fix) == (whole is None)
+
+
+def test_a_slowdown_is_stated_in_seconds_and_samples_a_second(invitation: Invitation) -> None:
+    """96 samples in 14.5 s; with this machine 128 in 105 s."""
+    examination = Examination(invitation, lambda _: run_of(3), probe=quick_probe)
+    examination._status, examination._coordinator = {"phase": "training"}, LINK
+    examination._members = dict.fromkeys(range(3), LINK)
+    (found,) = examination._prediction_finding(1e11)
+    numbers = re.fullmatch(
+        r"with this machine a step would take ([\d.]+) s instead of ([\d.]+) s, "
+        r"and the run would train on ([\d.]+) instead of ([\d.]+) samples a second",
+        found.text,
+    )
+    assert numbers is not None, found.text
+    joined_s, now_s, joined_rate, rate = map(float, numbers.groups())
+    assert rate == pytest.approx(96 / now_s, rel=0.01) and joined_rate == pytest.approx(
+        128 / joined_s, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("where", ["GRIDTRAIN_UPLOAD_LIMIT", "gridtrain worker set upload="])
+def test_the_users_own_upload_limit_is_named(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert _configured_upload_limit(invitation) is None
+    if where == "GRIDTRAIN_UPLOAD_LIMIT":
+        monkeypatch.setenv(where, "1Mbit")
+    else:
+        folder = identity_folder(invitation.run, invitation.coordinator) / "worker-0"
+        folder.mkdir(parents=True)
+        SavedSettings(folder).save_rules({"upload": "1Mbit"}, {})
+    limit = _configured_upload_limit(invitation)
+    examination = Examination(
+        invitation, lambda _: run_of(3, whole=96), probe=quick_probe, upload_limit=limit
+    )
+    examination._status, examination._coordinator = {"phase": "training"}, examination._limited(LINK)
+    examination._members = dict.fromkeys(range(3), examination._limited(LINK))
+    (predicted,) = examination._prediction_finding(1e12)
+    assert f"raise the upload limit ({where}), or ask" in predicted.fix
+    measured = examination._coordinator
+    (line,) = _line("coordinator", measured, examination._effective_limit(measured))
+    assert f"1.0 Mbit/s (your limit, {where}) up, 100.0 Mbit/s down" in line.text
+    assert line.fix == f"raise the upload limit ({where}); with links this slow a run needs LocalSteps"
+    slower = LinkMeasurement(0.02, 0.1e6, 12.5e6)
+    assert examination._effective_limit(examination._limited(slower)) is None, "slower than that"
 
 
 def test_a_prediction_names_assumed_figures() -> None:
