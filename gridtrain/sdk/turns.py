@@ -173,7 +173,8 @@ class Turns:
             return False
         snapshot = self._session.snapshot
         held = self._model_state.rest(self._pauses.remaining_bytes // 2)
-        return self._pauses.pause(held, touched=snapshot.is_modified or snapshot.applied >= 0)
+        touched = snapshot.is_modified or snapshot.applied >= 0
+        return self._pauses.pause(held, touched=touched, on_left=self._model_state.save_paused)
 
     def _is_empty(self, snapshot: WorkerSnapshot) -> bool:
         """Whether no worker has samples in this turn, as in the last turn of a run with a delay."""

@@ -219,7 +219,15 @@ class ModelState(ABC):
         is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
         self._leave_residual(budget_bytes)
         held = self._keep_for_pause()
-        return held if is_settled else None  # otherwise a step may have committed that the model lacks
+        if held is None or not is_settled:  # then a step may have committed that the model lacks
+            return None
+        self._keep_for_others()
+        return held
+
+    def save_paused(self) -> None:
+        """Begin to write the state that `rest` has recorded, because all workers may pause and none return.
+        The other members wait until this worker has left, and therefore not for copies and for the disk."""
+        self._write_left(SETTLE_TIMEOUT_S)
 
     def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
         """Transfer the residual, and record which state `close` has to save, when this worker leaves a run
@@ -267,6 +275,9 @@ class ModelState(ABC):
         self._is_leaving = False
         if self._left is not None and self._has_checkpoints:
             save_left_residual(self._left_folder(self._left), self._facts, self._left)
+        self._write_left(timeout_s)
+
+    def _write_left(self, timeout_s: float) -> None:
         left_at = self._left_at
         if (
             left_at is None

@@ -126,9 +126,9 @@ class PauseController:
         snapshot = self._session.snapshot
         self._agent.report(state="training", step=snapshot.applied + 1, name=snapshot.name)
 
-    def pause(self, held: CheckpointInfo | None, *, touched: bool) -> bool:
+    def pause(self, held: CheckpointInfo | None, *, touched: bool, on_left: Callable[[], None]) -> bool:
         """Leave the group, and join again when the agent allows it; return False if this worker must not join
-        again.
+        again.  `on_left` is called when this worker has left.
 
         Raises `JoinRefused` if the coordinator refuses the worker, and `CoordinatorUnreachable` if it does
         not answer for `Deadlines.paused_s`.
@@ -141,6 +141,7 @@ class PauseController:
             log.warning(
                 "no other worker trains: the run continues when a worker resumes (gridtrain worker resume)"
             )
+        on_left()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # for other programs that use the GPU
         self._agent.report(state="paused", reason=reason)

@@ -73,7 +73,9 @@ class PausedGroup:
     def run(self, name: str) -> None:
         try:
             owner = self.owner if name == "worker-1" else None
-            with self.group.join(name, export_dir=str(self.group.export_dir), owner=owner) as grid:
+            folder = self.group.export_dir
+            disk = {"checkpoint_every": 1000, "state_dir": str(folder / "state")} if owner else {}
+            with self.group.join(name, export_dir=str(folder), owner=owner, **disk) as grid:
                 self.train(grid, name)
             self.results[name] = None
         except BaseException as error:
@@ -164,6 +166,8 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
         assert (line["name"], line["state"]) == ("worker-1", "paused")
         assert line["reason"] == "paused by its owner: battery"
         assert paused_group.owner.reported[-1] == {"state": "paused", "reason": "battery"}
+        disk = paused_group.group.export_dir / "state"
+        paused_group.wait_until(lambda: [*disk.glob("step-*")] != [])  # if no worker returns, nothing is lost
 
         sensors.say(on_battery=False)
         lead(paused_group)
