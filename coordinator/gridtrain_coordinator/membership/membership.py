@@ -291,7 +291,7 @@ class Membership:
             "step": max(steps),
             "skipped_steps": skipped.total,
             "skipped_in_a_row": skipped.in_a_row,
-            "alert": "" if run.is_finished else skipped.alert,
+            "alert": skipped.alert if run.present_members and not run.is_finished else "",
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,

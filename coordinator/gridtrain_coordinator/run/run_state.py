@@ -72,6 +72,7 @@ class RunState:
         self.view_change = ViewChange()
         self.partition = StageBounds()
         self.paused_workers = PausedWorkers()
+        self._skipped_steps = SkippedSteps()
         self.highest_step = 0
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
@@ -123,9 +124,11 @@ class RunState:
 
     @property
     def skipped_steps(self) -> SkippedSteps:
-        """The skipped steps that the present members report."""
-        members = [self.workers[peer] for peer in self.present_members]
-        return SkippedSteps.from_reports((worker.step, worker.figures) for worker in members)
+        """The skipped steps that the present members report; the latest known ones if there are none."""
+        if members := [self.workers[peer] for peer in self.present_members]:
+            reports = ((worker.step, worker.figures) for worker in members)
+            self._skipped_steps = SkippedSteps.from_reports(reports)
+        return self._skipped_steps
 
     @property
     def is_finished(self) -> bool:

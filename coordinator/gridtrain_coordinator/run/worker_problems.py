@@ -80,12 +80,15 @@ class SkippedSteps:
         return f"nothing is being learned: the last {self.in_a_row:,} steps were skipped, {SKIP_REASON}"
 
     def ending(self, steps: int) -> str:
-        """Return what to append to a sentence about the end of the run; "" if most steps were not skipped.
+        """Return what to append to a sentence about the end of the run; "" if most steps, and some of the
+        last, were not skipped.
 
         Args:
             steps: the steps of the run, which may be a few more than its members had reported.
         """
         learned = describe_skipped(round(self.total * steps / self.step), steps) if self.step else ""
+        if not learned and self.in_a_row >= ALERT_SKIPS:
+            learned = f"the last {self.in_a_row:,} steps were skipped, {SKIP_REASON}"
         return f"; {learned}" if learned else ""
 
 

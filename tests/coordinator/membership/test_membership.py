@@ -1051,6 +1051,8 @@ def test_the_end_of_a_run_that_learned_nothing_says_so() -> None:
     run.ready(A)
     status = run.core.snapshot(run.now_s)
     assert (status["phase"], status["alert"]) == ("finished", "")
+    run.say(A, m.Leave("its run is finished"))
+    assert run.core.snapshot(run.now_s)["skipped_steps"] == 30, "as when the last member left"
     assert status["reason"].startswith(
         "its owner has ended it after 30 steps; nothing was learned: 30 of 30 steps skipped, because"
     )

@@ -172,7 +172,8 @@ def test_the_end_of_a_run_that_skipped_most_steps_says_how_many() -> None:
     for report, steps, ending in (
         (reported(540, 540), 561, f"; nothing was learned: 561 of 561 steps skipped, {reason}"),
         (reported(560, 0, 420), 560, f"; little was learned: 420 of 560 steps skipped, {reason}"),
-        (reported(560, 200, 200), 560, ""),
+        (reported(560, 200, 200), 560, f"; the last 200 steps were skipped, {reason}"),
+        (reported(560, ALERT_SKIPS - 1, 200), 560, ""),
         (reported(0), 0, ""),
     ):
         assert SkippedSteps.from_reports([report]).ending(steps) == ending
