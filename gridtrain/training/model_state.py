@@ -112,7 +112,9 @@ class ModelState(ABC):
         self._written_step: int | None = None  # of the checkpoint that was written last
         self._final_step: int | None = None  # the run's last step, if its checkpoint is being written
         self._is_leaving = False  # from `leave` until `close` has saved what this worker still has
-        self._left_at: WorkerSnapshot | None = None  # after which step this worker left with a state to save
+        self._left_at: WorkerSnapshot | None = None  # whose state is to be saved; the model has no later one
+        self._left_step: int | None = None  # of the state that this worker left or paused with
+        self._paused_step: int | None = None  # of a checkpoint that is not uploaded
 
     # -- joining -------------------------------------------------------------------------------------
 
@@ -163,7 +165,7 @@ class ModelState(ABC):
     def _upload(self, path: Path, part: str = MODEL_PART) -> None:
         """Upload a checkpoint that was written.  May be called from any thread."""
         self._written_step = checkpoint_step(path)
-        if self._uploader is not None:
+        if self._uploader is not None and self._written_step != self._paused_step:
             self._uploader.add(path, part, is_final=self._written_step == self._final_step)
 
     # -- between two steps -----------------------------------------------------------------------------
@@ -172,6 +174,7 @@ class ModelState(ABC):
         """Begin a step: add a saved residual if it belongs to the current step, and write a checkpoint if one
         is due."""
         self._has_initial_weights, self._has_taken_part = False, True
+        self._paused_step = None
         self._restore_left_residuals(snapshot)
         if self._is_checkpoint_due(snapshot):
             self._write_checkpoint(snapshot)
@@ -226,7 +229,11 @@ class ModelState(ABC):
 
     def save_paused(self) -> None:
         """Begin to write the state that `rest` has recorded, because all workers may pause and none return.
-        The other members wait until this worker has left, and therefore not for copies and for the disk."""
+        It is not uploaded, because a paused worker may have to save its line or its budget.
+
+        The other members wait until this worker has left, and therefore not for copies and for the disk.
+        """
+        self._paused_step = None if self._left_at is None else self._left_at.applied + 1
         self._write_left(SETTLE_TIMEOUT_S)
 
     def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
@@ -259,7 +266,7 @@ class ModelState(ABC):
         if self._is_leaving:
             self._save_left(timeout_s)
         self._wait_for_writer(timeout_s)
-        if self._left_at is not None and self._left_at.applied + 1 == self._written_step:
+        if self._left_step is not None and self._left_step == self._written_step:
             log.warning(
                 "the state after step %d is in %s: this worker can continue from it, and gridtrain export "
                 "writes its model",
@@ -278,12 +285,11 @@ class ModelState(ABC):
         self._write_left(timeout_s)
 
     def _write_left(self, timeout_s: float) -> None:
-        left_at = self._left_at
-        if (
-            left_at is None
-            or not self._wait_for_writer(timeout_s)
-            or left_at.applied + 1 == self._written_step
-        ):
+        left_at, self._left_at = self._left_at, None  # the model may change from now on
+        if left_at is None:
+            return
+        self._left_step = left_at.applied + 1
+        if not self._wait_for_writer(timeout_s) or self._left_step == self._written_step:
             return
         try:
             self._write_checkpoint(left_at)
@@ -572,10 +578,11 @@ class WholeModelState(ModelState):
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
 
     def _keep_for_others(self) -> None:
-        """Let `close` write a checkpoint, because all workers may be leaving: nobody knows who is the last.
+        """Record the state, because all workers may be leaving or pausing: nobody knows who is the last.
 
-        With overlapped local steps none is written: the latest change is not applied yet.  A script that
-        tracks an object, which may be a step behind, is not considered to be between two steps.
+        With overlapped local steps none is recorded: the latest change is not applied yet.  A worker that
+        leaves, unlike one that pauses, may have stopped before its tracked objects made the step:
+        `Grid.close` does not consider it to be between two steps.
         """
         snapshot = self._session.snapshot
         is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay

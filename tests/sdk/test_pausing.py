@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from group_snapshot import snapshot_of
+from safetensors.torch import load_file
 from torch import nn
 
 import gridtrain
@@ -21,6 +22,7 @@ from gridtrain.errors import BudgetSpent, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentDirective, NoAgent
 from gridtrain.sdk.grid import Grid
 from gridtrain.testing import FakeSensors
+from gridtrain.training.checkpoint.model_export import export_model
 from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.pause import PauseController
 from gridtrain_worker.training_policy import Rules, TrainingPolicy, parse_pairs
@@ -245,6 +247,50 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
     assert steps == list(range(12)) and paused[-1] in (6, 7), "no step is repeated or left out"
     again = residuals[paused[-1] + 1]
     assert again.any() and before.any()
+
+
+class BriefPause(NoAgent):
+    """An owner who resumes the worker as soon as it has paused."""
+
+    def report(self, **state: Any) -> None:
+        super().report(**state)
+        if state["state"] == "paused":
+            self.directive = AgentDirective()
+
+
+def test_an_error_after_a_pause_leaves_checkpoints_with_the_weights_of_their_steps(new_group: Any) -> None:
+    """step:    0 .. 5    6        7     8            9, 10        11
+    disk                  pause          checkpoint                the script fails: nothing is written"""
+    owner, weights = BriefPause(), {}
+
+    def train(grid: Grid) -> None:
+        model = nn.Linear(8, 4)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.TopK(density=0.25))
+        for batch in grid.batches(DATA, batch_size=2, steps=20):
+            weights[grid.step] = model.weight.detach().clone()
+            if grid.step == 5:
+                owner.directive = AgentDirective(run=False, reason="hot")
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            if grid.step == 11:
+                raise DataError("the script fails")
+            optimizer.step()
+
+    with new_group(workers=1) as group:
+        folder = group.export_dir / "state"
+        with (
+            pytest.raises(DataError),
+            group.join("one", owner=owner, checkpoint_every=8, state_dir=str(folder)) as grid,
+        ):
+            train(grid)
+    assert any(report["state"] == "paused" for report in owner.reported)
+    steps = {}
+    for path in folder.glob("step-*"):
+        export_model(path, path / "model.safetensors")
+        steps[int(path.name.removeprefix("step-"))] = load_file(path / "model.safetensors")["weight"]
+    assert set(steps) in ({6, 8}, {7, 8})
+    assert all(torch.equal(written, weights[step]) for step, written in steps.items())
 
 
 def test_stop_ends_the_loop_after_the_step_and_leaves(new_group: Any) -> None:
