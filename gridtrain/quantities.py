@@ -54,12 +54,20 @@ def format_age(seconds_s: float) -> str:
     return f"{seconds_s / 60:.0f} min" if seconds_s < 7200 else f"{seconds_s / 3600:.0f} h"
 
 
-def describe_skipped(skipped: int, steps: int) -> str:
-    """Return how little was learned, if at least half of a run's steps were skipped; otherwise ""."""
-    if not steps or 2 * skipped < steps:
+def describe_skipped(skipped: int, samples: int, last: int = 0, of: str = "") -> str:
+    """Describe how many of a run's samples were in skipped steps; "" if less than 1 %, and `last` is 0.
+
+    Args:
+        last: how many of the last steps were all skipped, if that is to be mentioned.
+        of: the steps that are meant, such as " of the first 30 steps"; by default all steps of the run.
+    """
+    if not skipped or (100 * skipped < samples and not last):
         return ""
-    learned = "nothing" if skipped >= steps else "little"
-    return f"{learned} was learned: {skipped:,} of {format_count(steps, 'step')} skipped, {SKIP_REASON}"
+    among = f", the last {last:,} steps among them" if last else ""
+    learned = ""
+    if not of and 2 * skipped >= samples:
+        learned = f"{'nothing' if skipped == samples else 'little'} was learned: "
+    return f"{learned}{skipped:,} of {samples:,} samples{of} were in skipped steps{among}, {SKIP_REASON}"
 
 
 def format_worker_state(state: str) -> str:

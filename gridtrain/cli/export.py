@@ -45,7 +45,7 @@ def export(checkpoint: str, out: str, step: int | None, shard_size: str) -> None
         f"{shown_url(out)}: the model after step {done.step}, {done.tensors} tensors with {done.elements} "
         f"elements, from {done.source}"
     )
-    if learned := describe_skipped(done.skipped_steps, done.step):
+    if learned := describe_skipped(done.ledger.skipped, done.ledger.consumed):
         click.echo(learned, err=True)
     if done.left_out:
         click.echo(

@@ -125,7 +125,8 @@ def render(snapshot: Mapping[str, Any]) -> Group:
         (phase, "red" if alert else PHASE_STYLES.get(phase, "")), "  ",
         (f"{alert}; " if alert else "", "red"), str(snapshot.get("reason", "")),
     )  # fmt: skip
-    skipped = f" ({count(snapshot['skipped_steps'])} skipped)" if snapshot.get("skipped_steps") else ""
+    samples = snapshot.get("skipped_samples")
+    skipped = f" ({count(samples)} samples skipped)" if samples else ""
     figures = Text(
         f"term {count(snapshot.get('term'))}  generation {count(snapshot.get('generation'))}  "
         f"step {count(snapshot.get('step'))}{skipped}  {_rate(snapshot.get('steps_per_s'))} steps/s"

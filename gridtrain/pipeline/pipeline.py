@@ -360,7 +360,6 @@ class Pipeline:
             state.residual.mark_ended()
             self._skips.record_skipped(plan.step, is_own=mine.attempt.skip)
         else:
-            self._skips.record_applied()
             state.flat.load_update(state.residual.commit(mine.attempt))
             limit = self._options.clip_norm
             if limit is not None:

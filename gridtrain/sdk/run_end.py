@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from gridtrain.config import JoinConfig
-from gridtrain.core.commit import data_ledger
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.quantities import describe_skipped
 from gridtrain.runtime.client.worker_naming import state_directory
@@ -65,7 +64,7 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
         else:
             log.warning("the run is finished; another worker writes its model")
     ledger = session.snapshot.ledger
-    if learned := describe_skipped(data_ledger.count_skipped_steps(ledger), ledger.step):
+    if learned := describe_skipped(ledger.skipped, ledger.consumed):
         log.warning("%s; check the run's loss, learning rate and data", learned)
     if isinstance(written, Exception):
         raise written

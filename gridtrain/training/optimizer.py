@@ -353,7 +353,6 @@ class GridOptimizer(WrappingOptimizer):
             self.residual.mark_ended()
             self._skips.record_skipped(plan.step, is_own=attempt.skip)
             return
-        self._skips.record_applied()
         if weighed is plan and self.weigh_by != "samples":
             log.warning("step %d was weighed by samples: not all counts were known in time", plan.step)
         if averages is not None:

@@ -1,5 +1,4 @@
-"""Report skipped steps and the worker whose gradient was the reason, with few lines for a long sequence of
-steps.
+"""Report skipped steps and the worker whose gradient was the reason, with few lines for many steps.
 
 own gradient      --> warning, and a counter in the heartbeats, from which `gridtrain status` and the
                       dashboard name the worker
@@ -17,8 +16,8 @@ log = logging.getLogger("gridtrain")
 
 
 class SkipReport:
-    """Counts committed steps that were skipped, and logs the 1st, 2nd, 4th, 8th, ... of consecutive skipped
-    steps.
+    """Counts committed steps that were skipped, and logs the 1st, 2nd, 4th, 8th, ... because of this worker's
+    gradient, and likewise because of others'.
 
     Args:
         report_figures: a function that is called with the number of steps that were skipped because of this
@@ -27,30 +26,28 @@ class SkipReport:
 
     def __init__(self, report_figures: Callable[[Mapping[str, float]], None]) -> None:
         self._report_figures = report_figures
-        self.total = 0
-        self._own_total = 0
-        self._in_a_row = 0
+        self._counts = {True: 0, False: 0}
 
-    def record_applied(self) -> None:
-        self._in_a_row = 0
+    @property
+    def total(self) -> int:
+        return sum(self._counts.values())
 
     def record_skipped(self, step: int, *, is_own: bool) -> None:
         """Record a skipped step; `is_own` is set if this worker's gradient was the reason."""
-        self.total += 1
-        self._in_a_row += 1
+        self._counts[is_own] += 1
+        count = self._counts[is_own]
         if is_own:
-            self._own_total += 1
-            self._report_figures({OWN_SKIPPED_STEPS: float(self._own_total)})
-        if self._in_a_row & (self._in_a_row - 1):
+            self._report_figures({OWN_SKIPPED_STEPS: float(count)})
+        if count & (count - 1):
             return
         whose = "this worker's" if is_own else "another worker's"
-        again = f" ({self._in_a_row} steps in a row)" if self._in_a_row > 1 else ""
+        again = f" ({count} steps so far)" if count > 1 else ""
         remedy = "; check its loss, learning rate and data" if is_own else "; gridtrain status names it"
         log.log(
             logging.WARNING if is_own else logging.INFO,
-            "step %d is skipped by all workers%s: %s gradient is not finite, or too large to be summed%s",
+            "step %d is skipped by all workers: %s gradient is not finite, or too large to be summed%s%s",
             step,
-            again,
             whose,
+            again,
             remedy,
         )

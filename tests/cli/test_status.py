@@ -113,9 +113,9 @@ def test_names_are_complete_on_a_narrow_terminal(width: int) -> None:
 
 def test_a_run_that_learns_nothing_says_so_in_its_headline() -> None:
     alert = "nothing is being learned: the last 41 steps were skipped"
-    seen = drawn({**STATUS, "alert": alert, "skipped_steps": 41})
+    seen = drawn({**STATUS, "alert": alert, "skipped_samples": 1312})
     assert seen == DRAWN.replace("training  ", f"training  {alert}; ").replace(
-        "step 41 ", "step 41 (41 skipped) "
+        "step 41 ", "step 41 (1312 samples skipped) "
     )
 
 

@@ -47,16 +47,18 @@ def test_a_worker_logs_that_its_initial_weights_were_replaced(
     assert len(lines) == int(differs), caplog.text
 
 
-@pytest.mark.parametrize(("skips", "learned"), [(4, "nothing"), (3, "little"), (1, "")])
-def test_a_worker_logs_at_the_end_that_most_steps_were_skipped(
+@pytest.mark.parametrize(
+    ("skips", "learned"), [(4, "nothing was learned: "), (3, "little was learned: "), (1, ""), (0, "")]
+)
+def test_a_worker_logs_at_the_end_how_much_was_skipped(
     together: Any, caplog: pytest.LogCaptureFixture, skips: int, learned: str
 ) -> None:
     together(lambda grid, number: train_steps(grid, 1.0, skips=skips), 2)
-    lines = [message for message in caplog.messages if "was learned" in message]
+    lines = [message for message in caplog.messages if "in skipped steps" in message]
     assert lines == [
-        f"{learned} was learned: {skips} of 4 steps skipped, because a gradient was not finite; "
+        f"{learned}{4 * skips} of 16 samples were in skipped steps, because a gradient was not finite; "
         "check the run's loss, learning rate and data"
-    ] * (2 if learned else 0)
+    ] * (2 if skips else 0)
 
 
 def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Skipped steps are logged, at growing intervals if they follow one another."""
+"""Skipped steps are logged at growing intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ def test_a_worker_logs_that_its_gradient_is_not_finite(caplog: pytest.LogCapture
     report = SkipReport(figures.update)
     with caplog.at_level(logging.INFO, "gridtrain"):
         report.record_skipped(7, is_own=True)
-        report.record_applied()
         report.record_skipped(9, is_own=False)
     own, others = caplog.records
     assert own.levelno == logging.WARNING and "step 7 is skipped" in own.message
@@ -23,9 +22,21 @@ def test_a_worker_logs_that_its_gradient_is_not_finite(caplog: pytest.LogCapture
     assert report.total == 2 and figures == {"own_skipped_steps": 1.0}
 
 
-def test_many_skipped_steps_in_a_row_have_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_skipped_steps_have_few_lines_also_if_others_are_between_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     report = SkipReport(lambda figures: None)
-    for step in range(20):
+    for step in range(0, 150, 5):
         report.record_skipped(step, is_own=True)
-    assert [record.args[0] for record in caplog.records] == [0, 1, 3, 7, 15]  # type: ignore[index]
-    assert "(16 steps in a row)" in caplog.messages[-1] and report.total == 20
+    assert [record.args[0] for record in caplog.records] == [0, 5, 15, 35, 75]  # type: ignore[index]
+    assert "(16 steps so far)" in caplog.messages[-1] and report.total == 30
+
+
+def test_the_first_skipped_step_of_a_worker_is_logged_after_many_of_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    report = SkipReport(lambda figures: None)
+    for step in range(10):
+        report.record_skipped(step, is_own=step == 9)
+    (record,) = caplog.records
+    assert record.message.startswith("step 9 is skipped by all workers: this worker's gradient")

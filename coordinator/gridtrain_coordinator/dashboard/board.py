@@ -186,7 +186,7 @@ class Board:
             "term": int(status["term"]),
             "generation": int(status["generation"]),
             "step": int(status["step"]),
-            "skipped_steps": int(status.get("skipped_steps", 0)),
+            "skipped_samples": int(status.get("skipped_samples", 0)),
             "skipped_in_a_row": int(status.get("skipped_in_a_row", 0)),
             "world_size": int(status["world_size"]),
             "workers": dict(sorted(states.items())),

@@ -13,7 +13,7 @@ from gridtrain_coordinator.dashboard.board import Board
 
 OF_RUN = {
     "step": ("gridtrain_step", "Latest step of the run."),
-    "skipped_steps": ("gridtrain_skipped_steps", "Steps of the run that were skipped."),
+    "skipped_samples": ("gridtrain_skipped_samples", "Samples of the run that were in skipped steps."),
     "skipped_in_a_row": ("gridtrain_skipped_in_a_row", "Consecutive skipped steps, up to the latest step."),
     "generation": ("gridtrain_generation", "Number of the current generation."),
     "term": ("gridtrain_term", "Number of times that the coordinator has started."),

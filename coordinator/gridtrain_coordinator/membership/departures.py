@@ -128,9 +128,7 @@ class Departures:
                 `reason`.
         """
         run, peer = self._run, worker.peer
-        del run.workers[peer]
-        if peer in run.members:
-            run.record_step(worker.step)  # so that a rollback is measured from this step
+        run.unregister(worker)
         self._record_departure(peer, cause or f"{worker.name} {reason}", is_final=is_final)
         is_normal = is_voluntary or run.is_finished
         level, event = ("info", "left") if is_normal else ("warning", "lost")

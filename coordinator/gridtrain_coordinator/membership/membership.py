@@ -259,7 +259,7 @@ class Membership:
             )
         return effects, (
             f'the run "{run.name}" ends: the last checkpoints of its {members} and the model are written, '
-            f"and all workers exit{run.skipped_steps.ending(run.highest_step)}"
+            f"and all workers exit{run.skipped_steps.ending()}"
         )
 
     def introduce_pending_member(
@@ -289,7 +289,7 @@ class Membership:
             "term": run.term,
             "generation": run.generation,
             "step": max(steps),
-            "skipped_steps": skipped.total,
+            "skipped_samples": skipped.skipped_samples,
             "skipped_in_a_row": skipped.in_a_row,
             "alert": skipped.alert if run.present_members and not run.is_finished else "",
             "world_size": len(run.member_list),

@@ -72,7 +72,7 @@ class RunState:
         self.view_change = ViewChange()
         self.partition = StageBounds()
         self.paused_workers = PausedWorkers()
-        self._skipped_steps = SkippedSteps()
+        self._last_skipped = SkippedSteps()
         self.highest_step = 0
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
@@ -125,10 +125,9 @@ class RunState:
     @property
     def skipped_steps(self) -> SkippedSteps:
         """The skipped steps that the present members report; the latest known ones if there are none."""
-        if members := [self.workers[peer] for peer in self.present_members]:
-            reports = ((worker.step, worker.figures) for worker in members)
-            self._skipped_steps = SkippedSteps.from_reports(reports)
-        return self._skipped_steps
+        workers = [self.workers[peer] for peer in self.present_members]
+        reports = [(worker.step, worker.figures) for worker in workers]
+        return SkippedSteps.from_reports(reports) if reports else self._last_skipped
 
     @property
     def is_finished(self) -> bool:
@@ -222,6 +221,13 @@ class RunState:
         self.term = max(self.term, above) + 1
         if self.view is not None:
             self.view = replace(self.view, term=self.term)
+
+    def unregister(self, worker: Worker) -> None:
+        """Remove a worker from the registry, but keep what it has reported about the run."""
+        self._last_skipped = self.skipped_steps
+        del self.workers[worker.peer]
+        if worker.peer in self.members:
+            self.record_step(worker.step)  # so that a rollback is measured from this step
 
     def record_step(self, step: int) -> None:
         self.highest_step = max(self.highest_step, step)

@@ -9,8 +9,9 @@ of all members       --> SkippedSteps --> "the last 558 steps ..."    for their 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_high
 
 from gridtrain.core import messages as m
 from gridtrain.quantities import SKIP_REASON, describe_skipped, format_count
@@ -45,32 +46,33 @@ class SkippedSteps:
     """The skipped steps of the run, as its members report them.
 
     Attributes:
-        total: the number of all skipped steps.
-        in_a_row: the number of those at the end, up to the latest step.
-        step: the number of steps that the member with the most steps has committed.
+        skipped_samples: the number of samples in skipped steps.
+        samples: the number of samples in all steps.
+        in_a_row: the number of consecutive skipped steps up to the latest step.
+        step: the number of steps that the reports cover.
     """
 
-    total: int = 0
+    skipped_samples: int = 0
+    samples: int = 0
     in_a_row: int = 0
     step: int = 0
 
     @classmethod
-    def from_reports(cls, reports: Iterable[tuple[int, Mapping[str, float]]]) -> SkippedSteps:
+    def from_reports(cls, reports: Sequence[tuple[int, Mapping[str, float]]]) -> SkippedSteps:
         """Combine the reports of the members: their steps, and their figures.
 
-        The most recent report decides whether the latest step was skipped.  A worker that joined late knows
-        only the latest steps; an earlier report of another member then extends its sequence.
-
-            step   94 95 96 97 98 99
-            anna    x  x  x  x            4 in a row at step 98
-            bert             x  x  x      3 in a row at step 100, joined at step 97  -->  6 in a row
+        Each number is the median, or the higher of the two in the middle.  Therefore fewer than half of the
+        members, which may report wrong numbers, or do not know the steps before they joined, cannot move it
+        beyond what the others report.
         """
-        latest, *others = sorted(reports, key=lambda report: -report[0]) or [(0, {})]
-        step, since = latest[0], latest[0] - _count(latest[1], m.SKIPPED_IN_A_ROW)
-        for reported, figures in others if since < step else []:
-            if reported >= since:
-                since = min(since, reported - _count(figures, m.SKIPPED_IN_A_ROW))
-        return cls(min(_count(latest[1], m.SKIPPED_STEPS), step), step - max(0, since), step)
+        if not reports:
+            return cls()
+        names = m.SKIPPED_SAMPLES, m.COMMITTED_SAMPLES, m.SKIPPED_IN_A_ROW
+        skipped, samples, in_a_row = (
+            median_high(_count(figures, name) for _, figures in reports) for name in names
+        )
+        step = median_high(step for step, _ in reports)
+        return cls(min(skipped, samples), samples, min(in_a_row, step), step)
 
     @property
     def alert(self) -> str:
@@ -79,16 +81,15 @@ class SkippedSteps:
             return ""
         return f"nothing is being learned: the last {self.in_a_row:,} steps were skipped, {SKIP_REASON}"
 
-    def ending(self, steps: int) -> str:
-        """Return what to append to a sentence about the end of the run; "" if most steps, and some of the
-        last, were not skipped.
+    def ending(self, steps: int = 0) -> str:
+        """Return what to append to a sentence about the end of the run; "" if few steps were skipped.
 
         Args:
-            steps: the steps of the run, which may be a few more than its members had reported.
+            steps: the steps of the run; 0 if it goes on.
         """
-        learned = describe_skipped(round(self.total * steps / self.step), steps) if self.step else ""
-        if not learned and self.in_a_row >= ALERT_SKIPS:
-            learned = f"the last {self.in_a_row:,} steps were skipped, {SKIP_REASON}"
+        of = "" if self.step == steps else f" of the first {self.step:,} steps"
+        last = self.in_a_row if ALERT_SKIPS <= self.in_a_row < self.step else 0
+        learned = describe_skipped(self.skipped_samples, self.samples, last, of)
         return f"; {learned}" if learned else ""
 
 

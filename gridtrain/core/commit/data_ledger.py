@@ -160,17 +160,6 @@ def predict_assignments(
     return ahead
 
 
-def count_skipped_steps(state: LedgerState) -> int:
-    """Return how many of the `state.step` committed steps were skipped.
-
-    The ledger counts samples, so the number is exact if all steps have equally many, or if all were skipped.
-    """
-    if state.skipped == state.consumed:
-        return state.step if state.skipped else 0
-    steps = round(state.step * state.skipped / state.consumed)
-    return max(1 if state.skipped else 0, min(steps, state.step - 1))
-
-
 def contribution_weight(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
 ) -> tuple[int, int]:

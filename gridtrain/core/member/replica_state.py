@@ -23,6 +23,7 @@ class ReplicaState:
     Attributes:
         applied: the last step applied; -1 if there is none.
         history: chained digest of all updates applied.
+        ledger: the data ledger after the last step applied.
         is_synced: whether the worker holds this state for the layers of its stage.
         memory_layers: the layers whose state is in memory, if they differ from those of the worker's stage;
             otherwise None.
@@ -32,7 +33,7 @@ class ReplicaState:
     def __init__(self) -> None:
         self.applied = -1
         self.history = EMPTY_HISTORY
-        self._ledger = m.LedgerState()
+        self.ledger = m.LedgerState()
         self._learned_samples = self._learned_until = 0  # until: the step at which the samples last changed
         self.is_synced = False
         self.memory_layers: m.Span | None = None
@@ -50,35 +51,31 @@ class ReplicaState:
         return self.applied + 1
 
     @property
-    def ledger(self) -> m.LedgerState:
-        """The data ledger after the last step applied."""
-        return self._ledger
-
-    @ledger.setter
-    def ledger(self, ledger: m.LedgerState) -> None:
-        self._ledger = ledger
-        learned_samples = ledger.consumed - ledger.skipped
-        if learned_samples != self._learned_samples or ledger.step < self._learned_until:
-            self._learned_samples, self._learned_until = learned_samples, ledger.step
-
-    @property
     def skip_metrics(self) -> dict[str, int]:
-        """How many steps were skipped, as metrics of a heartbeat; without the numbers that are 0.
+        """What was skipped, as metrics of a heartbeat; empty if nothing was.
 
         Of the steps before this worker has joined, it knows only whether all were skipped.
         """
-        metrics = {
-            m.SKIPPED_STEPS: data_ledger.count_skipped_steps(self._ledger),
-            m.SKIPPED_IN_A_ROW: self._ledger.step - self._learned_until,
+        if not self.ledger.skipped:
+            return {}
+        return {
+            m.SKIPPED_SAMPLES: self.ledger.skipped,
+            m.COMMITTED_SAMPLES: self.ledger.consumed,
+            m.SKIPPED_IN_A_ROW: self.ledger.step - self._learned_until,
         }
-        return {name: steps for name, steps in metrics.items() if steps and self._ledger.skipped}
+
+    def _adopt_ledger(self, ledger: m.LedgerState) -> None:
+        self.ledger = ledger
+        learned_samples = ledger.consumed - ledger.skipped
+        if learned_samples != self._learned_samples or ledger.step < self._learned_until:
+            self._learned_samples, self._learned_until = learned_samples, ledger.step
 
     # -- the trainer -----------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint: m.CheckpointInfo) -> None:
         """Record that the trainer starts from its own checkpoint, before any generation."""
-        self.applied, self.history, self.ledger = checkpoint.applied, checkpoint.history, checkpoint.ledger
-        self.is_synced = True
+        self.applied, self.history, self.is_synced = checkpoint.applied, checkpoint.history, True
+        self._adopt_ledger(checkpoint.ledger)
 
     def state_loaded(self, layers: m.Span) -> None:
         """Record that the trainer has loaded the generation's state."""
@@ -98,7 +95,7 @@ class ReplicaState:
         self.is_modified = True
         if not is_member:
             self.is_synced, self.applied, self.history = False, -1, EMPTY_HISTORY
-            self.ledger = m.LedgerState()
+            self._adopt_ledger(m.LedgerState())
 
     def mark_modified(self) -> None:
         self.is_modified = True
@@ -106,7 +103,7 @@ class ReplicaState:
     # -- the group -------------------------------------------------------------------------------
 
     def commit_step(self, step: int, digest: bytes, ledger: m.LedgerState) -> None:
-        self.ledger = ledger
+        self._adopt_ledger(ledger)
         self.applied, self.is_modified = step, True
         self.history = extend_history(self.history, digest)
 
@@ -138,7 +135,7 @@ class ReplicaState:
 
         `as_built` is True if the script has already built that state or loaded it from a checkpoint.
         """
-        self.ledger = view.ledger
+        self._adopt_ledger(view.ledger)
         if self.is_synced:
             return
         self.applied, self.history = view.applied, view.history
@@ -147,7 +144,8 @@ class ReplicaState:
             self.memory_layers = None  # building the stage again overwrites it
 
     def enter_standby(self, ledger: m.LedgerState) -> None:
-        self.memory_layers, self.ledger = None, ledger
+        self.memory_layers = None
+        self._adopt_ledger(ledger)
 
     def mark_unsynced(self) -> None:
         """Record that this worker does not hold the state that it should hold."""

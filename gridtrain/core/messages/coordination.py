@@ -167,8 +167,11 @@ STATE_BYTES = "state_bytes"
 OWN_SKIPPED_STEPS = "own_skipped_steps"
 """Heartbeat metric: number of steps that the group skipped because of this worker's gradient."""
 
-SKIPPED_STEPS = "skipped_steps"
-"""Heartbeat metric: number of the run's steps that were skipped (`data_ledger.count_skipped_steps`)."""
+SKIPPED_SAMPLES = "skipped_samples"
+"""Heartbeat metric: number of samples in the run's skipped steps."""
+
+COMMITTED_SAMPLES = "committed_samples"
+"""Heartbeat metric: number of samples in all of the run's committed steps."""
 
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Heartbeat metric: number of consecutive steps, up to the latest, of which this worker knows that they were

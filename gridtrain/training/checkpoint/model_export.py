@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from gridtrain.core.commit.data_ledger import count_skipped_steps
+from gridtrain.core.messages import LedgerState
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training.checkpoint import checkpoint_store
@@ -44,13 +44,12 @@ MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export: the checkpoint that was read, its step and how many steps were skipped, the
-    number of tensors that were written, and the names of an adapter's frozen tensors that the checkpoint
-    lacks."""
+    """The result of an export: the checkpoint that was read, its step and data ledger, the number of
+    tensors that were written, and the names of an adapter's frozen tensors that the checkpoint lacks."""
 
     source: Path | str
     step: int
-    skipped_steps: int
+    ledger: LedgerState
     tensors: int
     elements: int
     left_out: Sequence[str] = ()
@@ -113,12 +112,12 @@ def export_model(
         except ConfigError as error:
             first_error = first_error or error
             continue
-        skipped = count_skipped_steps(read.position.ledger)
+        ledger = read.position.ledger
         if write is None:
             done = write_directory(_layout_of(read), tensors, out, max_shard_bytes)
-            return ExportResult(path, read.step, skipped, done.tensors, done.elements, done.left_out)
+            return ExportResult(path, read.step, ledger, done.tensors, done.elements, done.left_out)
         _write_atomically(tensors, out, write)
-        return ExportResult(path, read.step, skipped, len(tensors), sum(t.numel() for t in tensors.values()))
+        return ExportResult(path, read.step, ledger, len(tensors), sum(t.numel() for t in tensors.values()))
     assert first_error is not None
     raise first_error
 

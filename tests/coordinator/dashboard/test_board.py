@@ -122,10 +122,10 @@ def test_a_worker_paused_by_its_owner_stays_while_it_is_paused() -> None:
 
 def test_skipped_steps_are_in_the_headline_and_the_metrics() -> None:
     board = Board()
-    board.update(status(58, skipped_steps=50, skipped_in_a_row=41, alert="nothing is being learned"), 0.0)
+    board.update(status(58, skipped_samples=50, skipped_in_a_row=41, alert="nothing is being learned"), 0.0)
     assert board.run["alert"] == "nothing is being learned"
     lines = exposition(board).decode().splitlines()
-    assert {"gridtrain_skipped_steps 50.0", "gridtrain_skipped_in_a_row 41.0"} <= set(lines)
+    assert {"gridtrain_skipped_samples 50.0", "gridtrain_skipped_in_a_row 41.0"} <= set(lines)
 
 
 def test_a_stage_is_shown_only_for_a_partitioned_model() -> None:

@@ -1021,8 +1021,9 @@ def test_a_restarted_coordinator_that_forgot_the_paused_workers_says_how_they_re
 
 
 def skips(run: Run, peer: m.PeerId, step: int, in_a_row: int, total: int) -> None:
-    metrics = ((m.SKIPPED_IN_A_ROW, float(in_a_row)), (m.SKIPPED_STEPS, float(total)))
-    run.say(peer, m.Heartbeat(1, step, step, metrics if total else ()))
+    """A heartbeat after steps of 8 samples."""
+    figures = {m.SKIPPED_IN_A_ROW: in_a_row, m.SKIPPED_SAMPLES: 8 * total, m.COMMITTED_SAMPLES: 8 * step}
+    run.say(peer, m.Heartbeat(1, step, step, tuple((name, float(n)) for name, n in figures.items())))
 
 
 def test_the_status_says_while_no_step_is_applied_that_nothing_is_learned() -> None:
@@ -1031,28 +1032,37 @@ def test_the_status_says_while_no_step_is_applied_that_nothing_is_learned() -> N
     skips(run, A, 30, 30, 30)
     skips(run, B, 31, 31, 31)
     status = run.core.snapshot(run.now_s)
-    assert (status["skipped_in_a_row"], status["skipped_steps"]) == (31, 31)
+    assert (status["skipped_in_a_row"], status["skipped_samples"]) == (31, 248)
     assert "the last 31 steps were skipped" in status["alert"]
     again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)
     assert again.core.snapshot(0.0)["alert"] == ""
     again.join(A, generation=1)
     skips(again, A, 35, 35, 35)  # type: ignore[arg-type]
     assert "the last 35 steps were skipped" in again.core.snapshot(again.now_s)["alert"]
+    skips(run, A, 36, 0, 35)
     skips(run, B, 36, 0, 35)
     status = run.core.snapshot(run.now_s)
-    assert (status["alert"], status["skipped_in_a_row"], status["skipped_steps"]) == ("", 0, 35)
+    assert (status["alert"], status["skipped_in_a_row"], status["skipped_samples"]) == ("", 0, 280)
 
 
 def test_the_end_of_a_run_that_learned_nothing_says_so() -> None:
     run = Run(A)
     skips(run, A, 30, 30, 30)
-    assert "; nothing was learned: 30 of 30 steps skipped" in end(run)
+    assert "; 240 of 240 samples of the first 30 steps were in skipped steps" in end(run), "it is not over"
     run.report(A)
     run.ready(A)
     status = run.core.snapshot(run.now_s)
     assert (status["phase"], status["alert"]) == ("finished", "")
     run.say(A, m.Leave("its run is finished"))
-    assert run.core.snapshot(run.now_s)["skipped_steps"] == 30, "as when the last member left"
+    assert run.core.snapshot(run.now_s)["skipped_samples"] == 240, "as when the last member left"
     assert status["reason"].startswith(
-        "its owner has ended it after 30 steps; nothing was learned: 30 of 30 steps skipped, because"
+        "its owner has ended it after 30 steps; nothing was learned: 240 of 240 samples were in skipped "
+        "steps, because"
     )
+
+
+def test_the_counts_of_skipped_steps_stay_without_a_look_at_them_before_the_members_leave() -> None:
+    run = Run(A)
+    skips(run, A, 30, 30, 30)
+    run.say(A, m.Leave("Ctrl-C"))
+    assert run.core.snapshot(run.now_s)["skipped_samples"] == 240

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from gridtrain.core import messages as m
@@ -132,48 +134,67 @@ def test_figures_that_are_no_counts_are_ignored() -> None:
     assert problems.text(0.0) == ""
 
 
-def reported(step: int, in_a_row: int = 0, total: int = 0) -> tuple[int, dict[str, float]]:
-    figures = {m.SKIPPED_IN_A_ROW: float(in_a_row), m.SKIPPED_STEPS: float(total or in_a_row)}
-    return step, {name: value for name, value in figures.items() if value}
+def reported(step: int, in_a_row: int, skipped: int = 0, samples: int = 0) -> tuple[int, dict[str, float]]:
+    """A report of `step` steps of 8 samples each, or of `samples` samples."""
+    samples, skipped = samples or 8 * step, skipped or 8 * in_a_row
+    names = m.SKIPPED_SAMPLES, m.COMMITTED_SAMPLES, m.SKIPPED_IN_A_ROW
+    return step, dict(zip(names, map(float, (skipped, samples, in_a_row)), strict=True)) if skipped else {}
 
 
 @pytest.mark.parametrize(
     ("reports", "in_a_row"),
     [
         ([], 0),
-        ([reported(9)], 0),
+        ([reported(9, 0)], 0),
         ([reported(9, 9)], 9),
-        ([reported(98, 4), reported(100, 3)], 6),  # the second one joined at step 97
-        ([reported(98, 4), reported(100, 1)], 1),  # it applied step 98
-        ([reported(99, 99), reported(100)], 0),  # the sequence has ended at step 99
-        ([reported(50, 50), reported(100, 10), reported(95, 3)], 10),  # a stalled worker, and a newcomer
+        ([reported(100, 50), reported(100, 0)], 50),  # the second one has just joined
+        ([reported(100, 0), reported(90, 50), reported(101, 0)], 0),  # the first and the last applied a step
+        ([reported(100, 50), reported(1, 0), reported(100, 50)], 50),  # a stalled member
+        ([reported(2**40, 2**40), reported(100, 0), reported(100, 0)], 0),  # a lie
+        ([reported(2**40, 0), reported(100, 50), reported(99, 49)], 49),  # a lie
         ([reported(50, 60)], 50),  # an impossible report
         ([reported(50, -1), reported(40, 2**60)], 0),
     ],
 )
-def test_the_members_know_together_how_many_steps_in_a_row_were_skipped(
+def test_most_members_decide_how_many_steps_in_a_row_were_skipped(
     reports: list[tuple[int, dict[str, float]]], in_a_row: int
 ) -> None:
-    assert SkippedSteps.from_reports(reports).in_a_row == in_a_row
-    assert SkippedSteps.from_reports(reports[::-1]).in_a_row == in_a_row
+    for order in permutations(reports):
+        assert SkippedSteps.from_reports(order).in_a_row == in_a_row
 
 
 def test_a_long_sequence_of_skipped_steps_is_an_alert() -> None:
     """A GradScaler that looks for its first scale is none."""
-    assert SkippedSteps(ALERT_SKIPS - 1, ALERT_SKIPS - 1, ALERT_SKIPS - 1).alert == ""
+    assert SkippedSteps.from_reports([reported(ALERT_SKIPS - 1, ALERT_SKIPS - 1)]).alert == ""
     assert SkippedSteps.from_reports([reported(558, 558)]).alert == (
         "nothing is being learned: the last 558 steps were skipped, because a gradient was not finite"
     )
-    assert SkippedSteps.from_reports([reported(559, 0, 558)]).alert == ""
+    assert SkippedSteps.from_reports([reported(559, 0, 558 * 8)]).alert == ""
 
 
-def test_the_end_of_a_run_that_skipped_most_steps_says_how_many() -> None:
-    reason = "because a gradient was not finite"
-    for report, steps, ending in (
-        (reported(540, 540), 561, f"; nothing was learned: 561 of 561 steps skipped, {reason}"),
-        (reported(560, 0, 420), 560, f"; little was learned: 420 of 560 steps skipped, {reason}"),
-        (reported(560, 200, 200), 560, f"; the last 200 steps were skipped, {reason}"),
-        (reported(560, ALERT_SKIPS - 1, 200), 560, ""),
-        (reported(0), 0, ""),
-    ):
-        assert SkippedSteps.from_reports([report]).ending(steps) == ending
+@pytest.mark.parametrize(
+    ("reports", "steps", "ending"),
+    [
+        ([reported(560, 560)], 560, "nothing was learned: 4,480 of 4,480 samples"),
+        # The group grew before the last steps, the only ones that were applied: 550 of 560 steps.
+        ([reported(560, 0, 4400, 8000)], 560, "little was learned: 4,400 of 8,000 samples"),
+        ([reported(560, 0, 896)], 560, "896 of 4,480 samples"),
+        ([reported(560, 200)], 560, "1,600 of 4,480 samples, the last 200 steps"),
+        ([reported(9000, 10)], 9000, "80 of 72,000 samples, the last 10 steps"),
+        ([reported(9000, ALERT_SKIPS - 1)], 9000, ""),
+        ([reported(2, 2)], 100, "16 of 16 samples of the first 2 steps"),
+        ([reported(540, 200)], 561, "1,600 of 4,320 samples of the first 540 steps, the last 200 steps"),
+        ([reported(100, 0), reported(100, 100), reported(100, 0)], 100, ""),  # a lie
+        ([reported(0, 0)], 0, ""),
+        ([], 0, ""),
+    ],
+)
+def test_the_end_of_a_run_names_the_samples_of_skipped_steps(
+    reports: list[tuple[int, dict[str, float]]], steps: int, ending: str
+) -> None:
+    samples, _, last = ending.partition(", the last")
+    among = f", the last{last} among them" if last else ""
+    expected = (
+        f"; {samples} were in skipped steps{among}, because a gradient was not finite" if ending else ""
+    )
+    assert SkippedSteps.from_reports(reports).ending(steps) == expected

@@ -309,21 +309,3 @@ def test_a_report_of_the_ledger_is_checked(change: dict[str, Any], is_sound: boo
         data_ledger.is_sound(LedgerSpec(size=20, seed=0, epochs=9), replace(SOUND, **change), (A, B))
         is is_sound
     )
-
-
-@pytest.mark.parametrize(
-    ("step", "consumed", "skipped", "steps"),
-    [
-        (0, 0, 0, 0),
-        (1, 0, 0, 0),  # a delay: no samples yet
-        (558, 71_410, 71_410, 558),  # with a short step at the end of each pass
-        (558, 71_410, 71_400, 557),
-        (558, 71_410, 10, 1),
-        (10, 1280, 384, 3),
-    ],
-)
-def test_skipped_steps_follow_from_skipped_samples(
-    step: int, consumed: int, skipped: int, steps: int
-) -> None:
-    state = LedgerState(step=step, cursor=consumed, consumed=consumed, skipped=skipped)
-    assert data_ledger.count_skipped_steps(state) == steps

@@ -50,8 +50,8 @@ def test_only_a_growing_number_is_progress() -> None:
 
 def test_a_heartbeat_reports_skipped_steps_as_far_as_there_is_room() -> None:
     pace = StepPace(LIMITS)
-    skips = {m.SKIPPED_STEPS: 3, m.SKIPPED_IN_A_ROW: 2}
+    skips = {m.SKIPPED_SAMPLES: 24, m.SKIPPED_IN_A_ROW: 2}
     beat = pace.make_heartbeat(4, HeartbeatDue(7, False, (("loss", 0.5),)), skips)
-    assert beat.metrics == (("loss", 0.5), ("skipped_steps", 3.0), ("skipped_in_a_row", 2.0))
+    assert beat.metrics == (("loss", 0.5), ("skipped_samples", 24.0), ("skipped_in_a_row", 2.0))
     full = tuple((f"figure-{number}", 0.0) for number in range(m.MAX_METRICS - 1))
     assert pace.make_heartbeat(4, HeartbeatDue(7, False, full), skips).metrics == (*full, beat.metrics[1])

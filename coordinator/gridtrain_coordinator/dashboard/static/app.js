@@ -88,7 +88,7 @@ function tiles(run) {
   const dense = /^Dense/.test(run.facts?.exchange ?? "");
   const begun = run.step > 0, soon = "waiting for the first step";
   const lines = [
-    ["Step", count(run.step), !begun ? "none is committed yet" : run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second${run.skipped_steps ? `, ${count(run.skipped_steps)} skipped` : ""}`],
+    ["Step", count(run.step), !begun ? "none is committed yet" : run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second${run.skipped_samples ? `, ${count(run.skipped_samples)} samples skipped` : ""}`],
     ["Loss", digits(run.loss, 4), run.loss === null ? (begun ? "no worker reports a loss" : soon) : "mean of all workers"],
     ["Samples/s", digits(run.samples_per_s), begun ? "of all workers" : soon],
     ["Workers", count(active), !all ? (begun ? "no workers" : "none has joined yet") : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
