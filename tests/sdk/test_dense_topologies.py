@@ -27,12 +27,13 @@ def test_the_chosen_topology_sends_the_scripts_kind_of_values(outcomes: Any, val
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(values=values))
         for inputs, targets in grid.batches(DATA, batch_size=2, steps=8):
+            chosen = grid._session.snapshot.exchange
             (model(inputs) - targets).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         parameters = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
         has_residual = bool(optimizer.residual_state()["residual"].any())
-        return grid._session.snapshot.exchange, tuple(parameters.tolist()), has_residual
+        return chosen, tuple(parameters.tolist()), has_residual
 
     found = outcomes(train, workers=3)
     assert {each[0] for each in found} == {"Dense(topology=direct)"} and len(set(found)) == 1
