@@ -179,14 +179,14 @@ class Site:
         if self.grid is not None:
             options: dict[str, Any] = {"epochs": epochs, "steps": steps, "seed": seed, **ours}
             turns = self._lead(self.grid.sampler(dataset, global_batch_size=global_batch_size, **options))
-        single_samples = SingleSampleBatches(self._optimizer.model)
+        single_samples = SingleSampleBatches(self._optimizer.model, batch_size_is_one=batch_size == 1)
         for indices in turns:
             part = _share_of(indices, self.rank, self.world_size)
             self._weight = len(part) / len(indices)
             self._optimizer.stepped = False
-            batch = sampler.fetch_batch(dataset, part or indices[:1], collate_fn)
-            is_single = len(part) < 2
-            with single_samples.permitted(is_chosen=batch_size == 1) if is_single else nullcontext():
+            chosen = part or indices[:2]  # a stand-in of two samples if possible, as batch norm needs two
+            batch = sampler.fetch_batch(dataset, chosen, collate_fn)
+            with single_samples.allow() if len(chosen) == 1 else nullcontext():
                 yield batch
             if not self._optimizer.stepped:
                 raise ConfigError(

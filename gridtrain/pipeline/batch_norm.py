@@ -14,9 +14,9 @@ A micro-batch of a single value per channel is normalized as `training.single_sa
 where a step has one sample for a replica, because micro-batches are otherwise larger
 (`boundary_specs.lone_sample_layer`).
 
-Other buffers (a moving average, spectral norm's vectors, a counter) change with each micro-batch, as in a
-model that is not partitioned.  A repeated forward uses the values of the first forward and does not change
-the buffers.  A step that is not committed restores them.
+Other buffers (a moving average, spectral norm's vectors, a counter, a norm with its own forward) change with
+each micro-batch, as in a model that is not partitioned.  A repeated forward uses the values of the first
+forward and does not change the buffers.  A step that is not committed restores them.
 
     forward of m   0 --> b1 --> 1 --> b2 --> 2 --> b3            forward of 1 again: sees b1, leaves b3
 """
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gridtrain.errors import ConfigError
-from gridtrain.training.single_samples import SingleValueNorms, is_single, values_of
+from gridtrain.training.single_samples import SingleValueNorms, is_single, is_torch_norm
 
 
 @dataclass
@@ -71,7 +71,7 @@ class MiniBatchStatistics:
                 "SyncBatchNorm communicates over a process group in the middle of a stage's forward",
                 remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
             )
-        self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._norms = [m for m in found if is_torch_norm(m) and m.running_mean is not None]
         self._single_values = SingleValueNorms(found, self._record_lone)
         self._sums: dict[_BatchNorm, _Moments] = {}
         self.lone: nn.Module | None = None
@@ -81,9 +81,10 @@ class MiniBatchStatistics:
 
     def _collect(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert isinstance(norm, _BatchNorm)
-        if is_single(values_of(inputs, named)):
+        values: Tensor = inputs[0] if inputs else named["input"]
+        if is_single(values):
             return
-        values = values_of(inputs, named).detach().float().transpose(0, 1).flatten(1)  # (C, count)
+        values = values.detach().float().transpose(0, 1).flatten(1)  # (C, count)
         mean_C = values.mean(dim=1)
         found = _Moments(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
         if norm in self._sums:
@@ -101,7 +102,7 @@ class MiniBatchStatistics:
         observed = training if first_time else []
         hooks = [norm.register_forward_pre_hook(self._collect, with_kwargs=True) for norm in observed]
         try:
-            with self._single_values.permitted():
+            with self._single_values.allow():
                 yield
         finally:
             for hook in hooks:
@@ -134,7 +135,7 @@ _BufferLocation = tuple[nn.Module, str]
 
 
 class MutatedBuffers:
-    """Saves and restores the buffers of `layers` that a forward changes, except those of batch norms.
+    """Saves and restores the buffers of `layers` that a forward changes, except those of torch's batch norms.
 
     When a layer runs for the first time, all of its buffers are copied to determine which ones change; later
     only those are copied.
@@ -144,7 +145,7 @@ class MutatedBuffers:
         known: set[_BufferLocation] = set()
         self._locations: list[list[_BufferLocation]] = []
         for layer in layers:
-            owners = [m for m in layer.modules() if not isinstance(m, _BatchNorm)]
+            owners = [m for m in layer.modules() if not is_torch_norm(m)]
             places = dict.fromkeys((module, name) for module in owners for name in module._buffers)
             self._locations.append([place for place in places if place not in known])
             known |= set(places)

@@ -212,6 +212,12 @@ class GroupSession:
         return self._joined is not None and self._joined.setup.stages > 1
 
     @property
+    def batch_size_is_one(self) -> bool:
+        """Whether the script asks for batches of one sample, on every worker."""
+        setup = self._joined.setup if self._joined is not None else None
+        return setup is not None and setup.batch_size == 1 and setup.global_batch_size is None
+
+    @property
     def _is_interrupted(self) -> bool:
         return self._is_dropping_batch or self.connection.should_interrupt
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
@@ -62,7 +63,9 @@ class Turns:
         self.spec, self._sizes = spec, sizes
         self._calls = trainer.calls_per_turn
         is_whole = isinstance(trainer, GridOptimizer)  # a pipeline's stages see to their single samples
-        self._single_samples = SingleSampleBatches(trainer.model) if is_whole else None
+        is_one = sizes.per_worker == 1
+        single_samples = SingleSampleBatches(trainer.model, batch_size_is_one=is_one) if is_whole else None
+        self._allow_single_samples = single_samples.allow if single_samples else nullcontext
         self._full_share = 0  # this worker's share of a full step, in samples
         self._pending: deque[Spans] = deque()  # of the turn, for the next calls of step()
         self._computed: Spans = ()  # the positions of the latest turn
@@ -83,7 +86,7 @@ class Turns:
             assert snapshot.open_round is not None
             self._full_share = snapshot.shares[snapshot.rank][1]
             if (pending := _pending_spans(snapshot)) not in ((), self._computed):
-                yield from self._repeat(pending, snapshot.open_round.step)
+                yield from self._repeat(pending)
                 continue
             self._model_state.begin_turn(snapshot)
             if self._pauses.is_controlled:
@@ -94,35 +97,30 @@ class Turns:
                 continue
             spans = self._divide(snapshot.spans) if snapshot.spans else [stand_in] * self._calls
             stand_in = spans[-1]
-            yield from self._call_by_call(spans, snapshot.open_round.step)
+            yield from self._call_by_call(spans)
             self._computed = snapshot.spans
             if not self._session.is_turn_done:
                 raise self._missing_call_error(snapshot.open_round.step)
 
-    def _repeat(self, spans: Spans, step: int) -> Iterator[Spans]:
+    def _repeat(self, spans: Spans) -> Iterator[Spans]:
         """Yield the calls of a batch that the group counts in this step, and whose change this worker has
         lost, because its process was started again."""
         assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
         log.warning("this worker computes its latest batch again, which was not exchanged before its restart")
         restore = self._trainer.capture_turn_state()
         self._trainer.begin_repeated_turn(self._calls_with_samples(spans))
-        yield from self._call_by_call(self._divide(spans), step)
+        yield from self._call_by_call(self._divide(spans))
         restore()  # schedulers: the other workers do not repeat the turn
         self._computed = spans
 
-    def _call_by_call(self, spans: Sequence[Spans], step: int) -> Iterator[Spans]:
+    def _call_by_call(self, spans: Sequence[Spans]) -> Iterator[Spans]:
         """Yield the spans of each call; while one of its batches has a single sample, the model's batch norms
-        can train on it, unless the batch size asks for such batches from the first step on."""
+        can train on it."""
         self._pending = deque(spans)
-        is_first = self._sizes.per_step is None or step == 0  # later, measured speeds may make a share small
-        is_chosen = is_first and self._full_share < 2 * self._calls * self._sizes.accumulate
         while self._pending:
             now = self._pending.popleft()
             has_single = data_ledger.count_samples(now) < 2 * self._sizes.accumulate
-            if has_single and self._single_samples is not None:
-                with self._single_samples.permitted(is_chosen=is_chosen):
-                    yield now
-            else:
+            with self._allow_single_samples() if has_single else nullcontext():
                 yield now
 
     @property

@@ -5,8 +5,9 @@
     1                     yes                    normalized by them, as for evaluation; they do not change
     1                     no                     normalized by itself, which leaves only the bias
 
-A step has so few samples at the end of a pass, for example, whatever batch size was chosen: no division of a
-step's samples prevents that one is left.  A run whose batches all have a single sample is refused.
+A batch (with `accumulate`, a micro-batch) has so few samples at the end of a pass, for example, whatever size
+was chosen: no division of a step's samples prevents that one is left.  Only `batch_size=1` is refused:
+every batch then has a single sample.
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gridtrain.errors import ConfigError
 
 log = logging.getLogger("gridtrain")
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-def values_of(inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-    """Return the argument of a norm's forward."""
-    values: Tensor = inputs[0] if inputs else named["input"]
-    return values
+def is_torch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Return whether a module normalizes as torch's BatchNorm1d, 2d and 3d do, which a SyncBatchNorm and a
+    subclass with a forward of its own do not."""
+    return isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
 
 
 def is_single(values: Tensor) -> bool:
@@ -38,56 +38,54 @@ def is_single(values: Tensor) -> bool:
     return values.dim() > 1 and values.numel() == values.shape[1]
 
 
+class _SingleValueNorm(_BatchNorm):
+    """A batch norm within `SingleValueNorms.allow`.  The next base is the norm's own class, which copies and
+    pickled norms have."""
+
+    on_single: Callable[[nn.Module], None]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_single(input) or (not self.training and self.running_mean is not None):
+            return super().forward(input)
+        self.on_single(self)
+        if self.running_mean is None:  # two zeros: a value normalized by itself is zero in any case
+            return super().forward(torch.cat((input, input)) * 0)[:1]
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = type(self)
+        self.__class__ = kind.__bases__[1]
+        try:
+            return self.__reduce_ex__(1)  # with a later protocol, pickle compares the classes
+        finally:
+            self.__class__ = kind
+
+
 class SingleValueNorms:
-    """The batch norms among `modules`, which train on single values within `permitted`, also if compiled.
+    """The batch norms among `modules`, which train on single values within `allow`, also if compiled.
 
     Args:
         on_single: called with a norm that is about to normalize a single value.
     """
 
     def __init__(self, modules: Iterable[nn.Module], on_single: Callable[[nn.Module], None]) -> None:
-        # A SyncBatchNorm may have further values in other processes, which would wait for this one.
-        norms = {m: None for m in modules if isinstance(m, _BatchNorm) and type(m) is not nn.SyncBatchNorm}
-        self._norms, self._on_single = list(norms), on_single
-        self._is_changed = False  # the argument, or the mode, of the norm whose forward is running
+        self._norms = [module for module in modules if is_torch_norm(module)]
+        contents = {"on_single": staticmethod(on_single)}
+        # created once, because a compiled model is compiled again for another class
+        self._kinds = {
+            kind: type(kind.__name__, (_SingleValueNorm, kind), contents) for kind in map(type, self._norms)
+        }
 
     @contextmanager
-    def permitted(self) -> Iterator[None]:
-        hooks = []
-        for norm in self._norms:
-            if norm.running_mean is None:
-                hooks.append(norm.register_forward_pre_hook(self._double, with_kwargs=True))
-                hooks.append(norm.register_forward_hook(self._halve))
-            else:
-                hooks.append(norm.register_forward_pre_hook(self._evaluate, with_kwargs=True))
-                # always: a recomputation of a checkpoint ends its last forward with an exception
-                hooks.append(norm.register_forward_hook(self._train, always_call=True))
+    def allow(self) -> Iterator[None]:
+        before = [(norm, type(norm)) for norm in self._norms]
+        for norm, kind in before:
+            norm.__class__ = self._kinds.get(kind, kind)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _double(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
-        """Pass two zeros instead of a single value; a value normalized by itself is zero in any case."""
-        values = values_of(inputs, named)
-        self._is_changed = is_single(values)
-        if not self._is_changed:
-            return None
-        self._on_single(norm)
-        return (torch.cat((values, values)) * 0,), {}
-
-    def _halve(self, norm: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output[:1] if self._is_changed else output
-
-    def _evaluate(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._is_changed = False
-        if norm.training and is_single(values_of(inputs, named)):
-            self._on_single(norm)
-            self._is_changed, norm.training = True, False
-
-    def _train(self, norm: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        norm.training = norm.training or self._is_changed
+            for norm, kind in before:
+                norm.__class__ = kind
 
 
 class SingleSampleReport:
@@ -100,62 +98,56 @@ class SingleSampleReport:
     def __init__(self, recipient: str) -> None:
         self._recipient, self._has_warned = recipient, False
 
-    def report(self, layer: str, *, is_chosen: bool) -> None:
-        """Report a layer that cannot train on the single sample of a step.
+    def report(self, layer: str, *, batch_size_is_one: bool) -> None:
+        """Report a layer that cannot train on a batch's single sample.
 
         Raises:
-            ConfigError: `is_chosen`, because the run's batch size leaves a single sample in every step.
+            ConfigError: the script asks for batches of one sample.
         """
-        if is_chosen:
+        if batch_size_is_one:
             raise ConfigError(
-                f"{layer}, cannot train on a single sample, but a step has only one for this "
-                f"{self._recipient}",
-                remedy="use a larger batch_size= or global_batch_size=, so that each batch or micro-batch "
-                "has at least 2 samples, or a norm without statistics of the batch (GroupNorm)",
+                f"{layer}, cannot train on a single sample, but with batch_size=1 every batch of this "
+                f"{self._recipient} has only one",
+                remedy="use batch_size=2 or more, or a norm without statistics of the batch (GroupNorm)",
             )
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "a step has a single sample for this %s: %s, normalizes it with running statistics, if it "
+                "a batch of this %s has only one sample: %s, normalizes it with running statistics, if it "
                 "has any",
                 *(self._recipient, layer),
             )
 
 
 class SingleSampleBatches:
-    """A model's batches of one sample in data-parallel training."""
+    """A model's batches of one sample in data-parallel training.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Args:
+        batch_size_is_one: whether the script asks for such batches, so that batch norms raise `ConfigError`.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size_is_one: bool) -> None:
+        self._model, self._batch_size_is_one = model, batch_size_is_one
         self._norms = SingleValueNorms(model.modules(), self._record)
         self._report = SingleSampleReport("worker")
-        # A compiled forward can raise no error of ours, and cannot log: the first is not compiled, the second
-        # is done afterwards.
-        self._refuse = torch.compiler.disable(self._report_norm)  # type: ignore[no-untyped-call]
-        self._is_chosen = False
         self._found: nn.Module | None = None
 
     @contextmanager
-    def permitted(self, *, is_chosen: bool) -> Iterator[None]:
-        """Let batch norms train on a single sample in the `with` block.
-
-        Args:
-            is_chosen: whether the run's batch size is the reason, so that they raise `ConfigError` instead.
-        """
-        self._is_chosen = is_chosen
+    def allow(self) -> Iterator[None]:
+        """Let batch norms train on a single sample in the `with` block."""
         try:
-            with self._norms.permitted():
+            with self._norms.allow():
                 yield
         finally:
             if self._found is not None:
-                self._report_norm(self._found)
+                self._report.report(self._describe(self._found), batch_size_is_one=False)
             self._found = None
 
     def _record(self, norm: nn.Module) -> None:
-        if self._is_chosen:
-            self._refuse(norm)
-        self._found = norm
+        if self._batch_size_is_one:
+            self._report.report(self._describe(norm), batch_size_is_one=True)
+        self._found = norm  # reported afterwards, because a compiled forward cannot log
 
-    def _report_norm(self, norm: nn.Module) -> None:
+    def _describe(self, norm: nn.Module) -> str:
         name = next(name for name, module in self._model.named_modules() if module is norm)
-        self._report.report(f"the layer {name!r}, {type(norm).__name__}", is_chosen=self._is_chosen)
+        return f"the layer {name!r}, {type(norm).__name__}"

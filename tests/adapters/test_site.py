@@ -101,19 +101,20 @@ def test_parts_are_near_equal_and_cover_the_step() -> None:
     assert [site._share_of([5], rank, 3) for rank in range(3)] == [[], [], [5]]
 
 
-@pytest.mark.parametrize("batch_size", [2, 1])
-def test_a_process_whose_part_is_a_single_sample_trains_on_it(batch_size, monkeypatch) -> None:
+@pytest.mark.parametrize("sizes", [{"batch_size": 2}, {"global_batch_size": 2}, {"batch_size": 1}])
+def test_a_process_whose_part_is_a_single_sample_trains_on_it(sizes, monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3))
-    channel: Any = SimpleNamespace(rank=1, world_size=2, send=lambda *message: None)
-    follower = site.Site(None, channel)
-    optimizer = follower.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    monkeypatch.setattr(follower, "_follow", lambda: iter([[0, 1, 2, 3], [4, 5], [6]]))
-    monkeypatch.setattr(follower, "sum_up", lambda flat_N: None)
+    channel: Any = SimpleNamespace(rank=0, world_size=2, receive=lambda *_: None, send=lambda *message: None)
+    process = site.Site(None, channel)
+    optimizer = process.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    monkeypatch.setattr(process, "_follow", lambda: iter([[0, 1, 2, 3], [4, 5], [6]]))
+    monkeypatch.setattr(process, "sum_up", lambda flat_N: None)
     data, samples = list(torch.arange(8.0)[:, None]), []
     is_refused = pytest.raises(ConfigError, match="cannot train on a single sample")
-    with is_refused if batch_size == 1 else nullcontext():
-        for x in follower.batches(data, batch_size=batch_size, steps=3):
+    with is_refused if sizes == {"batch_size": 1} else nullcontext():
+        for x in process.batches(data, steps=3, **sizes):
             model(x).sum().backward()
             optimizer.step()
             samples.append(x.flatten().tolist())
-    assert samples == ([[2, 3]] if batch_size == 1 else [[2, 3], [5], [6]])
+    # without a part of its own: the site's samples, at most two, as a stand-in
+    assert samples == ([[0, 1]] if sizes == {"batch_size": 1} else [[0, 1], [4], [6]])

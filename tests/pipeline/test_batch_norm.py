@@ -35,6 +35,41 @@ def test_a_value_that_is_not_finite_is_not_hidden() -> None:
         assert norm(torch.full((1, 3), float("nan"))).isnan().all()
 
 
+class Scaled(nn.BatchNorm1d):
+    """A batch norm with a forward, and arguments, of its own."""
+
+    def forward(self, values: Tensor, *, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        return super().forward(values) * scale
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Scaled(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(values=x, scale=2.0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("rematerialise", [True, False])
+def test_a_norm_with_its_own_forward_changes_as_other_layers_do(rematerialise: bool) -> None:
+    plain, layer = Scaling(), Scaling()
+    inputs = torch.randn(6, 2)
+    for part in inputs.split(3):
+        plain(part)
+    stage = Stage([layer, nn.Linear(2, 1)], loss=lambda output, _: output.mean(), rematerialise=rematerialise)
+    for is_committed in (False, True):
+        stage.begin(0, [3, 3], inputs=inputs)
+        for m in range(2):
+            stage.forward(m)
+            stage.backward(m)
+        stage.finish()
+        stage.commit() if is_committed else stage.abort()
+        expected = plain if is_committed else Scaling()
+        for name, buffer in layer.named_buffers():
+            assert torch.equal(buffer, expected.get_buffer(name)), name
+
+
 class Counter(nn.Module):
     """A layer with a buffer that each forward changes."""
 

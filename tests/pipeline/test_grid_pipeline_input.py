@@ -501,7 +501,7 @@ def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(
     assert sorted(sizes) == [tail, tail, 8, 8, 8, 8]
     assert one == other and len(one) == 3 and None not in one
     assert caplog.text.count(
-        "has a single sample for this replica of the model: layer 1, BatchNorm1d, normal"
+        "a batch of this replica of the model has only one sample: layer 1, BatchNorm1d, normal"
     ) == (2 if tail == 1 else 0)
 
 

@@ -67,12 +67,12 @@ def test_the_tail_of_a_pass_does_not_fail_in_batch_norm(
     (sizes, digest), (other_sizes, other_digest) = together(train)
     assert 1 in sizes + other_sizes and len(sizes) == len(other_sizes)
     assert digest == other_digest
-    singles = [each for each in (sizes, other_sizes) if 1 in each]
-    assert caplog.text.count("a single sample for this worker: the layer '1', BatchNorm1d") == len(singles)
+    with_single = sum(1 in each for each in (sizes, other_sizes))
+    text = "a batch of this worker has only one sample: the layer '1', BatchNorm1d, normalizes"
+    assert caplog.text.count(text) == with_single
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 1}, {"global_batch_size": 2}])
-def test_a_batch_size_of_one_is_refused_before_the_first_step(together: Any, options: Any) -> None:
+def test_batch_size_1_is_refused_before_the_first_step(together: Any) -> None:
     are_refused = threading.Barrier(2)
 
     def train(grid: gridtrain.Grid, number: int) -> int:
@@ -80,12 +80,31 @@ def test_a_batch_size_of_one_is_refused_before_the_first_step(together: Any, opt
         optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         with pytest.raises(
             ConfigError,
-            match=r"^the layer '1', BatchNorm1d, cannot train on a single sample, .* -> use a larg",
+            match=r"^the layer '1', BatchNorm1d, cannot train on a single sample, .* -> use batch_size=2",
         ):
-            for x, y in grid.batches(DATA, steps=4, **options):
+            for x, y in grid.batches(DATA, steps=4, batch_size=1):
                 nn.functional.mse_loss(model(x), y).backward()
                 optimizer.step()
         are_refused.wait(WITHIN_S)
         return grid.step
 
     assert together(train) == [0, 0]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_batch_size": 2}])
+def test_a_small_share_of_global_batch_size_is_not_refused(
+    together: Any, caplog: pytest.LogCaptureFixture, options: dict[str, int]
+) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> list[int]:
+        model = copy.deepcopy(MODEL)
+        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        sizes = []
+        for x, y in grid.batches(DATA, steps=4, global_batch_size=3, **options):
+            sizes.append(len(x))
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return sizes
+
+    sizes = together(train)
+    assert sizes[0][0] + sizes[1][0] == 3 and [len(each) for each in sizes] == [4, 4]
+    assert caplog.text.count("a batch of this worker has only one sample") == sum(1 in each for each in sizes)
