@@ -68,9 +68,9 @@ class EndpointFile:
         """
         self.write(folder)
         try:
-            with open(folder / CONTACT_FILE, "rb") as file:
+            with open(folder / CONTACT_FILE, "r+b") as file:  # NFS locks only what is open for writing
                 with contextlib.suppress(OSError):  # the file system does not support locks
-                    fcntl.flock(file, fcntl.LOCK_SH)  # at once, but for the moment of an `is_abandoned`
+                    fcntl.flock(file, fcntl.LOCK_EX)  # at once, but for the moment of an `is_abandoned`
                 yield
         finally:
             self.remove(folder)
@@ -112,8 +112,8 @@ class EndpointFile:
         system does not support locks."""
         try:
             with open(folder / CONTACT_FILE, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it is locked, or does not exist
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may look, too
+        except OSError:  # it is locked, cannot be locked, or does not exist
             return False
         return True
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import sqlite3
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -113,6 +116,49 @@ def test_another_coordinators_endpoint_file_stays(tmp_path: Path) -> None:
     other.write(tmp_path)
     ENDPOINT.remove(tmp_path)
     assert EndpointFile.read(tmp_path) == other
+
+
+def test_commands_that_look_at_the_same_time_both_see_an_abandoned_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ENDPOINT.write(tmp_path)
+    flock, seen = fcntl.flock, []
+
+    def lock_and_look_again(file: BinaryIO, operation: int) -> None:
+        flock(file, operation)
+        monkeypatch.setattr(fcntl, "flock", flock)
+        seen.append(EndpointFile.is_abandoned(tmp_path))
+
+    monkeypatch.setattr(fcntl, "flock", lock_and_look_again)
+    assert [EndpointFile.is_abandoned(tmp_path), *seen] == [True, True]
+
+
+def test_an_abandoned_file_is_recognized_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks a file exclusively only if it is open for writing."""
+    flock = fcntl.flock
+
+    def lock_as_on_nfs(file: BinaryIO, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and not file.writable():
+            raise OSError(errno.EBADF, "bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_as_on_nfs)
+    with ENDPOINT.published(tmp_path):
+        assert not EndpointFile.is_abandoned(tmp_path)
+    ENDPOINT.write(tmp_path)
+    assert EndpointFile.is_abandoned(tmp_path)
+
+
+def test_no_file_counts_as_abandoned_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot_lock(file: BinaryIO, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    ENDPOINT.write(tmp_path)
+    assert EndpointFile.is_abandoned(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", cannot_lock)
+    assert not EndpointFile.is_abandoned(tmp_path)
 
 
 @pytest.mark.parametrize(
