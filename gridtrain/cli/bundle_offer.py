@@ -53,7 +53,7 @@ def show_offer(settings: OptionValues, job: Job, offer: BundleOffer | None) -> N
         return
     if offer is None:
         click.echo(f"It would run: {shlex.join(job.command)}")
-        click.echo("\n".join(fit_lines(_limits(settings))))
+        click.echo("\n".join(fit_lines(_limits(settings, job))))
         return
     click.echo("\n".join(fit_lines(offer_lines(settings, job, offer))))
     state = "accepted on this machine" if is_accepted(offer) else "not accepted yet"
@@ -64,7 +64,7 @@ def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> 
     """Return the offer as a JSON object."""
     from gridtrain_worker.bundle_consent import is_accepted
 
-    limits = _shown_limits(settings, offer)
+    limits = _shown_limits(settings, job, offer)
     if offer is None:
         return {"event": "dry_run", "command": list(job.command), "limits": limits}
     run = offer.bundle.run
@@ -128,7 +128,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         f"  as           {job.name or 'a random name'}",
         *_labelled("sends", DISCLOSED_DATA),
         "  runs         with the permissions of your user account, without a sandbox",
-        *_limits(settings, offer),
+        *_limits(settings, job, offer),
     ]
 
 
@@ -144,25 +144,27 @@ def fit_lines(lines: Sequence[str]) -> Iterator[str]:
             yield (" " * width if number else line[:width]) + piece
 
 
-def _limits(settings: OptionValues, offer: BundleOffer | None = None) -> list[str]:
+def _limits(settings: OptionValues, job: Job, offer: BundleOffer | None = None) -> list[str]:
     shown = [
         f"{SHOWN_AS.get(name) or name.replace('_', ' ')}: {text}"
-        + (f" ({settings[name].where})" if settings[name].where else "")
-        for name, text in _shown_limits(settings, offer).items()
+        + (f" ({settings[name].where})" if settings[name].where and text == settings[name].shown else "")
+        for name, text in _shown_limits(settings, job, offer).items()
     ]
     return _labelled("limits", shown)
 
 
-def _shown_limits(settings: OptionValues, offer: BundleOffer | None) -> dict[str, str]:
-    """Return the limits by option; with an offer, the rules include those that were saved on this machine."""
+def _shown_limits(settings: OptionValues, job: Job, offer: BundleOffer | None) -> dict[str, str]:
+    """Return the limits by option; with an offer, also from the rules that were saved on this machine."""
     from gridtrain.cli.worker_commands import NO_RULE
     from gridtrain_worker.saved_settings import SavedSettings
-    from gridtrain_worker.training_policy import parse_pairs
+    from gridtrain_worker.training_policy import OFF, Rules
 
     shown = {name: settings[name].shown for name in SHOWN_LIMITS}
     if offer is not None:
         saved = SavedSettings(offer.entry.identity.with_suffix(""))
-        rules = saved.effective_rules(parse_pairs(settings.texts("set")))
+        rules = Rules().with_settings(saved.effective_rules(job.rules)).texts()
+        for way in ("upload", "download"):
+            shown[f"{way}_limit"] = rules.pop(way).replace(OFF, "none")
         shown["set"] = ", ".join(f"{key}={value}" for key, value in rules.items() if value not in NO_RULE)
         shown["set"] = shown["set"] or "none"
     return shown

@@ -89,7 +89,7 @@ def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:
     saved = SavedSettings(identity_folder(invitation.run, invitation.coordinator) / "worker-0")
     if rule := saved.later_rules({"upload": text} if text else {}).get("upload", ""):
         text, where = rule, "gridtrain worker set upload="
-    return UploadLimit(parse_rate(text), where) if text not in ("", "off") else None
+    return UploadLimit(parse_rate(text, where), where) if text not in ("", "off") else None
 
 
 def _show(finding: Finding, plain: bool) -> None:

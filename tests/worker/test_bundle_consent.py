@@ -311,7 +311,9 @@ def described(url: str, content: bytes = CORPUS) -> str:
 
 
 def shown(offer: BundleOffer, job: Job) -> tuple[str, object]:
-    settings = resolve("worker", {"cache_limit": "5GB"}, {}, RunFile())
+    rules = tuple("=".join(pair) for pair in job.controls)
+    given = {"cache_limit": "5GB", "set": rules, "upload_limit": job.settings.get("upload_limit")}
+    settings = resolve("worker", given, {}, RunFile())
     facts = bundle_offer.offer_facts(settings, job, offer)
     return "\n".join(bundle_offer.offer_lines(settings, job, offer)), facts["data_set"]
 
@@ -334,6 +336,27 @@ def test_an_offer_shows_the_names_of_its_files_and_the_rules_that_apply(
             supervise(Job((), invitation), ask=ask)
     assert all("               helper.py, run.toml, train.py: " in screen for screen in screens)
     assert "rules: none" in screens[0] and screens[1].endswith("rules: battery=pause")
+
+
+def test_an_offer_shows_the_rate_limit_that_applies(owner: Owner, invitation: Invitation) -> None:
+    """The limit of the command line replaces a rule that was saved before it, and not one saved after it."""
+    owner.serve()
+    screens: list[str] = []
+    job = Job((), invitation, settings={"upload_limit": "5Mbit"})
+
+    def ask(offer: BundleOffer) -> bool:
+        folder = offer.entry.identity.with_suffix("")
+        folder.mkdir()
+        saved = SavedSettings(folder)
+        for given in ({}, job.rules):
+            saved.save_rules({"upload": "20Mbit", "download": "off"}, given)
+            screens.append(shown(offer, job)[0])
+        return False
+
+    with pytest.raises(NotAccepted):
+        supervise(job, ask=ask)
+    assert "upload limit: 5Mbit (" in screens[0] and "upload limit: 20Mbit\n" in screens[1]
+    assert all("download limit: none" in screen and "rules: none" in screen for screen in screens)
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -139,11 +139,8 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("upload_limit", "download_limit", "donate_limit"):
-            try:
-                if limit := self.settings.get(name):
-                    parse_rate(limit)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error.reason}", remedy=error.remedy) from None
+            if limit := self.settings.get(name):
+                parse_rate(limit, name)
         Rules().with_settings(self.rules)
         self.cache_limit_bytes()
 

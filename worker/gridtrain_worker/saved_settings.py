@@ -18,6 +18,7 @@ from typing import Any
 
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.client.private_file import replace_private_json
+from gridtrain_worker.training_policy import Rules
 
 RULES_FILE, OWNER_FILE = "controls.json", "word.json"
 MAX_FILE_BYTES = 16_384
@@ -31,6 +32,10 @@ class SavedSettings:
     def __init__(self, folder: Path) -> None:
         self._rules_file, self._owner_file = folder / RULES_FILE, folder / OWNER_FILE
         self._rules = _texts(self._rules_file, _read(self._rules_file))
+        try:
+            Rules().with_settings(self._rules)
+        except ConfigError as error:
+            raise _unreadable(self._rules_file, error.reason) from None
         word = _read(self._owner_file)
         self._overridden = _texts(self._owner_file, word.get("over", {}))
         self.is_paused = word.get("paused") is True

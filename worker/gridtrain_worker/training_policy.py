@@ -139,7 +139,7 @@ def _rate(name: str) -> Callable[[Rules, str], Rules]:
         if text in (OFF, ""):
             text = ""
         else:
-            parse_rate(text)  # raises its own ConfigError
+            parse_rate(text, name)  # raises its own ConfigError
         return replace(rules, upload=text) if name == "upload" else replace(rules, download=text)
 
     return change

@@ -24,22 +24,26 @@ MAX_LATENESS_S = 0.02
 """The longest delay, in seconds, that a loop may make up for after it wakes late."""
 
 
-def parse_rate(text: str) -> float:
+def parse_rate(text: str, name: str = "") -> float:
     """Convert a rate such as "20Mbit", "1Gbit", "500kbit" or "2.5MB" to bytes per second.
 
     Prefixes are decimal.
+
+    Args:
+        name: the setting, which the error names.
 
     Raises:
         ConfigError: the text is not a rate, or the rate is less than one byte per second.
     """
     remedy = 'write a number and a unit, such as "20Mbit", "1Gbit", "500kbit" or "2.5MB" (per second)'
     match = _RATE.fullmatch(text.strip())
+    where = f"{name}: " if name else ""
     if match is None:
-        raise ConfigError(f"{text!r} is not a rate", remedy=remedy)
+        raise ConfigError(f"{where}{text!r} is not a rate", remedy=remedy)
     number, prefix, unit = match.groups()
     rate_Bps = float(number) * _PREFIX[prefix.lower()] / (8 if unit == "bit" else 1)
     if rate_Bps < 1:
-        raise ConfigError(f"the rate {text!r} is less than one byte per second", remedy=remedy)
+        raise ConfigError(f"{where}the rate {text!r} is less than one byte per second", remedy=remedy)
     return rate_Bps
 
 

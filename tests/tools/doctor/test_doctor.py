@@ -398,6 +398,34 @@ def test_the_users_own_upload_limit_is_named(
     assert examination._effective_limit(examination._limited(slower)) is None, "slower than that"
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("{", "cannot be read: Expecting property name"),
+        ("[]", "cannot be read: it does not contain a JSON object"),
+        ('{"upload": "fast"}', "cannot be read: upload: 'fast' is not a rate"),
+        ('{"uplaod": "5Mbit"}', "cannot be read: there is no rule 'uplaod'"),
+    ],
+)
+def test_saved_rules_that_are_damaged_are_named(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, reason: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = identity_folder(invitation.run, invitation.coordinator) / "worker-0" / "controls.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(body)
+    with pytest.raises(ConfigError) as caught:
+        _configured_upload_limit(invitation)
+    assert caught.value.reason.startswith(f"the rules in {file} {reason}")
+    assert caught.value.remedy == "remove the file, and set the rules again"
+
+
+def test_a_wrong_upload_limit_is_named(invitation: Invitation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRIDTRAIN_UPLOAD_LIMIT", "fast")
+    with pytest.raises(ConfigError, match="GRIDTRAIN_UPLOAD_LIMIT: 'fast' is not a rate -> write a number"):
+        _configured_upload_limit(invitation)
+
+
 def test_a_prediction_names_assumed_figures() -> None:
     run = replace(run_of(1), flops=())
     said = predict_speedup(run, {}, LinkMeasurement(), None)
