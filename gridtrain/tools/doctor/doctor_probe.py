@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import SystemRandom
 from types import TracebackType
 from typing import Any
@@ -172,7 +173,8 @@ class DoctorProbe:
         for index, (peer, _) in enumerate(probe):
             now_s = time.monotonic()
             own_s = now_s + max(0.0, until_s - now_s) / (len(probe) - index)
-            if self._poll_until(lambda peer=peer: peer in self.responses.connected, own_s):  # type: ignore[misc]
+            connected = partial(self.responses.connected.__contains__, peer)
+            if self._poll_until(connected, own_s, self._peer_transport):
                 found.append((peer, self._measure(self._peer_transport, peer, own_s)))
             else:
                 found.append((peer, LinkMeasurement()))
@@ -186,7 +188,7 @@ class DoctorProbe:
             nonce, sent_s = self._nonce(), time.monotonic()
             if not self._send(transport, peer, m.Ping(nonce)):
                 return found
-            if not self._poll_until(lambda nonce=nonce: nonce in self.responses.pongs, until_s):  # type: ignore[misc]
+            if not self._poll_until(partial(self.responses.pongs.__contains__, nonce), until_s, transport):
                 return found
             took_s = self.responses.pongs[nonce] - sent_s
             found.rtt_s = took_s if found.rtt_s is None else min(found.rtt_s, took_s)
@@ -196,11 +198,13 @@ class DoctorProbe:
         for index in range(m.BURST_MESSAGES):
             tail = end if index == m.BURST_MESSAGES - 1 else bytes(8)
             self._send(transport, peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES - 8) + tail))
-        if self._poll_until(lambda: nonce in self.responses.burst_acks, half_s):
+        if self._poll_until(lambda: nonce in self.responses.burst_acks, half_s, transport):
             found.up_Bps = estimate_rate_Bps(self.responses.burst_acks[nonce] - sent_s, found.rtt_s or 0.0)
         nonce, sent_s = self._nonce(), time.monotonic()
         self._send(transport, peer, m.BurstRequest(nonce))
-        if self._poll_until(lambda: len(self.responses.bursts.get(nonce, ())) == m.BURST_MESSAGES, until_s):
+        if self._poll_until(
+            lambda: len(self.responses.bursts.get(nonce, ())) == m.BURST_MESSAGES, until_s, transport
+        ):
             found.down_Bps = download_rate_Bps(sent_s, self.responses.bursts[nonce], found.rtt_s or 0.0)
         return found
 
@@ -214,16 +218,22 @@ class DoctorProbe:
             return False  # the connection broke, so the rest is not measured
         return True
 
-    def _poll_until(self, true: Callable[[], bool], until_s: float) -> bool:
-        """Poll both transports in turn until `true` returns True; return False if the time runs out."""
+    def _poll_until(
+        self, true: Callable[[], bool], until_s: float, measured: FlowControlTransport | None = None
+    ) -> bool:
+        """Poll both transports in turn until `true` returns True; return False if the time runs out.
+
+        Args:
+            measured: the transport whose messages are timed, the coordinator's by default; the messages of
+                the other one may be read up to `POLL_S` late.
+        """
+        awaited = measured or self._coordinator_transport
         while not true():
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return False
             for transport in (self._coordinator_transport, self._peer_transport):
-                for event in transport.poll(
-                    min(left_s, POLL_S if transport is self._coordinator_transport else 0.0)
-                ):
+                for event in transport.poll(min(left_s, POLL_S if transport is awaited else 0.0)):
                     self._handle_event(transport, event)
         return True
 

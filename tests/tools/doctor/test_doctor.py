@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,15 +25,18 @@ from live_coordinator import LiveCoordinator
 
 from gridtrain.cli.doctor import _configured_upload_limit
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.core.messages import RemoveWorker
+from gridtrain.core.messages import DiagnosticReply, Ping, Pong, RemoveWorker
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.interface import ConnectionRole, Received
+from gridtrain.network.transport.stack import build_stack
+from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, enroll
 from gridtrain.runtime.client.worker_naming import identity_folder
 from gridtrain.tools.doctor import connection_check, machine_check
-from gridtrain.tools.doctor.doctor_probe import LinkMeasurement, download_rate_Bps
+from gridtrain.tools.doctor.doctor_probe import POLL_S, DoctorProbe, LinkMeasurement, download_rate_Bps
 from gridtrain.tools.doctor.examination import TOTAL_TIMEOUT_S, Examination, _line
 from gridtrain.tools.doctor.findings import Finding, FindingLevel
 from gridtrain.tools.doctor.speedup_prediction import RunStatus, predict_speedup
@@ -100,6 +104,35 @@ def test_a_buffered_burst_is_not_measured_as_a_fast_link() -> None:
     assert download_rate_Bps(7.0, read_s, rtt_s=0.0005) == pytest.approx(12.8e6, rel=0.01)
     in_turn_s = [7.0005 + 0.02 * (index + 1) / 16 for index in range(16)]
     assert download_rate_Bps(7.0, in_turn_s, rtt_s=0.0005) == pytest.approx(13.1e6, rel=0.01)
+
+
+def test_a_round_trip_to_a_member_is_not_the_interval_of_a_loop(coordinator: LiveCoordinator) -> None:
+    here, stop = Identity.generate(), threading.Event()
+    sockets = ZeroMQTransport(here, "member", gate=lambda key: ConnectionRole.MEMBER)
+    member = build_stack(sockets, here)
+    address = member.listen("tcp://127.0.0.1:0")
+
+    def answer() -> None:
+        while not stop.is_set():
+            for event in member.poll(0.1):
+                if isinstance(event, Received) and isinstance(event.message, Ping):
+                    member.send(event.peer, Pong(event.message.nonce))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    invitation = coordinator.invitation()
+    try:
+        with DoctorProbe(invitation, Identity.from_secret(invitation.token)) as probe:
+            assert probe.connect(time.monotonic() + WITHIN_S)
+            probe._known_peers.add(here.public)
+            probe.responses.reply = DiagnosticReply(((here.public, address),), b"{}")
+            ((peer, measured),) = probe.measure_members(time.monotonic() + 1.0)
+    finally:
+        stop.set()
+        thread.join()
+        member.close()
+    assert peer == here.public
+    assert measured.rtt_s is not None and measured.rtt_s < POLL_S
 
 
 def test_a_used_up_invitation_of_this_machine_still_names_the_run(coordinator: LiveCoordinator) -> None:
