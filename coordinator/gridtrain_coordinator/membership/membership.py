@@ -258,8 +258,8 @@ class Membership:
                 "worker with a checkpoint has come"
             )
         return effects, (
-            f'the run "{run.name}" ends: the last checkpoints of its {members} and the model are written, '
-            f"and all workers exit{run.skipped_steps.ending()}"
+            f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: the last checkpoints of '
+            f"its {members} and the model are written, and all workers exit{run.skipped_steps.ending()}"
         )
 
     def introduce_pending_member(
