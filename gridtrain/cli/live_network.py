@@ -7,6 +7,7 @@ it is used.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,8 @@ def _optimizer(described: str) -> str:
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 
     name = described.partition("(")[0].lower()
-    name += "-momentum" if name == "sgd" and "momentum=" in described else ""
+    has_momentum = re.search(r"\bmomentum=(?!0(\.0)?[,)])", described)
+    name += "-momentum" if name == "sgd" and has_momentum else ""
     return name if name in OPTIMIZER_STATE_COPIES else ""
 
 

@@ -267,8 +267,8 @@ def plan(
     described: DescribedNetwork | LiveNetwork = live or (
         network_file.read_network(network) if network else network_file.single_site(link, latency)
     )
-    its_optimizer = live.optimizer if live is not None else ""
-    optimizer = pipeline["optimizer"] = pipeline["optimizer"] or its_optimizer or DEFAULT_OPTIMIZER
+    optimizer = pipeline["optimizer"] or (live.optimizer if live is not None else "")
+    pipeline["optimizer"] = optimizer or DEFAULT_OPTIMIZER
     if pipeline["stages"]:
         links = described.network(pipeline["stages"])
         show_plan(links, parameters or 0, compute_s, picture, as_json, pipeline)
@@ -361,8 +361,11 @@ def _print(
         )
     for row in (rows[-1], rows[0]) if len(rows) > 1 else rows:
         console.print(recommend_exchange(row).reason, markup=False, highlight=False, soft_wrap=True)
-        console.print(recommend_local_steps(row, computing), markup=False, highlight=False, soft_wrap=True)
-    text = f"Memory of a worker, bytes for each trainable parameter in float32, with --optimizer {optimizer}:"
+        if not optimizer.startswith("sgd"):  # they are for AdamW and similar optimizers
+            local_steps = recommend_local_steps(row, computing)
+            console.print(local_steps, markup=False, highlight=False, soft_wrap=True)
+    named = optimizer or f"{DEFAULT_OPTIMIZER} (assumed)"
+    text = f"Memory of a worker, bytes for each trainable parameter in float32, with --optimizer {named}:"
     console.print(text, highlight=False, soft_wrap=True)
     for each in rows[-1]:
         memory = _memory(each, optimizer)
@@ -430,7 +433,7 @@ def _memory(each: ExchangeEstimate, optimizer: str) -> WorkerMemory:
         wire,
         parameters=load.parameters,
         workers=each.world_size,
-        optimizer_values=OPTIMIZER_STATE_COPIES[optimizer],
+        optimizer_values=OPTIMIZER_STATE_COPIES[optimizer or DEFAULT_OPTIMIZER],
         local=LocalSteps(each.local_steps, wire) if each.local_steps > 1 else None,
     )
 

@@ -64,7 +64,7 @@ def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
     """16 bytes for model and AdamW, 4 for the flat gradient, 8 for a residual, 4 for local steps."""
     usual = ("--parameters", "1e6", "--workers", "2,4", "--exchange", "dense,topk", "--density", "0.01")
     shown = run(*usual).output.splitlines()
-    start = next(n for n, line in enumerate(shown) if line.endswith("in float32, with --optimizer adamw:"))
+    start = next(n for n, line in enumerate(shown) if line.endswith("with --optimizer adamw (assumed):"))
     dense = "parameter 4, gradient 4, optimizer 8, flat gradient 4, exchange 4, state 12"
     assert shown[start + 1] == f"  dense 36 (36 MB): {dense}"
     assert shown[start + 2].startswith(
@@ -82,8 +82,11 @@ def test_the_memory_of_a_worker_is_shown_for_each_exchange() -> None:
     [
         ("SGD(lr=0.1, momentum=0.9)", (), "sgd-momentum", 4),
         ("SGD(lr=0.1)", (), "sgd", 0),
+        ("SGD(lr=0.1, momentum=0, nesterov=False)", (), "sgd", 0),
+        ("SGD(dampening=0.1, lr=0.1, momentum=0.0)", (), "sgd", 0),
+        ("SGD(lr=0.1, momentum=0.05)", (), "sgd-momentum", 4),
         ("AdamW(lr=0.1) and 1 more group, settings 1a2b", (), "adamw", 8),
-        ("Muon(lr=0.1)", (), "adamw", 8),
+        ("Muon(lr=0.1)", (), "adamw (assumed)", 8),
         ("SGD(lr=0.1)", ("--optimizer", "rmsprop"), "rmsprop", 4),
     ],
 )
@@ -93,7 +96,9 @@ def test_the_memory_is_that_with_the_optimizer_of_the_run_or_the_option(
     monkeypatch.setattr("gridtrain.cli.status.client_for", lambda invitation, run, state: Client())
     monkeypatch.setitem(STATUS["facts"], "optimizer", described)
     usual = ("--coordinator", "gridtrain1:x", "--exchange", "dense", *given)
-    assert f"in float32, with --optimizer {optimizer}:" in run(*usual).output
+    output = run(*usual).output
+    assert f"in float32, with --optimizer {optimizer}:" in output
+    assert ("AdamW" in output) == (not optimizer.startswith("sgd")), "local steps are for other optimizers"
     assert figures(*usual)["dense", 4]["memory_bytes_per_parameter"]["optimizer"] == nbytes
 
 
