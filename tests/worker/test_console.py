@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import json
+import pty
+import termios
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +80,28 @@ def test_the_live_line_is_below_the_scripts_output() -> None:
         "gridtrain worker: thank you: 380 steps, 12,160 samples (24.3 % of the run), "
         "9.1 MB sent, 950 B received\n",
     ]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(200, 1), (len(LINE), 1), (len(LINE) - 1, 2), (40, 3)])
+def test_all_rows_of_the_live_line_are_erased_in_a_terminal_that_has_become_narrower(
+    monkeypatch: pytest.MonkeyPatch, columns: int, rows: int
+) -> None:
+    out = io.StringIO()
+    console = TerminalConsole(out)
+    console.show_progress(CONTRIBUTION, 0.0)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    console.say("hello")
+    assert out.getvalue().startswith(LINE + "\n" + rows * CLEAR + "gridtrain worker: hello\n")
+
+
+def test_the_live_line_fits_its_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if standard output is not a terminal."""
+    monkeypatch.delenv("COLUMNS")
+    master, slave = pty.openpty()
+    with open(master, "rb", 0) as screen, open(slave, "w") as out:
+        termios.tcsetwinsize(slave, (24, 40))
+        TerminalConsole(out).show_progress(CONTRIBUTION, 0.0)
+        assert screen.read(1000) == b"step 410, 4 workers | here: 380 steps\r\n"
 
 
 def test_a_json_log_has_few_progress_lines() -> None:

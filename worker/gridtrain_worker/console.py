@@ -11,9 +11,12 @@ JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"st
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shutil
 import threading
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TextIO
@@ -22,7 +25,7 @@ from gridtrain.quantities import format_bytes, format_count
 from gridtrain.runtime.contribution import Contribution
 
 CLEAR = "\x1b[A\r\x1b[J"
-"""Erases the live line and what is below it, such as ^C.
+"""Erases one row of the live line and what is below it, such as ^C.
 
 The line is ended, so that after a `kill -9` the next output begins on a line of its own."""
 
@@ -137,7 +140,7 @@ class TerminalConsole(Console):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._live = ""
-        self._drawn = False
+        self._drawn = ""  # the live line on the screen
         self._mid_line = False  # the script's line is incomplete, so do not append to it
         self._lock = threading.Lock()
 
@@ -171,13 +174,14 @@ class TerminalConsole(Console):
 
     def _wipe(self) -> None:
         if self._drawn:
-            _put(self._stream, CLEAR)
-            self._drawn = False
+            rows = math.ceil(len(self._drawn) / _columns(self._stream))  # the terminal may be narrower now
+            _put(self._stream, CLEAR * rows)
+            self._drawn = ""
 
     def _draw(self) -> None:
         if self._live and not self._mid_line:
-            _put(self._stream, fit_line(self._live, shutil.get_terminal_size().columns - 1) + "\n")
-            self._drawn = True
+            self._drawn = fit_line(self._live, _columns(self._stream) - 1)
+            _put(self._stream, self._drawn + "\n")
 
 
 def _put(stream: TextIO, text: str) -> None:
@@ -204,6 +208,14 @@ def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextC
     if log_format == "json" or (not log_format and not stream.isatty()):
         return JsonConsole(stream)
     return TerminalConsole(stream) if stream.isatty() else TextConsole(stream)
+
+
+def _columns(stream: TextIO) -> int:
+    """Return the width of the terminal, also if only `stream` is one; 80 if it is unknown."""
+    columns = 0
+    with suppress(OSError):
+        columns = os.get_terminal_size(stream.fileno()).columns
+    return shutil.get_terminal_size((columns or 80, 24)).columns
 
 
 def fit_line(line: str, columns: int) -> str:
