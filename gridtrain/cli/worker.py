@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import suppress
 from functools import partial
@@ -83,8 +84,9 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     """Return the job that the words and options describe.  Raises `ConfigError`."""
     from gridtrain.core.group.invitation import looks_like, parse
-    from gridtrain.core.messages import NAME, FieldError
+    from gridtrain.core.messages import ADDRESS, NAME
     from gridtrain.network.addresses import parse_explicit_address
+    from gridtrain.sdk.reported_figures import check_text
     from gridtrain_worker.agent import Job
     from gridtrain_worker.training_policy import parse_pairs
 
@@ -97,18 +99,19 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
             remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
             "(if it was to print one here, its message is above)",
         )
+    if words and (accept := chosen.text("accept")):
+        raise ConfigError(
+            f"{chosen.where('accept')} is {accept}, but the command {shlex.join(words)} was given",
+            remedy="leave out the command to run the bundle with this digest, or leave out the digest",
+        )
     settings = chosen.join_texts()
     name = settings.get("name", "")
-    try:
-        NAME.pack(name)
-    except FieldError as error:
-        raise ConfigError(
-            f"{chosen.where('name')} is {error.problem}", remedy="choose a shorter, plain name"
-        ) from None
+    check_text(NAME, chosen.where("name"), name)
     for key in ("listen", "advertise"):
         if key in settings:
             any_port = key == "listen"
             settings[key] = parse_explicit_address(chosen.where(key), settings[key], any_port=any_port)
+            check_text(ADDRESS, chosen.where(key), settings[key])
     settings |= {key: text for key in ("data_dir", "cache_limit") if (text := chosen.text(key))}
     return Job(
         command=words,

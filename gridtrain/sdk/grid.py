@@ -51,7 +51,7 @@ from gridtrain.pipeline.stage_state import (
     schedule_for,
 )
 from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
-from gridtrain.runtime.client.worker_naming import default_listen_address
+from gridtrain.runtime.client.worker_naming import default_listen_address, export_folder
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.process_hooks import describe_end, install_sigterm_handler, uncaught_error
 from gridtrain.sdk.arguments import (
@@ -64,7 +64,7 @@ from gridtrain.sdk.arguments import (
 )
 from gridtrain.sdk.device_speed import device_flops, float32_flops
 from gridtrain.sdk.reported_figures import ReportedFigures
-from gridtrain.sdk.run_end import export_folder, finish_run
+from gridtrain.sdk.run_end import finish_run
 from gridtrain.sdk.run_facts import run_facts
 from gridtrain.sdk.turns import Turns
 from gridtrain.training.checkpoint import serialization
@@ -639,7 +639,7 @@ class Grid:
         self._session.check_not_joined()
         sizes.check()
         check_values(wrapped.model)
-        export_folder(self._config)
+        export_folder(self._config.run, self._config.export_dir)
         if isinstance(dataset, ShardedDataset):
             dataset.obey(self._fetches)
         size, data_text = readers.measure_dataset(dataset, length)

@@ -32,7 +32,7 @@ class ReportedFigures:
         Raises `ConfigError` for a name that cannot be sent, and for more than `MAX_FIGURES` different names.
         """
         for name in figures:
-            _check_text(NAME, "the name of a figure", name)
+            check_text(NAME, "the name of a figure", name)
         if len(names := self._names.union(figures)) > MAX_FIGURES:
             raise ConfigError(
                 f"{len(names)} different figures were reported; the maximum is {MAX_FIGURES}",
@@ -50,9 +50,9 @@ class ReportedFigures:
 
 def check_names(config: JoinConfig) -> None:
     """Raise `ConfigError` for a name or an address that cannot be sent."""
-    _check_text(NAME, "the name of the run", config.run)
-    _check_text(NAME, "the name of this worker", config.name)
-    _check_text(ADDRESS, "the advertised address", config.advertise)
+    check_text(NAME, "the name of the run", config.run)
+    check_text(NAME, "the name of this worker", config.name)
+    check_text(ADDRESS, "the advertised address", config.advertise)
 
 
 def _to_float(name: str, value: float) -> float:
@@ -64,7 +64,8 @@ def _to_float(name: str, value: float) -> float:
         ) from None
 
 
-def _check_text(kind: TextField, what: str, text: str) -> None:
+def check_text(kind: TextField, what: str, text: str) -> None:
+    """Raise `ConfigError` if `text`, which the error calls `what`, cannot be sent in a field of this kind."""
     try:
         kind.pack(text)
     except FieldError as error:

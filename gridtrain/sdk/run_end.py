@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 from gridtrain.config import JoinConfig
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.errors import GridtrainError
 from gridtrain.quantities import describe_skipped
-from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import export_folder
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.training.model_state import ModelState
 
@@ -19,26 +17,6 @@ log = logging.getLogger("gridtrain")
 FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
 """The seconds for which the end of a run waits for the previous checkpoint, for that of the last step, and
 for its upload."""
-
-
-def export_folder(config: JoinConfig) -> Path:
-    """Create, check and return the export folder.  Call this before the training, too, because afterwards it
-    would be too late to choose another folder."""
-    if "://" in config.export_dir:
-        raise ConfigError(
-            f"export_dir is {config.export_dir!r}; it must be a folder",
-            remedy="leave it out, and copy the final model with gridtrain export to the URL",
-        )
-    folder = Path(config.export_dir or state_directory(config.run))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise ConfigError(
-            f"the final model cannot be written to {folder}: {error.strerror or error}",
-            remedy="choose another folder with --export-dir (or gridtrain.join(export_dir=...))",
-        ) from None
 
 
 def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfig) -> None:
@@ -50,7 +28,7 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
     exports = model_state.exports
     written = _try_final_checkpoint(model_state, 0.0)  # a slow disk does not delay the export
     if exports:
-        model_state.export(export_folder(config))
+        model_state.export(export_folder(config.run, config.export_dir))
     if written is False:
         written = _try_final_checkpoint(model_state, FINAL_CHECKPOINT_TIMEOUT_S)
     if not session.wait_for_members():
@@ -60,7 +38,7 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
         with suppress(GridtrainError):  # it ended the session; the group's state is then unknown
             exports = model_state.exports
         if exports:
-            model_state.export(export_folder(config))
+            model_state.export(export_folder(config.run, config.export_dir))
         else:
             log.warning("the run is finished; another worker writes its model")
     ledger = session.snapshot.ledger

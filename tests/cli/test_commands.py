@@ -47,6 +47,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         ("worker --set battery=foo", "battery=foo is not valid"),
         ("worker --listen foo", "--listen foo has no port"),
         ("worker --name " + 65 * "x", "--name is 65 bytes"),
+        ("worker --advertise tcp://" + 120 * "a" + ":7700", "--advertise is 131 bytes"),
         ("coordinator --listen foo", "--listen foo has no port"),
     ],
 )
@@ -102,6 +103,15 @@ def test_worker_options_become_a_job(jobs: list[Job]) -> None:
             prefix=True,
         )
     ]
+
+
+def test_a_bundle_is_not_accepted_beside_a_command(jobs: list[Job]) -> None:
+    digest = "sha256:" + 64 * "0"
+    arguments = ["worker", INVITATION.text(), "--accept", digest, "--", "python", "train.py"]
+    done = CliRunner().invoke(cli, arguments)
+    assert isinstance(done.exception, ConfigError) and not jobs
+    assert done.exception.reason == f"--accept is {digest}, but the command python train.py was given"
+    assert CliRunner().invoke(cli, arguments[:4]).exit_code == 7
 
 
 @pytest.mark.parametrize("source", ["argument", "file", "-"])

@@ -24,7 +24,7 @@ from zmq.utils import z85
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
-from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
@@ -258,6 +258,28 @@ def test_a_job_that_cannot_work_is_refused_at_once(wrong: dict[str, str]) -> Non
     with pytest.raises(ConfigError) as caught:
         Job(**{"command": ("python", "train.py"), "invitation": NO_COORDINATOR, "settings": wrong})  # type: ignore[arg-type]
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"listen": "tcp://203.0.113.9:7000"}, "cannot listen at tcp://203.0.113.9:7000: no interface of"),
+        ({"export_dir": "s3://bucket/model"}, "export_dir is 's3://bucket/model'; it must be a folder"),
+        ({"export_dir": "/proc/model"}, "the final model cannot be written to /proc/model: "),
+    ],
+    ids=str,
+)
+def test_what_this_machine_cannot_do_is_refused_before_the_script_starts(
+    coordinator: LiveCoordinator, tmp_path: Path, settings: dict[str, str], said: str
+) -> None:
+    """The invitation is not used, either."""
+    before = coordinator.access()["enrolled_total"]
+    started = tmp_path / "started"
+    job = Job(python(f"open({str(started)!r}, 'w')"), coordinator.invitation(), settings=settings)
+    with pytest.raises(GridtrainError) as caught:
+        supervise(job)
+    assert caught.value.reason.startswith(said) and caught.value.remedy
+    assert not started.exists() and coordinator.access()["enrolled_total"] == before
 
 
 # -- identity --------------------------------------------------------------------------------------

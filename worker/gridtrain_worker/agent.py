@@ -41,9 +41,11 @@ from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import BudgetSpent, ConfigError, JoinRefused
 from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.interface import ConnectionRole
 from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
-from gridtrain.runtime.client.worker_naming import default_listen_address
+from gridtrain.runtime.client.worker_naming import default_listen_address, export_folder
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
@@ -190,10 +192,14 @@ def supervise(
     Raises:
         CoordinatorUnreachable: the coordinator does not answer.
         JoinRefused: the coordinator refuses this worker, or has removed it while the script ran.
-        ConfigError: the program does not exist, a key file cannot be used, or a rule cannot be enforced.
+        ConfigError: the program does not exist, a key file cannot be used, a rule cannot be enforced, or the
+            final model cannot be written.
+        TransportError: this machine cannot listen at the chosen address.
         NotAccepted: the run's bundle was not accepted.
         DataError: the data set's file cannot be fetched.
     """
+    if not job.dry_run:
+        check_machine(job)
     machine = MachineInfo.detect(job.name)
     enrolled = enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted)
     with enrolled as entry, contextlib.ExitStack() as stack:
@@ -257,6 +263,17 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
         data = Path(str(offer.data).removesuffix(offer.bundle.run.data.file))
     settings["data_dir"] = str(data.absolute())
     return replace(job, command=offer.command, folder=str(offer.folder), settings=settings)
+
+
+def check_machine(job: Job) -> None:
+    """Raise the error of the script if it could not write the final model, or not listen at the chosen
+    address.  This is known before the invitation is used, and before torch is imported."""
+    export_folder(job.invitation.run, job.settings.get("export_dir", ""))
+    if address := job.settings.get("listen"):
+        identity = Identity.generate()
+        transport = ZeroMQTransport(identity, "gridtrain", gate=lambda key: ConnectionRole.STRANGER)
+        with contextlib.closing(transport):
+            transport.listen(address)
 
 
 def check_joinable(entry: Enrollment) -> None:

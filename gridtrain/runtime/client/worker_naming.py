@@ -11,10 +11,12 @@ import os
 import re
 import secrets
 import socket
+import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from gridtrain.core.group.invitation import RUN_NAME
+from gridtrain.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
 
@@ -47,6 +49,29 @@ def state_directory(run: str) -> Path:
     """
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "gridtrain" / run_folder_name(run)
+
+
+def export_folder(run: str, export_dir: str) -> Path:
+    """Create, check and return the folder for the final model, which is `export_dir`, or the state directory
+    if that is "".
+
+    Call this before the training, too, because afterwards it would be too late to choose another folder.
+    """
+    if "://" in export_dir:
+        raise ConfigError(
+            f"export_dir is {export_dir!r}; it must be a folder",
+            remedy="leave it out, and copy the final model with gridtrain export to the URL",
+        )
+    folder = Path(export_dir or state_directory(run))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            f"the final model cannot be written to {folder}: {error.strerror or error}",
+            remedy="choose another folder with --export-dir (or gridtrain.join(export_dir=...))",
+        ) from None
 
 
 def identity_folder(run: str, coordinator: bytes) -> Path:
