@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -321,3 +322,20 @@ def test_the_volunteers_compose_file_is_the_tested_one() -> None:
     assert templates()[tried.name] == tried.read_text(encoding="utf-8"), (
         f"copy {tried} to gridtrain/tools/templates/new"
     )
+
+
+@pytest.mark.parametrize("folder", ["new", "lora", "pretrain"])
+def test_ctrl_c_while_a_template_imports_torch_prints_one_line(folder: str) -> None:
+    """Under `gridtrain worker`, which forwards Ctrl-C, and whose variable gridtrain recognizes."""
+    script = files("gridtrain.tools") / "templates" / folder / "train.py"
+    program = (
+        "import runpy, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    environment = {**os.environ, "GRIDTRAIN_COORDINATOR": "tcp://127.0.0.1:1"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert ended.stderr == "gridtrain: interrupted; this worker is leaving the run\n"

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gridtrain  # grid
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import gridtrain  # grid
 from gridtrain.tools.demo.small_llama import small_llama
 
 BASE = ""  # such as "Qwen/Qwen3-0.6B"; "" is the small Llama

@@ -6,11 +6,10 @@ downloaded; replace the model and the data with your own.
 
 from __future__ import annotations
 
+import gridtrain  # grid
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-
-import gridtrain  # grid
 
 SHAPES, SIZE, IMAGES = ("circle", "square", "triangle"), 16, 6000
 STEPS = 10_000  # a few minutes with two workers on one machine

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gridtrain  # grid
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-
-import gridtrain  # grid
 
 TEXT = Path(__file__).with_name("text.txt")
 CONTEXT, BATCH = 64, 8  # bytes of a sample; samples of a batch on each worker
