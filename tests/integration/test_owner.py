@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from gridtrain.cli.main import cli
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.integration
@@ -55,13 +58,13 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., str]:
-    """Run a command to its end; return its output."""
+    """Run a command in this process to its end, as it is repeated often; return its output."""
+    mine = environment(tmp_path)
+    hidden = {name: None for name in os.environ if name not in mine}
 
     def command(*arguments: str) -> str:
-        done = subprocess.run(
-            (*CLI, *arguments), capture_output=True, text=True, timeout=WITHIN_S, env=environment(tmp_path)
-        )
-        assert done.returncode == 0, done.stderr
+        done = CliRunner().invoke(cli, arguments, env=mine | hidden)
+        assert done.exit_code == 0, done.output
         return done.stdout
 
     return command
