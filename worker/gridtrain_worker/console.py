@@ -39,6 +39,9 @@ class Console:
     def say(self, text: str) -> None:
         """Write a sentence."""
 
+    def report_error(self, text: str, exit_code: int) -> None:
+        """Write the error that ends this process, if it is not said elsewhere."""
+
     def show_progress(self, given: Contribution, now_s: float) -> None:
         """Show the current figures."""
 
@@ -85,7 +88,6 @@ class JsonConsole(_LogConsole):
         self._line("says", {"text": text})
 
     def report_error(self, text: str, exit_code: int) -> None:
-        """Write the error that ends this process."""
         self._line("error", {"text": text, "exit_code": exit_code}, "error")
 
     def _write_figures(self, given: Contribution) -> None:
