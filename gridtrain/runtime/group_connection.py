@@ -112,6 +112,23 @@ class GroupConnection:
             joined = replace(joined, setup=replace(joined.setup, stage_checkpoints=stored))
         self.submit(joined)
 
+    def leave_paused(
+        self, transport: FlowControlTransport, allowlist: PeerAllowlist, reason: str, timeout_s: float
+    ) -> None:
+        """Tell the coordinator after `pause` that this worker will not join again.
+
+        Raises the errors of `IoLoop.start`.
+        """
+        ended, loop = self.loop, self._make_loop(transport, allowlist)
+        try:
+            loop.start(timeout_s)
+        finally:
+            loop.stop(reason)
+            transport.close()
+            self.loop, self._is_paused = loop, False
+            self._earlier_traffic = self.traffic
+            self.loop, self._is_paused = ended, True
+
     def _make_loop(self, transport: FlowControlTransport, allowlist: PeerAllowlist) -> IoLoop:
         return IoLoop(
             transport,

@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from gridtrain.core.commit import data_ledger
-from gridtrain.core.messages import LedgerSpec, Span
+from gridtrain.core.messages import CheckpointInfo, LedgerSpec, Span
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.runtime.group_session import GroupSession, WaitInterrupted
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.sdk.arguments import state_options
 from gridtrain.training.data import sampler
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.model_state import ModelState
@@ -66,6 +67,7 @@ class Turns:
         self._full_share = 0  # this worker's share of a full step, in samples
         self._pending: deque[Spans] = deque()  # of the turn, for the next calls of step()
         self._computed: Spans = ()  # the positions of the latest turn
+        self._held: CheckpointInfo | None = None  # the state of the latest pause, until the next turn
         self._rollback = TurnRollback(trainer.capture_turn_state)
         session.on_batch_dropped = self._rollback.drop_turn
         self.is_finished = self.is_stopped = self.feeds_loader = False
@@ -160,8 +162,25 @@ class Turns:
                 self.is_finished = True
                 continue
             self._pauses.begin_turn()
+            self._warn_if_begun_again(snapshot)
             return snapshot
         return None
+
+    def _warn_if_begun_again(self, snapshot: WorkerSnapshot) -> None:
+        """Warn after a pause if the group has replaced this worker's state by one of fewer steps."""
+        held, self._held = self._held, None
+        if held is None or held.applied < snapshot.applied or held.history == snapshot.history:
+            return
+        step, options = held.applied + 1, state_options(self._session.config)
+        hint = (
+            f"; gridtrain export writes the model of step {step} from its checkpoint in {options.folder}, "
+            "until later checkpoints replace it"
+        )
+        log.warning(
+            "this worker paused after step %d, but the group has begun again without its steps, and is at "
+            "step %d%s",
+            *(step, snapshot.applied + 1, hint if options.every else ""),
+        )
 
     def _pause(self) -> bool:
         """Leave between two steps, wait, and join again; return False if this worker must not join again."""
@@ -172,9 +191,9 @@ class Turns:
             )
             return False
         snapshot = self._session.snapshot
-        held = self._model_state.rest(self._pauses.remaining_bytes // 2)
+        self._held = self._model_state.rest(self._pauses.remaining_bytes // 2)
         touched = snapshot.is_modified or snapshot.applied >= 0
-        return self._pauses.pause(held, touched=touched, on_left=self._model_state.save_paused)
+        return self._pauses.pause(self._held, touched=touched, on_left=self._model_state.save_paused)
 
     def _is_empty(self, snapshot: WorkerSnapshot) -> bool:
         """Whether no worker has samples in this turn, as in the last turn of a run with a delay."""
