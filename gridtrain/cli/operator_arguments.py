@@ -47,8 +47,7 @@ def format_duration(seconds: float) -> str:
 
 
 def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorClient:
-    """Return a client of the coordinator on this machine.  Raises `ConfigError` if this user runs no
-    coordinator."""
+    """Return a client of this machine's coordinator.  Raises the errors of `CoordinatorEndpoint.find`."""
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 
     def say(text: str) -> None:

@@ -256,8 +256,11 @@ def received_states(snapshot: Mapping[str, Any]) -> list[str]:
 
 def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
     """Return a line for each worker that its owner has paused; such a worker is not a member now."""
-    lines = rows(snapshot, "resting")
-    return [f"{line.get('name', '?')} is {line.get('reason', 'paused')}, for {_age(line)}" for line in lines]
+    lines = []
+    for line in rows(snapshot, "resting"):
+        what, _, why = str(line.get("reason", "paused")).partition(": ")
+        lines.append(f"{line.get('name', '?')} is {what} for {_age(line)}" + (f": {why}" if why else ""))
+    return lines
 
 
 def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:

@@ -112,6 +112,21 @@ class GroupConnection:
             joined = replace(joined, setup=replace(joined.setup, stage_checkpoints=stored))
         self.submit(joined)
 
+    def leave_paused(
+        self, transport: FlowControlTransport, allowlist: PeerAllowlist, reason: str, timeout_s: float
+    ) -> None:
+        """Tell the coordinator after `pause` that this worker will not join again.
+
+        Raises the errors of `IoLoop.start`.
+        """
+        loop = self._make_loop(transport, allowlist)
+        try:
+            loop.start(timeout_s)
+        finally:
+            loop.stop(reason)
+            transport.close()
+            self._earlier_traffic = self._traffic_with(loop)
+
     def _make_loop(self, transport: FlowControlTransport, allowlist: PeerAllowlist) -> IoLoop:
         return IoLoop(
             transport,
@@ -126,8 +141,11 @@ class GroupConnection:
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
         """The number of bytes (sent, received) so far by message type, including framing."""
+        return self._earlier_traffic if self._is_paused else self._traffic_with(self.loop)
+
+    def _traffic_with(self, loop: IoLoop) -> dict[str, tuple[int, int]]:
         total = dict(self._earlier_traffic)
-        for kind, (sent, received) in ({} if self._is_paused else self.loop.traffic).items():
+        for kind, (sent, received) in loop.traffic.items():
             before = total.get(kind, (0, 0))
             total[kind] = (before[0] + sent, before[1] + received)
         return total

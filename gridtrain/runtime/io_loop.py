@@ -157,8 +157,11 @@ class IoLoop:
 
     # -- training thread -------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, timeout_s: float | None = None) -> None:
         """Start the I/O thread, connect to the coordinator, and wait until it welcomes this worker.
+
+        Args:
+            timeout_s: how long to wait; None for `Deadlines.connect_s`.
 
         Raises `CoordinatorUnreachable`, `JoinRefused`, `TransportError`.
         """
@@ -168,7 +171,7 @@ class IoLoop:
         self._core = MemberCore(self._transport.me, self._coordinator, join, config.deadlines)
         self._transport.dial(self._coordinator, config.coordinator)
         self._thread.start()
-        timeout_s = self._config.deadlines.connect_s
+        timeout_s = config.deadlines.connect_s if timeout_s is None else timeout_s
         if not self.mailbox.wait(lambda here: here.is_welcomed, timeout_s):
             self.stop()
             raise CoordinatorUnreachable(

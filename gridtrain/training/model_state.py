@@ -115,6 +115,7 @@ class ModelState(ABC):
         self._left_at: WorkerSnapshot | None = None  # whose state is to be saved; the model has no later one
         self._left_step: int | None = None  # of the state that this worker left or paused with
         self._paused_step: int | None = None  # of a checkpoint that is not uploaded
+        self._paused_with: CheckpointInfo | None = None  # the state of the latest pause, until the next turn
 
     # -- joining -------------------------------------------------------------------------------------
 
@@ -175,9 +176,26 @@ class ModelState(ABC):
         is due."""
         self._has_initial_weights, self._has_taken_part = False, True
         self._paused_step = None
+        self._warn_if_begun_again(snapshot)
         self._restore_left_residuals(snapshot)
         if self._is_checkpoint_due(snapshot):
             self._write_checkpoint(snapshot)
+
+    def _warn_if_begun_again(self, snapshot: WorkerSnapshot) -> None:
+        """Warn after a pause if the group has replaced this worker's state by one of fewer steps."""
+        held, self._paused_with = self._paused_with, None
+        if held is None or held.applied < snapshot.applied or held.history == snapshot.history:
+            return
+        step = held.applied + 1
+        hint = (
+            f"; gridtrain export writes the model of step {step} from its checkpoint in "
+            f"{self._options.folder}, until later checkpoints replace it"
+        )
+        log.warning(
+            "this worker paused after step %d, but the group has begun again without its steps, and is at "
+            "step %d%s",
+            *(step, snapshot.applied + 1, hint if self._has_checkpoints else ""),
+        )
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:
         """Begin to write the checkpoint of the last step, if this worker writes checkpoints and has the model
@@ -224,6 +242,7 @@ class ModelState(ABC):
         held = self._keep_for_pause()
         if held is None or not is_settled:  # then a step may have committed that the model lacks
             return None
+        self._paused_with = held
         self._keep_for_others()
         return held
 

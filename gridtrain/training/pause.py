@@ -6,6 +6,7 @@ The volunteer's agent decides when the script pauses, and manages the byte budge
         residual to a neighbour --> Pausing to the coordinator --> every connection is closed
         .......... nothing is sent, nothing is computed; GPU memory is freed ..........
     the directive is "run" --> Join, the group's state, a member of the next generation
+    the script ends        --> Join, and Leave at once: it is no longer paused
 
 If a step transfers more than expected, this worker cannot wait for the end of the step: the budget check then
 ends the script at once, and the agent restarts it when a budget is available again.
@@ -17,11 +18,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
-from gridtrain.core.messages import CheckpointInfo
-from gridtrain.errors import CoordinatorUnreachable, JoinRefused
+from gridtrain.core.messages import ON_REQUEST, CheckpointInfo
+from gridtrain.errors import CoordinatorUnreachable, GridtrainError, JoinRefused
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentControl, AgentDirective
@@ -34,6 +36,9 @@ MakeTransport = Callable[[], tuple[FlowControlTransport, PeerAllowlist]]
 SetRateLimits = Callable[[float | None, float | None], None]
 
 POLL_INTERVAL_S = 1.0
+LEAVE_S = 3.0
+"""How long a worker that ends while it is paused tries to reach the coordinator."""
+
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
 CONTROL_RESERVE_BYTES = 64 << 10
 """The bytes reserved for the heartbeats, votes and leave message of one step."""
@@ -134,20 +139,26 @@ class PauseController:
         not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()
-        log.warning("paused by its owner: %s", reason)
+        hint = " (gridtrain worker resume ends the pause)" if reason.startswith(ON_REQUEST) else ""
+        log.warning("paused by its owner: %s%s", reason, hint)
         if self._session.pause(reason) > 1:
-            log.warning("the workers that are not paused continue without this worker")
+            log.warning("the other workers continue without this worker, unless they are paused, too")
         else:
             log.warning(
-                "no other worker trains: the run continues when a worker resumes (gridtrain worker resume)"
+                "no other worker trains: the run continues when enough workers have joined or resumed"
             )
         on_left()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # for other programs that use the GPU
         self._agent.report(state="paused", reason=reason)
         self._turn_start_bytes, self._is_returning = None, True
-        away_since_s = time.monotonic()
-        if not self._await_permission() or not self._rejoin(held, touched):
+        away_since_s, has_returned = time.monotonic(), False
+        try:
+            has_returned = self._await_permission() and self._rejoin(held, touched)
+        finally:
+            if not has_returned and not self.has_missed_end:
+                self._leave_for_good()
+        if not has_returned:
             return False
         log.warning(
             "this worker has returned after %.0f s, and is loading the group's state",
@@ -163,6 +174,14 @@ class PauseController:
         log.warning("the run was finished while this worker was paused")
         self.has_missed_end = True
         return True
+
+    def _leave_for_good(self) -> None:
+        """Tell the coordinator, if it answers soon, that this worker is no longer paused, but has ended."""
+        assert self._connect is not None
+        with suppress(GridtrainError):
+            self._session.connection.leave_paused(
+                *self._connect(), "it has ended while it was paused", LEAVE_S
+            )
 
     def _await_permission(self) -> bool:
         """Wait until this worker may train; return False if it has to stop."""

@@ -387,7 +387,7 @@ def test_a_long_list_of_candidates_is_truncated() -> None:
 def test_a_missing_endpoint_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     result = CliRunner().invoke(cli, ["invite", "--run", "mine"])
-    assert "no coordinator of the run" in refusal(result, 2)
+    assert "no coordinator of the run" in refusal(result, 3)
     assert "gridtrain coordinator --run mine" in str(result.exception)
     for run in ("../other", ""):
         with pytest.raises(ConfigError, match="is not a valid run name"):
@@ -440,6 +440,22 @@ def test_a_coordinator_of_this_machine_that_was_killed_is_named(
 
 
 @pytest.mark.parametrize("has_state", [False, True])
+def test_after_a_coordinator_was_stopped_the_command_that_continues_the_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_state: bool
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "gridtrain" / "mine"
+    folder.mkdir(parents=True)
+    Identity.load_or_create(folder / OPERATOR_KEY)
+    with EndpointFile("tcp://192.0.2.7:7700", "tcp://127.0.0.1:1", b"k" * 32, "mine", True).published(folder):
+        pass
+    chosen = ("--state", str(folder)) if has_state else ("--run", "mine")
+    result = CliRunner().invoke(cli, ["status", *chosen])
+    assert refusal(result, 3) == f"the coordinator of {folder} is not running"
+    assert "`gridtrain coordinator` continues the run" in str(result.exception)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
 def test_waiting_for_a_coordinator_is_announced_and_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_state: bool
 ) -> None:
@@ -455,7 +471,7 @@ def test_waiting_for_a_coordinator_is_announced_and_times_out(
     monkeypatch.setattr(click, "echo", lambda *a, **k: said_at_s.append(now_s[0]) or echo(*a, **k))
     chosen = ("--state", str(tmp_path)) if has_state else ()
     result = CliRunner().invoke(cli, ["invite", "--wait", "30s", *chosen])
-    assert "no coordinator" in refusal(result, 2)
+    assert "no coordinator" in refusal(result, 3)
     where = (
         f"a coordinator in {tmp_path}" if has_state else 'a coordinator of the run "default" on this machine'
     )

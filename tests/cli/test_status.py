@@ -87,6 +87,15 @@ def test_reported_problems_are_shown_below_the_table() -> None:
     assert seen.splitlines()[-2] == "[red]bert could not write 3 checkpoints in a row"
 
 
+def test_a_paused_worker_is_shown_with_the_length_and_the_reason_of_its_pause() -> None:
+    reasons = "paused by its owner: battery, until 22:00", "paused"
+    resting = [{"name": "anna", "reason": reason, "since_s": 5.0} for reason in reasons]
+    assert module.paused_lines({"resting": resting}) == [
+        "anna is paused by its owner for 5 s: battery, until 22:00",
+        "anna is paused for 5 s",
+    ]
+
+
 def test_the_table_has_a_limited_width_in_a_pipe() -> None:
     """With large figures and a long name only the name is truncated, and no line is wrapped."""
     widest = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
@@ -187,8 +189,8 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
     assert back and back[0] >= 20 and back == list(range(back[0], STEPS)), "it takes part in each step again"
     assert all(size == 3 for step, size in paused_group.seen["worker-0"] if step > back[0])
     assert "worker-1 left: paused by its owner: battery" in _reasons(paused_group)
-    assert "the workers that are not paused continue without this worker" in caplog.text
-    assert "this worker has returned after" in caplog.text
+    assert "the other workers continue without this worker, unless they are paused, too" in caplog.text
+    assert "this worker has returned after" in caplog.text and "gridtrain worker resume" not in caplog.text
 
 
 def _reasons(paused_group: PausedGroup) -> str:
@@ -233,16 +235,19 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
         paused_group.allow_up_to(6)
         paused_group.wait_until(lambda: paused_group.last("one")[0] >= 6)
         before = residuals[-1]
-        paused_group.owner.directive = AgentDirective(run=False, reason="its owner said so")
+        paused_group.owner.directive = AgentDirective(run=False, reason="on request")
         paused_group.allow_up_to(12)
         paused_group.wait_until(paused_group.is_paused)
         paused = [step for step, _ in paused_group.seen["one"]]
         paused_group.wait_until(lambda: snapshot_of(group)["phase"] == "waiting")
-        assert str(snapshot_of(group)["reason"]).startswith("the only worker is paused by its owner")
+        assert "; no worker trains: 1 is paused (on request, for " in str(snapshot_of(group)["reason"])
         paused_group.owner.directive = AgentDirective()
         thread.join(WITHIN_S)
         assert done == [None]
-    assert "no other worker trains: the run continues when a worker resumes" in caplog.text
+    assert (
+        "no other worker trains: the run continues when enough workers have joined or resumed" in caplog.text
+    )
+    assert "paused by its owner: on request (gridtrain worker resume ends the pause)" in caplog.text
     steps = [step for step, _ in paused_group.seen["one"]]
     assert steps == list(range(12)) and paused[-1] in (6, 7), "no step is repeated or left out"
     again = residuals[paused[-1] + 1]
@@ -291,6 +296,104 @@ def test_an_error_after_a_pause_leaves_checkpoints_with_the_weights_of_their_ste
         steps[int(path.name.removeprefix("step-"))] = load_file(path / "model.safetensors")["weight"]
     assert set(steps) in ({6, 8}, {7, 8})
     assert all(torch.equal(written, weights[step]) for step, written in steps.items())
+
+
+def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
+    new_group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """one: steps 0 .. 99, paused                 back, with the state of the other
+    two:                       steps 0, 1, 2 ...  the same state"""
+    owner, is_back = NoAgent(), threading.Event()
+
+    def train(name: str, agent: NoAgent | None, step_s: float) -> None:
+        folder = str(group.export_dir / name)
+        with group.join(name, owner=agent, checkpoint_every=1000, state_dir=folder) as grid:
+            model = nn.Linear(8, 4)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense())
+            for batch in grid.batches(DATA, batch_size=2, steps=10_000):
+                if agent is not None and grid.step == 100:
+                    agent.directive = AgentDirective(run=False, reason="hot")
+                if agent is not None and agent.reported[-1]["state"] == "training" and grid.world_size == 2:
+                    is_back.set()
+                optimizer.zero_grad()
+                model(batch).pow(2).mean().backward()
+                optimizer.step()
+                if is_back.wait(step_s):
+                    break
+
+    def await_phase(phase: str) -> None:
+        until_s = time.monotonic() + WITHIN_S
+        while snapshot_of(group)["phase"] != phase:
+            assert time.monotonic() < until_s
+            is_back.wait(0.05)
+
+    with new_group(workers=1) as group:
+        threads = [threading.Thread(target=train, args=("one", owner, 0.0), daemon=True)]
+        threads[0].start()
+        await_phase("training")
+        await_phase("waiting")
+        threads.append(threading.Thread(target=train, args=("two", None, 0.05), daemon=True))
+        threads[1].start()
+        await_phase("training")
+        owner.directive = AgentDirective()
+        assert is_back.wait(WITHIN_S)
+        for thread in threads:
+            thread.join(WITHIN_S)
+        folder = group.export_dir / "one"
+    said = re.search(r"this worker paused after step (\d+), but the group has begun again (.*)", caplog.text)
+    assert said is not None and said[1] in ("100", "101"), caplog.text
+    assert re.fullmatch(
+        rf"without its steps, and is at step \d+; gridtrain export writes the model of step {said[1]} from "
+        rf"its checkpoint in {folder}, until later checkpoints replace it",
+        said[2],
+    )
+
+
+class EndedPause(NoAgent):
+    """An owner who stops the worker, or its script, as soon as `is_known` says that it has paused."""
+
+    def __init__(self, end: BaseException | None, is_known: Callable[[], bool]) -> None:
+        super().__init__()
+        self._end, self._is_known = end, is_known
+
+    def wait(self, timeout_s: float) -> None:
+        super().wait(timeout_s)
+        if not self._is_known():
+            return
+        if self._end is not None:
+            raise self._end
+        self.directive = AgentDirective(run=False, stop=True)
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt()])
+def test_a_worker_that_ends_while_it_is_paused_no_longer_counts_as_paused(
+    new_group: Any, end: BaseException | None
+) -> None:
+    def train(grid: Grid) -> None:
+        model = nn.Linear(8, 4)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense())
+        for batch in grid.batches(DATA, batch_size=2, steps=20):
+            if grid.step == 5:
+                owner.directive = AgentDirective(run=False, reason="hot")
+            optimizer.zero_grad()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+
+    with new_group(workers=1) as group:
+        owner = EndedPause(end, lambda: bool(snapshot_of(group)["resting"]))
+        with suppress(KeyboardInterrupt), group.join("one", owner=owner) as grid:
+            train(grid)
+        assert owner.reported[-1]["state"] == "paused"
+        until_s = time.monotonic() + WITHIN_S
+        while snapshot_of(group)["resting"]:
+            assert time.monotonic() < until_s
+            threading.Event().wait(0.05)
+        status = snapshot_of(group)
+    left = [event["reason"] for event in status["events"] if event["event"] == "left"]  # type: ignore[attr-defined]
+    assert left == ["paused by its owner: hot", "it has ended while it was paused"]
+    assert "no worker trains" not in str(status["reason"])
 
 
 def test_stop_ends_the_loop_after_the_step_and_leaves(new_group: Any) -> None:

@@ -185,6 +185,18 @@ def test_a_json_log_has_no_other_lines(invitation: Invitation, capfd: pytest.Cap
     assert captured.out == "out\n"
 
 
+def test_the_last_failure_of_a_script_is_an_error_in_a_json_log(
+    invitation: Invitation, capfd: pytest.CaptureFixture[str]
+) -> None:
+    console = JsonConsole(sys.stderr)
+    job = Job(python("exit(5)"), invitation, restarts=1, backoff_s=0.01)
+    assert supervise(job, console.say, console=console) == 5
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    (error,) = [line["fields"] for line in lines if line["level"] == "error"]
+    assert lines[-1]["event"] == "error" and error["exit_code"] == 5
+    assert error["text"].startswith("the script ended with exit code 5 after")
+
+
 def test_lines_have_a_prefix_only_on_request(
     invitation: Invitation, capsys: pytest.CaptureFixture[str]
 ) -> None:

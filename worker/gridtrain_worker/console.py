@@ -42,6 +42,9 @@ class Console:
     def say(self, text: str) -> None:
         """Write a sentence."""
 
+    def report_error(self, text: str, exit_code: int) -> None:
+        """Write the error that ends this process, if it is not said elsewhere."""
+
     def show_progress(self, given: Contribution, now_s: float) -> None:
         """Show the current figures."""
 
@@ -88,7 +91,6 @@ class JsonConsole(_LogConsole):
         self._line("says", {"text": text})
 
     def report_error(self, text: str, exit_code: int) -> None:
-        """Write the error that ends this process."""
         self._line("error", {"text": text, "exit_code": exit_code}, "error")
 
     def _write_figures(self, given: Contribution) -> None:

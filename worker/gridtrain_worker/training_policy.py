@@ -20,6 +20,7 @@ from datetime import datetime, timedelta
 from difflib import get_close_matches
 
 from gridtrain.core.group.sensor_readings import SensorReadings
+from gridtrain.core.messages import ON_REQUEST
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.quantities import parse_bytes, parse_duration_s
@@ -301,7 +302,7 @@ class TrainingPolicy:
         if self.is_paused and self._paused_until is not None and now >= self._paused_until:
             self.resume()
         if self.is_paused:
-            blocking.append(("on request", self._paused_until))
+            blocking.append((ON_REQUEST, self._paused_until))
         if self.rules.hours and not self._open(now):
             blocking.append(("outside its hours", self._next_open(now)))
         if self.rules.budget_bytes and moved_today_bytes >= self.rules.budget_bytes:

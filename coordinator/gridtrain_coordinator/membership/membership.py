@@ -250,7 +250,8 @@ class Membership:
         self._settled_reason, self._cached_deadline_s = None, None
         effects = self._log_events(self._advance(now_s), now_s)
         if run.is_finished:
-            return effects, f'the run "{run.name}" is finished; it had no members'
+            paused = run.paused_workers.describe_end()
+            return effects, f'the run "{run.name}" is finished; it had no members{paused}'
         members = format_count(len(run.member_order), "member")
         if not run.present_members:
             return effects, (

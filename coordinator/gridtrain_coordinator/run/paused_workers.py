@@ -67,22 +67,32 @@ class PausedWorkers:
         ]
 
     def describe(self, required: int, now_s: float) -> str:
-        """Describe the pause of all workers, of which `required` have to return; "" if none is paused.
+        """Describe the pauses of a run in which no worker trains; "" if none is paused.
 
-        The time is that since the last of them was paused.
+        Args:
+            required: the number of workers with which training continues.
         """
         self._drop_old(now_s)
-        count = len(self._workers)
-        if not count:
+        if not self._workers:
             return ""
-        who = "the only worker is paused by its owner"
-        if count > 1:
-            who = f"all {count} workers are paused by their owners"
-        needed = "one of them resumes" if count > 1 else "it resumes"
-        if required > 1:
-            needed = f"{required} {'of them' if required <= count else 'workers'} are back"
-        age = format_age(now_s - max(paused.since_s for paused in self._workers.values()))
-        return f"{who}, for {age}; training continues when {needed} (gridtrain worker resume)"
+        last = next(reversed(self._workers.values()))
+        which = "the last one: " if len(self._workers) > 1 else ""
+        hint = ": gridtrain worker resume" if last.reason.startswith(m.ON_REQUEST) else ""
+        why = f"({which}{last.reason}, for {format_age(now_s - last.since_s)}{hint})"
+        needed = f"; training continues with {required} workers" if required > 1 else ""
+        return f"no worker trains: {self._count_text} {why}{needed}"
+
+    def describe_end(self) -> str:
+        """Return what to append to a sentence about the end of a run without members."""
+        if not self._workers:
+            return ""
+        advice = "where a paused worker runs, gridtrain export writes the model from its latest checkpoint"
+        return f"; {self._count_text}: {advice}"
+
+    @property
+    def _count_text(self) -> str:
+        count = len(self._workers)
+        return f"{count} {'is' if count == 1 else 'are'} paused"
 
     def _drop_old(self, now_s: float) -> None:
         self._workers = {

@@ -102,7 +102,7 @@ class RunState:
         elif recovered.generation:  # it does not know which workers were paused
             self._reason = (
                 f"no worker held the model when the coordinator restarted; {self._reason}; a paused one "
-                "returns with gridtrain worker resume"
+                "joins again when it resumes"
             )
 
     def _set_members(self, members: tuple[m.Member, ...]) -> None:
@@ -176,10 +176,10 @@ class RunState:
         return f"{self._reason}; {here} of {self.required_workers} {'has' if here == 1 else 'have'} joined"
 
     def describe_phase(self, now_s: float) -> str:
-        """Return the reason for the phase; if all workers are paused, since when, and what ends it."""
+        """Return the reason for the phase; if no worker is connected, and some are paused, also why."""
         is_empty = self.phase is RunPhase.WAITING and not self.workers
         paused = self.paused_workers.describe(self.required_workers, now_s) if is_empty else ""
-        return paused or self.reason
+        return f"{self.reason}; {paused}" if paused else self.reason
 
     # -- transitions -------------------------------------------------------------------------------
 

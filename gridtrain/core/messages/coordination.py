@@ -318,6 +318,10 @@ class Leave(Message):
     reason: Reason
 
 
+ON_REQUEST = "on request"
+"""The beginning of the reason for a pause by the owner's command, rather than by a rule."""
+
+
 @message(83)
 @dataclass(frozen=True, slots=True)
 class TemporaryLeave(Message):

@@ -33,6 +33,10 @@ Answer = TypeVar("Answer")
 
 ANSWER_TIMEOUT_S = 5.0
 MAX_LISTED_RUNS = 5
+RESTART_REMEDY = (
+    "`gridtrain coordinator` continues the run: type it in the folder of the run's run.toml, or with the "
+    "same --run or --state"
+)
 POLL_INTERVAL_S = 0.05
 """Interval between two checks for the endpoint file of a coordinator that is starting, or for the lock of the
 operator's key."""
@@ -79,8 +83,8 @@ class CoordinatorEndpoint:
             say: is told once, before the wait, what is awaited.
 
         Raises:
-            ConfigError: no coordinator is running, the coordinator belongs to another run, or a file cannot
-                be read.
+            CoordinatorUnreachable: no coordinator is running.
+            ConfigError: the coordinator belongs to another run, or a file cannot be read.
         """
         if not RUN_NAME.fullmatch(run):
             raise ConfigError(
@@ -218,8 +222,7 @@ def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
         raise CoordinatorUnreachable(
             f'the coordinator of the run "{endpoint.run}", {endpoint.address}, is not running on this '
             "machine",
-            remedy="`gridtrain coordinator` continues the run: type it in the folder of the run's run.toml, "
-            "or with the same --run or --state",
+            remedy=RESTART_REMEDY,
         ) from None
     except JoinRefused as refusal:
         if refusal.code != DENIED:
@@ -247,16 +250,18 @@ def _describe_wait(run: str, state: Path | None, wait_s: float) -> str:
     )
 
 
-def _not_running_error(folder: Path, run: str, state: Path | None) -> ConfigError:
+def _not_running_error(folder: Path, run: str, state: Path | None) -> CoordinatorUnreachable:
+    if (folder / OPERATOR_KEY).exists():
+        return CoordinatorUnreachable(f"the coordinator of {folder} is not running", remedy=RESTART_REMEDY)
     if state is not None:
-        return ConfigError(
+        return CoordinatorUnreachable(
             f"no coordinator is running in {state}: {folder / CONTACT_FILE} does not exist",
             remedy="specify the state folder that the running coordinator printed when it started",
         )
     option = "" if run == "default" else f" --run {run}"
     found = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONTACT_FILE}"))
     known = f" (this user coordinates {', '.join(found[:MAX_LISTED_RUNS])})" if found else ""
-    return ConfigError(
+    return CoordinatorUnreachable(
         f'no coordinator of the run "{run}" is running on this machine as this user: '
         f"{folder / CONTACT_FILE} does not exist",
         remedy=f"type the command in the folder of the run's run.toml, name the run with --run NAME{known}, "

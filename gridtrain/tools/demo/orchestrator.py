@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.errors import CoordinatorUnreachable, GridtrainError
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 from gridtrain.tools.child_processes import CLI_COMMAND, end_processes, log_tail, process_environment
 from gridtrain.tools.demo.demo_report import LossCurve, Measurement
@@ -116,7 +116,7 @@ def worker_commands(
     """
     try:
         contact = CoordinatorEndpoint.find(state=folder.resolve())
-    except ConfigError:
+    except CoordinatorUnreachable:
         return None
     operator = OperatorClient(contact)
     invitation = operator.invite(count, expires_s=INVITATION_TIMEOUT_S).text()

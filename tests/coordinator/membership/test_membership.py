@@ -990,6 +990,15 @@ def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() ->
     assert run.core.phase is RunPhase.FINISHED and run.roster == "a"
 
 
+def test_a_run_that_ends_while_its_workers_are_paused_says_where_the_model_is() -> None:
+    run = Run(A)
+    run.say(A, m.TemporaryLeave("on battery"))
+    assert end(run) == (
+        'the run "r" is finished; it had no members; 1 is paused: where a paused worker runs, gridtrain '
+        "export writes the model from its latest checkpoint"
+    )
+
+
 def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> None:
     run = Run(A, B)
     assert run.core.snapshot(run.now_s)["reason"] == "2 workers since step 0"
@@ -999,8 +1008,8 @@ def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> N
     assert run.core.snapshot(run.now_s)["reason"] == "1 worker since step 0"
     run.say(B, m.TemporaryLeave("hot"))
     assert run.core.snapshot(run.now_s + 60.0)["reason"] == (
-        "all 2 workers are paused by their owners, for 60 s; training continues when 2 of them are back "
-        "(gridtrain worker resume)"
+        f"{run.core.reason}; no worker trains: 2 are paused (the last one: hot, for 60 s); training "
+        "continues with 2 workers"
     )
     (event,) = run.notes("waiting")
     assert event.fields["reason"].startswith(
@@ -1015,8 +1024,8 @@ def test_a_restarted_coordinator_that_forgot_the_paused_workers_says_how_they_re
     run.say(A, m.TemporaryLeave("on battery"))
     again = ScriptedCoordinator(term=2, journal=run.journal)
     assert again.core.snapshot(0.0)["reason"] == (
-        "no worker held the model when the coordinator restarted; waiting for 1 worker; a paused one returns "
-        "with gridtrain worker resume"
+        "no worker held the model when the coordinator restarted; waiting for 1 worker; a paused one joins "
+        "again when it resumes"
     )
 
 

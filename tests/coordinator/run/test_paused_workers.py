@@ -45,22 +45,20 @@ def test_paused_workers_are_bounded_and_the_first_one_is_dropped(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("names", "required", "who", "needed"),
+    ("reasons", "required", "said"),
     [
-        ("a", 1, "the only worker is paused by its owner", "it resumes"),
-        ("ab", 1, "all 2 workers are paused by their owners", "one of them resumes"),
-        ("ab", 2, "all 2 workers are paused by their owners", "2 of them are back"),
-        ("a", 2, "the only worker is paused by its owner", "2 workers are back"),
+        (("battery",), 1, "1 is paused (battery, for 5 s)"),
+        (("hot", "battery"), 1, "2 are paused (the last one: battery, for 5 s)"),
+        (("battery",), 2, "1 is paused (battery, for 5 s); training continues with 2 workers"),
+        (("on request",), 1, "1 is paused (on request, for 5 s: gridtrain worker resume)"),
     ],
 )
-def test_a_pause_of_all_workers_is_described_with_what_ends_it(
-    names: str, required: int, who: str, needed: str
+def test_a_run_whose_workers_are_paused_says_why_and_what_ends_it(
+    reasons: tuple[str, ...], required: int, said: str
 ) -> None:
     paused = PausedWorkers()
     assert paused.describe(required, 0.0) == ""
-    for number, name in enumerate(names):
-        paused.add(name.encode() * 32, name, "", float(number))
-    assert paused.describe(required, len(names) + 4.0) == (
-        f"{who}, for 5 s; training continues when {needed} (gridtrain worker resume)"
-    )
+    for number, reason in enumerate(reasons):
+        paused.add(str(number).encode() * 32, "anna", reason, float(number))
+    assert paused.describe(required, len(reasons) + 4.0) == f"no worker trains: {said}"
     assert paused.describe(required, 10.0 + RETENTION_S) == ""
