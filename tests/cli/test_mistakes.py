@@ -120,7 +120,7 @@ def test_no_coordinator_runs_on_this_machine(gridtrain: RunCommand, home: Path, 
     if running:
         (home / "gridtrain" / running).mkdir(parents=True)
         (home / "gridtrain" / running / "coordinator.json").touch()
-    line = one_sentence(gridtrain("status"), code=2)
+    line = one_sentence(gridtrain("status"), code=3)
     assert f'run "default" is running on this machine as this user: {home}/gridtrain/default/coordi' in line
     named = f" (this user coordinates {running})" if running else ""
     assert f"in the folder of the run's run.toml, name the run with --run NAME{named}, or its state" in line

@@ -142,11 +142,10 @@ def test_a_run_is_found_by_the_run_toml_of_the_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     done = CliRunner().invoke(cli, ["invite"])
-    assert (
-        isinstance(done.exception, errors.ConfigError) and "saved/coordinator.json" in done.exception.reason
-    )
+    assert isinstance(done.exception, errors.CoordinatorUnreachable)
+    assert "saved/coordinator.json" in done.exception.reason
     done = CliRunner().invoke(cli, ["status", "--run", "other"])
-    assert isinstance(done.exception, errors.ConfigError)
+    assert isinstance(done.exception, errors.CoordinatorUnreachable)
     assert "home/gridtrain/other/coordinator.json" in done.exception.reason, (
         "the state of run.toml belongs to another run"
     )

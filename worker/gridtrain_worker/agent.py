@@ -333,12 +333,13 @@ def _run(
             if is_removed and code == JoinRefused.exit_code:
                 return code  # the script has said why this worker was removed
             failure = _failure(job, code, ran_s, suggest_restarts=not is_removed and job.restarts == 0)
-            tell(failure)
+            is_last = failures == job.restarts and not is_removed
+            if not (is_last and console.report_error(failure, code)):
+                tell(failure)
             if is_removed:
                 raise revoked_error(job.invitation, Identity.read(entry.identity))
             in_a_row = 0 if ran_s >= BACKOFF_RESET_S else in_a_row + 1
-            if failures == job.restarts:
-                console.report_error(failure, code)
+            if is_last:
                 return code
             failures += 1
             pause_s = min(MAX_BACKOFF_S, job.backoff_s * 2 ** max(0, in_a_row - 1))

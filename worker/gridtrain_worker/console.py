@@ -42,8 +42,10 @@ class Console:
     def say(self, text: str) -> None:
         """Write a sentence."""
 
-    def report_error(self, text: str, exit_code: int) -> None:
-        """Write the error that ends this process, if it is not said elsewhere."""
+    def report_error(self, text: str, exit_code: int) -> bool:
+        """Write the error that ends this process, if this console's errors differ from sentences; return
+        whether they do."""
+        return False
 
     def show_progress(self, given: Contribution, now_s: float) -> None:
         """Show the current figures."""
@@ -90,8 +92,9 @@ class JsonConsole(_LogConsole):
     def say(self, text: str) -> None:
         self._line("says", {"text": text})
 
-    def report_error(self, text: str, exit_code: int) -> None:
+    def report_error(self, text: str, exit_code: int) -> bool:
         self._line("error", {"text": text, "exit_code": exit_code}, "error")
+        return True
 
     def _write_figures(self, given: Contribution) -> None:
         self._line("contribution", _figures(given))
