@@ -75,6 +75,9 @@ log = logging.getLogger("gridtrain")
 SETTLE_TIMEOUT_S = 5.0
 """Longest time for which a leaving worker waits for the end of a round that does not wait for its trainer."""
 
+PAUSE_TIMEOUT_S = 300.0
+"""Longest time for which a worker that has paused waits for the disk to complete the previous checkpoint."""
+
 NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
 
@@ -194,7 +197,7 @@ class ModelState(ABC):
         log.warning(
             "this worker paused after step %d, but the group has begun again without its steps, and is at "
             "step %d%s",
-            *(step, snapshot.applied + 1, hint if self._has_checkpoints else ""),
+            *(step, snapshot.applied + 1, hint if step == self._left_step == self._written_step else ""),
         )
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:
@@ -217,7 +220,7 @@ class ModelState(ABC):
                     *(timeout_s, self._options.folder),
                 )
             return False
-        self._final_step = snapshot.applied + 1
+        self._final_step, self._paused_step = snapshot.applied + 1, None
         self._write_checkpoint(snapshot)
         return True
 
@@ -242,18 +245,19 @@ class ModelState(ABC):
         held = self._keep_for_pause()
         if held is None or not is_settled:  # then a step may have committed that the model lacks
             return None
-        self._paused_with = held
-        self._keep_for_others()
+        self._paused_with = self._paused_with or held
+        if self._has_taken_part:  # otherwise what it has on disk stays valid
+            self._keep_for_others()
         return held
 
     def save_paused(self) -> None:
         """Begin to write the state that `rest` has recorded, because all workers may pause and none return.
-        It is not uploaded, because a paused worker may have to save its line or its budget.
+        Unless a checkpoint of this step is due, it is not uploaded, because a paused worker may have to save
+        its line or its budget.
 
         The other members wait until this worker has left, and therefore not for copies and for the disk.
         """
-        self._paused_step = None if self._left_at is None else self._left_at.applied + 1
-        self._write_left(SETTLE_TIMEOUT_S)
+        self._write_left(PAUSE_TIMEOUT_S, is_pause=True)
 
     def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
         """Transfer the residual, and record which state `close` has to save, when this worker leaves a run
@@ -303,13 +307,17 @@ class ModelState(ABC):
             save_left_residual(self._left_folder(self._left), self._facts, self._left)
         self._write_left(timeout_s)
 
-    def _write_left(self, timeout_s: float) -> None:
+    def _write_left(self, timeout_s: float, *, is_pause: bool = False) -> None:
         left_at, self._left_at = self._left_at, None  # the model may change from now on
         if left_at is None:
             return
         self._left_step = left_at.applied + 1
-        if not self._wait_for_writer(timeout_s) or self._left_step == self._written_step:
+        if not self._wait_for_writer(timeout_s):
+            log.warning(NOT_SAVED, "the previous checkpoint is still being written")
             return
+        if self._left_step == self._written_step:
+            return
+        self._paused_step = self._left_step if is_pause and not self._is_checkpoint_due(left_at) else None
         try:
             self._write_checkpoint(left_at)
         except Exception as error:  # such as no memory for a copy, which must not prevent the departure

@@ -147,13 +147,13 @@ class PauseController:
             log.warning(
                 "no other worker trains: the run continues when enough workers have joined or resumed"
             )
-        on_left()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()  # for other programs that use the GPU
         self._agent.report(state="paused", reason=reason)
         self._turn_start_bytes, self._is_returning = None, True
         away_since_s, has_returned = time.monotonic(), False
         try:
+            on_left()
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.empty_cache()  # for other programs that use the GPU
             has_returned = self._await_permission() and self._rejoin(held, touched)
         finally:
             if not has_returned and not self.has_missed_end:
@@ -176,8 +176,11 @@ class PauseController:
         return True
 
     def _leave_for_good(self) -> None:
-        """Tell the coordinator, if it answers soon, that this worker is no longer paused, but has ended."""
+        """Tell the coordinator, if it answers soon and the budget allows it, that this worker is no longer
+        paused, but has ended."""
         assert self._connect is not None
+        if self.remaining_bytes < CONTROL_RESERVE_BYTES:
+            return
         with suppress(GridtrainError):
             self._session.connection.leave_paused(
                 *self._connect(), "it has ended while it was paused", LEAVE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import gridtrain
-from gridtrain.errors import BudgetSpent, DataError
+from gridtrain.errors import BudgetSpent, CoordinatorUnreachable, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentDirective, NoAgent
 from gridtrain.sdk.grid import Grid
 from gridtrain.testing import FakeSensors
@@ -470,6 +471,31 @@ def test_the_agent_learns_that_a_step_exceeds_the_budget() -> None:
     owner.directive = AgentDirective(most_bytes=910_000)
     assert asked[0]() == "paused in the middle of a step: the day's traffic budget is used up"
     assert owner.reported == [{"state": BUDGET_EXHAUSTED}]
+
+
+@pytest.mark.parametrize(("left_bytes", "tries"), [(math.inf, 1), (1000, 0)], ids=["a budget", "no budget"])
+def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
+    left_bytes: float, tries: int
+) -> None:
+    """Otherwise it would count as paused, though nobody can resume it."""
+    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0, received_bytes=0)), NoAgent()
+    tried: list[str] = []
+
+    def leave(transport: None, allowlist: None, reason: str, timeout_s: float) -> None:
+        tried.append(reason)
+        raise CoordinatorUnreachable("it is away", remedy="")
+
+    def save() -> None:
+        raise KeyboardInterrupt
+
+    session.connection.set_control = lambda interrupts, exhausted: None
+    session.connection.leave_paused, session.pause = leave, lambda reason: 1
+    connect: Any = lambda: (None, None)  # noqa: E731
+    paused = PauseController(session, owner, connect, lambda up, down: None)  # type: ignore[arg-type]
+    owner.directive = AgentDirective(run=False, reason="hot", most_bytes=left_bytes)
+    with pytest.raises(KeyboardInterrupt):
+        paused.pause(None, touched=True, on_left=save)
+    assert len(tried) == tries
 
 
 def test_a_new_rate_limit_applies_in_the_middle_of_a_step() -> None:

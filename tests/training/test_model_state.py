@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gridtrain.core.messages import CheckpointInfo, LedgerState
 from gridtrain.errors import GridtrainError
+from gridtrain.training.checkpoint.checkpoint_store import step_folder
 from gridtrain.training.model_state import ModelStateOptions, WholeModelState
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual
 
@@ -30,10 +32,11 @@ def state(tmp_path: Path) -> Any:
         return left  # type: ignore[no-any-return]
 
     made: Any = WholeModelState.__new__(WholeModelState)
-    made._session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: None))
+    made._session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: True))
     made._options, made._facts, made._left = ModelStateOptions(tmp_path, every=10, keep=2), (), None
     made._has_taken_part = True
-    made._left_at = made._left_step = made._written_step = made._store = made._uploader = None
+    made._paused_with = made._left_at = made._left_step = made._written_step = None
+    made._store = made._uploader = None
     made._transfer_residual, made._keep_for_pause = transfer, lambda: None
     return made
 
@@ -73,3 +76,52 @@ def test_a_residual_is_written_although_the_group_is_gone(state: Any, tmp_path: 
     state.close(0.0)
     left = load_left_residual(tmp_path, (), 3)
     assert left is not None and left.residual_N.tolist() == [1.0, 0.0, 2.0]
+
+
+HELD = CheckpointInfo(4, b"h", LedgerState())
+
+
+def test_a_pause_before_the_first_step_leaves_the_checkpoint_on_disk_as_it_is(state: Any) -> None:
+    """Its residual is in memory now, so that the state without it would replace the one with it."""
+    kept: list[int] = []
+    state.untransferred, state._has_taken_part = [OWN, OWN], False
+    state._keep_for_pause, state._keep_for_others = lambda: HELD, lambda: kept.append(4)
+    assert state.rest(1000) == HELD and kept == []
+    state._has_taken_part = True
+    assert state.rest(1000) == HELD and kept == [4]
+
+
+@pytest.mark.parametrize("is_due", [False, True])
+def test_the_checkpoint_of_a_pause_is_uploaded_only_if_one_of_its_step_is_due(
+    state: Any, tmp_path: Path, is_due: bool
+) -> None:
+    uploaded: list[Path] = []
+    state._uploader = SimpleNamespace(add=lambda path, part, is_final: uploaded.append(path))
+    state._final_step, state._is_checkpoint_due = None, lambda snapshot: is_due
+    state._write_checkpoint = lambda snapshot: state._upload(step_folder(tmp_path, snapshot.applied + 1))
+    state._left_at = SimpleNamespace(applied=4)
+    state.save_paused()
+    assert state._written_step == 5 and len(uploaded) == is_due
+
+
+def test_a_pause_says_that_it_could_not_save_the_state(
+    state: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s: list[float] = []
+    monkeypatch.setattr(state, "_wait_for_writer", lambda timeout_s: waits_s.append(timeout_s))
+    state._left_at = SimpleNamespace(applied=4)
+    state.save_paused()
+    assert waits_s == [300.0] and "the previous checkpoint is still being written" in caplog.text
+
+
+@pytest.mark.parametrize("written_step", [5, 4, None])
+def test_a_worker_whose_steps_were_dropped_names_only_a_checkpoint_that_exists(
+    state: Any, caplog: pytest.LogCaptureFixture, written_step: int | None
+) -> None:
+    """With overlapped local steps, or a full disk, there is none of the pause."""
+    state._paused_with, state._left_step, state._written_step = HELD, 5, written_step
+    state._warn_if_begun_again(SimpleNamespace(applied=0, history=b"another"))
+    (message,) = caplog.messages
+    assert "paused after step 5" in message and message.count("gridtrain export") == (written_step == 5)
+    state._warn_if_begun_again(SimpleNamespace(applied=0, history=b"another"))
+    assert len(caplog.messages) == 1
