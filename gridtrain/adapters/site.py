@@ -51,6 +51,7 @@ from gridtrain.sdk.join import join
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.checkpoint.frozen_base import FrozenBase, state_parameters
 from gridtrain.training.data import sampler
+from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.single_samples import SingleSampleBatches
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
@@ -179,7 +180,9 @@ class Site:
         if self.grid is not None:
             options: dict[str, Any] = {"epochs": epochs, "steps": steps, "seed": seed, **ours}
             turns = self._lead(self.grid.sampler(dataset, global_batch_size=global_batch_size, **options))
-        single_samples = SingleSampleBatches(self._optimizer.model, batch_size_is_one=batch_size == 1)
+        # a site's batch is divided among its processes, as with accumulate=world_size
+        is_one = BatchSizes(batch_size, global_batch_size, max_batch_size, self.world_size).is_one
+        single_samples = SingleSampleBatches(self._optimizer.model, batch_size_is_one=is_one)
         for indices in turns:
             part = _share_of(indices, self.rank, self.world_size)
             self._weight = len(part) / len(indices)

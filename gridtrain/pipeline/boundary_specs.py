@@ -63,11 +63,15 @@ def infer_boundary_specs(
     return tuple(specs)
 
 
-def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> str:
-    """Return the first layer that cannot train on a single sample, such as "layer 3, BatchNorm1d"; "" if all
-    can."""
+def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> tuple[str, bool]:
+    """Return a layer for which a single sample is too few, such as "layer 3, BatchNorm1d", and whether it is
+    normalized nevertheless; ("", True) if there is none.
+
+    A layer that cannot compute a single sample comes before layers that normalize it.
+    """
     meta = torch.device("meta")
     output = _with_sample_count(example, 1, meta)
+    found = ""
     for i, layer in enumerate(layers):
         copied = copy.deepcopy(layer).to(meta)
         statistics = MiniBatchStatistics([copied])
@@ -75,12 +79,12 @@ def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> str:
             with torch.no_grad(), statistics.observe(first_time=False):
                 output = copied(output)
         except ValueError:  # a user's layer, for example
-            return f"layer {i}, {type(layer).__name__}"
+            return f"layer {i}, {type(layer).__name__}", False
         except Exception:  # a user's code may raise anything
-            return ""
+            break
         if statistics.lone is not None:
-            return f"layer {i}, {type(statistics.lone).__name__}"
-    return ""
+            found = found or f"layer {i}, {type(statistics.lone).__name__}"
+    return found, True
 
 
 def _with_sample_count(tree: Any, samples: int, device: torch.device) -> Any:

@@ -246,7 +246,9 @@ class Pipeline:
         executor = state.prepare_executor(self.held.places.stages(plan), inputs)
         if plan.samples == 1 and state.lone_sample_layer:
             self._single_samples.report(
-                state.lone_sample_layer, batch_size_is_one=self._session.batch_size_is_one
+                state.lone_sample_layer,
+                batch_size_is_one=self._session.batch_size_is_one,
+                is_normalized=state.normalizes_lone_sample,
             )
         sizes = state.micro_batch_sizes(plan.samples, count.number)
         self._largest_micro_batch = max(sizes, default=0)

@@ -142,7 +142,8 @@ class StageState:
 
     Attributes:
         has_stepped: whether an update was applied since the stage was built or restored.
-        lone_sample_layer: the first layer of the model that cannot train on a single sample; "" if all can.
+        lone_sample_layer: a layer of the model for which a single sample is too few; "" if there is none.
+        normalizes_lone_sample: whether running statistics replace the sample's in this layer.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class StageState:
         self.residual = WorkerResidual(self.exchanger, self.flat.n)
         self.buffer_averaging = BufferAveraging(self.module, options.average_buffers_every)
         self.executor: StageExecutor | None = None
-        self.lone_sample_layer = ""
+        self.lone_sample_layer, self.normalizes_lone_sample = "", True
         self.has_stepped = False
 
     def set_position(self, staging: ModelStages, stage: int) -> None:
@@ -173,7 +174,8 @@ class StageState:
             options = self._options
             start, stop = staging.block_range(self.stage)
             boundaries = infer_boundary_specs(staging.blueprint.blocks, example, wire=options.wire)
-            self.lone_sample_layer = lone_sample_layer(staging.blueprint.blocks, example)
+            lone = lone_sample_layer(staging.blueprint.blocks, example)
+            self.lone_sample_layer, self.normalizes_lone_sample = lone
             if options.micro_batches is not None:
                 order = options.schedule(staging.stages, options.micro_batches)
                 check_in_flight(order, max((len(each.leaves) for each in boundaries[:-1]), default=1))

@@ -213,9 +213,9 @@ class GroupSession:
 
     @property
     def batch_size_is_one(self) -> bool:
-        """Whether the script asks for batches of one sample, on every worker."""
+        """Whether this worker's script asks for batches, or for steps of all workers, of one sample."""
         setup = self._joined.setup if self._joined is not None else None
-        return setup is not None and setup.batch_size == 1 and setup.global_batch_size is None
+        return setup is not None and 1 in (setup.batch_size, setup.global_batch_size)
 
     @property
     def _is_interrupted(self) -> bool:

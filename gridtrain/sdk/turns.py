@@ -63,9 +63,8 @@ class Turns:
         self.spec, self._sizes = spec, sizes
         self._calls = trainer.calls_per_turn
         is_whole = isinstance(trainer, GridOptimizer)  # a pipeline's stages see to their single samples
-        is_one = sizes.per_worker == 1
-        single_samples = SingleSampleBatches(trainer.model, batch_size_is_one=is_one) if is_whole else None
-        self._allow_single_samples = single_samples.allow if single_samples else nullcontext
+        single = SingleSampleBatches(trainer.model, batch_size_is_one=sizes.is_one) if is_whole else None
+        self._allow_single_samples = single.allow if single else nullcontext
         self._full_share = 0  # this worker's share of a full step, in samples
         self._pending: deque[Spans] = deque()  # of the turn, for the next calls of step()
         self._computed: Spans = ()  # the positions of the latest turn

@@ -6,12 +6,13 @@
     1                     no                     normalized by itself, which leaves only the bias
 
 A batch (with `accumulate`, a micro-batch) has so few samples at the end of a pass, for example, whatever size
-was chosen: no division of a step's samples prevents that one is left.  Only `batch_size=1` is refused:
-every batch then has a single sample.
+was chosen: no division of a step's samples prevents that one is left.  Only sizes by which every batch has a
+single sample are refused, such as `batch_size=1`.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ class _SingleValueNorm(_BatchNorm):
 
     on_single: Callable[[nn.Module], None]
 
+    def __init_subclass__(cls) -> None:
+        """Do not call the method of the norm's own class, which may refuse subclasses."""
+
     def forward(self, input: Tensor) -> Tensor:
         if not is_single(input) or (not self.training and self.running_mean is not None):
             return super().forward(input)
@@ -52,13 +56,22 @@ class _SingleValueNorm(_BatchNorm):
             return super().forward(torch.cat((input, input)) * 0)[:1]
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    @contextmanager
+    def _of_own_class(self) -> Iterator[None]:
         kind = type(self)
         self.__class__ = kind.__bases__[1]
         try:
-            return self.__reduce_ex__(1)  # with a later protocol, pickle compares the classes
+            yield
         finally:
             self.__class__ = kind
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with self._of_own_class():
+            return self.__reduce_ex__(1)  # with a later protocol, pickle compares the classes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with self._of_own_class():  # whose own method may read the class
+            return copy.deepcopy(self, memo)
 
 
 class SingleValueNorms:
@@ -89,7 +102,7 @@ class SingleValueNorms:
 
 
 class SingleSampleReport:
-    """Refuses layers that would never get more than one sample, and warns once of those that now and then do.
+    """Refuses layers that cannot train on a single sample, or would never get more, and warns once of others.
 
     Args:
         recipient: what gets the samples, such as "worker".
@@ -98,17 +111,28 @@ class SingleSampleReport:
     def __init__(self, recipient: str) -> None:
         self._recipient, self._has_warned = recipient, False
 
-    def report(self, layer: str, *, batch_size_is_one: bool) -> None:
-        """Report a layer that cannot train on a batch's single sample.
+    def report(self, layer: str, *, batch_size_is_one: bool, is_normalized: bool = True) -> None:
+        """Report a layer for which a batch's single sample is too few.
+
+        Args:
+            is_normalized: whether running statistics replace those of the batch.
 
         Raises:
-            ConfigError: the script asks for batches of one sample.
+            ConfigError: the layer cannot train, or the script asks for batches of one sample.
         """
         if batch_size_is_one:
             raise ConfigError(
-                f"{layer}, cannot train on a single sample, but with batch_size=1 every batch of this "
-                f"{self._recipient} has only one",
-                remedy="use batch_size=2 or more, or a norm without statistics of the batch (GroupNorm)",
+                f"{layer}, cannot train on a single sample, but by the script's batch sizes every batch of "
+                f"this {self._recipient} has only one",
+                remedy="use batch_size=2 or more, or larger values of global_batch_size and max_batch_size, "
+                "or a norm without statistics of the batch (GroupNorm)",
+            )
+        if not is_normalized:
+            raise ConfigError(
+                f"{layer}, cannot train on a single sample, but this step has only one for this "
+                f"{self._recipient}",
+                remedy="use batch sizes that leave no step with one sample, also at the end of a pass, or a "
+                "norm without a forward of its own or without statistics of the batch (GroupNorm)",
             )
         if not self._has_warned:
             self._has_warned = True
@@ -123,7 +147,7 @@ class SingleSampleBatches:
     """A model's batches of one sample in data-parallel training.
 
     Args:
-        batch_size_is_one: whether the script asks for such batches, so that batch norms raise `ConfigError`.
+        batch_size_is_one: whether all batches are such, so that batch norms raise `ConfigError`.
     """
 
     def __init__(self, model: nn.Module, *, batch_size_is_one: bool) -> None:
@@ -149,5 +173,5 @@ class SingleSampleBatches:
         self._found = norm  # reported afterwards, because a compiled forward cannot log
 
     def _describe(self, norm: nn.Module) -> str:
-        name = next(name for name, module in self._model.named_modules() if module is norm)
-        return f"the layer {name!r}, {type(norm).__name__}"
+        named = (f"the layer {name!r}" for name, module in self._model.named_modules() if module is norm)
+        return f"{next(named, 'a layer')}, {type(norm).__name__}"  # a replica of DataParallel has no name

@@ -101,8 +101,16 @@ def test_parts_are_near_equal_and_cover_the_step() -> None:
     assert [site._share_of([5], rank, 3) for rank in range(3)] == [[], [], [5]]
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 2}, {"global_batch_size": 2}, {"batch_size": 1}])
-def test_a_process_whose_part_is_a_single_sample_trains_on_it(sizes, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "is_one"),
+    [
+        ({"batch_size": 2}, False),
+        ({"global_batch_size": 3}, False),
+        ({"batch_size": 1}, True),
+        ({"global_batch_size": 2}, True),
+    ],
+)
+def test_a_process_whose_part_is_a_single_sample_trains_on_it(sizes, is_one, monkeypatch) -> None:
     model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3))
     channel: Any = SimpleNamespace(rank=0, world_size=2, receive=lambda *_: None, send=lambda *message: None)
     process = site.Site(None, channel)
@@ -111,10 +119,10 @@ def test_a_process_whose_part_is_a_single_sample_trains_on_it(sizes, monkeypatch
     monkeypatch.setattr(process, "sum_up", lambda flat_N: None)
     data, samples = list(torch.arange(8.0)[:, None]), []
     is_refused = pytest.raises(ConfigError, match="cannot train on a single sample")
-    with is_refused if sizes == {"batch_size": 1} else nullcontext():
+    with is_refused if is_one else nullcontext():
         for x in process.batches(data, steps=3, **sizes):
             model(x).sum().backward()
             optimizer.step()
             samples.append(x.flatten().tolist())
     # without a part of its own: the site's samples, at most two, as a stand-in
-    assert samples == ([[0, 1]] if sizes == {"batch_size": 1} else [[0, 1], [4], [6]])
+    assert samples == ([[0, 1]] if is_one else [[0, 1], [4], [6]])

@@ -505,7 +505,10 @@ def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(
     ) == (2 if tail == 1 else 0)
 
 
-def test_a_run_with_steps_of_one_sample_is_refused_by_all_stages_if_a_layer_needs_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{"batch_size": 1}, {"global_batch_size": 1}])
+def test_a_run_with_steps_of_one_sample_is_refused_by_all_stages_if_a_layer_needs_two(
+    tmp_path: Path, sizes: dict[str, int]
+) -> None:
     are_refused = threading.Barrier(2)
 
     def train(grid: gridtrain.Grid) -> None:
@@ -515,24 +518,58 @@ def test_a_run_with_steps_of_one_sample_is_refused_by_all_stages_if_a_layer_need
         with pytest.raises(
             ConfigError, match=r"^layer 1, BatchNorm1d, cannot train on a single sample, but .* -> "
         ):
-            for x, y in grid.batches(DATA, batch_size=1, steps=4):
+            for x, y in grid.batches(DATA, steps=4, **sizes):
                 pipe.step(x, y)
         are_refused.wait(WITHIN_S)
 
     local(train, workers=2, export_dir=str(tmp_path))
 
 
+class Modulated(nn.BatchNorm1d):
+    """A norm with a forward of its own, which torch's error for a single sample ends."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_a_step_of_one_sample_is_refused_by_all_stages_if_a_layer_cannot_compute_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    are_refused = threading.Barrier(2)
+
+    def train(grid: gridtrain.Grid) -> int:
+        pipe = grid.pipeline(
+            lambda: [nn.Linear(2, 8), nn.BatchNorm1d(8), Modulated(8), nn.Linear(8, 1)],
+            lambda p: torch.optim.SGD(p, lr=0.05),
+            stages=2,
+            loss_fn=loss_fn,
+        )
+        with pytest.raises(
+            ConfigError,
+            match=r"^layer 2, Modulated, cannot train on a single sample, but this step has only one for "
+            "this replica of the model -> ",
+        ):
+            for x, y in grid.batches(DATA[:17], batch_size=8, epochs=1):
+                pipe.step(x, y)
+        are_refused.wait(WITHIN_S)
+        return grid.step
+
+    assert local(train, workers=2, export_dir=str(tmp_path)) == [2, 2]
+    assert "has only one sample" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("layer", "found"),
     [
-        (nn.BatchNorm1d(2), "layer 1, BatchNorm1d"),
-        (nn.Sequential(nn.BatchNorm1d(2)), "layer 1, BatchNorm1d"),
-        (nn.BatchNorm1d(2, track_running_stats=False), "layer 1, BatchNorm1d"),
-        (nn.LayerNorm(2), ""),
-        (nn.BatchNorm1d(2).eval(), ""),
-        (nn.Sequential(nn.Unflatten(1, (1, 2)), nn.BatchNorm1d(1)), ""),
+        (nn.BatchNorm1d(2), ("layer 1, BatchNorm1d", True)),
+        (nn.Sequential(nn.BatchNorm1d(2)), ("layer 1, BatchNorm1d", True)),
+        (nn.BatchNorm1d(2, track_running_stats=False), ("layer 1, BatchNorm1d", True)),
+        (Modulated(2), ("layer 1, Modulated", False)),
+        (nn.LayerNorm(2), ("", True)),
+        (nn.BatchNorm1d(2).eval(), ("", True)),
+        (nn.Sequential(nn.Unflatten(1, (1, 2)), nn.BatchNorm1d(1)), ("", True)),
     ],
 )
-def test_the_layer_that_cannot_train_on_one_sample(layer: nn.Module, found: str) -> None:
+def test_the_layer_that_cannot_train_on_one_sample(layer: nn.Module, found: tuple[str, bool]) -> None:
     assert lone_sample_layer([nn.Linear(2, 2), layer], torch.ones(4, 2)) == found
-    assert layer.training or not found
+    assert layer.training or not found[0]

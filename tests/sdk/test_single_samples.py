@@ -72,7 +72,10 @@ def test_the_tail_of_a_pass_does_not_fail_in_batch_norm(
     assert caplog.text.count(text) == with_single
 
 
-def test_batch_size_1_is_refused_before_the_first_step(together: Any) -> None:
+@pytest.mark.parametrize("sizes", [{"batch_size": 1}, {"global_batch_size": 2, "max_batch_size": 1}])
+def test_batches_that_always_have_one_sample_are_refused_before_the_first_step(
+    together: Any, sizes: dict[str, int]
+) -> None:
     are_refused = threading.Barrier(2)
 
     def train(grid: gridtrain.Grid, number: int) -> int:
@@ -82,7 +85,7 @@ def test_batch_size_1_is_refused_before_the_first_step(together: Any) -> None:
             ConfigError,
             match=r"^the layer '1', BatchNorm1d, cannot train on a single sample, .* -> use batch_size=2",
         ):
-            for x, y in grid.batches(DATA, steps=4, batch_size=1):
+            for x, y in grid.batches(DATA, steps=4, **sizes):
                 nn.functional.mse_loss(model(x), y).backward()
                 optimizer.step()
         are_refused.wait(WITHIN_S)

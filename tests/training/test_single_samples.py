@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from gridtrain.errors import ConfigError
@@ -120,6 +121,41 @@ def test_a_copy_is_a_model_of_torch(copied: Any, has_running: bool, caplog: pyte
             assert not torch.equal(norm.running_mean, model[1].running_mean)  # type: ignore[arg-type]
     assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in state)
     assert caplog.text.count("has only one sample") == 1
+
+
+class CopiesItself(nn.BatchNorm1d):
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        return self.__class__(self.num_features)
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm(nn.BatchNorm1d(8), dim=0), CopiesItself(8)])
+def test_a_copy_that_the_norm_makes_itself_is_a_model_of_torch(norm: nn.Module) -> None:
+    with single_sample_batches(norm).allow():
+        copied = copy.deepcopy(norm)
+        norm(torch.randn(1, 8))
+    assert type(copied) is type(norm)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        copied(torch.randn(1, 8))
+
+
+def test_a_replica_of_a_norm_trains_on_single_samples(caplog: pytest.LogCaptureFixture) -> None:
+    norm = nn.BatchNorm1d(8)
+    with single_sample_batches(norm).allow():
+        replica = norm._replicate_for_data_parallel()  # of DataParallel, which then sets the parameters
+        replica.weight, replica.bias = norm.weight.detach(), norm.bias.detach()
+        assert torch.equal(replica(torch.ones(1, 8)), norm.eval()(torch.ones(1, 8)))
+    assert "only one sample: a layer, BatchNorm1d, normalizes" in caplog.text
+
+
+class Final(nn.BatchNorm1d):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final has no subclasses")
+
+
+def test_a_norm_whose_class_refuses_subclasses_trains_on_single_samples() -> None:
+    norm = Final(3)
+    with single_sample_batches(norm).allow():
+        assert norm(torch.ones(1, 3)).isfinite().all()
 
 
 def test_two_at_once_are_ended_in_turn() -> None:

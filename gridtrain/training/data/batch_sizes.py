@@ -40,6 +40,13 @@ class BatchSizes:
             * self.calls_per_step
         )
 
+    @property
+    def is_one(self) -> bool:
+        """Whether a batch here has at most one sample, whoever takes part (if the group is large enough for
+        `max_per_worker`)."""
+        is_step_too_small = self.per_step is not None and self.per_step <= self.accumulate
+        return 1 in (self.per_worker, self.max_per_worker) or is_step_too_small
+
     def check(self) -> None:
         """Raise `ConfigError` for sizes that contradict each other or are not positive."""
         if (self.per_worker is None) == (self.per_step is None):
