@@ -72,7 +72,7 @@ def test_the_tail_of_a_pass_does_not_fail_in_batch_norm(
     assert caplog.text.count(text) == with_single
 
 
-@pytest.mark.parametrize("sizes", [{"batch_size": 1}, {"global_batch_size": 2, "max_batch_size": 1}])
+@pytest.mark.parametrize("sizes", [{"batch_size": 1}, {"global_batch_size": 2, "accumulate": 2}])
 def test_batches_that_always_have_one_sample_are_refused_before_the_first_step(
     together: Any, sizes: dict[str, int]
 ) -> None:

@@ -42,10 +42,8 @@ class BatchSizes:
 
     @property
     def is_one(self) -> bool:
-        """Whether a batch here has at most one sample, whoever takes part (if the group is large enough for
-        `max_per_worker`)."""
-        is_step_too_small = self.per_step is not None and self.per_step <= self.accumulate
-        return 1 in (self.per_worker, self.max_per_worker) or is_step_too_small
+        """Whether every batch here has at most one sample, whoever takes part."""
+        return self.per_worker == 1 or (self.per_step is not None and self.per_step <= self.accumulate)
 
     def check(self) -> None:
         """Raise `ConfigError` for sizes that contradict each other or are not positive."""
