@@ -57,6 +57,10 @@ class TransportError(GridtrainError):
     """An address cannot be bound or connected to, or a bounded queue is full."""
 
 
+class AddressTaken(TransportError):
+    """Another program listens at the address."""
+
+
 class CoordinatorUnreachable(GridtrainError):
     """The coordinator's address did not answer in time."""
 

@@ -80,12 +80,13 @@ def assert_workers_of_one_name_are_distinguished(group, *both) -> None:
 
 
 def end_of(group, name: str) -> str:
-    """What a removed worker's script says; nothing else says that it was removed."""
+    """What a removed worker's script says; beside it only the log's error says that it was removed."""
     worker = group.workers[name]
     group.wait(f"the end of {name}", lambda: worker.code is not None)
     said = worker.said() + str(worker.lines)
-    assert worker.code == REFUSED and "Traceback" not in said
-    assert said.count("was removed") == 1 and "exit code" not in said, said
+    assert worker.code == REFUSED and "Traceback" not in said and "exit code" not in said, said
+    (error,) = [line for line in worker.lines if "was removed" in str(line)]
+    assert (error["event"], error["level"]) == ("error", "error") and error is worker.lines[-1]
     (script,) = [line for line in worker.text if "was removed" in line]
     return script[script.index("JoinRefused") :]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from zmq.utils import z85
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
-from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
@@ -197,6 +198,21 @@ def test_the_last_failure_of_a_script_is_an_error_in_a_json_log(
     assert error["text"].startswith("the script ended with exit code 5 after")
 
 
+def test_a_removal_is_an_error_in_a_json_log_and_in_text_only_the_script_says_it(
+    invitation: Invitation, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent_module, "ACCESS_CHECK_S", 0.0)
+    monkeypatch.setattr(agent_module, "is_still_admitted", lambda entry, timeout_s: False)
+    job = Job(python("exit(4)"), invitation)
+    console = JsonConsole(sys.stderr)
+    assert supervise(job, console.say, console=console) == 4
+    *others, last = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert (last["event"], last["level"], last["fields"]["exit_code"]) == ("error", "error", 4)
+    assert "was removed from the run" in last["fields"]["text"] and "removed" not in str(others)
+    assert supervise(job) == 4
+    assert "removed" not in capfd.readouterr().err
+
+
 def test_lines_have_a_prefix_only_on_request(
     invitation: Invitation, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,11 +261,12 @@ def test_an_invalid_invitation_starts_no_script(coordinator: LiveCoordinator, tm
 
 
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_different_settings_of_encryption_are_refused(encrypted: bool) -> None:
+def test_different_settings_of_encryption_are_refused(state: Path, encrypted: bool) -> None:
     job = Job(python("pass"), replace(NO_COORDINATOR, encrypted=encrypted), unencrypted=encrypted)
     with pytest.raises(ConfigError, match="encrypted, but this worker was") as caught:
         supervise(job)
     assert "--unencrypted" in caught.value.remedy
+    assert not state.exists(), "the run's folder is not created before the invitation is known to fit"
 
 
 def test_a_program_that_does_not_exist_is_reported(invitation: Invitation) -> None:
@@ -292,6 +309,14 @@ def test_what_this_machine_cannot_do_is_refused_before_the_script_starts(
         supervise(job)
     assert caught.value.reason.startswith(said) and caught.value.remedy
     assert not started.exists() and coordinator.access()["enrolled_total"] == before
+
+
+def test_a_port_that_the_script_of_a_killed_worker_may_still_use_is_free_soon() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(TransportError, match="the port is taken -> stop the program") as caught:
+            supervise(Job(python("pass"), NO_COORDINATOR, settings={"listen": address}, grace_s=7.0))
+    assert caught.value.remedy.endswith("; the script of a killed worker may use it for another 7 s")
 
 
 # -- identity --------------------------------------------------------------------------------------

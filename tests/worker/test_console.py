@@ -82,16 +82,16 @@ def test_the_live_line_is_below_the_scripts_output() -> None:
     ]
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(200, 1), (len(LINE), 1), (len(LINE) - 1, 2), (40, 3)])
-def test_all_rows_of_the_live_line_are_erased_in_a_terminal_that_has_become_narrower(
-    monkeypatch: pytest.MonkeyPatch, columns: int, rows: int
+def test_the_scripts_output_stays_in_a_terminal_that_has_become_narrower(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Some terminals rewrap the live line, which then has further rows, and others cut it off."""
     out = io.StringIO()
     console = TerminalConsole(out)
     console.show_progress(CONTRIBUTION, 0.0)
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("COLUMNS", "40")
     console.say("hello")
-    assert out.getvalue().startswith(LINE + "\n" + rows * CLEAR + "gridtrain worker: hello\n")
+    assert out.getvalue().startswith(LINE + "\n" + CLEAR + "gridtrain worker: hello\n")
 
 
 def test_the_live_line_fits_its_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gridtrain.core.group.sensor_readings import SensorReadings
+from gridtrain.core.messages import ends_with_resume
 from gridtrain.errors import ConfigError
 from gridtrain.testing import FakeSensors, FileSensors
 from gridtrain_worker import budget as budget_module
@@ -130,12 +131,21 @@ def test_the_daily_traffic_budget_pauses_the_script() -> None:
 def test_a_pause_on_request_lasts_until_it_is_ended_or_its_time() -> None:
     controls = TrainingPolicy()
     controls.pause()
-    assert said(controls, QUIET) == "on request"
+    assert said(controls, QUIET) == "on request" and ends_with_resume("on request")
     controls.resume()
     assert said(controls, QUIET) == ""
     controls.pause(at("13:00"))
     assert said(controls, QUIET, "12:59") == "on request, until 13:00"
+    assert ends_with_resume("on request, until 13:00")
     assert said(controls, QUIET, "13:00") == "" and not controls.is_paused
+
+
+def test_the_owner_cannot_end_a_pause_for_which_a_rule_is_a_reason_too() -> None:
+    controls = TrainingPolicy(rules("budget=1kB"))
+    controls.pause(at("13:00"))
+    both = said(controls, QUIET, moved=1000)
+    assert both == "on request, the day's traffic budget is used up, until 00:00"
+    assert not ends_with_resume(both)
 
 
 def test_all_reasons_are_shown_and_a_time_only_if_all_have_one() -> None:

@@ -39,7 +39,7 @@ from typing import IO, Any, TextIO
 
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.errors import BudgetSpent, ConfigError, JoinRefused
+from gridtrain.errors import AddressTaken, BudgetSpent, ConfigError, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import ConnectionRole
 from gridtrain.network.transport.rate_limiter import parse_rate
@@ -268,12 +268,17 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
 def check_machine(job: Job) -> None:
     """Raise the error of the script if it could not write the final model, or not listen at the chosen
     address.  This is known before the invitation is used, and before torch is imported."""
-    export_folder(job.invitation.run, job.settings.get("export_dir", ""))
+    if folder := job.settings.get("export_dir"):
+        export_folder(job.invitation.run, folder)
     if address := job.settings.get("listen"):
         identity = Identity.generate()
         transport = ZeroMQTransport(identity, "gridtrain", gate=lambda key: ConnectionRole.STRANGER)
-        with contextlib.closing(transport):
-            transport.listen(address)
+        try:
+            with contextlib.closing(transport):
+                transport.listen(address)
+        except AddressTaken as error:
+            script = f"the script of a killed worker may use it for another {job.grace_s:g} s"
+            raise AddressTaken(error.reason, remedy=f"{error.remedy}; {script}") from None
 
 
 def check_joinable(entry: Enrollment) -> None:
@@ -330,8 +335,9 @@ def _run(
             is_removed = _is_removed(entry, signals)
             if is_removed or failures == job.restarts:
                 stats.finish()
-            if is_removed and code == JoinRefused.exit_code:
-                return code  # the script has said why this worker was removed
+            if is_removed and code == JoinRefused.exit_code:  # the script has said why, but not as an error
+                console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
+                return code
             failure = _failure(job, code, ran_s, suggest_restarts=not is_removed and job.restarts == 0)
             is_last = failures == job.restarts and not is_removed
             if not (is_last and console.report_error(failure, code)):

@@ -11,7 +11,6 @@ JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"st
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -25,9 +24,10 @@ from gridtrain.quantities import format_bytes, format_count
 from gridtrain.runtime.contribution import Contribution
 
 CLEAR = "\x1b[A\r\x1b[J"
-"""Erases one row of the live line and what is below it, such as ^C.
+"""Erases the last row of the live line and what is below it, such as ^C.
 
-The line is ended, so that after a `kill -9` the next output begins on a line of its own."""
+Other rows stay, because a terminal that has become narrower does not always rewrap the line: they may be the
+script's output.  The line is ended, so that after a `kill -9` the next output begins on a line of its own."""
 
 LINES_EVERY_S = 10.0
 """Minimum time between two lines of figures in a log."""
@@ -179,8 +179,7 @@ class TerminalConsole(Console):
 
     def _wipe(self) -> None:
         if self._drawn:
-            rows = math.ceil(len(self._drawn) / _columns(self._stream))  # the terminal may be narrower now
-            _put(self._stream, CLEAR * rows)
+            _put(self._stream, CLEAR)
             self._drawn = ""
 
     def _draw(self) -> None:

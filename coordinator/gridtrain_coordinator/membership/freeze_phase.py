@@ -102,7 +102,6 @@ class FreezePhase:
     def _start_over(self) -> list[Effect]:
         """Start over, because no worker holds the model, from new workers' checkpoints or at step 0."""
         run = self._run
-        members = run.members
         run.lose_model()
         run.view_change.withdraw()
         run.view_change.reset()
@@ -110,11 +109,6 @@ class FreezePhase:
         self._view_installer.clear_initial_state()
         lost = {"committed": True} if run.has_committed and not run.highest_step else {}
         reason = "all workers that held the model have left; new workers start from a checkpoint or at step 0"
-        if any(peer in run.paused_workers for peer in members):
-            reason = (
-                "all workers that held the model are paused or have left; a paused one continues with its "
-                "state, new workers start from a checkpoint or at step 0"
-            )
         return [
             run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, **lost),
             LogEvent("error", "waiting", {"reason": reason}),

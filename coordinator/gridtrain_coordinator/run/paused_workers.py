@@ -35,9 +35,6 @@ class PausedWorkers:
         if len(self._workers) > MAX_PAUSED:
             del self._workers[next(iter(self._workers))]
 
-    def __contains__(self, peer: m.PeerId) -> bool:
-        return peer in self._workers
-
     def discard(self, peer: m.PeerId) -> None:
         self._workers.pop(peer, None)
 
@@ -77,7 +74,7 @@ class PausedWorkers:
             return ""
         last = next(reversed(self._workers.values()))
         which = "the last one: " if len(self._workers) > 1 else ""
-        hint = ": gridtrain worker resume" if last.reason.startswith(m.ON_REQUEST) else ""
+        hint = ": gridtrain worker resume" if m.ends_with_resume(last.reason) else ""
         why = f"({which}{last.reason}, for {format_age(now_s - last.since_s)}{hint})"
         needed = f"; training continues with {required} workers" if required > 1 else ""
         return f"no worker trains: {self._count_text} {why}{needed}"
@@ -86,8 +83,10 @@ class PausedWorkers:
         """Return what to append to a sentence about the end of a run without members."""
         if not self._workers:
             return ""
-        advice = "where a paused worker runs, gridtrain export writes the model from its latest checkpoint"
-        return f"; {self._count_text}: {advice}"
+        return (
+            f"; {self._count_text}: where a paused worker runs, gridtrain export writes the model from its "
+            "latest checkpoint, if it has one"
+        )
 
     @property
     def _count_text(self) -> str:

@@ -322,6 +322,11 @@ ON_REQUEST = "on request"
 """The beginning of the reason for a pause by the owner's command, rather than by a rule."""
 
 
+def ends_with_resume(reason: str) -> bool:
+    """Return whether `gridtrain worker resume` ends a pause: not if a rule is a reason, too."""
+    return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
+
+
 @message(83)
 @dataclass(frozen=True, slots=True)
 class TemporaryLeave(Message):

@@ -51,6 +51,12 @@ def test_paused_workers_are_bounded_and_the_first_one_is_dropped(monkeypatch: py
         (("hot", "battery"), 1, "2 are paused (the last one: battery, for 5 s)"),
         (("battery",), 2, "1 is paused (battery, for 5 s); training continues with 2 workers"),
         (("on request",), 1, "1 is paused (on request, for 5 s: gridtrain worker resume)"),
+        (
+            ("on request, until 9:00",),
+            1,
+            "1 is paused (on request, until 9:00, for 5 s: gridtrain worker resume)",
+        ),
+        (("on request, battery",), 1, "1 is paused (on request, battery, for 5 s)"),
     ],
 )
 def test_a_run_whose_workers_are_paused_says_why_and_what_ends_it(

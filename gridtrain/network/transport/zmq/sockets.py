@@ -29,7 +29,7 @@ import zmq
 import zmq.utils.garbage  # imported early, so that its exit handler runs after a Grid's, which sends
 
 from gridtrain.core.messages import PeerId
-from gridtrain.errors import TransportError
+from gridtrain.errors import AddressTaken, TransportError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import Frames as Frames
 from gridtrain.network.transport.zmq import name_lookup
@@ -385,7 +385,7 @@ def _connection_property(frame: zmq.Frame, name: str) -> str:
 
 def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:
     if error.errno == errno.EADDRINUSE:
-        return TransportError(
+        return AddressTaken(
             f"cannot listen at {address}: the port is taken",
             remedy="stop the program that uses the port, choose another port, or use port 0 for any free "
             "port",
