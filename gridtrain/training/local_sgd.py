@@ -180,6 +180,7 @@ class LocalSGDOptimizer(GridOptimizer):
     def begin_turn(self, calls_with_samples: int) -> None:
         self.local_calls, self._calls_left, self._calls_with_samples = 0, self._every, calls_with_samples
         self.weights.begin_turn()
+        self._statistics.save()
         self._save_turn_start()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -273,7 +274,9 @@ class LocalSGDOptimizer(GridOptimizer):
         return is_finite(self._flat.flat_N, sums)
 
     def _reset_inner(self) -> None:
-        """Reset the moments, because they usually contain the values that made the parameters non-finite."""
+        """Reset the moments and the running statistics, because they usually contain the values that made the
+        parameters non-finite."""
+        self._statistics.restore()
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and "
             "this worker's %s restarts with new moments and the group's parameters",

@@ -45,6 +45,7 @@ from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_que
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
+from gridtrain.training.running_statistics import RunningStatistics
 from gridtrain.training.skip_report import SkipReport
 from gridtrain.training.turn_start_state import TurnStartState
 from gridtrain.training.worker_residual import WorkerResidual
@@ -166,6 +167,7 @@ class GridOptimizer(WrappingOptimizer):
         self._round_start: TurnStartState | None = (
             None  # the same, while a round may send this worker's state
         )
+        self._statistics = RunningStatistics(model)
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
@@ -239,6 +241,7 @@ class GridOptimizer(WrappingOptimizer):
         """Begin a turn in which `calls_with_samples` of the calls have samples; the others get stand-in
         batches."""
         self.weights.begin_turn()
+        self._statistics.save()
         if self._backwards > 1:  # a loop may step its scheduler after each of them
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
 
@@ -352,6 +355,8 @@ class GridOptimizer(WrappingOptimizer):
         if outcome.is_skipped:
             self.residual.mark_ended()
             self._skips.record_skipped(plan.step, is_own=attempt.skip)
+            if attempt.skip:
+                self._statistics.restore()
             return
         if weighed is plan and self.weigh_by != "samples":
             log.warning("step %d was weighed by samples: not all counts were known in time", plan.step)

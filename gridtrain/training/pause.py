@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import torch
 
-from gridtrain.core.messages import ON_REQUEST, CheckpointInfo
+from gridtrain.core.messages import CheckpointInfo, ends_with_resume
 from gridtrain.errors import CoordinatorUnreachable, GridtrainError, JoinRefused
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -139,7 +139,7 @@ class PauseController:
         not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()
-        hint = " (gridtrain worker resume ends the pause)" if reason.startswith(ON_REQUEST) else ""
+        hint = " (gridtrain worker resume ends the pause)" if ends_with_resume(reason) else ""
         log.warning("paused by its owner: %s%s", reason, hint)
         if self._session.pause(reason) > 1:
             log.warning("the other workers continue without this worker, unless they are paused, too")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,28 @@ def test_a_full_disk_is_named_and_leaves_no_file(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "File too large" in error.reason and "enforce" not in error.reason
     assert list(out.parent.iterdir()) == []
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    write(tmp_path / "w", 5, seed=5)
+    monkeypatch.setattr(checkpoint_store, "sync_folder", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert "Read-only file system" in refusal(tmp_path / "w", tmp_path / "model.pt").reason
+
+
+def test_a_model_with_nan_values_is_written_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "w", 5, seed=5)
+    bad = {"mask": torch.tensor([True]), "inf": torch.tensor([-torch.inf]), "bad": torch.tensor([torch.nan])}
+    monkeypatch.setattr("gridtrain.training.checkpoint.model_export.model_tensors", lambda *_: bad)
+    out = tmp_path / "model.pt"
+    assert export(tmp_path / "w", out).exit_code == 0 and load(out).keys() == bad.keys()
+    (message,) = caplog.messages
+    assert message.startswith(f"1 of the 3 tensors in {out}, such as 'bad', have NaN values")
 
 
 def test_missing_checkpoints_and_invalid_targets_are_refused(tmp_path: Path) -> None:

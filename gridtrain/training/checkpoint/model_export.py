@@ -8,6 +8,8 @@ gridtrain export FOLDER OUT        FOLDER: one checkpoint, any folder above chec
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import secrets
 import tempfile
@@ -38,6 +40,8 @@ from gridtrain.training.checkpoint.pretrained import (
 from gridtrain.training.checkpoint.remote_store import RemoteStore, is_url, upload
 from gridtrain.training.checkpoint.serialization import model_tensors
 from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
+
+log = logging.getLogger("gridtrain")
 
 MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
@@ -271,4 +275,11 @@ def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # torch raises RuntimeError
         raise unwritable(out, error) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system, which is the error above
+            partial.unlink(missing_ok=True)
+    if damaged := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
+        log.warning(
+            "%d of the %d tensors in %s, such as %r, have NaN values: check the run's loss, learning rate "
+            "and data",
+            *(len(damaged), len(tensors), out, damaged[0]),
+        )

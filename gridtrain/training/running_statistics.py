@@ -1,0 +1,35 @@
+"""The running statistics of a model's norms, which a batch with values that are not finite must not change.
+
+begin_turn    a copy
+the batch     a value that is not finite: so are the gradient and, after the forward, the statistics
+skipped       the copy comes back; otherwise all later batches would be spoiled, and the final model
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class RunningStatistics:
+    """The running statistics of the batch and instance norms of `model`, and their counters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        self._saved: list[tuple[Tensor, Tensor]] = []  # each buffer, and its copy
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Copy the statistics, before a step."""
+        buffers = [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
+        if [id(buffer) for buffer in buffers] != [id(buffer) for buffer, _ in self._saved]:
+            self._saved = [(buffer, buffer.clone()) for buffer in buffers]
+        elif self._saved:
+            torch._foreach_copy_([copy for _, copy in self._saved], buffers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Load the copies of the latest `save`."""
+        for buffer, copy in self._saved:
+            buffer.copy_(copy)

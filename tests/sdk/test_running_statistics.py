@@ -1,0 +1,45 @@
+"""A value of the data that is not finite: its steps are skipped, and the model's statistics stay finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+
+GTOPK = gridtrain.GTopK(density=0.5)
+EXCHANGES = {
+    "dense": gridtrain.Dense(),
+    "gtopk": GTOPK,
+    "local": gridtrain.LocalSteps(every=2, exchange=GTOPK),
+    "overlap": gridtrain.LocalSteps(every=2, exchange=GTOPK, overlap=True),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_bad_sample_does_not_spoil_the_statistics_of_later_batches(together: Any, name: str) -> None:
+    data = [torch.randn(4, generator=torch.Generator().manual_seed(i)) for i in range(48)]
+    data[13][2] = float("nan")
+
+    def train(grid: gridtrain.Grid, number: int) -> tuple[int, list[int]]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(sgd, model, exchange=EXCHANGES[name])
+        bad: list[int] = []
+        for batch in grid.batches(data, batch_size=4, epochs=3):
+            output = model(batch)
+            if not output.isfinite().all():
+                assert batch.isnan().any() or name in ("local", "overlap"), "only the batch with that sample"
+                bad.append(grid.step)
+            optimizer.zero_grad()
+            output.pow(2).mean().backward()
+            optimizer.step()
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+        return optimizer.skipped_steps, bad
+
+    (skipped, _), (other_skipped, _) = results = together(train)
+    assert skipped == other_skipped > 0 and any(bad for _, bad in results)
