@@ -563,10 +563,16 @@ class WholeModelState(ModelState):
 
     def export(self, folder: Path) -> None:
         model, layout = self._optimizer.model, self._layout
-        path = None if layout is None else pretrained.export_final(model, layout, folder)
-        if path is None:
-            path = folder / "final.safetensors"
-            save_model(plain_state(model), path)
+        try:
+            path = None if layout is None else pretrained.export_final(model, layout, folder)
+            if path is None:
+                path = folder / "final.safetensors"
+                save_model(plain_state(model), path)
+        except ConfigError as error:
+            if not self._has_checkpoints:
+                raise
+            instead = f"gridtrain export {self._options.folder} OUT writes it from the latest checkpoint"
+            raise ConfigError(error.reason, remedy=f"{error.remedy}; {instead}") from None
         log.warning("the run is finished; the model is in %s", path)
         if path.is_file() and (base := self._optimizer.base.describe()):
             log.warning("the file contains what was trained, without the base (%s)", base)

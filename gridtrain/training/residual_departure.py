@@ -94,7 +94,7 @@ def transfer_residual(
     snapshot = session.snapshot
     chosen = residual_pieces.select_entries(residual_N, budget_bytes, max(1, snapshot.world_size))
     sent: bool | None = False  # None: the recipient has not answered, and may have it
-    text = "there is no other worker"
+    text = "there is no other worker" if chosen.entries else "the remaining budget allows no entry"
     if chosen.entries and snapshot.world_size > 1 and not snapshot.is_finished:
         # The deadline begins only now, because selecting and encoding many entries takes time, too.
         sent, text = session.connection.transfer_residual(

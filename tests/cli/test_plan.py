@@ -174,6 +174,8 @@ def test_local_steps_are_proposed_for_the_target_share() -> None:
     half = figures(*both, "--computing", "0.5")["gtopk", 4]
     assert half["proposed_local_steps"] == pytest.approx(every / 9, abs=1)
     assert run(*both, "--computing", "1").exit_code == 2
+    thin = run("--parameters", "124M", "--link", "1Mbit", "--workers", "4", "--exchange", "dense").output
+    assert "% computing; 90% would take more than 512." in " ".join(thin.split())
 
 
 def test_without_a_slow_link_no_local_steps_are_proposed() -> None:

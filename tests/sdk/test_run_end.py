@@ -289,5 +289,5 @@ def test_a_run_that_its_owner_ends_ends_on_all_workers_after_the_same_step(
     assert results[0] == results[1] == results[2], "the parameters, too"
     finished, step, scheduled, _ = results[0]
     assert finished and 3 <= step == scheduled < 10**6
-    assert "the last checkpoints of its 3 members" in answer.result().text
+    assert "its 3 members write the last checkpoints" in answer.result().text
     assert caplog.messages.count(f"the run is finished: its owner has ended it after {step} steps") == 3

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from gridtrain.core.messages import CheckpointInfo, LedgerState
-from gridtrain.errors import GridtrainError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.training.checkpoint.checkpoint_store import step_folder
 from gridtrain.training.model_state import ModelStateOptions, WholeModelState
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual
@@ -125,3 +126,13 @@ def test_a_worker_whose_steps_were_dropped_names_only_a_checkpoint_that_exists(
     assert "paused after step 5" in message and message.count("gridtrain export") == (written_step == 5)
     state._warn_if_begun_again(SimpleNamespace(applied=0, history=b"another"))
     assert len(caplog.messages) == 1
+
+
+def test_a_final_model_that_cannot_be_written_can_be_exported_from_a_checkpoint(
+    state: Any, tmp_path: Path
+) -> None:
+    state._optimizer = SimpleNamespace(model=nn.Linear(2, 1))
+    with pytest.raises(ConfigError) as caught:
+        state.export(tmp_path / "missing")
+    assert "cannot be written" in caught.value.reason
+    assert f"gridtrain export {tmp_path} OUT" in caught.value.remedy

@@ -172,6 +172,7 @@ def test_rules_survive_being_written_and_read() -> None:
         ("hours=25:00-07:00", "22:00-07:00"),
         ("hours=07:00-07:00", "shorter than a day"),
         ("budget=lots", "500MB"),
+        ("budget=5", "500MB"),
         ("budget=-1", "500MB"),
         ("budget=0", 'or "off"'),
         ("budget=" + "9" * 400, "500MB"),

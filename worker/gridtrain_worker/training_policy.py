@@ -150,7 +150,7 @@ def _budget(rules: Rules, text: str) -> Rules:
     if text in (OFF, ""):
         return replace(rules, budget_bytes=0)
     nbytes = parse_bytes(text) or 0
-    if not 1 <= nbytes <= MAX_BYTES:
+    if not 1 <= nbytes <= MAX_BYTES or text.strip()[-1:].isdigit():  # 5 would be 5 bytes
         raise _wrong("budget", text, 'use a number of bytes per day, such as 500MB or 5GB, or "off"')
     return replace(rules, budget_bytes=nbytes)
 

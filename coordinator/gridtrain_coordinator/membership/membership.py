@@ -259,8 +259,8 @@ class Membership:
                 "worker with a checkpoint has come"
             )
         return effects, (
-            f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: the last checkpoints of '
-            f"its {members} and the model are written, and all workers exit{run.skipped_steps.ending()}"
+            f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} write the '
+            f"last checkpoints and the model, and all workers exit{run.skipped_steps.ending()}"
         )
 
     def introduce_pending_member(

@@ -222,7 +222,10 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
     share = replace(estimates[best], local_steps=every, overlapped=float(overlaps)).efficiency
     options = f"every={every}, exchange={_as_call(estimates[best].load)}"
     options += ", overlap=True" if overlaps else ""
-    return f"{text} For AdamW and similar optimizers use LocalSteps({options}): {share:.0%} computing."
+    missed = "" if share >= computing - 0.005 else f"; {computing:.0%} would take more than {every}"
+    return (
+        f"{text} For AdamW and similar optimizers use LocalSteps({options}): {share:.0%} computing{missed}."
+    )
 
 
 def _as_call(load: Workload) -> str:

@@ -42,7 +42,7 @@ class BatchSizes:
 
     @property
     def is_one(self) -> bool:
-        """Whether every batch here has at most one sample, whoever takes part."""
+        """Whether every batch here has at most one sample, however many workers take part."""
         return self.per_worker == 1 or (self.per_step is not None and self.per_step <= self.accumulate)
 
     def check(self) -> None:

@@ -954,7 +954,7 @@ def end(run: Run) -> str:
 def test_a_run_that_its_owner_ends_is_finished_when_its_members_hold_one_state() -> None:
     run = Run(A, B)
     run.join(C)
-    assert "the last checkpoints of its 2 members" in end(run)
+    assert "its 2 members write the last checkpoints" in end(run)
     assert receivers(run.seen, m.Freeze) == [A, B]
     run.report(A, B)
     assert run.roster == "a b", "a newcomer would only delay the end"
