@@ -130,6 +130,7 @@ def render(snapshot: Mapping[str, Any]) -> Group:
     figures = Text(
         f"term {count(snapshot.get('term'))}  generation {count(snapshot.get('generation'))}  "
         f"step {count(snapshot.get('step'))}{skipped}  {_rate(snapshot.get('steps_per_s'))} steps/s"
+        f"{_mean_loss(snapshot)}"
     )
     facts = [f"{name}: {value}" for name, value in mapping(snapshot.get("facts")).items()]
     if why := str(snapshot.get("exchange_reason") or ""):
@@ -292,6 +293,18 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
         f"{name}={format_field(value)}" for name, value in event.items() if name not in ("at_s", "event")
     )
     return f"{age}  {event.get('event', '?')!s} {rest}"
+
+
+def _mean_loss(snapshot: Mapping[str, Any]) -> str:
+    """Return the mean of the losses that members report, weighted by their shares; "" if none does."""
+    reported = [
+        (loss, max(member.get("share") or 0, 1))
+        for member in rows(snapshot, "members")
+        if isinstance(loss := mapping(member.get("figures")).get("loss"), int | float)
+    ]
+    if not reported:
+        return ""
+    return f"  loss {sum(loss * share for loss, share in reported) / sum(share for _, share in reported):.4g}"
 
 
 def _rate(value: Any) -> str:

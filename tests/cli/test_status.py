@@ -53,6 +53,12 @@ def test_the_table_is_as_expected() -> None:
     assert drawn({**STATUS, "members": STATUS["members"][::-1]}) == DRAWN, "ordered by rank"
 
 
+def test_the_reported_losses_are_shown_as_their_mean() -> None:
+    anna, bert = STATUS["members"]
+    reporting = [anna | {"figures": {"loss": 2.0}}, bert | {"figures": {"loss": 4.0}, "share": 24}]
+    assert "step 41  12.35 steps/s  loss 3.5\n" in drawn({**STATUS, "members": reporting})
+
+
 def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:
     reason = "fewer entries for slow uploads (usual upload 100 Mbit/s): bert 10% of k (upload 5 Mbit/s)"
     line = "exchange: GTopK(density=0.05)\n"
