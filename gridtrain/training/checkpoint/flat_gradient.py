@@ -139,7 +139,8 @@ class FlatGradient:
         start, most = 0, _BLOCK * torch.get_num_threads()
         for like in zip(*shaped_P, strict=True):
             pieces = [[each.detach()] for each in like]
-            if divided and all(whole.device.type == "cpu" and whole.is_contiguous() for (whole,) in pieces):
+            is_large = divided and like[0].numel() > most
+            if is_large and all(whole.device.type == "cpu" and whole.is_contiguous() for (whole,) in pieces):
                 pieces = [[*whole.view(-1).split(most)] for (whole,) in pieces]
             for views in zip(*pieces, strict=True):
                 size = views[0].numel()
