@@ -6,13 +6,16 @@ the first worker's values; the sizes must be equal on all workers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gridtrain.config import Exchange, GTopK, TopK
+from gridtrain.config import Exchange
 from gridtrain.core.messages import MAX_LAYERS, LayerCosts, StagedModel
+from gridtrain.core.planning.worker_memory import worker_memory
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.model_partition import optimizer_state_copies
@@ -29,7 +32,8 @@ MIN_DIVIDED_SAMPLES = 4
 """The number of micro-batches per stage with which "auto" begins, and which it may keep."""
 
 USABLE_MEMORY_SHARE = 0.9
-"""The share of a GPU's memory that training may use; the framework needs the rest."""
+"""The share of a GPU's memory, or of the free memory of the host, that training may use; the framework needs
+the rest."""
 
 
 def describe_staged_model(
@@ -70,7 +74,8 @@ def describe_staged_model(
 
 
 def training_memory_bytes(declared: int | None, device: torch.device) -> int:
-    """Return the bytes that training may use: `declared` or most of a GPU's memory; 0 if there is no GPU.
+    """Return the bytes that training may use: `declared`, or most of the GPU's memory or of the host's free
+    memory; 0 if that is unknown.
 
     Raises:
         ConfigError: `declared` is not a positive number of bytes.
@@ -79,12 +84,31 @@ def training_memory_bytes(declared: int | None, device: torch.device) -> int:
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
             raise ConfigError(
                 f"memory_bytes is {declared!r}; it must be a positive whole number of bytes or None",
-                remedy="leave it out to use most of the GPU's memory",
+                remedy="leave it out to use most of the memory of the GPU or of the host",
             )
         return declared
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type == "cuda" and torch.cuda.is_available():
+        usable_bytes = torch.cuda.get_device_properties(device).total_memory
+    else:
+        usable_bytes = free_memory_bytes() if device.type == "cpu" else 0
+    return int(usable_bytes * USABLE_MEMORY_SHARE)
+
+
+def free_memory_bytes(system: Path = Path("/")) -> int:
+    """Return the bytes that a new process can use on this host and in its container; 0 if that is unknown.
+
+    Args:
+        system: the folder of proc/ and sys/.
+    """
+    group = system / "sys/fs/cgroup"
+    try:
+        (kibibytes,) = re.findall(r"MemAvailable: *([0-9]+) kB", (system / "proc/meminfo").read_text())
+        free_bytes = 1024 * int(kibibytes)
+        if (group / "memory.max").is_file() and (most := (group / "memory.max").read_text().strip()) != "max":
+            free_bytes = min(free_bytes, int(most) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
         return 0
-    return int(torch.cuda.get_device_properties(device).total_memory * USABLE_MEMORY_SHARE)
+    return max(0, free_bytes)
 
 
 def _unmeasured_layers(staging: ModelStages) -> Sequence[Layer]:
@@ -110,13 +134,23 @@ def _block(layer: Layer) -> LayerCosts:
 
 
 def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
-    """Return the size of gradients, flat vector, optimizer state and residual per byte of parameters."""
+    """Return the size of gradients, flat vector, optimizer state, residual and an exchange's buffers per byte
+    of trainable parameters."""
     try:
         states = optimizer_state_copies(optimizer)
     except ConfigError:
         states = DEFAULT_OPTIMIZER_COPIES
-    unsent = (2.0 if exchange.momentum else 1.0) if isinstance(exchange, TopK | GTopK) else 0.0
-    return 2.0 + states + unsent
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    count = max(1, sum(p.numel() for p in trained))
+    held = worker_memory(
+        exchange,
+        parameters=count,
+        workers=2,  # how many replicas there will be is not known
+        optimizer_values=states,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in trained) / count or 1.0,
+        logged_steps=0,  # a stage keeps no log
+    )
+    return (held.total - held.parameter - held.state) / held.parameter
 
 
 def _trainable(block: nn.Module) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gridtrain.config import Auto, Exchange, GTopK, JoinConfig, LocalSteps, Overlap, exchange_of
+from gridtrain.config import Auto, Dense, Exchange, JoinConfig, LocalSteps, Overlap, exchange_of
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
@@ -303,7 +303,8 @@ class Grid:
             micro_batches: the number of pieces into which a batch is divided; with "auto" the first four
                 steps try 4 and 8 micro-batches per stage, and then all workers use the number that is best
                 according to the measured times.
-            exchange: the exchange among the replicas of a stage; `GTopK()` by default.
+            exchange: the exchange among the replicas of a stage; `Dense()` by default, which needs no
+                residual, and sends nothing while a stage has one replica.
             cuts: (S + 1,) the number of the first block of each stage, and the number of blocks; the same on
                 all workers, for example `gridtrain.pipeline.partition(...).cuts`.  By default the cuts are
                 chosen by the bytes of the parameters, or by the coordinator if the workers' devices differ.
@@ -326,7 +327,7 @@ class Grid:
                 partitioned again when workers are lost; without it a block's time is assumed to be
                 proportional to its bytes, and activations are not counted.
             memory_bytes: the bytes of memory that training may use on this worker; by default 90 % of the
-                GPU's memory, and unlimited on a CPU.
+                GPU's memory, or on a CPU of the memory that is free on the host.
             base, send_frozen: the same arguments as those of `optimizer`, for the whole model.
 
         Raises:
@@ -346,7 +347,7 @@ class Grid:
         options = PipelineOptions(
             stages=stages,
             micro_batches=parse_micro_batches(micro_batches),
-            exchange=exchange if exchange is not None else GTopK(),
+            exchange=exchange if exchange is not None else Dense(),
             loss=loss_fn,
             schedule=make_schedule,
             schedule_name=schedule_name,

@@ -1,0 +1,76 @@
+"""The description of a staged model: bytes of training, and the memory that a worker declares."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.core.stages.schedule import one_forward_one_backward
+from gridtrain.pipeline import Blueprint
+from gridtrain.pipeline.model_costs import describe_staged_model, free_memory_bytes, training_memory_bytes
+from gridtrain.pipeline.model_stages import ModelStages
+from gridtrain.pipeline.stage_state import PipelineOptions
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exchange", "optimizer", "bytes_per_parameter"),
+    [
+        # gradient + states + flat gradient + residual with its copy + the sum or the entries of an exchange
+        (torch.float32, gridtrain.Dense(), torch.optim.SGD, 4 + 0 + 4 + 0 + 4),
+        (torch.float32, gridtrain.Dense(), torch.optim.AdamW, 4 + 8 + 4 + 0 + 4),
+        (torch.bfloat16, gridtrain.Dense(), torch.optim.SGD, 2 + 0 + 4 + 0 + 4),
+        (torch.bfloat16, gridtrain.GTopK(0.01), torch.optim.SGD, 2 + 0 + 4 + 8 + 0.24),
+        (torch.float32, gridtrain.GTopK(0.01, momentum=0.9), torch.optim.SGD, 4 + 0 + 4 + 16 + 0.24),
+    ],
+)
+def test_the_copies_of_a_stage_count_what_training_holds(
+    dtype: torch.dtype, exchange: Any, optimizer: Any, bytes_per_parameter: float
+) -> None:
+    blueprint = Blueprint(lambda: nn.Sequential(*(nn.Linear(32, 32, dtype=dtype) for _ in range(4))))
+    staging = ModelStages(blueprint, 2, cuts=None, device=torch.device("cpu"))
+    options = PipelineOptions(
+        stages=2, micro_batches=2, exchange=exchange, loss=nn.MSELoss(), schedule=one_forward_one_backward
+    )
+    make = optimizer if optimizer is torch.optim.AdamW else partial(optimizer, lr=0.1)
+    model = describe_staged_model(staging, options, make(staging.whole.parameters()), None, 4, ())
+    assert model.copies * dtype.itemsize == pytest.approx(bytes_per_parameter, rel=0.01)
+
+
+def machine(folder: Path, available: str, **group: str) -> Path:
+    (folder / "proc").mkdir()
+    (folder / "proc/meminfo").write_text(f"MemTotal:       24 kB\n{available}\nBuffers: 1 kB\n")
+    (folder / "sys/fs/cgroup").mkdir(parents=True)
+    for name, value in group.items():
+        (folder / f"sys/fs/cgroup/memory.{name}").write_text(f"{value}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("available", "group", "free_bytes"),
+    [
+        ("MemAvailable:   16000 kB", {}, 16_384_000),
+        ("MemAvailable:   16000 kB", {"max": "max", "current": "5"}, 16_384_000),
+        ("MemAvailable:   16000 kB", {"max": "4000", "current": "1000"}, 3000),
+        ("MemAvailable:   1 kB", {"max": "4000", "current": "1000"}, 1024),
+        ("MemAvailable:   1 kB", {"max": "4000", "current": "5000"}, 0),
+        ("MemAvailable:   1 kB", {"max": "4000"}, 0),
+        ("", {}, 0),
+    ],
+)
+def test_free_memory_is_that_of_the_host_and_of_the_container(
+    tmp_path: Path, available: str, group: dict[str, str], free_bytes: int
+) -> None:
+    assert free_memory_bytes(machine(tmp_path, available, **group)) == free_bytes
+
+
+def test_training_may_use_most_of_the_free_memory() -> None:
+    cpu = torch.device("cpu")
+    assert training_memory_bytes(5, cpu) == 5
+    assert 2**20 < training_memory_bytes(None, cpu) < 1024 * int(Path("/proc/meminfo").read_text().split()[1])
+    assert training_memory_bytes(None, torch.device("meta")) == 0
