@@ -10,6 +10,9 @@
 
 The blocks are the model's own modules under their own names, so that a state has the names of the whole
 model.  Each layer computes the mask and the rotary embeddings itself: they are not sent between stages.
+
+With `lora=` the base is frozen, and each worker holds the part of it that belongs to its own layers.
+Checkpoints of all stages are exported as a folder that `from_pretrained` of PEFT or transformers loads.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -30,6 +34,10 @@ from transformers.masking_utils import create_masks_for_generate
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint, Init, find_tied_parameters
 from gridtrain.pipeline.model_blocks import blocks_of
+from gridtrain.training.checkpoint import pretrained
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 MODEL_TYPES = ("gemma", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """The `model_type` of the models whose forward is known to be this chain."""
@@ -79,16 +87,20 @@ def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
     )
 
 
-def decoder_blueprint(source: PretrainedConfig | str | Path, *, seed: int = 0) -> Blueprint:
+def decoder_blueprint(
+    source: PretrainedConfig | str | Path, *, seed: int = 0, lora: LoraConfig | None = None
+) -> Blueprint:
     """Return the blueprint of a language model, of which each worker builds only its own stage.
 
     Args:
         source: the model's configuration, for initial values as transformers draws them; or the folder of a
             pretrained model, from whose safetensors files each worker reads the values of its blocks.
         seed: the seed of the run's initial values.
+        lora: PEFT's configuration of the adapters that are trained instead of the model.
 
     Raises:
-        ConfigError: the folder has no such model, or the model cannot be used; see `decoder_blocks`.
+        ConfigError: the folder has no such model, or the model or `lora` cannot be used; see
+            `decoder_blocks`.
     """
     folder = None if isinstance(source, PretrainedConfig) else Path(source)
     if folder is not None and not (folder / "config.json").is_file():
@@ -100,9 +112,44 @@ def decoder_blueprint(source: PretrainedConfig | str | Path, *, seed: int = 0) -
         model = AutoModelForCausalLM.from_config(
             source if folder is None else AutoConfig.from_pretrained(folder)
         )
+        whole = model if lora is None else _add_adapters(model, lora)
     chain = decoder_blocks(model)
     init = _draw_values(model) if folder is None else _read_values(folder, model, blocks_of(chain))
-    return Blueprint(chain, seed=seed, init=init)
+    return Blueprint(
+        chain,
+        seed=seed,
+        init=init,
+        reset=folder is None,
+        pretrained=_describe(whole, model),
+        facts=pretrained.adapter_facts(whole),
+    )
+
+
+def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
+    """Freeze the model and add adapters to its layers; return PEFT's model around it."""
+    import peft
+
+    is_plain = isinstance(lora, peft.LoraConfig) and lora.init_lora_weights in (True, False, "gaussian")
+    if not is_plain or lora.use_dora or lora.modules_to_save:
+        raise ConfigError(
+            f"lora is {lora!r}",
+            remedy="pass a LoraConfig without use_dora and modules_to_save, with init_lora_weights=True",
+        )
+    whole: nn.Module = peft.get_peft_model(model, lora)
+    return whole
+
+
+def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
+    """Return the layout, as JSON, of the folder that an export of `whole` writes; `model` is a part of it."""
+    layout = pretrained.describe(whole)
+    if layout is None:
+        return None
+    prefix = next(f"{name}." for name, module in whole.named_modules() if module is model).lstrip(".")
+    names = {
+        file: {name: stored.removeprefix(prefix) for name, stored in each.items()}
+        for file, each in layout.names.items()
+    }
+    return replace(layout, names=names).to_json()
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
@@ -234,6 +281,10 @@ def _draw_values(model: PreTrainedModel) -> Init:
         for child in block.children():
             init(child, number)
         model._init_weights(block)
+        reset: Any = getattr(block, "reset_lora_parameters", None)
+        if reset is not None:
+            for name, config in model.peft_config.items():
+                reset(name, config.init_lora_weights)
 
     return init
 
@@ -257,22 +308,26 @@ def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.M
 
     @torch.no_grad()
     def init(block: nn.Module, number: int) -> None:
-        _draw_values(model)(block, number)  # of buffers that are in no file
-        for name, tensor in block.state_dict().items():
-            full = f"{names[number]}.{name}"
-            stored = full if full in files else full.removeprefix(prefix)  # files of GPT-2 lack the prefix
-            if stored not in files:
-                if (number, name) in tied:
-                    continue  # its value comes from an earlier block
+        tensors: dict[str, Any] = dict(block.named_parameters()) | dict(block.named_buffers())
+        stored: dict[str, str] = {}
+        for name in block.state_dict():
+            full = f"{names[number]}.{name}".replace(".base_layer.", ".")
+            found = full if full in files else full.removeprefix(prefix)  # files of GPT-2 lack the prefix
+            if found in files:
+                stored[name] = found
+                tensors[name]._is_hf_initialized = True  # so that it is not drawn as well
+            elif "lora_" not in name and (number, name) not in tied:  # a tied value is an earlier block's
                 raise ConfigError(f"{folder} has no tensor {full!r}", remedy="download all of its files")
-            with safe_open(folder / files[stored], "pt") as file:
-                value = file.get_tensor(stored)
-            if value.shape != tensor.shape:
+        _draw_values(model)(block, number)  # of adapters, and of buffers that are in no file
+        for name, found in stored.items():
+            with safe_open(folder / files[found], "pt") as file:
+                value = file.get_tensor(found)
+            if value.shape != tensors[name].shape:
                 raise ConfigError(
-                    f"{full!r} has the shape {tuple(value.shape)} in {folder}, but {tuple(tensor.shape)} in "
-                    "the model",
+                    f"{found!r} has the shape {tuple(value.shape)} in {folder}, but "
+                    f"{tuple(tensors[name].shape)} in the model",
                     remedy="use the config.json that belongs to the files",
                 )
-            tensor.copy_(value)
+            tensors[name].copy_(value)
 
     return init

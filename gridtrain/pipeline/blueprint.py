@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gridtrain.core.messages import Facts
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.model_blocks import Block, blocks_of
 from gridtrain.pipeline.random_seeds import borrowed_generators
@@ -77,6 +78,9 @@ class Blueprint:
         init: a function that is called with each block and its number after `reset_parameters`, under that
             block's seed.  It may set any value in the block.
         split_at, example: see `model_blocks.blocks_of`; needed for a model that is not a sequence.
+        reset: whether `reset_parameters` is called at all; not needed if `init` sets every value.
+        pretrained: a `PretrainedLayout` as JSON, for the folder that an export of all stages writes.
+        facts: what the parameters do not show, and must be equal on all workers.
 
     Raises:
         ConfigError: the model already has memory, is not a chain of blocks, or its constructor writes values
@@ -91,7 +95,11 @@ class Blueprint:
         init: Init | None = None,
         split_at: Sequence[str] = (),
         example: Any = None,
+        reset: bool = True,
+        pretrained: Any = None,
+        facts: Facts = (),
     ) -> None:
+        self.pretrained, self.facts, self._reset = pretrained, facts, reset
         if callable(model) and not isinstance(model, nn.Module):
             with torch.device("meta"):
                 model = model()
@@ -179,7 +187,8 @@ class Blueprint:
         _materialise(block)
         counted = {name: (tensor, tensor._version) for name, tensor in _tensors(block)}
         with _seeded_generator(self._seed, index):
-            _reset_parameters(block)
+            if self._reset:
+                _reset_parameters(block)
             if self._init is not None:
                 self._init(block, index)
         self._refuse_unset(index, block, counted)

@@ -212,7 +212,10 @@ class HeldStage:
         if self.current is None or self.current.blocks != info.layers:
             return None
         self._is_saved = True
-        return CheckpointContent(info, facts, *self._pack(self.current), self.current.residual.state())
+        residual = self.current.residual.state()
+        return CheckpointContent(
+            info, facts, *self._pack(self.current), residual, self.defined.blueprint.pretrained
+        )
 
     def load_checkpoints(self, found: Sequence[Checkpoint], layers: Span) -> None:
         """Load these layers and their residual from checkpoints, unless this worker's rank has changed.

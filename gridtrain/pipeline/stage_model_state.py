@@ -80,7 +80,8 @@ class StageModelState(ModelState):
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
         held, defined, options = self._held, self._held.defined, self._held.options
-        facts = (*facts, ("stages", str(options.stages)), ("blocks", str(len(defined.blueprint))))
+        about = (("stages", str(options.stages)), ("blocks", str(len(defined.blueprint))))
+        facts = (*facts, *defined.blueprint.facts, *about)
         self._define(facts, spec)
         self._store = StageCheckpointStore(
             self._options.folder,
@@ -171,7 +172,10 @@ class StageModelState(ModelState):
     def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
         document, tensors = self._held.pack(snapshot)
         residual = self._held.at(snapshot).residual.state()
-        content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual)
+        described = self._held.defined.blueprint.pretrained
+        content = CheckpointContent(
+            position_of(snapshot), self._facts, document, tensors, residual, described
+        )
         self._checkpoints.write(self._held.places.layers(snapshot), content)
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
@@ -199,7 +203,8 @@ class StageModelState(ModelState):
             return
         document, tensors = self._held.pack(snapshot)
         # Without the residual, which was sent or is saved apart.
-        content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, {})
+        described = self._held.defined.blueprint.pretrained
+        content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, {}, described)
         if self._checkpoints.write_now(layers, content):
             why = "is held only by this worker" if is_alone else "might not be held by any other worker"
             text = "stage %d %s: step %d is on this worker's disk; the other workers wait for this worker"

@@ -3,12 +3,17 @@ pipeline of four stages that reaches the parameters of plain torch."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.sdk.local_group import local
+from gridtrain.sdk.local_group import LocalGroup, local
+from gridtrain.training.checkpoint.model_export import export_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-adapters")
 
@@ -149,6 +154,116 @@ def test_four_stages_train_like_plain_torch(name, make_optimizer, tolerance, tmp
         assert own == pytest.approx(losses, abs=1e-5)
     for key, value in model.state_dict().items():
         assert (state[key] - value).abs().max().item() <= tolerance, key
+
+
+def train_with_checkpoints(train, workers: int, folder: Path) -> list[Any]:
+    def work(number: int):
+        own = {"state_dir": str(folder / f"worker-{number}"), "export_dir": str(folder)}
+        with group.join(checkpoint_every=STEPS, **own) as grid:
+            return train(grid)
+
+    with LocalGroup(min_workers=workers) as group, ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, range(workers)))
+
+
+@pytest.mark.parametrize("name", ["llama, tied, scaled", "gpt2"])
+def test_adapters_on_four_stages_train_like_peft_and_are_exported_for_it(name, tmp_path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-adapters")
+    base, out = tmp_path / "base", tmp_path / "adapter"
+    make(name).eval().save_pretrained(base, max_shard_size="20kB")
+    dataset = [(ids, ids) for ids in drawn(BATCH * STEPS)]
+    layers = "all-linear" if name != "gpt2" else ["c_attn", "c_fc", "c_proj"]
+
+    def lora():
+        return peft.LoraConfig(r=2, lora_alpha=6, target_modules=layers, task_type="CAUSAL_LM")
+
+    def blueprint():
+        made = decoder_blueprint(base, seed=4, lora=lora())
+        for module in (module for block in made.blocks for module in block.modules()):
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        return made
+
+    def train(grid: gridtrain.Grid):
+        pipe = grid.pipeline(
+            blueprint(),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+            stages=4,
+            loss_fn=next_token_loss,
+            micro_batches=1,
+        )
+        batches = []
+        for inputs, targets in grid.batches(dataset, batch_size=BATCH, steps=STEPS):
+            batches.append(inputs)
+            pipe.step(inputs, targets)
+        assert {n for n, p in pipe.module.named_parameters() if p.requires_grad} == {
+            n for n, _ in pipe.module.named_parameters() if ".lora_" in n
+        }
+        return batches, pipe.module.state_dict()
+
+    found = train_with_checkpoints(train, 4, tmp_path / "state")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    plain = peft.get_peft_model(model, lora())
+    initial = built(blueprint()).state_dict()
+    assert model.load_state_dict(initial, strict=False).unexpected_keys == []
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    for ids_BT in found[0][0]:
+        optimizer.zero_grad()
+        next_token_loss(model.eval()(ids_BT, use_cache=False).logits, ids_BT).backward()
+        optimizer.step()
+    changed = 0
+    for _, state in found:
+        for key, value in state.items():
+            assert (model.state_dict()[key] - value).abs().max().item() <= 1e-6, key
+            changed += not torch.equal(value, initial[key])
+    assert changed == len(trained)
+    export_model(tmp_path / "state", out)
+    again = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), out)
+    logits = again.eval()(drawn(), use_cache=False).logits
+    assert torch.allclose(logits, plain.eval()(drawn(), use_cache=False).logits, atol=1e-5)
+    with torch.no_grad(), again.disable_adapter():
+        assert not torch.allclose(logits, again(drawn(), use_cache=False).logits, atol=1e-3)
+
+
+def test_workers_with_other_adapters_are_refused_and_only_plain_ones_are_accepted() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-adapters")
+    config = CONFIGS["llama"]()
+    facts = [
+        decoder_blueprint(
+            config, lora=peft.LoraConfig(r=2, lora_alpha=alpha, target_modules="all-linear")
+        ).facts
+        for alpha in (2, 2, 4)
+    ]
+    assert facts[0] == facts[1] != facts[2]
+    for wrong in (
+        peft.LoraConfig(use_dora=True, target_modules="all-linear"),
+        peft.LoraConfig(modules_to_save=["lm_head"], target_modules="all-linear"),
+        peft.LoraConfig(init_lora_weights="pissa", target_modules="all-linear"),
+        peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+    ):
+        with pytest.raises(ConfigError, match="pass a LoraConfig"):
+            decoder_blueprint(config, lora=wrong)
+
+
+def test_a_whole_model_in_stages_is_exported_for_from_pretrained(tmp_path) -> None:
+    dataset = [(ids, ids) for ids in drawn(BATCH * STEPS)]
+
+    def train(grid: gridtrain.Grid):
+        model, sgd = decoder_blueprint(CONFIGS["gpt2"](), seed=4), torch.optim.SGD
+        pipe = grid.pipeline(
+            model, lambda parameters: sgd(parameters, lr=0.1), stages=2, loss_fn=next_token_loss
+        )
+        for inputs, targets in grid.batches(dataset, batch_size=BATCH, steps=STEPS):
+            pipe.step(inputs, targets)
+        return pipe.module.state_dict()
+
+    found = train_with_checkpoints(train, 2, tmp_path / "state")
+    export_model(tmp_path / "state", tmp_path / "out")
+    state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    held = {key: value for stage in found for key, value in stage.items()}
+    assert same(held, {key: value for key, value in state.items() if key in held})
+    assert set(state) - set(held) == set()
 
 
 def test_other_models_and_inputs_are_refused(tmp_path) -> None:
