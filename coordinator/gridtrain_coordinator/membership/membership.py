@@ -292,7 +292,7 @@ class Membership:
             "step": max(steps),
             "skipped_samples": skipped.skipped_samples,
             "skipped_in_a_row": skipped.in_a_row,
-            "alert": skipped.alert if run.present_members and not run.is_finished else "",
+            "alert": run.missing_model if run.is_finished else skipped.alert if run.present_members else "",
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,

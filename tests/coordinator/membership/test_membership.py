@@ -1074,3 +1074,33 @@ def test_the_counts_of_skipped_steps_stay_without_a_look_at_them_before_the_memb
     skips(run, A, 30, 30, 30)
     run.say(A, m.Leave("Ctrl-C"))
     assert run.core.snapshot(run.now_s)["skipped_samples"] == 240
+
+
+def test_a_member_that_says_too_early_that_it_could_not_write_the_model_is_not_believed() -> None:
+    run = Run(A, B)
+    run.say(B, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    assert "model_not_written" not in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+
+
+def test_the_final_model_of_a_run_that_its_owner_has_ended_is_missed() -> None:
+    run = Run(A)
+    end(run)
+    run.report(A)
+    run.ready(A)
+    run.say(A, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    assert run.core.snapshot(run.now_s)["alert"] == (
+        "the final model was not written: a: its disk is full; gridtrain export writes it from any worker's "
+        "latest checkpoint"
+    )
+
+
+def test_the_final_model_is_not_missed_if_the_next_generation_writes_it() -> None:
+    run = Run(A, B)
+    run.say(B, m.RunFinished(9, b"history"), m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    assert "model_not_written" in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+    assert run.core.snapshot(run.now_s)["alert"] == ""
+    run.report(A)
+    run.ready(A)
+    run.say(A, m.RunFinished(9, b"history"))
+    status = run.core.snapshot(run.now_s)
+    assert (status["phase"], status["alert"]) == ("finished", "")
