@@ -341,7 +341,7 @@ class GroupSession:
         step = self._turn.open_round.step
         if self.is_turn_done:
             raise ConfigError(
-                f"optimizer.step() was called twice for the batch of step {step}; each batch is one step",
+                f"optimizer.step() was called twice for the batch of step {step + 1}; each batch is one step",
                 remedy="call optimizer.step() once for each batch, or once for every a batches of "
                 "grid.batches(..., accumulate=a)",
             )

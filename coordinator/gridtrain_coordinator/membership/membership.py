@@ -463,7 +463,7 @@ class Membership:
                 pass  # it repeats the report until it is a member
             case m.CatchUpReport(applied):
                 worker.mark_caught_up()
-                return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied})]
+                return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)
             case m.Leave(reason):
