@@ -61,7 +61,7 @@ class Departures:
         has_finished = worker.peer in (run.members if run.is_finished else run.finished_members)
         if what != m.MODEL_NOT_WRITTEN or not has_finished:
             return []
-        run.missing_model = f"the final model was not written: {worker.name}: {why}; {MODEL_REMEDY}"
+        run.record_missing_model(f"the final model was not written: {worker.name}: {why}; {MODEL_REMEDY}")
         fields = {"name": worker.name, "reason": why, "remedy": MODEL_REMEDY}
         return [LogEvent("error", "model_not_written", fields)]
 

@@ -256,7 +256,7 @@ class Membership:
         if not run.present_members:
             return effects, (
                 f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
-                "worker with a checkpoint has come"
+                "worker with a checkpoint has come; repeat the order if the coordinator restarts before then"
             )
         return effects, (
             f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} write the '

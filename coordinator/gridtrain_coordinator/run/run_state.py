@@ -255,6 +255,9 @@ class RunState:
         if peer in self.members:  # other workers committed no steps
             self.record_step(min(applied, MAX_STEPS) + 1)
 
+    def record_missing_model(self, reason: str) -> None:
+        self.missing_model = reason
+
     # -- journal entries and messages --------------------------------------------------------------
 
     def phase_entry(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
