@@ -5,6 +5,7 @@ of the coordinator's status.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d)")
 _UNIT_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -73,6 +74,17 @@ def describe_skipped(skipped: int, samples: int, last: int = 0, of: str = "") ->
 def format_worker_state(state: str) -> str:
     """Return the glossary's word for a worker's state in the coordinator's status."""
     return {"following": "catching up", "spare": "standby"}.get(state, state)
+
+
+def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
+    """Return the fields of an event as people read them: in place of a generation's verdict, what became of
+    the step that was open."""
+    return dict(
+        ("open_step", "committed" if value == "COMMIT" else "repeated")
+        if name == "verdict"
+        else (name, format_field(value))
+        for name, value in fields.items()
+    )
 
 
 def format_field(value: object) -> str:

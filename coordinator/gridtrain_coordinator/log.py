@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TextIO
 
-from gridtrain.quantities import format_field
+from gridtrain.quantities import format_fields
 from gridtrain_coordinator.run.events import Log as Log
 
 _COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
@@ -66,15 +66,14 @@ def _as_json(level: str, event: str, fields: Mapping[str, Any]) -> str:
 
 
 def _as_text(level: str, event: str, fields: Mapping[str, Any], *, coloured: bool) -> str:
-    values = " ".join(f"{name}={_value(value)}" for name, value in fields.items())
+    values = " ".join(f"{name}={_quote(text)}" for name, text in format_fields(fields).items())
     word = f"{event:<15}"
     if coloured:
         word = f"\x1b[{_COLOURS.get(level, '0')}m{word}\x1b[0m"
     return f"{datetime.now():%H:%M:%S}  {word} {values}".rstrip()
 
 
-def _value(value: Any) -> str:
-    """Format a value; quote and escape it unless it is one printable word."""
-    text = format_field(value)
+def _quote(text: str) -> str:
+    """Quote and escape a value unless it is one printable word."""
     plain = text.isprintable() and text and not any(letter in text for letter in ' "=')
     return text if plain else json.dumps(text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.output import mapping
+from gridtrain.cli.output import mapping, wrap_text
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,9 +97,10 @@ def _show(finding: Finding, plain: bool) -> None:
         click.echo(json.dumps(finding.document()))
         return
     mark, colour = MARKS[str(finding.level)]
-    click.echo(f"{click.style(f'{mark:8}', fg=colour)} {finding.name:12} {finding.text}")
+    text = wrap_text(f"{mark:8} {finding.name:12} {finding.text}", indent=22)
+    click.echo(click.style(text[:8], fg=colour) + text[8:])
     if finding.fix:
-        click.echo(f"{'':8} {'':12} -> {finding.fix}")
+        click.echo(wrap_text(f"{'':22}-> {finding.fix}", indent=25))
 
 
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:

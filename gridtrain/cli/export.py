@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from gridtrain.cli.layers_file import parse_size
+from gridtrain.cli.output import wrap_text
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
 from gridtrain.quantities import describe_skipped
@@ -41,10 +42,8 @@ def export(checkpoint: str, out: str, step: int | None, shard_size: str) -> None
             remedy=install_command("torch"),
         ) from None
     done = export_by_url(checkpoint, out, step, parse_size(shard_size))
-    click.echo(
-        f"{shown_url(out)}: the model after step {done.step}, {done.tensors} tensors with {done.elements} "
-        f"elements, from {done.source}"
-    )
+    text = f"the model after step {done.step}, {done.tensors} tensors with {done.elements} elements"
+    click.echo(wrap_text(f"{shown_url(out)}: {text}, from {done.source}"))
     if learned := describe_skipped(done.ledger.skipped, done.ledger.consumed):
         click.echo(learned, err=True)
     if done.left_out:

@@ -8,6 +8,7 @@ import click
 
 from gridtrain.cli.operator_arguments import operator_for
 from gridtrain.cli.option_flags import run_options
+from gridtrain.cli.output import wrap_text
 
 
 @click.command()
@@ -20,4 +21,4 @@ def finish(run: str, state: Path | None) -> None:
     """
     from gridtrain.core.messages import EndRun
 
-    click.echo(operator_for(run, state).order(EndRun()))
+    click.echo(wrap_text(operator_for(run, state).order(EndRun())))

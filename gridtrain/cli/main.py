@@ -73,7 +73,7 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(context, arguments)
         except click.UsageError as error:
-            near = difflib.get_close_matches(arguments[0], COMMANDS, n=3, cutoff=0.5)
+            near = difflib.get_close_matches(arguments[0], COMMANDS)
             if near and "Did you mean" not in error.message:
                 message = f"{error.message} Did you mean {' or '.join(near)}?"
                 raise click.UsageError(message, error.ctx) from None
@@ -111,12 +111,20 @@ def _hide_invitations() -> None:
                 memory.write(hidden)
 
 
+def _near(word: str, options: Sequence[str]) -> list[str]:
+    """Return the options that are similar to `word`, apart from the dashes, which click counts as equal."""
+    by_name = {option.lstrip("-"): option for option in options}
+    return [by_name[name] for name in difflib.get_close_matches(word.lstrip("-"), by_name)]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program `gridtrain`.  Always raises `SystemExit`."""
     _hide_invitations()
     try:
         result = cli.main(args=arguments, prog_name="gridtrain", standalone_mode=False)
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            error.possibilities[:] = _near(error.option_name, error.possibilities)
         error.show()
         sys.exit(error.exit_code)
     except click.Abort:  # Ctrl-C

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.output import rows
+from gridtrain.cli.output import rows, wrap_text
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import parse_duration_s
 
@@ -71,7 +71,8 @@ def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: b
     status = operator.status()
     known = known_keys(status)
     peer = resolve_member(who, known, present=_present_keys(status), any_key=ban)
-    click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, ban, clean_reason(reason)))))
+    told = operator.order(RemoveWorker(peer, ban, clean_reason(reason)))
+    click.echo(wrap_text(with_member_name(peer, known, told)))
 
 
 # -- finding a member by name or key -----------------------------------------------------------------

@@ -1,8 +1,12 @@
-"""Widths of the output, and what the commands that show a status share: a console, checks of its fields."""
+"""Widths of the output, paragraphs, and what the commands that show a status share: a console, checks of its
+fields.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +25,20 @@ def make_console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+def wrap_text(text: str, indent: int = 0) -> str:
+    """Break a paragraph between words at the terminal's edge; in a file or a pipe it stays one line.
+
+    Args:
+        indent: the column at which all lines but the first begin.
+    """
+    if not sys.stdout.isatty():
+        return text
+    columns = max(shutil.get_terminal_size().columns, indent + 20)
+    return textwrap.fill(
+        text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 # -- a status comes from workers over the network ----------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gridtrain.cli.output import make_console
+from gridtrain.cli.output import make_console, wrap_text
 from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
 from gridtrain.config import DENSE_VALUES, VALUES
 from gridtrain.errors import ConfigError
@@ -360,18 +360,16 @@ def _print(
             highlight=False,
         )
     for row in (rows[-1], rows[0]) if len(rows) > 1 else rows:
-        console.print(recommend_exchange(row).reason, markup=False, highlight=False, soft_wrap=True)
+        click.echo(wrap_text(recommend_exchange(row).reason))
         if not optimizer.startswith("sgd"):  # they are for AdamW and similar optimizers
-            local_steps = recommend_local_steps(row, computing)
-            console.print(local_steps, markup=False, highlight=False, soft_wrap=True)
+            click.echo(wrap_text(recommend_local_steps(row, computing)))
     named = optimizer or f"{DEFAULT_OPTIMIZER} (assumed)"
     text = f"Memory of a worker, bytes for each trainable parameter in float32, with --optimizer {named}:"
-    console.print(text, highlight=False, soft_wrap=True)
+    click.echo(wrap_text(text))
     for each in rows[-1]:
         memory = _memory(each, optimizer)
         whole = format_bytes(memory.total * each.load.parameters)
-        text = f"  {each.load.name} {memory.total:.3g} ({whole}): {memory}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        click.echo(wrap_text(f"  {each.load.name} {memory.total:.3g} ({whole}): {memory}", indent=4))
     if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
         if rows[-1][0].world_size > described.workers and _is_live(described):

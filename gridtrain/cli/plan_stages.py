@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gridtrain.cli.output import make_console
+from gridtrain.cli.output import make_console, wrap_text
 from gridtrain.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> No
     console.print(_stages(layers, proposal.chosen), markup=False)
     if len(proposal.alternatives) > 1:
         console.print(_alternatives(proposal), markup=False)
-    console.print(reason, markup=False, highlight=False, soft_wrap=True)
+    click.echo(wrap_text(reason))
 
 
 def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:

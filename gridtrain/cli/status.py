@@ -18,7 +18,7 @@ import click
 
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import PLAIN_WIDTH, count, make_console, mapping, rows
-from gridtrain.quantities import format_age, format_bytes, format_field, format_worker_state
+from gridtrain.quantities import format_age, format_bytes, format_fields, format_worker_state
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group
@@ -289,9 +289,8 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
     at_s = event.get("at_s")
     known = isinstance(at_s, int | float) and isinstance(now_s, int | float)
     age = f"{now_s - at_s:5.0f} s ago" if known else "?"
-    rest = " ".join(
-        f"{name}={format_field(value)}" for name, value in event.items() if name not in ("at_s", "event")
-    )
+    fields = {name: value for name, value in event.items() if name not in ("at_s", "event")}
+    rest = " ".join(f"{name}={text}" for name, text in format_fields(fields).items())
     return f"{age}  {event.get('event', '?')!s} {rest}"
 
 

@@ -8,6 +8,7 @@ import click
 
 from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
 from gridtrain.cli.option_flags import run_options
+from gridtrain.cli.output import wrap_text
 
 
 @click.command()
@@ -23,4 +24,4 @@ def unban(who: str, run: str, state: Path | None) -> None:
     operator = operator_for(run, state)
     known = known_keys(operator.status(), banned=True)
     peer = resolve_member(who, known, any_key=True, kind="banned ")
-    click.echo(with_member_name(peer, known, operator.order(Unban(peer))))
+    click.echo(wrap_text(with_member_name(peer, known, operator.order(Unban(peer)))))

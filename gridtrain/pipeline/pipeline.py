@@ -348,7 +348,7 @@ class Pipeline:
         if not summaries.is_complete or not summaries.has_diverged_settings:
             return
         error = ConfigError(
-            f"step {plan.step} cannot be committed: the optimizer settings of stage {self.stage} differ "
+            f"step {plan.step + 1} cannot be committed: the optimizer settings of stage {self.stage} differ "
             "on this worker from those of most of its replicas",
             remedy="change settings in the same way on all workers; pipe.step returns the same loss on all "
             "of them",
@@ -390,7 +390,7 @@ class Pipeline:
         figures = [summary.figures for summary in summaries.summaries]
         chosen = self._micro_batch_count.record_step(figures, self.held.places.layout(plan))
         if chosen is not None:
-            log.info("from step %d on %s", plan.step + 1, chosen.reason)
+            log.info("from step %d on %s", plan.step + 2, chosen.reason)
             self._session.report_figures({"micro_batches": float(chosen.micro_batches)})
 
     # -- the same methods as `GridOptimizer`, for `Grid` ----------------------------------------------

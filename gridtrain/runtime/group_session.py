@@ -73,6 +73,7 @@ class GroupSession:
             batch.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         is_standby_at_end: whether the run has finished and this worker was not a member at its end.
+        failure: why this worker leaves, if its data cannot be read or its final model cannot be written.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class GroupSession:
         self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
         self._joined: io.TrainerJoined | None = None
         self.is_turn_done = self.is_standby_at_end = self._has_closed = False
+        self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
         self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
@@ -339,7 +341,7 @@ class GroupSession:
         step = self._turn.open_round.step
         if self.is_turn_done:
             raise ConfigError(
-                f"optimizer.step() was called twice for the batch of step {step}; each batch is one step",
+                f"optimizer.step() was called twice for the batch of step {step + 1}; each batch is one step",
                 remedy="call optimizer.step() once for each batch, or once for every a batches of "
                 "grid.batches(..., accumulate=a)",
             )
@@ -594,10 +596,11 @@ class GroupSession:
         return self.tasks.next_task(replace(here, tasks=captures))
 
     def close(self, reason: str = "") -> None:
-        """Leave the run and release all resources.  Further calls have no effect."""
+        """Leave the run because of `failure` or else `reason`, and release all resources.  Further calls have
+        no effect."""
         if not self._has_closed:
             self._has_closed = True
-            self._loop.stop(reason)
+            self._loop.stop(self.failure or reason)
             with suppress(GridtrainError):  # the error that ended the I/O thread was raised earlier
                 self._report_contribution(time.monotonic(), last=True)
 

@@ -333,7 +333,8 @@ class StepRounds:
     def resolve(self, round_id: m.RoundId, committed: bool, flags: int, reason: str) -> None:
         """End the round.  The trainer receives the outcome with the next snapshot (`publish_ended`)."""
         if not committed:
-            log.info("step %d attempt %d did not commit: %s", round_id.step, round_id.attempt, reason)
+            where = round_id.step + 1, round_id.attempt + 1
+            log.info("step %d attempt %d did not commit: %s", *where, reason)
         with self._mailbox.condition:  # the trainer may be adding a bucket
             ended = self._current_if(round_id)
             if ended is not None and ended.is_absent:

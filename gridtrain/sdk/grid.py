@@ -121,7 +121,6 @@ class Grid:
         self._model_state: ModelState | None = None
         self._turns: Turns | None = None
         self._is_closed = False
-        self._data_failure = ""  # why this worker leaves, if its data cannot be read
         atexit.register(self._close_at_exit)
         install_sigterm_handler()
 
@@ -461,7 +460,7 @@ class Grid:
                 yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
         except DataError:
             failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
-            self._data_failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
+            self._session.failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
             raise
         finally:
             if ahead is not None:
@@ -587,7 +586,7 @@ class Grid:
                     between_steps = self._turns.is_stopped or (self._session.is_turn_done and is_settled)
                     self._model_state.leave(budget_bytes, between_steps=between_steps)
         finally:
-            self._session.close("its run is finished" if self.finished else self._data_failure or reason)
+            self._session.close("its run is finished" if self.finished else reason)
             if self._model_state is not None:
                 self._model_state.close(CHECKPOINT_TIMEOUT_S)
             self.resources.close()

@@ -6,6 +6,7 @@ import logging
 from contextlib import suppress
 
 from gridtrain.config import JoinConfig
+from gridtrain.core.messages import MODEL_NOT_WRITTEN
 from gridtrain.errors import GridtrainError
 from gridtrain.quantities import describe_skipped
 from gridtrain.runtime.client.worker_naming import export_folder
@@ -26,9 +27,10 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
         log.warning("the run is finished; at the end this worker held neither the model nor a stage of it")
         return
     exports = model_state.exports
+    failed = None
     written = _try_final_checkpoint(model_state, 0.0)  # a slow disk does not delay the export
     if exports:
-        model_state.export(export_folder(config.run, config.export_dir))
+        failed = _try_export(session, model_state, config)
     if written is False:
         written = _try_final_checkpoint(model_state, FINAL_CHECKPOINT_TIMEOUT_S)
     if not session.wait_for_members():
@@ -38,7 +40,7 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
         with suppress(GridtrainError):  # it ended the session; the group's state is then unknown
             exports = model_state.exports
         if exports:
-            model_state.export(export_folder(config.run, config.export_dir))
+            failed = _try_export(session, model_state, config)
         else:
             log.warning("the run is finished; another worker writes its model")
     ledger = session.snapshot.ledger
@@ -47,6 +49,20 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
     if isinstance(written, Exception):
         raise written
     model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
+    if failed is not None:
+        raise failed
+
+
+def _try_export(session: GroupSession, model_state: ModelState, config: JoinConfig) -> Exception | None:
+    """Write the final model; return the error, which is to be raised at the very end: the members and the
+    last checkpoint come first."""
+    try:
+        model_state.export(export_folder(config.run, config.export_dir))
+    except Exception as error:
+        reason = error.reason if isinstance(error, GridtrainError) else f"{type(error).__name__}: {error}"
+        session.failure = f"{MODEL_NOT_WRITTEN}: {reason}"
+        return error
+    return None
 
 
 def _try_final_checkpoint(model_state: ModelState, timeout_s: float) -> bool | Exception:

@@ -99,7 +99,7 @@ class Turns:
             yield from self._call_by_call(spans)
             self._computed = snapshot.spans
             if not self._session.is_turn_done:
-                raise self._missing_call_error(snapshot.open_round.step)
+                raise self._missing_call_error(snapshot.open_round.step + 1)
 
     def _repeat(self, spans: Spans) -> Iterator[Spans]:
         """Yield the calls of a batch that the group counts in this step, and whose change this worker has
@@ -165,7 +165,7 @@ class Turns:
         if self._pauses.should_stop:
             log.warning(
                 "this worker's agent is stopping this worker; its training loop will end after step %d",
-                self._session.snapshot.applied,
+                self._session.snapshot.applied + 1,
             )
             return False
         snapshot = self._session.snapshot

@@ -75,7 +75,7 @@ def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
         return
     mine, theirs = _difference(rows[plan.rank], rows[staying[0]])
     raise ConfigError(
-        f"step {plan.step} cannot be committed: rank {plan.rank} has {mine}, but {len(staying)} of "
+        f"step {plan.step + 1} cannot be committed: rank {plan.rank} has {mine}, but {len(staying)} of "
         f"{plan.world_size} workers (rank {staying[0]}) have {theirs}; "
         f"they continue without rank {plan.rank}",
         remedy="change the optimizer's settings in the same way on all workers: step ReduceLROnPlateau with "

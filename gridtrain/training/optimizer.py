@@ -359,7 +359,7 @@ class GridOptimizer(WrappingOptimizer):
                 self._statistics.restore()
             return
         if weighed is plan and self.weigh_by != "samples":
-            log.warning("step %d was weighed by samples: not all counts were known in time", plan.step)
+            log.warning("step %d was weighed by samples: not all counts were known in time", plan.step + 1)
         if averages is not None:
             self.buffer_averaging.apply(averages)
         if trial is not None and self._overlapper is not None:
@@ -485,7 +485,7 @@ class GridOptimizer(WrappingOptimizer):
             self.load_settings(step.settings)
             self.apply_update(step.update)
         except Exception as error:  # a user's optimizer with a peer's settings may raise anything
-            text = f"step {step.step} cannot be replayed: {type(error).__name__}: {error}"
+            text = f"step {step.step + 1} cannot be replayed: {type(error).__name__}: {error}"
             raise RemoteProtocolError(text, remedy="request the whole state instead") from error
 
     def load_settings(self, settings: bytes) -> None:

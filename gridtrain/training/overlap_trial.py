@@ -139,11 +139,11 @@ class OverlapTrial:
             f"{format_seconds(whole_s)} without"
         )
         if self.is_worthwhile:
-            return f"overlap is on from step {plan.step + 1}: {took}"
+            return f"overlap is on from step {plan.step + 2}: {took}"
         again = SECOND_PHASE if phase < SECOND_PHASE else (phase // PERIOD_STEPS + 1) * PERIOD_STEPS
         return (
-            f"overlap is off from step {plan.step + 1}, because it does not save at least {MARGIN:.0%}: "
-            f"{took}; overlap is tried again in step {plan.first_step + again}"
+            f"overlap is off from step {plan.step + 2}, because it does not save at least {MARGIN:.0%}: "
+            f"{took}; overlap is tried again in step {plan.first_step + again + 1}"
         )
 
     def _phase_of(self, plan: StepPlan) -> tuple[int, int | None]:

@@ -46,7 +46,7 @@ class SkipReport:
         log.log(
             logging.WARNING if is_own else logging.INFO,
             "step %d is skipped by all workers: %s gradient is not finite, or too large to be summed%s%s",
-            step,
+            step + 1,
             whose,
             again,
             remedy,

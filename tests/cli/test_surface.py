@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from gridtrain import errors, extras
 from gridtrain._version import __version__
 from gridtrain.cli import doctor
-from gridtrain.cli.main import COMMANDS, EXIT_CODES, cli
+from gridtrain.cli.main import COMMANDS, EXIT_CODES, cli, main
 from gridtrain.tools.options import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,27 @@ def test_the_error_of_an_unknown_command_names_a_similar_one() -> None:
     for word, meant in (("stat", "status"), ("invitation", "invite"), ("cordinator", "coordinator")):
         done = CliRunner().invoke(cli, [word])
         assert done.exit_code == 2 and re.search(rf"Did you mean .*{meant}", done.output), done.output
-    assert "Did you mean" not in CliRunner().invoke(cli, ["xyzzy"]).output
+    for word in ("xyzzy", "train", "run", "end"):
+        assert "Did you mean" not in CliRunner().invoke(cli, [word]).output
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("coordinator --frob", ""),
+        ("new --runs", ""),
+        ("coordinator --runs", "--run"),
+        ("worker --restart 1", "--restarts"),
+    ],
+)
+def test_the_error_of_an_unknown_option_names_only_a_similar_one(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    text = capsys.readouterr().err
+    suggested = re.findall(r"mean\W+(--[\w-]+)\W*$", text)
+    assert "No such option" in text and suggested == ([meant] if meant else []), text
 
 
 def test_config_show_names_the_source_of_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,19 @@ def test_text_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue().endswith('  joined          reachable=yes relay=no limit=none tried="a, b"\n')
 
 
+def test_text_says_what_became_of_the_open_step_and_json_names_the_verdict() -> None:
+    out = io.StringIO()
+    for verdict in ("ABORT", "COMMIT"):
+        log_to(out, "text")("info", "generation", {"verdict": verdict, "step": 7})
+    assert [line[26:] for line in out.getvalue().splitlines()] == [
+        "open_step=repeated step=7",
+        "open_step=committed step=7",
+    ]
+    out = io.StringIO()
+    log_to(out)("info", "generation", {"step": 7, "verdict": "ABORT"})
+    assert json.loads(out.getvalue())["fields"] == {"step": 7, "verdict": "ABORT"}
+
+
 def test_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     out = Terminal()

@@ -147,7 +147,7 @@ def test_a_wrong_number_of_step_calls_is_refused(outcomes: Any) -> None:
     (seldom,) = outcomes(lambda grid, number: train(grid, number, 0), 1)
     (often,) = outcomes(lambda grid, number: train(grid, number, 2), 1)
     assert isinstance(seldom, ConfigError) and isinstance(often, ConfigError)
-    assert "called 3 times for the 4 batches of step 0" in str(seldom)
+    assert "called 3 times for the 4 batches of step 1" in str(seldom)
     assert "called 5 times for a step's 4 batches" in str(often)
 
 

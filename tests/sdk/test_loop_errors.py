@@ -162,11 +162,11 @@ ERRORS = {
     not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",
     wrapped_twice: "grid.optimizer was called twice -> call grid.optimizer only once, because a run trains",
     step_before_the_data: "a step was begun before the data set was given -> iterate over grid.batches(",
-    forgotten_step: "optimizer.step() was called 0 times for the batch of step 0; each batch is one step "
+    forgotten_step: "optimizer.step() was called 0 times for the batch of step 1; each batch is one step "
     "-> call optimizer.step() once for each batch",
-    step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 0; ",
-    two_steps_for_one_batch: "optimizer.step() was called twice for the batch of step 0; ",
-    a_step_for_each_part_of_one: "optimizer.step() was called twice for the batch of step 0; each batch is "
+    step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 1; ",
+    two_steps_for_one_batch: "optimizer.step() was called twice for the batch of step 1; ",
+    a_step_for_each_part_of_one: "optimizer.step() was called twice for the batch of step 1; each batch is "
     "one step -> call optimizer.step() once for each batch, or once for every a batches of "
     "grid.batches(..., accumulate=a)",
     step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
@@ -178,7 +178,7 @@ ERRORS = {
     momentum_twice: "SGD has momentum 0.9, and GTopK(density=0.01, momentum=0.9, values=fp16) applies "
     "momentum, too -> keep the exchange's momentum and build SGD with momentum=0",
     another_models_optimizer: "the optimizer has 2 parameters that the model does not have -> build the",
-    a_loader_that_reads_ahead: "optimizer.step() was called 0 times for the batch of step 0; each batch is "
+    a_loader_that_reads_ahead: "optimizer.step() was called 0 times for the batch of step 1; each batch is "
     "one step -> call optimizer.step() once for each batch, or once for every a batches of "
     "grid.batches(..., accumulate=a); a DataLoader with workers reads the next batch too early: use "
     "num_workers=0, or instead of the loader grid.batches(dataset, ..., num_workers=n)",
@@ -258,7 +258,7 @@ def test_a_worker_that_alone_changes_its_learning_rate_is_removed(outcomes: Any)
     assert isinstance(changed, ConfigError)
     with pytest.raises(
         ConfigError,
-        match=r"^step 3 cannot be committed: rank \d has lr=0\.002, but 2 of 3 workers \(rank \d\) have "
+        match=r"^step 4 cannot be committed: rank \d has lr=0\.002, but 2 of 3 workers \(rank \d\) have "
         r"lr=0\.01; they continue without rank \d -> "
         r"change the optimizer's settings in the same way on all workers: "
         r"step ReduceLROnPlateau with grid\.mean\(loss\), and name schedulers in grid\.track\(scheduler=",

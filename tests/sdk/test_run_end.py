@@ -61,6 +61,23 @@ def test_a_worker_logs_at_the_end_how_much_was_skipped(
     ] * (2 if skips else 0)
 
 
+def test_the_owner_is_told_that_the_final_model_was_not_written(new_group: Any, tmp_path: Path) -> None:
+    (tmp_path / "final.safetensors").mkdir()
+    with new_group(workers=2) as group:
+        for _ in range(2):
+            group.start(lambda grid, number: train_steps(grid, 1.0))
+        results = [group.result(number) for number in range(2)]
+        group.wait_for("finished", "model_not_written")
+    failed = [number for number, result in enumerate(results) if isinstance(result, ConfigError)]
+    assert len(failed) == 1, "the other one has waited for the end of the run, too"
+    status = group.coordinator.snapshot()
+    assert (status["phase"], status["reason"]) == ("finished", "2 workers reached the end of the run")
+    assert status["alert"] == (
+        f"the final model was not written: worker-{failed[0]}: {tmp_path}/final.safetensors cannot be "
+        "written: Is a directory; gridtrain export writes it from any worker's latest checkpoint"
+    )
+
+
 def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:
     finished, ended = threading.Barrier(3), threading.Event()
 

@@ -69,7 +69,7 @@ def test_the_largest_group_of_equal_settings_goes_on(rates, leaving, skipping):
 def test_the_error_names_the_settings():
     rates = [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.01, "momentum": 0.9, "nesterov": True}]
     assert answers_of(summed([sgd(**options) for options in rates]), 3)[2] == (
-        "step 7 cannot be committed: rank 2 has lr=0.01, momentum=0.9, nesterov=True, but 2 of 3 workers "
+        "step 8 cannot be committed: rank 2 has lr=0.01, momentum=0.9, nesterov=True, but 2 of 3 workers "
         "(rank 0) have lr=0.1, momentum=0, nesterov=False; they continue without rank 2"
     )
 

@@ -73,8 +73,8 @@ def test_overlap_that_saves_no_time_is_turned_off():
     members = Members(3).run(120, lambda rank, early: 1.1 if early else 1.0)
     assert members.history == "ww" + TRIAL + "W" + "w" * THEN + TRIAL + "W" + "w" * 7
     assert members.decided == [
-        "overlap is off from step 15, because it does not save at least 2%: backward and exchange take "
-        "1.1 s with overlap, 1 s without; overlap is tried again in step 100"
+        "overlap is off from step 16, because it does not save at least 2%: backward and exchange take "
+        "1.1 s with overlap, 1 s without; overlap is tried again in step 101"
     ]
 
 
@@ -83,7 +83,7 @@ def test_overlap_that_saves_time_stays_on():
     # The table is sent in a step of the previous mode, whole at first.
     assert members.history == "ww" + TRIAL + "W" + "E" * THEN + TRIAL + "E" + "E" * 7
     assert members.decided == [
-        "overlap is on from step 15: backward and exchange take 900 ms with overlap, 1 s without"
+        "overlap is on from step 16: backward and exchange take 900 ms with overlap, 1 s without"
     ]
 
 
@@ -96,9 +96,9 @@ def test_a_later_trial_can_turn_overlap_on_again():
     assert members.history[113:600] == "E" * 487
     assert members.history[613:] == "w" * 7
     assert [text.split(":")[0] for text in members.decided] == [
-        "overlap is off from step 15, because it does not save at least 2%",
-        "overlap is on from step 113",
-        "overlap is off from step 613, because it does not save at least 2%",
+        "overlap is off from step 16, because it does not save at least 2%",
+        "overlap is on from step 114",
+        "overlap is off from step 614, because it does not save at least 2%",
     ]
 
 

@@ -16,7 +16,7 @@ def test_a_worker_logs_that_its_gradient_is_not_finite(caplog: pytest.LogCapture
         report.record_skipped(7, is_own=True)
         report.record_skipped(9, is_own=False)
     own, others = caplog.records
-    assert own.levelno == logging.WARNING and "step 7 is skipped" in own.message
+    assert own.levelno == logging.WARNING and "step 8 is skipped" in own.message
     assert "this worker's gradient is not finite" in own.message
     assert others.levelno == logging.INFO and "another worker's gradient is not finite" in others.message
     assert report.total == 2 and figures == {"own_skipped_steps": 1.0}
@@ -28,7 +28,7 @@ def test_many_skipped_steps_have_few_lines_also_if_others_are_between_them(
     report = SkipReport(lambda figures: None)
     for step in range(0, 150, 5):
         report.record_skipped(step, is_own=True)
-    assert [record.args[0] for record in caplog.records] == [0, 5, 15, 35, 75]  # type: ignore[index]
+    assert [record.args[0] for record in caplog.records] == [1, 6, 16, 36, 76]  # type: ignore[index]
     assert "(16 steps so far)" in caplog.messages[-1] and report.total == 30
 
 
@@ -39,4 +39,4 @@ def test_the_first_skipped_step_of_a_worker_is_logged_after_many_of_others(
     for step in range(10):
         report.record_skipped(step, is_own=step == 9)
     (record,) = caplog.records
-    assert record.message.startswith("step 9 is skipped by all workers: this worker's gradient")
+    assert record.message.startswith("step 10 is skipped by all workers: this worker's gradient")

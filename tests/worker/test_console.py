@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import pty
 import termios
 import threading
@@ -16,6 +17,7 @@ import pytest
 from brisk import WITHIN_S
 
 from gridtrain.runtime.contribution import REPORT_INTERVAL_S, Contribution, ContributionReporter
+from gridtrain_worker import agent
 from gridtrain_worker.console import (
     CLEAR,
     Console,
@@ -264,6 +266,45 @@ def test_the_format_of_the_log_can_be_chosen() -> None:
         (TerminalConsole, FakeTerminal, "text"),
         (JsonConsole, FakeTerminal, "json"),
     }
+
+
+class Pieces(Console):
+    """Records the pieces of the script's output, and says so."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.changed = threading.Condition()
+
+    def write_output(self, text: str, stream: TextIO) -> None:
+        with self.changed:
+            self.pieces.append(text)
+            self.changed.notify_all()
+
+    def wait_for(self, *pieces: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.pieces == list(pieces), WITHIN_S), self.pieces
+
+
+@pytest.mark.parametrize("partial_line_s", [0.0, WITHIN_S])
+def test_a_line_that_the_script_writes_in_parts_is_shown_whole_but_a_prompt_appears(
+    monkeypatch: pytest.MonkeyPatch, partial_line_s: float
+) -> None:
+    monkeypatch.setattr(agent, "PARTIAL_LINE_S", partial_line_s)
+    console, (end, script) = Pieces(), os.pipe()
+    copier = threading.Thread(target=agent._copy, args=(os.fdopen(end, "rb"), io.StringIO(), "", console))
+    copier.start()
+    os.write(script, b"first\nloss ")
+    console.wait_for("first\n", *(() if partial_line_s else ("loss ",)))
+    os.write(script, b"0.5")
+    if not partial_line_s:
+        console.wait_for("first\n", "loss ", "0.5")
+    os.write(script, b"\nlast")
+    os.close(script)
+    copier.join(WITHIN_S)
+    if partial_line_s:
+        assert console.pieces == ["first\n", "loss 0.5\n", "last"]
+    else:
+        assert "".join(console.pieces) == "first\nloss 0.5\nlast"
 
 
 def test_a_text_log_has_whole_lines_and_few_figures() -> None:

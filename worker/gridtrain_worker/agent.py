@@ -67,6 +67,9 @@ Tell = Callable[[str], None]
 KEY_DIGITS = 12  # as the coordinator shows it
 _clock = time.monotonic  # replaced by tests
 TICK_S = 0.05
+PARTIAL_LINE_S = 0.1
+"""How long the beginning of a line of the script waits for its end, so that no other output tears it: Python
+writes the newline of a `print` separately to a pipe."""
 GROUP_EXIT_TIMEOUT_S = 3.0
 """Time between SIGTERM and SIGKILL for processes that remain in the script's group."""
 
@@ -589,15 +592,30 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
-    """Copy the script's output: line by line with the worker's name, or unchanged if there is no name."""
+    """Copy the script's output: line by line with the worker's name, or unchanged if there is no name.
+
+    Without a name, the beginning of a line is copied after `PARTIAL_LINE_S`: it may be a prompt.
+    """
     with pipe:
         if name:
             for line in pipe:
                 console.write_output(f"[{name}] {line.decode(errors='replace')}", stream)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        while piece := os.read(pipe.fileno(), 1 << 16):
-            console.write_output(decoder.decode(piece), stream)
+        partial, until_s = "", math.inf
+        while True:
+            left_s = max(0.0, until_s - time.monotonic()) if partial else None
+            is_late = not select.select([pipe], [], [], left_s)[0]
+            piece = b"" if is_late else os.read(pipe.fileno(), 1 << 16)
+            text = partial + decoder.decode(piece)
+            shown = text[: text.rfind("\n") + 1] if piece and len(text) < 1 << 17 else text
+            if shown or not partial:
+                until_s = time.monotonic() + PARTIAL_LINE_S
+            partial = text[len(shown) :]
+            if shown:
+                console.write_output(shown, stream)
+            if not piece and not is_late:
+                return
 
 
 def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> str:

@@ -101,7 +101,7 @@ class Complaints:
         ):
             return []
         # The generation's first step identifies the stall, because no reporter can choose it.
-        step, reason = run.view.applied + 1, stalled.reason
+        step, reason = run.view.applied + 2, stalled.reason
         times = self._stalled_step.record(step, stalled, worker.peer)
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
         effects: list[Effect] = [LogEvent("warning", "stalled", fields)]
@@ -125,7 +125,7 @@ class Complaints:
             run.view_change.request(f"the state of {worker.name} differs from the state of most members")
             fields = {
                 "name": worker.name,
-                "step": message.step,
+                "step": message.step + 1,
                 "so_far": self._divergence.divergence_count,
             }
             effects += [LogEvent("warning", "drifted", fields), notice]

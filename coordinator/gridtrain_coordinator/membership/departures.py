@@ -23,6 +23,8 @@ from gridtrain_coordinator.run.run_state import RunState
 
 RESTART = "restart this worker to join again, or let `gridtrain worker --restarts N` restart it"
 
+MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint"
+
 
 class Departures:
     """Removes workers, and requests another generation if a removed worker was a member."""
@@ -50,7 +52,18 @@ class Departures:
         worker = self._run.workers.get(peer)
         if worker is None:
             return [Disconnect(peer)]
-        return [*self._remove(worker, f"left: {reason}", is_voluntary=True), Disconnect(peer)]
+        missed = self._record_missing_model(worker, reason)
+        return [*missed, *self._remove(worker, f"left: {reason}", is_voluntary=True), Disconnect(peer)]
+
+    def _record_missing_model(self, worker: Worker, reason: str) -> list[Effect]:
+        """Record that a member which reached the end of the run leaves without having written the model."""
+        run, (what, _, why) = self._run, reason.partition(": ")
+        has_finished = worker.peer in (run.members if run.is_finished else run.finished_members)
+        if what != m.MODEL_NOT_WRITTEN or not has_finished:
+            return []
+        run.record_missing_model(f"the final model was not written: {worker.name}: {why}; {MODEL_REMEDY}")
+        fields = {"name": worker.name, "reason": why, "remedy": MODEL_REMEDY}
+        return [LogEvent("error", "model_not_written", fields)]
 
     def dismiss(self, peer: m.PeerId, reason: str, *, notify: bool = True) -> list[Effect]:
         """Remove and disconnect a worker.

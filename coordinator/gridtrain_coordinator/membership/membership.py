@@ -256,7 +256,7 @@ class Membership:
         if not run.present_members:
             return effects, (
                 f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
-                "worker with a checkpoint has come"
+                "worker with a checkpoint has come; repeat the order if the coordinator restarts before then"
             )
         return effects, (
             f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} write the '
@@ -292,7 +292,7 @@ class Membership:
             "step": max(steps),
             "skipped_samples": skipped.skipped_samples,
             "skipped_in_a_row": skipped.in_a_row,
-            "alert": skipped.alert if run.present_members and not run.is_finished else "",
+            "alert": run.missing_model if run.is_finished else skipped.alert if run.present_members else "",
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,
@@ -463,7 +463,7 @@ class Membership:
                 pass  # it repeats the report until it is a member
             case m.CatchUpReport(applied):
                 worker.mark_caught_up()
-                return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied})]
+                return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)
             case m.Leave(reason):

@@ -85,7 +85,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                     step = int(body["rollback"]["to"])
                     checkpoints = {at: digests for at, digests in checkpoints.items() if at[0] < step}
     if latest is None:
-        return RecoveredRun(definition)
+        return RecoveredRun(definition, is_finished=phase == RunPhase.FINISHED)
     view, roster = _view(latest)
     recovered = RecoveredRun(
         definition, view.generation, has_committed=True, checkpoints=checkpoints, names=names

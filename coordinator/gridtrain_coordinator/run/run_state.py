@@ -54,6 +54,7 @@ class RunState:
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
         finished_members: members that have reached the end of the run.
+        missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
         is_ending: whether the owner has ended the run, which finishes when its members hold one state.
     """
 
@@ -78,6 +79,7 @@ class RunState:
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
         self.finished_members: set[m.PeerId] = set()
+        self.missing_model = ""
         self._min_workers, self._software = min_workers, software
         self._set_members(())
 
@@ -203,6 +205,7 @@ class RunState:
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
         self.finished_members.clear()
+        self.missing_model = ""  # the new first member writes the model
         self.departed_members.clear()
 
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
@@ -251,6 +254,9 @@ class RunState:
         self.finished_members.add(peer)
         if peer in self.members:  # other workers committed no steps
             self.record_step(min(applied, MAX_STEPS) + 1)
+
+    def record_missing_model(self, reason: str) -> None:
+        self.missing_model = reason
 
     # -- journal entries and messages --------------------------------------------------------------
 

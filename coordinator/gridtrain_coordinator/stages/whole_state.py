@@ -162,7 +162,7 @@ def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str
     """Explain why the run waits although there are enough workers."""
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
-        f"no present worker holds {which} of {stages} after step {applied}, and no earlier step has "
+        f"no present worker holds {which} of {stages} after step {applied + 1}, and no earlier step has "
         "checkpoints of all stages; training continues when a worker that holds the state comes back"
     )
 

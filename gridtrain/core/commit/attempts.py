@@ -501,7 +501,8 @@ class Attempts:
         self._attempt, self._aborts = self._attempt + 1, self._aborts + 1
         self.abort_reason, self.silent_s = decided.reason, decided.silent_s
         self.suspects = tuple(self._peer(rank) for rank in decided.suspects)
-        fields = {"step": ended.round_id.step, "attempt": ended.round_id.attempt, "reason": decided.reason}
+        step, attempt = ended.round_id.step + 1, ended.round_id.attempt + 1
+        fields = {"step": step, "attempt": attempt, "reason": decided.reason}
         return [LogEvent("aborted", fields), ResolveRound(ended.round_id, False, 0, decided.reason)]
 
 
@@ -537,9 +538,9 @@ def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
     """
     if there.step > here.step + MAX_STEPS_AHEAD or there.attempt >= ABORTS_BEFORE_FREEZE:
         raise RemoteProtocolError(
-            f"rank {from_rank} is at step {there.step}, attempt {there.attempt}; no member can be past step "
-            f"{here.step + MAX_STEPS_AHEAD} while this member is at step {here.step}, nor past attempt "
-            f"{ABORTS_BEFORE_FREEZE - 1}",
+            f"rank {from_rank} is at step {there.step + 1}, attempt {there.attempt + 1}; no member can be "
+            f"past step {here.step + 1 + MAX_STEPS_AHEAD} while this member is at step {here.step + 1}, nor "
+            f"past attempt {ABORTS_BEFORE_FREEZE}",
             remedy=_REMEDY,
         )
 

@@ -223,7 +223,7 @@ class Generation:
             is_late = not is_synced and now_s >= self.incoming_state.forwarding.deadline_s
             bypass = self.incoming_state.bypass_forwarder("no block arrived in time") if is_late else []
             return bypass + required.report_late(now_s)
-        step, timeout_s = self._context.replica_state.step, self._context.step_pace.timeout_s
+        step, timeout_s = self._context.replica_state.step + 1, self._context.step_pace.timeout_s
         if attempts.is_stuck and attempts.rank == ROOT:
             reason = f"attempts at step {step} abort: {attempts.abort_reason}"
             return self._report_stall(attempts.suspects, attempts.silent_s, reason)
@@ -516,7 +516,7 @@ class Generation:
         timeout_s = self._context.step_pace.timeout_s
         is_overdue = attempts.is_stuck and now_s >= self._attempt_ended_s + timeout_s
         if is_overdue and not self._is_stall_reported:  # the root has not reported it
-            reason = f"step {attempts.next_round.step} was aborted, but not frozen, for {timeout_s:.1f} s"
+            reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen, for {timeout_s:.1f} s"
             effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
         if attempts.rank == ROOT:

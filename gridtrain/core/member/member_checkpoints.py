@@ -232,7 +232,7 @@ class MemberCheckpoints:
         if checkpoint.applied > self._replica_state.applied + 1:
             raise RemoteProtocolError(
                 f"rank {owner} sent a checkpoint of step {checkpoint.applied + 1}; "
-                f"step {self._replica_state.applied + 1} is open on this member"
+                f"step {self._replica_state.applied + 2} is open on this member"
             )
         return [StoreCheckpointBlock(peer, block)]
 

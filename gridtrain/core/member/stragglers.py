@@ -210,7 +210,7 @@ class Stragglers:
         before, self.absent = self.absent, frozenset(absent_ranks(flags))
         is_root, members = self._assignment.rank == ROOT, self._assignment.members
         events: list[MemberEffect] = [
-            LogEvent("proceed", {"step": self._step, "without": members[rank].name})
+            LogEvent("proceed", {"step": self._step + 1, "without": members[rank].name})
             for rank in sorted(self.absent - before if is_root else ())
         ]
         if self._assignment.rank not in self.absent:

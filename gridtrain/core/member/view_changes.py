@@ -169,7 +169,7 @@ class ViewChanges:
         ):
             return []
         self._context.replica_state.mark_unsynced()
-        return [LogEvent("drifted", {"step": message.step})]
+        return [LogEvent("drifted", {"step": message.step + 1})]
 
     # -- from generation to generation -----------------------------------------------------------
 

@@ -310,6 +310,11 @@ class ReplicaDigest(Message):
     digest: Digest
 
 
+MODEL_NOT_WRITTEN = "could not write the final model"
+"""The beginning of the reason for leaving a finished run, if this worker should have written the final model,
+or a part of it, but could not."""
+
+
 @message(17)
 @dataclass(frozen=True, slots=True)
 class Leave(Message):

@@ -108,8 +108,8 @@ class WorkerSpeeds:
         counts = tuple(divide_samples(total, self._assumed_speeds(peers, measured), most))
         exceeded = _exceeded_limits(names, counts, most)
         if not measured:
-            reason = f"{total} samples in even shares: no speed has been measured yet{exceeded}"
-            return BatchShares(counts, reason)
+            why = "too little computing was measured to compare speeds"
+            return BatchShares(counts, f"{total} samples in even shares: {why}{exceeded}")
         shown = ", ".join(
             f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
             for peer, name, count in list(zip(peers, names, counts, strict=True))[:MAX_NAMED_WORKERS]

@@ -317,4 +317,4 @@ def progress_line(progress: Sequence[int], width: int = 24) -> str:
     if at < 0:
         filled = width * here // total
         return f"[{'#' * filled}{'.' * (width - filled)}] {here} of {total} blocks of the state"
-    return f"at step {at}; the other workers are at step {latest}"
+    return f"at step {at + 1}; the other workers are at step {latest + 1}"

@@ -97,7 +97,7 @@ class CatchUpSource:
             try:
                 snapshot = StateSnapshot.build(applied, history, *parts)
             except Exception:  # the receivers then receive the state while the members wait
-                log.exception("cannot build the snapshot of step %d", applied)
+                log.exception("cannot build the snapshot of step %d", applied + 1)
             self._submit(lambda: self._store_built(snapshot))
 
         self._submit(start)
@@ -151,7 +151,7 @@ class CatchUpSource:
                 return self._snapshot_sender.handle_request(peer, message)
             case m.UpdatesRequest(applied):
                 if not self._log.has_all_after(applied):
-                    return [m.SnapshotUnavailable(f"the updates after step {applied} are not available")]
+                    return [m.SnapshotUnavailable(f"the updates after step {applied + 1} are not available")]
                 self._next_step[peer] = applied + 1
         return []
 

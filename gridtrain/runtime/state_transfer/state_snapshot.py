@@ -150,7 +150,7 @@ class SnapshotSender:
             self._waiting.add(peer)
             return []
         if self.snapshot is None or request.applied != self.snapshot.applied:
-            return [m.SnapshotUnavailable(f"this source has no snapshot of step {request.applied}")]
+            return [m.SnapshotUnavailable(f"this source has no snapshot of step {request.applied + 1}")]
         self._request_counts[peer] += len(request.blocks)
         if exceeds_request_limit(self._request_counts[peer], self.snapshot.layout.block_count):
             return [
@@ -337,8 +337,8 @@ class SnapshotReceiver:
         if len(data) != expected or not matches_digest(data, self._digests[block.index]):
             self._missing.appendleft(block.index)
             raise RemoteProtocolError(
-                f"block {block.index} of the snapshot of step {chosen.applied} ({len(data)} bytes) does not "
-                "match its table",
+                f"block {block.index} of the snapshot of step {chosen.applied + 1} ({len(data)} bytes) does "
+                "not match its table",
                 remedy=_REMEDY,
             )
         self._buffer.store(block.index, data)

@@ -34,7 +34,7 @@ from gridtrain_coordinator.run.events import (
     Send,
     WorkerRemoved,
 )
-from gridtrain_coordinator.run.journal_recovery import RecoveredRun
+from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.worker_names import unique_name
 
@@ -945,7 +945,7 @@ def test_a_setup_after_the_end_is_refused_as_finished() -> None:
 # -- the owner ends the run ----------------------------------------------------------------------------
 
 
-def end(run: Run) -> str:
+def end(run: ScriptedCoordinator) -> str:
     effects, answer = run.core.end_run(run.now_s)
     run.keep(effects)
     return answer
@@ -975,9 +975,30 @@ def test_a_run_that_its_owner_ends_is_finished_when_its_members_hold_one_state()
 def test_a_run_without_members_ends_at_once() -> None:
     run = ScriptedCoordinator(min_workers=2)
     run.join(A)
-    effects, answer = run.core.end_run(run.now_s)
-    assert answer == 'the run "r" is finished; it had no members'
-    assert [refused.code for refused in sent(effects, m.Refused, to=A)] == ["finished"]
+    assert end(run) == 'the run "r" is finished; it had no members'
+    assert [refused.code for refused in sent(run.effects, m.Refused, to=A)] == ["finished"]
+    assert recover_run(run.journal).is_finished, "also after a restart"
+
+
+def test_a_coordinator_that_restarts_at_the_end_of_the_run_knows_the_end_once_it_is_announced() -> None:
+    run = Run(A, B)
+    end(run)
+    run.report(A, B)
+    run.ready(A)
+    assert not recover_run(run.journal).is_finished, "the order is repeated"
+    run.ready(B)
+    assert recover_run(run.journal).is_finished
+    run = Run(A)
+    run.say(A, m.RunFinished(9, b"history"))
+    assert recover_run(run.journal).is_finished
+
+
+def test_the_answer_for_a_run_whose_members_are_away_says_that_a_restart_forgets_the_order() -> None:
+    run = Run(A, B)
+    again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)
+    assert end(again).endswith(
+        "or a worker with a checkpoint has come; repeat the order if the coordinator restarts before then"
+    )
 
 
 def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() -> None:
@@ -1074,3 +1095,33 @@ def test_the_counts_of_skipped_steps_stay_without_a_look_at_them_before_the_memb
     skips(run, A, 30, 30, 30)
     run.say(A, m.Leave("Ctrl-C"))
     assert run.core.snapshot(run.now_s)["skipped_samples"] == 240
+
+
+def test_a_member_that_says_too_early_that_it_could_not_write_the_model_is_not_believed() -> None:
+    run = Run(A, B)
+    run.say(B, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    assert "model_not_written" not in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+
+
+def test_the_final_model_of_a_run_that_its_owner_has_ended_is_missed() -> None:
+    run = Run(A)
+    end(run)
+    run.report(A)
+    run.ready(A)
+    run.say(A, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    assert run.core.snapshot(run.now_s)["alert"] == (
+        "the final model was not written: a: its disk is full; gridtrain export writes it from any worker's "
+        "latest checkpoint"
+    )
+
+
+def test_the_final_model_is_not_missed_if_the_next_generation_writes_it() -> None:
+    run = Run(A, B)
+    run.say(B, m.RunFinished(9, b"history"), m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    assert "model_not_written" in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+    assert run.core.snapshot(run.now_s)["alert"] == ""
+    run.report(A)
+    run.ready(A)
+    run.say(A, m.RunFinished(9, b"history"))
+    status = run.core.snapshot(run.now_s)
+    assert (status["phase"], status["alert"]) == ("finished", "")

@@ -186,7 +186,7 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason.startswith(
-        "no present worker holds stage 1 of 2 after step 12, and no earlier step has"
+        "no present worker holds stage 1 of 2 after step 13, and no earlier step has"
     )
     run.join(D)
     view = run.core.run.view

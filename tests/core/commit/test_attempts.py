@@ -56,10 +56,10 @@ def test_early_messages_are_counted_and_bounded_for_each_peer(monkeypatch: pytes
 def test_a_message_beyond_the_next_step_is_refused() -> None:
     mine = member(2)
     for ahead in (at(2), at(0, attempt=2), at(1, attempt=2)):
-        with pytest.raises(RemoteProtocolError, match="no member can be past step 1"):
+        with pytest.raises(RemoteProtocolError, match="no member can be past step 2"):
             mine.receive(PEERS[0], data(ahead), 1, 0.0)
     assert mine.early_bytes(PEERS[0]) == 0
-    with pytest.raises(RemoteProtocolError, match="no member can be past step 1"):
+    with pytest.raises(RemoteProtocolError, match="no member can be past step 2"):
         mine.record_progress(PEERS[0], m.RoundProgress(at(2), 1), 0.0)
     mine.record_progress(
         PEERS[0], m.RoundProgress(at(1, attempt=2), 1), 0.0

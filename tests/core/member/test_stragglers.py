@@ -130,7 +130,7 @@ def test_the_root_requests_late_members_once_half_of_the_samples_wait() -> None:
     assert effects == [Send(PEERS[3], m.ProceedWithout(root.round_id(), SETTINGS))]
     assert root.subject.tick(due_s + 1) == [], "requested once"
     effects = root.subject.committed(absent_flag(3), due_s + 1)
-    assert effects == [LogEvent("proceed", {"step": root.step, "without": "d"})]
+    assert effects == [LogEvent("proceed", {"step": root.step + 1, "without": "d"})]
     assert root.subject.committed(absent_flag(3), due_s + 2) == [], "absent from the step before, too"
 
 

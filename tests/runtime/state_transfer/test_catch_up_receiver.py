@@ -231,7 +231,7 @@ def test_a_changed_block_is_detected() -> None:
         receiver.handle_message(A, m.SnapshotBlock(4, 0, bytes(BLOCK_BYTES)), 0.0)
         return receiver
 
-    with pytest.raises(RemoteProtocolError, match="block 0 of the snapshot of step 4"):
+    with pytest.raises(RemoteProtocolError, match="block 0 of the snapshot of step 5"):
         attack()
     with disable_defences("image-block"):
         assert attack()._snapshot.progress[0] == 1
@@ -261,7 +261,7 @@ def test_catch_up_fails_if_the_log_lacks_updates() -> None:
     source = Source(latest=4)
     source.catch_up.record_step(STEPS[3], N)  # step 8, without steps 5 to 7
     catch_up(receiver, source)
-    assert receiver.failure == "the updates after step 4 are not available"
+    assert receiver.failure == "the updates after step 5 are not available"
 
 
 def test_a_script_that_cannot_be_replayed_gives_the_reason() -> None:
@@ -342,4 +342,4 @@ def test_the_log_is_bounded_and_has_no_gap() -> None:
 def test_progress_is_shown_as_text() -> None:
     assert progress_line((0, 0, -1, -1)) == "waiting for a snapshot of the state"
     assert progress_line((5, 10, -1, 7), width=4) == "[##..] 5 of 10 blocks of the state"
-    assert progress_line((10, 10, 6, 9)) == "at step 6; the other workers are at step 9"
+    assert progress_line((10, 10, 6, 9)) == "at step 7; the other workers are at step 10"

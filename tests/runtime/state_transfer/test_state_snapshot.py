@@ -266,7 +266,7 @@ def test_a_block_that_differs_from_the_table_is_refused() -> None:
     exchange.turn()
     exchange.turn()
     index = min(exchange.receiver._sources[A].requested)
-    with pytest.raises(RemoteProtocolError, match=f"block {index} of the snapshot of step 5"):
+    with pytest.raises(RemoteProtocolError, match=f"block {index} of the snapshot of step 6"):
         exchange.receiver.receive_block(A, m.SnapshotBlock(5, index, bytes(BLOCK_BYTES)), 0.0)
     exchange.drop(A)  # as the I/O loop does after a violation
     exchange.finish()

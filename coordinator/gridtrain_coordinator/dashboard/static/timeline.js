@@ -85,7 +85,8 @@ function line(event) {
 }
 
 function sentence(event) {
-  const { name, reason, ...rest } = event.fields;
+  const { name, reason, verdict, ...rest } = event.fields;
+  if (verdict) rest.open_step = verdict === "COMMIT" ? "committed" : "repeated";
   const head = [WORDS[event.event] ?? event.event.replaceAll("_", " "), event.event === "generation" ? rest.generation : null]
     .filter((part) => part !== null && part !== undefined).join(" ");
   const more = Object.entries(rest).filter(([key, value]) => key !== "generation" && key !== "plan" && value !== null && value !== "")
