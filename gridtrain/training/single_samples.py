@@ -44,12 +44,14 @@ class _SingleValueNorm(_BatchNorm):
     pickled norms have."""
 
     on_single: Callable[[nn.Module], None]
+    on_several: Callable[[nn.Module, Tensor], None]
 
     def __init_subclass__(cls) -> None:
         """Do not call the method of the norm's own class, which may refuse subclasses."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not is_single(input) or (not self.training and self.running_mean is not None):
+            self.on_several(self, input)
             return super().forward(input)
         self.on_single(self)
         if self.running_mean is None:  # two zeros: a value normalized by itself is zero in any case
@@ -79,11 +81,18 @@ class SingleValueNorms:
 
     Args:
         on_single: called with a norm that is about to normalize a single value.
+        on_several: called with a norm and any other values; a hook would have a new id in each `with` block,
+            for which a compiled model is compiled again.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], on_single: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        on_single: Callable[[nn.Module], None],
+        on_several: Callable[[nn.Module, Tensor], None] = lambda norm, values: None,
+    ) -> None:
         self._norms = [module for module in modules if is_torch_norm(module)]
-        contents = {"on_single": staticmethod(on_single)}
+        contents = {"on_single": staticmethod(on_single), "on_several": staticmethod(on_several)}
         # created once, because a compiled model is compiled again for another class
         self._kinds = {
             kind: type(kind.__name__, (_SingleValueNorm, kind), contents) for kind in map(type, self._norms)
