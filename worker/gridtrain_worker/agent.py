@@ -201,7 +201,7 @@ def supervise(
     if not job.dry_run:
         check_machine(job)
     machine = MachineInfo.detect(job.name)
-    enrolled = enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted)
+    enrolled = enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted, tell=tell)
     with enrolled as entry, contextlib.ExitStack() as stack:
         check_joinable(entry)
         job = replace(job, name=machine.name)
