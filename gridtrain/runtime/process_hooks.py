@@ -40,8 +40,8 @@ _HINTS = {
         "a safetensors file is damaged or incomplete -> download it again, or copy it from another worker"
     ),
     "Expected more than 1 value per channel": (
-        "a batch has a single sample, with which SyncBatchNorm, scripted layers and F.batch_norm cannot train "
-        "-> use batch sizes that leave no batch with one sample, also at the end of a pass, or use "
+        "a batch has a single sample, with which SyncBatchNorm, scripted layers and F.batch_norm cannot "
+        "train -> use batch sizes that leave no batch with one sample, also at the end of a pass, or use "
         "BatchNorm1d, 2d or 3d"
     ),
 }
