@@ -202,7 +202,7 @@ class ModelState(ABC):
         log.warning(
             "this worker paused after step %d, but the group has begun again without its steps, and this "
             "worker continues after its step %d%s",
-            *(step, snapshot.applied + 1, hint if is_written and step == self._left_step else ""),
+            *(step, snapshot.applied + 1, hint if is_written else ""),
         )
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:

@@ -121,7 +121,7 @@ def test_a_worker_whose_steps_were_dropped_names_only_a_checkpoint_that_exists(
     state: Any, caplog: pytest.LogCaptureFixture, written_step: int | None
 ) -> None:
     """With overlapped local steps, or a full disk, there is none of the pause."""
-    state._paused_with, state._left_step, state._written_step = (HELD, False), 5, written_step
+    state._paused_with, state._written_step = (HELD, False), written_step
     state._warn_if_begun_again(SimpleNamespace(applied=0, history=b"another"))
     (message,) = caplog.messages
     assert "paused after step 5" in message and message.count("gridtrain export") == (written_step == 5)
@@ -146,7 +146,7 @@ def test_a_group_that_has_overtaken_a_pause_has_dropped_only_steps_that_no_other
     paused_step: int | None,
     is_warned: bool,
 ) -> None:
-    state._paused_with, state._left_step, state._written_step = (HELD, was_alone), 5, 5
+    state._paused_with, state._written_step = (HELD, was_alone), 5
     state._paused_step, state._uploader = paused_step, object() if uploads else None
     state._warn_if_begun_again(SimpleNamespace(applied=9, history=b"another"))
     assert [text.count("paused after step 5") for text in caplog.messages] == [1] * is_warned
