@@ -34,6 +34,7 @@ class LiveNetwork:
         description: a description of the network that is shown to users.
         local_steps: the optimizer steps between two exchanges.
         optimizer: the optimizer, a key of `OPTIMIZER_STATE_COPIES`; "" if it is unknown.
+        has_exchange_momentum: whether the exchange applies momentum.
         is_uniform: whether all links are equal.
     """
 
@@ -43,6 +44,7 @@ class LiveNetwork:
     description: str
     local_steps: int = 1
     optimizer: str = ""
+    has_exchange_momentum: bool = False
     is_uniform: bool = False
 
     @property
@@ -114,6 +116,7 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
         )
     texts = tuple((str(name), str(text)) for name, text in mapping(status.get("facts")).items())
     setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
+    facts = dict(texts)
     turn_s, local = _compute_s(status), local_steps_of(setup)
     every = local.every if local is not None else 1
     return LiveNetwork(
@@ -122,7 +125,8 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
         turn_s / every if turn_s is not None else None,
         f'{network.size} members of "{run}", as measured',
         every,
-        _optimizer(str(mapping(status.get("facts")).get("optimizer", ""))),
+        _optimizer(facts.get("optimizer", "")),
+        _has_momentum(facts.get("exchange", "")),
     )
 
 
@@ -132,9 +136,12 @@ def _optimizer(described: str) -> str:
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
 
     name = described.partition("(")[0].lower()
-    has_momentum = re.search(r"\bmomentum=(?!0(\.0)?[,)])", described)
-    name += "-momentum" if name == "sgd" and has_momentum else ""
+    name += "-momentum" if name == "sgd" and _has_momentum(described) else ""
     return name if name in OPTIMIZER_STATE_COPIES else ""
+
+
+def _has_momentum(described: str) -> bool:
+    return re.search(r"\bmomentum=(?!0(\.0)?[,)])", described) is not None
 
 
 def _alpha_s(link: LinkModel) -> float:

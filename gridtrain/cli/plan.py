@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -195,6 +196,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     metavar="SHARE",
     help="Density of sparse exchanges.  [0.001]",
 )
+@click.option("--momentum", is_flag=True, help="Sparse exchanges apply momentum.")
 @click.option(
     "--values",
     type=click.Choice(VALUES),
@@ -236,6 +238,7 @@ def plan(
     compute_s: float,
     exchanges: list[tuple[str, str]],
     density: float,
+    momentum: bool,
     values: str,
     local_steps: int,
     computing: float,
@@ -285,6 +288,7 @@ def plan(
                 values = values if given("values") else live.workload.values
         compute_s = compute_s if given("compute_s") else live.compute_s or compute_s
         local_steps = local_steps if given("local_steps") else live.local_steps
+        momentum = momentum or live.has_exchange_momentum
     if not parameters:
         raise click.UsageError("--parameters is missing; specify the model's number of parameters")
     counts = counts if given("counts") or not (network or live) else [described.workers]
@@ -296,10 +300,11 @@ def plan(
     rows = [[_estimate(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
     if picture:
         picture.write_text(_chart(rows, _subtitle(parameters, described, link, latency, compute_s)))
+    memory_of = partial(_memory, optimizer=optimizer, momentum=momentum)
     if as_json:
-        click.echo(json.dumps([_figures(each, computing, optimizer) for row in rows for each in row]))
+        click.echo(json.dumps([_figures(each, computing, memory_of(each)) for row in rows for each in row]))
     else:
-        _print(rows, described, computing, optimizer)
+        _print(rows, described, computing, optimizer, memory_of)
         if picture:
             click.echo(f"picture: {picture}")
 
@@ -342,6 +347,7 @@ def _print(
     described: DescribedNetwork | LiveNetwork,
     computing: float,
     optimizer: str,
+    memory_of: Callable[[ExchangeEstimate], WorkerMemory],
 ) -> None:
     from gridtrain.core.planning.exchange_comparison import (
         format_exchange,
@@ -367,7 +373,7 @@ def _print(
     text = f"Memory of a worker, bytes for each trainable parameter in float32, with --optimizer {named}:"
     click.echo(wrap_text(text))
     for each in rows[-1]:
-        memory = _memory(each, optimizer)
+        memory = memory_of(each)
         whole = format_bytes(memory.total * each.load.parameters)
         click.echo(wrap_text(f"  {each.load.name} {memory.total:.3g} ({whole}): {memory}", indent=4))
     if not described.is_uniform:
@@ -418,7 +424,7 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
     return table
 
 
-def _memory(each: ExchangeEstimate, optimizer: str) -> WorkerMemory:
+def _memory(each: ExchangeEstimate, optimizer: str, momentum: bool) -> WorkerMemory:
     from gridtrain.config import Dense, Exchange, GTopK, LocalSteps, TopK
     from gridtrain.core.planning.worker_memory import worker_memory
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES
@@ -426,7 +432,9 @@ def _memory(each: ExchangeEstimate, optimizer: str) -> WorkerMemory:
     load = each.load
     wire: Exchange = Dense(values=load.dense_values)
     if load.kind.is_sparse:
-        wire = TopK(load.density) if load.kind == "topk" else GTopK(load.density)
+        factor = 0.9 if momentum and each.local_steps == 1 else 0.0  # local steps exchange no gradients
+        kind = TopK if load.kind == "topk" else GTopK
+        wire = kind(load.density, momentum=factor)
     return worker_memory(
         wire,
         parameters=load.parameters,
@@ -436,7 +444,7 @@ def _memory(each: ExchangeEstimate, optimizer: str) -> WorkerMemory:
     )
 
 
-def _figures(each: ExchangeEstimate, computing: float, optimizer: str) -> dict[str, Any]:
+def _figures(each: ExchangeEstimate, computing: float, memory: WorkerMemory) -> dict[str, Any]:
     from gridtrain.core.planning.exchange_comparison import propose_for
 
     return {
@@ -447,7 +455,7 @@ def _figures(each: ExchangeEstimate, computing: float, optimizer: str) -> dict[s
         "sent_bytes": each.cost.sent_bytes,
         "received_bytes": each.cost.received_bytes,
         "cpu_s": each.cost.cpu_s,
-        "memory_bytes_per_parameter": asdict(_memory(each, optimizer)),
+        "memory_bytes_per_parameter": asdict(memory),
         "efficiency": each.efficiency,
         "speedup": each.speedup,
         "proposed_local_steps": propose_for(each, computing, overlap=False).every,

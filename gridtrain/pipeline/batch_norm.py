@@ -26,14 +26,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gridtrain.errors import ConfigError
-from gridtrain.training.single_samples import SingleValueNorms, is_single, is_torch_norm
+from gridtrain.training.single_samples import SingleValueNorms, is_torch_norm
+
+_COLLECTED = "collected_moments"
 
 
 @dataclass
@@ -57,6 +58,16 @@ class _Moments:
         self.count = total
 
 
+def _collect(norm: nn.Module, values: Tensor) -> None:
+    """Collect the statistics of a micro-batch in the norm itself, so that compiled layers of the same kind
+    share their code."""
+    if (collected := vars(norm).get(_COLLECTED)) is not None:
+        values = values.detach().float().transpose(0, 1).flatten(1)  # (C, count)
+        mean_C = values.mean(dim=1)
+        deviations_C = (values - mean_C[:, None]).square().sum(dim=1)
+        collected.append(_Moments(values.shape[1], mean_C, deviations_C))
+
+
 class MiniBatchStatistics:
     """Collects the statistics of all batch norms in `layers` for each mini-batch.
 
@@ -72,25 +83,12 @@ class MiniBatchStatistics:
                 remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
             )
         self._norms = [m for m in found if is_torch_norm(m) and m.running_mean is not None]
-        self._single_values = SingleValueNorms(found, self._record_lone)
+        self._single_values = SingleValueNorms(found, self._record_lone, _collect)
         self._sums: dict[_BatchNorm, _Moments] = {}
         self.lone: nn.Module | None = None
 
     def _record_lone(self, norm: nn.Module) -> None:
         self.lone = norm
-
-    def _collect(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        assert isinstance(norm, _BatchNorm)
-        values: Tensor = inputs[0] if inputs else named["input"]
-        if is_single(values):
-            return
-        values = values.detach().float().transpose(0, 1).flatten(1)  # (C, count)
-        mean_C = values.mean(dim=1)
-        found = _Moments(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
-        if norm in self._sums:
-            self._sums[norm].add(found)
-        else:
-            self._sums[norm] = found
 
     @contextmanager
     def observe(self, *, first_time: bool) -> Iterator[None]:
@@ -100,13 +98,15 @@ class MiniBatchStatistics:
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics
         observed = training if first_time else []
-        hooks = [norm.register_forward_pre_hook(self._collect, with_kwargs=True) for norm in observed]
+        for norm in observed:
+            vars(norm)[_COLLECTED] = []
         try:
             with self._single_values.allow():
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            for norm in observed:
+                for found in vars(norm).pop(_COLLECTED):
+                    self._sums[norm].add(found) if norm in self._sums else self._sums.update({norm: found})
             for norm in training:
                 norm.track_running_stats = True
 

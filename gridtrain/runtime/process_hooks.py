@@ -35,11 +35,24 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     raise sys.last_value
 
 
+_HINTS = {
+    "SafetensorError: Error while deserializing": (
+        "a safetensors file is damaged or incomplete -> download it again, or copy it from another worker"
+    ),
+    "Expected more than 1 value per channel": (
+        "a batch has a single sample, with which SyncBatchNorm, scripted layers and F.batch_norm cannot "
+        "train -> use batch sizes that leave no batch with one sample, also at the end of a pass, or use "
+        "BatchNorm1d, 2d or 3d"
+    ),
+}
+"""What gridtrain adds to the traceback of an error of another library that contains a text."""
+
+
 def install_error_hook() -> None:
     """Make an uncaught `GridtrainError` or Ctrl-C print one line instead of a traceback.
 
     A `GridtrainError` also sets the exit code.  A traceback is still printed for any other error (with a hint
-    for a damaged file of safetensors), and for all errors if GRIDTRAIN_DEBUG=1 is set.
+    from `_HINTS`), and for all errors if GRIDTRAIN_DEBUG=1 is set.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
         sys.excepthook = _format_error
@@ -75,12 +88,9 @@ def _format_error(kind: type[BaseException], error: BaseException, trace: Traceb
         raise SystemExit(error.exit_code)  # the interpreter exits with this code instead of 1
     else:
         sys.__excepthook__(kind, error, trace)
-        if kind.__name__ == "SafetensorError" and "deserializing" in str(error):  # it names no file
-            print(
-                f"gridtrain: {_place(trace)}a safetensors file is damaged or incomplete -> download it "
-                "again, or copy it from another worker",
-                file=sys.stderr,
-            )
+        for text, hint in _HINTS.items():
+            if text in f"{kind.__name__}: {error}":
+                print(f"gridtrain: {_place(trace)}{hint}", file=sys.stderr)
 
 
 def _place(trace: TracebackType | None) -> str:

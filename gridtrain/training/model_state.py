@@ -118,7 +118,8 @@ class ModelState(ABC):
         self._left_at: WorkerSnapshot | None = None  # whose state is to be saved; the model has no later one
         self._left_step: int | None = None  # of the state that this worker left or paused with
         self._paused_step: int | None = None  # of a checkpoint that is not uploaded
-        self._paused_with: CheckpointInfo | None = None  # the state of the latest pause, until the next turn
+        # The state of the latest pause, until the next turn, and whether no other worker had it:
+        self._paused_with: tuple[CheckpointInfo, bool] | None = None
 
     # -- joining -------------------------------------------------------------------------------------
 
@@ -178,26 +179,30 @@ class ModelState(ABC):
         """Begin a step: add a saved residual if it belongs to the current step, and write a checkpoint if one
         is due."""
         self._has_initial_weights, self._has_taken_part = False, True
-        self._paused_step = None
         self._warn_if_begun_again(snapshot)
+        self._paused_step = None
         self._restore_left_residuals(snapshot)
         if self._is_checkpoint_due(snapshot):
             self._write_checkpoint(snapshot)
 
     def _warn_if_begun_again(self, snapshot: WorkerSnapshot) -> None:
-        """Warn after a pause if the group has replaced this worker's state by one of fewer steps."""
-        held, self._paused_with = self._paused_with, None
-        if held is None or held.applied < snapshot.applied or held.history == snapshot.history:
+        """Warn after a pause if the group has replaced this worker's state by one without its steps."""
+        (held, was_alone), self._paused_with = self._paused_with or (None, False), None
+        if held is None or held.history == snapshot.history:
             return
         step = held.applied + 1
+        is_written = step == self._written_step
+        is_uploaded = is_written and self._uploader is not None and step != self._paused_step
+        if held.applied < snapshot.applied and (is_uploaded or not was_alone):
+            return  # the others have probably continued with its steps, which a history cannot tell
         hint = (
             f"; gridtrain export writes the model of step {step} from its checkpoint in "
             f"{self._options.folder}, until later checkpoints replace it"
         )
         log.warning(
-            "this worker paused after step %d, but the group has begun again without its steps, and is at "
-            "step %d%s",
-            *(step, snapshot.applied + 1, hint if step == self._left_step == self._written_step else ""),
+            "this worker paused after step %d, but the group has begun again without its steps, and this "
+            "worker continues after its step %d%s",
+            *(step, snapshot.applied + 1, hint if is_written else ""),
         )
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:
@@ -245,7 +250,9 @@ class ModelState(ABC):
         held = self._keep_for_pause()
         if held is None or not is_settled:  # then a step may have committed that the model lacks
             return None
-        self._paused_with = self._paused_with or held
+        snapshot = self._session.snapshot
+        was_alone = snapshot.world_size == 1 and snapshot.first_step <= held.applied
+        self._paused_with = self._paused_with or (held, was_alone)
         if self._has_taken_part:  # otherwise what it has on disk stays valid
             self._keep_for_others()
         return held

@@ -12,7 +12,6 @@ single sample are refused, such as `batch_size=1`.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -40,38 +39,29 @@ def is_single(values: Tensor) -> bool:
 
 
 class _SingleValueNorm(_BatchNorm):
-    """A batch norm within `SingleValueNorms.allow`.  The next base is the norm's own class, which copies and
-    pickled norms have."""
+    """A batch norm within `SingleValueNorms.allow`.  Its `__class__` is the norm's own class, the next base,
+    which copies and pickled norms have, and which torch's parametrizations replace."""
 
     on_single: Callable[[nn.Module], None]
+    on_several: Callable[[nn.Module, Tensor], None]
 
     def __init_subclass__(cls) -> None:
         """Do not call the method of the norm's own class, which may refuse subclasses."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not is_single(input) or (not self.training and self.running_mean is not None):
+            self.on_several(self, input)
             return super().forward(input)
         self.on_single(self)
         if self.running_mean is None:  # two zeros: a value normalized by itself is zero in any case
             return super().forward(torch.cat((input, input)) * 0)[:1]
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
-    @contextmanager
-    def _of_own_class(self) -> Iterator[None]:
-        kind = type(self)
-        self.__class__ = kind.__bases__[1]
-        try:
-            yield
-        finally:
-            self.__class__ = kind
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with self._of_own_class():
-            return self.__reduce_ex__(1)  # with a later protocol, pickle compares the classes
+        return super().__reduce_ex__(1)  # later protocols do not use `__class__`
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with self._of_own_class():  # whose own method may read the class
-            return copy.deepcopy(self, memo)
+
+_set_class = vars(object)["__class__"].__set__
 
 
 class SingleValueNorms:
@@ -79,26 +69,39 @@ class SingleValueNorms:
 
     Args:
         on_single: called with a norm that is about to normalize a single value.
+        on_several: called with a norm and any other values; a hook would have a new id in each `with` block,
+            for which a compiled model is compiled again.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], on_single: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        on_single: Callable[[nn.Module], None],
+        on_several: Callable[[nn.Module, Tensor], None] = lambda norm, values: None,
+    ) -> None:
         self._norms = [module for module in modules if is_torch_norm(module)]
-        contents = {"on_single": staticmethod(on_single)}
+        self._contents = {"on_single": staticmethod(on_single), "on_several": staticmethod(on_several)}
         # created once, because a compiled model is compiled again for another class
-        self._kinds = {
-            kind: type(kind.__name__, (_SingleValueNorm, kind), contents) for kind in map(type, self._norms)
-        }
+        self._kinds: dict[type, type] = {}
 
     @contextmanager
     def allow(self) -> Iterator[None]:
-        before = [(norm, type(norm)) for norm in self._norms]
-        for norm, kind in before:
-            norm.__class__ = self._kinds.get(kind, kind)
+        norms = [norm for norm in self._norms if is_torch_norm(norm)]
+        for norm in norms:
+            self._replace(norm, type(norm))
         try:
             yield
         finally:
-            for norm, kind in before:
-                norm.__class__ = kind
+            for norm in norms:
+                _set_class(norm, norm.__class__)
+
+    def _replace(self, norm: nn.Module, kind: type[nn.Module]) -> None:
+        """Set a norm's own class to `kind`, and its class to the one that trains on single values."""
+        if kind.forward is _BatchNorm.forward and kind not in self._kinds:
+            own = property(lambda norm: kind, self._replace)
+            contents = {"__class__": own, **self._contents}
+            self._kinds[kind] = type(kind.__name__, (_SingleValueNorm, kind), contents)
+        _set_class(norm, self._kinds.get(kind, kind))
 
 
 class SingleSampleReport:

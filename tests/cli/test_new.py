@@ -249,6 +249,26 @@ def test_the_templates_are_complete(
 
 
 @pytest.mark.parametrize(
+    ("folder", "missing"),
+    [
+        ("", "adapter_config.json and no adapter_model.safetensors"),
+        ("none", "adapter_config.json and no adapter_model.safetensors"),
+        ("partial", "adapter_model.safetensors"),
+    ],
+)
+def test_generate_names_what_an_adapters_folder_lacks(folder: str, missing: str, tmp_path: Path) -> None:
+    assert CliRunner().invoke(cli, ["new", str(tmp_path / "a-run"), "--template", "lora"]).exit_code == 0
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial" / "adapter_config.json").write_text("{}")
+    command = [sys.executable, "a-run/generate.py", *([folder] if folder else [])]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(
+        f'generate.py: the folder "{folder or "."}" has no {missing}; give the folder that'
+    )
+
+
+@pytest.mark.parametrize(
     ("template", "missing", "packages"),
     [
         ("vision", ["torch"], ["[torch]"]),

@@ -102,6 +102,25 @@ def test_the_memory_is_that_with_the_optimizer_of_the_run_or_the_option(
     assert figures(*usual)["dense", 4]["memory_bytes_per_parameter"]["optimizer"] == nbytes
 
 
+@pytest.mark.parametrize(
+    ("exchange", "given", "nbytes"),
+    [
+        ("GTopK(density=0.01, momentum=0.9, values=fp16)", (), 16),
+        ("GTopK(density=0.01, momentum=0.0, values=fp16)", (), 8),
+        ("GTopK(density=0.01, momentum=0.0, values=fp16)", ("--momentum",), 16),
+        ("LocalSteps(every=8, exchange=GTopK(density=0.01, momentum=0.0, values=fp16))", ("--momentum",), 8),
+    ],
+)
+def test_the_memory_includes_the_momentum_of_a_sparse_exchange(
+    monkeypatch: pytest.MonkeyPatch, exchange: str, given: tuple[str, ...], nbytes: int
+) -> None:
+    monkeypatch.setattr("gridtrain.cli.status.client_for", lambda invitation, run, state: Client())
+    monkeypatch.setitem(STATUS["facts"], "exchange", exchange)
+    found = figures("--coordinator", "gridtrain1:x", "--exchange", "dense,topk,gtopk", *given)
+    residuals = [each["memory_bytes_per_parameter"]["residual"] for each in found.values()]
+    assert residuals == [0, nbytes, nbytes]
+
+
 @pytest.mark.parametrize("option", ["--link", "--latency", "--compute", "--optimizer"])
 def test_the_error_of_a_value_names_its_option(option: str) -> None:
     done = run("--parameters", "1M", option, "5")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from gridtrain.pipeline.batch_norm import MiniBatchStatistics
@@ -125,3 +128,30 @@ def test_a_checkpoint_in_a_layer_changes_neither_gradients_nor_buffers(
         stage, found = train_stage(reentrant, samples, has_running, rematerialise)
         assert stage.loss == plain.loss and len(found) == len(expected) >= 7
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("rematerialise", [True, False])
+def test_compiled_layers_are_compiled_only_in_the_first_step(rematerialise: bool, fullgraph: bool) -> None:
+    torch._dynamo.reset()
+    backend = CompileCounter()
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
+    plain = Stage(copy.deepcopy(layers), loss=lambda output, _: output.mean(), rematerialise=rematerialise)
+    compiled = [torch.compile(layer, backend=backend, fullgraph=fullgraph) for layer in layers]
+    stage = Stage(compiled, loss=lambda output, _: output.mean(), rematerialise=rematerialise)
+    compilations = []
+    for _ in range(4):
+        inputs = torch.randn(9, 2)
+        for each in (plain, stage):
+            each.begin(0, [4, 4, 1], inputs=inputs)
+            for m in range(3):
+                each.forward(m, backward_follows=m == 2)
+                each.backward(m)
+            each.finish()
+            each.commit()
+        compilations.append(backend.frame_count)
+    limit = torch._dynamo.config.recompile_limit  # afterwards torch compiles no more
+    assert 0 < compilations[0] == compilations[-1] < limit, compilations
+    for layer, expected in zip(layers, plain.layers, strict=True):
+        for name, buffer in layer.named_buffers():
+            torch.testing.assert_close(buffer, expected.get_buffer(name))

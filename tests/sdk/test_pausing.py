@@ -299,14 +299,15 @@ def test_an_error_after_a_pause_leaves_checkpoints_with_the_weights_of_their_ste
     assert all(torch.equal(written, weights[step]) for step, written in steps.items())
 
 
+@pytest.mark.parametrize("far", [1, 150])
 def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
-    new_group: Any, caplog: pytest.LogCaptureFixture
+    new_group: Any, caplog: pytest.LogCaptureFixture, far: int
 ) -> None:
-    """one: steps 0 .. 99, paused                 back, with the state of the other
-    two:                       steps 0, 1, 2 ...  the same state"""
-    owner, is_back = NoAgent(), threading.Event()
+    """one: steps 0 .. 99, paused                                back, with the state of the other
+    two:                       steps 0, 1, 2 ... `far` ...       the same state"""
+    owner, is_back, is_far = NoAgent(), threading.Event(), threading.Event()
 
-    def train(name: str, agent: NoAgent | None, step_s: float) -> None:
+    def train(name: str, agent: NoAgent | None) -> None:
         folder = str(group.export_dir / name)
         with group.join(name, owner=agent, checkpoint_every=1000, state_dir=folder) as grid:
             model = nn.Linear(8, 4)
@@ -320,7 +321,9 @@ def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
                 optimizer.zero_grad()
                 model(batch).pow(2).mean().backward()
                 optimizer.step()
-                if is_back.wait(step_s):
+                if agent is None and grid.step >= far:
+                    is_far.set()
+                if is_back.wait(0.05 if is_far.is_set() else 0.0):
                     break
 
     def await_phase(phase: str) -> None:
@@ -330,13 +333,13 @@ def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
             is_back.wait(0.05)
 
     with new_group(workers=1) as group:
-        threads = [threading.Thread(target=train, args=("one", owner, 0.0), daemon=True)]
+        threads = [threading.Thread(target=train, args=("one", owner), daemon=True)]
         threads[0].start()
         await_phase("training")
         await_phase("waiting")
-        threads.append(threading.Thread(target=train, args=("two", None, 0.05), daemon=True))
+        threads.append(threading.Thread(target=train, args=("two", None), daemon=True))
         threads[1].start()
-        await_phase("training")
+        assert is_far.wait(WITHIN_S)
         owner.directive = AgentDirective()
         assert is_back.wait(WITHIN_S)
         for thread in threads:
@@ -344,11 +347,12 @@ def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
         folder = group.export_dir / "one"
     said = re.search(r"this worker paused after step (\d+), but the group has begun again (.*)", caplog.text)
     assert said is not None and said[1] in ("100", "101"), caplog.text
-    assert re.fullmatch(
-        rf"without its steps, and is at step \d+; gridtrain export writes the model of step {said[1]} from "
-        rf"its checkpoint in {folder}, until later checkpoints replace it",
+    found = re.fullmatch(
+        rf"without its steps, and this worker continues after its step (\d+); gridtrain export writes the "
+        rf"model of step {said[1]} from its checkpoint in {folder}, until later checkpoints replace it",
         said[2],
     )
+    assert found is not None and int(found[1]) >= far
 
 
 class EndedPause(NoAgent):

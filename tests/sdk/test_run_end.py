@@ -228,6 +228,22 @@ def test_a_damaged_file_of_weights_is_named_as_such(tmp_path: Path) -> None:
     assert last.startswith("gridtrain: train.py, line 7: a safetensors file is damaged or incomplete -> ")
 
 
+@pytest.mark.parametrize("layer", ["torch.nn.SyncBatchNorm(3)", "torch.jit.script(torch.nn.BatchNorm1d(3))"])
+def test_a_layer_that_cannot_train_on_a_single_sample_is_explained(tmp_path: Path, layer: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from gridtrain.runtime.process_hooks import install_error_hook\n"
+        "install_error_hook()\n"
+        f"{layer}(torch.ones(1, 3))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("Traceback")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("gridtrain: train.py, line 4: a batch has a single sample, with which")
+    assert "-> use batch sizes that leave no batch with one sample" in last
+
+
 def test_a_script_that_sigterm_ends_outside_of_with_says_so() -> None:
     script = (
         "import atexit, os, signal\n"

@@ -86,6 +86,7 @@ def test_a_pause_before_the_first_step_leaves_the_checkpoint_on_disk_as_it_is(st
     """Its residual is in memory now, so that the state without it would replace the one with it."""
     kept: list[int] = []
     state.untransferred, state._has_taken_part = [OWN, OWN], False
+    state._session.snapshot = SimpleNamespace(world_size=2, first_step=0)
     state._keep_for_pause, state._keep_for_others = lambda: HELD, lambda: kept.append(4)
     assert state.rest(1000) == HELD and kept == []
     state._has_taken_part = True
@@ -120,12 +121,36 @@ def test_a_worker_whose_steps_were_dropped_names_only_a_checkpoint_that_exists(
     state: Any, caplog: pytest.LogCaptureFixture, written_step: int | None
 ) -> None:
     """With overlapped local steps, or a full disk, there is none of the pause."""
-    state._paused_with, state._left_step, state._written_step = HELD, 5, written_step
+    state._paused_with, state._written_step = (HELD, False), written_step
     state._warn_if_begun_again(SimpleNamespace(applied=0, history=b"another"))
     (message,) = caplog.messages
     assert "paused after step 5" in message and message.count("gridtrain export") == (written_step == 5)
     state._warn_if_begun_again(SimpleNamespace(applied=0, history=b"another"))
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("was_alone", "uploads", "paused_step", "is_warned"),
+    [
+        (True, False, 5, True),
+        (False, False, 5, False),  # the others have continued
+        (True, True, 5, True),  # this checkpoint is not uploaded
+        (True, True, None, False),  # others can continue from the uploaded checkpoint
+    ],
+)
+def test_a_group_that_has_overtaken_a_pause_has_dropped_only_steps_that_no_other_worker_had(
+    state: Any,
+    caplog: pytest.LogCaptureFixture,
+    was_alone: bool,
+    uploads: bool,
+    paused_step: int | None,
+    is_warned: bool,
+) -> None:
+    state._paused_with, state._written_step = (HELD, was_alone), 5
+    state._paused_step, state._uploader = paused_step, object() if uploads else None
+    state._warn_if_begun_again(SimpleNamespace(applied=9, history=b"another"))
+    assert [text.count("paused after step 5") for text in caplog.messages] == [1] * is_warned
+    assert caplog.text.count("this worker continues after its step 10; gridtrain export") == is_warned
 
 
 def test_a_final_model_that_cannot_be_written_can_be_exported_from_a_checkpoint(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from gridtrain.errors import ConfigError
@@ -136,6 +136,25 @@ def test_a_copy_that_the_norm_makes_itself_is_a_model_of_torch(norm: nn.Module) 
     assert type(copied) is type(norm)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         copied(torch.randn(1, 8))
+
+
+def test_a_norm_may_be_parametrized_within_a_batch_of_one_sample() -> None:
+    norm = nn.BatchNorm1d(8)
+    batches, weight = single_sample_batches(norm), norm.weight
+    with batches.allow():
+        parametrizations.weight_norm(norm, dim=0)
+        norm(torch.ones(1, 8)).sum().backward()
+    assert type(norm).__bases__ == (nn.BatchNorm1d,)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        norm(torch.randn(1, 8))
+    with batches.allow():
+        copied = copy.deepcopy(norm)
+        assert type(copied).__bases__ == (nn.BatchNorm1d,)
+        expected = copied.eval()(torch.ones(1, 8))
+        assert torch.equal(norm(torch.ones(1, 8)), expected)
+        parametrize.remove_parametrizations(norm, "weight")
+        assert torch.equal(norm(torch.ones(1, 8)), expected)
+    assert type(norm) is nn.BatchNorm1d and torch.equal(norm.weight, weight)
 
 
 def test_a_replica_of_a_norm_trains_on_single_samples(caplog: pytest.LogCaptureFixture) -> None:

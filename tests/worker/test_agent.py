@@ -27,6 +27,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client import enrollment
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
 from gridtrain_worker import policy_enforcer
@@ -234,6 +235,15 @@ def test_a_missing_coordinator_is_reported(tmp_path: Path) -> None:
     ):
         supervise(job)
     assert not mark.exists()
+
+
+def test_a_worker_that_waits_for_its_coordinator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert enrollment.SILENT_S < 2.0
+    monkeypatch.setattr(enrollment, "SILENT_S", 0.05)
+    told: list[str] = []
+    with pytest.raises(CoordinatorUnreachable):
+        supervise(Job(python("pass"), NO_COORDINATOR, connect_s=1.5), told.append)
+    assert told == ["waiting up to 1.5 s for the coordinator at tcp://127.0.0.1:1, which has not answered"]
 
 
 def test_an_invitation_to_another_run_is_refused(invitation: Invitation) -> None:

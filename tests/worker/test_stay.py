@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_coordinator import LiveCoordinator
 
 from gridtrain.core.group.invitation import Invitation
+from gridtrain.core.messages import EndRun
 from gridtrain.runtime.contribution import Contribution
 from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, supervise
@@ -82,3 +84,25 @@ def test_contributions_add_up_over_a_pause_and_a_failure(
     assert all(found) and [first for first, *_ in found] == sorted(first for first, *_ in found), said
     ((given, total),) = console.ended
     assert (given.steps, given.samples, given.sent_bytes, given.step) == (30, 120, 15, 30) and total == given
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_script_that_ends_before_its_run_is_named_as_such(
+    coordinator: LiveCoordinator, tmp_path: Path, is_finished: bool
+) -> None:
+    """The third process of the script succeeds at once, after step 30."""
+    said: list[str] = []
+    for life in range(2):
+        (tmp_path / f"life-{life}").touch()
+
+    def record(line: str) -> None:
+        said.append(line)
+        if is_finished and "is joining the run" in line:
+            coordinator.operator_client().order(EndRun())
+
+    job = Job((sys.executable, "-c", SCRIPT, str(tmp_path)), coordinator.invitation())
+    assert supervise(job, record, console=RecordingConsole()) == 0
+    expected = (
+        "the script has ended after step 30, before the run; start this worker again to contribute more"
+    )
+    assert said.count(expected) == (not is_finished), said

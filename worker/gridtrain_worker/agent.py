@@ -39,7 +39,7 @@ from typing import IO, Any, TextIO
 
 from gridtrain.config import ENV_PREFIX, Deadlines
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.errors import AddressTaken, BudgetSpent, ConfigError, JoinRefused
+from gridtrain.errors import AddressTaken, BudgetSpent, ConfigError, GridtrainError, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import ConnectionRole
 from gridtrain.network.transport.rate_limiter import parse_rate
@@ -204,7 +204,7 @@ def supervise(
     if not job.dry_run:
         check_machine(job)
     machine = MachineInfo.detect(job.name)
-    enrolled = enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted)
+    enrolled = enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted, tell=tell)
     with enrolled as entry, contextlib.ExitStack() as stack:
         check_joinable(entry)
         job = replace(job, name=machine.name)
@@ -329,6 +329,11 @@ def _run(
                         "the script has ended without a step: the run has no step left, or the script does "
                         "not call gridtrain.join()"
                     )
+                elif code == 0 and not enforcer.is_stopping and _is_running(entry):
+                    tell(
+                        f"the script has ended after step {stats.step}, before the run; start this worker "
+                        "again to contribute more"
+                    )
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
                 why = enforcer.decision.text() or "now"
@@ -356,6 +361,13 @@ def _run(
             if signals.wait(pause_s):
                 return 128 + signals.first
         return 128 + signals.first if signals.first else 0
+
+
+def _is_running(entry: Enrollment) -> bool:
+    """Return whether the run is not finished; False if the coordinator does not answer."""
+    with contextlib.suppress(GridtrainError), entry.connect() as client:
+        return not client.status(ANSWER_S).get("finished")
+    return False
 
 
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:

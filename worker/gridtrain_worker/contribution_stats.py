@@ -37,6 +37,11 @@ class ContributionStats:
         """Whether no script has contributed a step since the agent started."""
         return self._finished.steps == 0
 
+    @property
+    def step(self) -> int:
+        """The number of the run's steps when the latest script ended."""
+        return self._finished.step
+
     def update(self, now_s: float) -> None:
         """Read and show the figures, at most once a second."""
         if now_s < self._next_read_s:

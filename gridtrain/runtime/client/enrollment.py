@@ -18,7 +18,9 @@ in a file with mode 0600.  Neither the token nor the secret key is ever sent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClien
 from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_naming import identity_folder
 
+log = logging.getLogger("gridtrain")
+
 UNKNOWN_INVITATION = (
     "the coordinator does not know this invitation, because it expired long ago or was made for another run"
 )
@@ -42,6 +46,9 @@ the run."""
 PLAIN_ANSWER_TIMEOUT_S = 1.0
 """Time limit for a reply from an unencrypted coordinator.  There is no handshake that it could refuse, so a
 client with an unknown key receives no answer."""
+
+SILENT_S = 1.5
+"""Time after which a worker says that it waits for the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,13 @@ class Enrollment:
 
 
 @contextlib.contextmanager
-def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False) -> Iterator[Enrollment]:
+def enroll(
+    invitation: Invitation,
+    timeout_s: float,
+    *,
+    unencrypted: bool = False,
+    tell: Callable[[str], None] = log.warning,
+) -> Iterator[Enrollment]:
     """Return a context manager that holds an identity which the coordinator admits.
 
     The identity is one of this machine's identities.  No other process uses it until the context ends.
@@ -90,6 +103,7 @@ def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = Fals
         invitation: the invitation to the run.
         timeout_s: the time limit of each request to the coordinator.
         unencrypted: whether the run must be unencrypted; if False, the run must be encrypted.
+        tell: called, possibly in another thread, with what the worker waits for if that takes long.
 
     Raises:
         CoordinatorUnreachable: the coordinator did not answer in time.
@@ -105,7 +119,17 @@ def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = Fals
             else "ask its owner for an encrypted run; use --unencrypted only for a benchmark",
         )
     folder = identity_folder(invitation.run, invitation.coordinator)
-    with _admit(invitation, folder, timeout_s) as (path, status):
+    waits = (
+        f"waiting up to {timeout_s:g} s for the coordinator at {invitation.address}, which has not answered"
+    )
+    notice = threading.Timer(SILENT_S, tell, [waits])
+    notice.daemon = True
+    with contextlib.ExitStack() as admission:
+        notice.start()
+        try:
+            path, status = admission.enter_context(_admit(invitation, folder, timeout_s))
+        finally:
+            notice.cancel()
         yield Enrollment(
             coordinator=invitation.address,
             coordinator_key=invitation.coordinator,

@@ -6,12 +6,19 @@ FOLDER is the one that the first worker printed at the end, or that `gridtrain e
 from __future__ import annotations
 
 import sys
-
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+from pathlib import Path
 
 
-def main(folder: str, text: str) -> None:
+def main(folder: str = ".", text: str = "import ") -> None:
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    if missing := [name for name in names if not Path(folder, name).is_file()]:
+        sys.exit(
+            f'generate.py: the folder "{folder}" has no {" and no ".join(missing)}; give the folder that the '
+            "first worker printed at the end, or that `gridtrain export` wrote"
+        )
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
     model = AutoPeftModelForCausalLM.from_pretrained(folder)  # and the base that it names
     tokenizer = AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)
     continued = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=80, do_sample=False)
@@ -19,4 +26,4 @@ def main(folder: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "import ")
+    main(*sys.argv[1:3])
