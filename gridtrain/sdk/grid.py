@@ -176,6 +176,10 @@ class Grid:
         """Return the bytes sent, received and fetched so far.  May be called from any thread."""
         return self._pauses.moved_bytes
 
+    def why_waiting(self) -> str:
+        """Return why no worker of the run trains; "" if the run trains.  May be called from any thread."""
+        return self._session.why_waiting
+
     # -- what a loop calls -------------------------------------------------------------------------
 
     def optimizer(

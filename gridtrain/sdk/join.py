@@ -120,7 +120,8 @@ def join(
         transport, allowlist = connector.connect()
         grid = Grid(transport, config, allowlist, connector.faults)
         if control := os.environ.get(CONTROL_VARIABLE):
-            grid.led_by(AgentLink(control, grid.moved_bytes), connector.connect, connector.set_rate_limits)
+            agent = AgentLink(control, grid.moved_bytes, grid.why_waiting)
+            grid.led_by(agent, connector.connect, connector.set_rate_limits)
         grid.resources = resources.pop_all()  # the identity is this worker's until its grid is closed
         return grid
 
