@@ -593,7 +593,7 @@ class Grid:
         finally:
             self._session.close("its run is finished" if self.finished else self._data_failure or reason)
             if self._model_state is not None:
-                self._model_state.close(CHECKPOINT_TIMEOUT_S)
+                self._model_state.close(CHECKPOINT_TIMEOUT_S, is_run_over=self.finished)
             self.resources.close()
 
     def __enter__(self) -> Grid:

@@ -425,6 +425,8 @@ def test_a_paused_worker_ends_when_the_run_is_finished(
         threads[1].join(WITHIN_S)
     assert paused_group.results == {f"worker-{number}": None for number in range(3)}
     assert "the run was finished while this worker was paused" in caplog.text
+    assert re.search(r"the state after step [67] is in \S+: gridtrain export writes its model\n", caplog.text)
+    assert "continue from it" not in caplog.text
 
 
 def test_the_daily_traffic_budget_is_never_exceeded(new_group: Any) -> None:
