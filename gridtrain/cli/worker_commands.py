@@ -133,8 +133,10 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool | No
         if as_json:
             click.echo(json.dumps(answer))
             continue
-        sensors = sensor_lines(answer)
-        click.echo("\n".join(state_lines(answer) + (sensors if sensors != shown else [])))
+        lines, sensors = state_lines(answer), sensor_lines(answer)
+        if question["ask"] == "resume" and answer["state"] == "paused":
+            lines.insert(1, "  its rules pause it; to change them, run gridtrain worker set")
+        click.echo("\n".join(lines + (sensors if sensors != shown else [])))
         shown = sensors
 
 

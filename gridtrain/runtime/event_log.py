@@ -34,13 +34,17 @@ EVENT_TEXTS = {
 gets another name logs `named`, and the worker that keeps the name logs `namesake`."""
 
 
+def describe_run_state(state: str, reason: str) -> str:
+    """Return a sentence about the run's state, such as "the run is waiting for 2 workers"."""
+    return f"the run is {'' if reason.startswith(state) else f'{state}: '}{reason}"
+
+
 def log_event(event: str, fields: Mapping[str, Any]) -> None:
     """Log an event of the core.  See `member_events.LogEvent`."""
     match event:
         case "run_state":
             level = logging.INFO if fields["state"] in ("training", "finished") else logging.WARNING
-            state = "" if str(fields["reason"]).startswith(fields["state"]) else f"{fields['state']}: "
-            log.log(level, "the run is %s%s", state, fields["reason"])
+            log.log(level, "%s", describe_run_state(fields["state"], fields["reason"]))
         case "left_behind":
             log.warning(LEFT_BEHIND_TEXT, fields["step"] + 1)
         case "rejoin":

@@ -29,6 +29,7 @@ from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.compute_rate import ComputeRate
 from gridtrain.runtime.contribution import ContributionReporter
+from gridtrain.runtime.event_log import describe_run_state
 from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.io_loop import IoLoop
@@ -555,6 +556,14 @@ class GroupSession:
             with self._ends_as_standby():
                 return self._loop.mailbox.read()
         return self._loop.mailbox.snapshot
+
+    @property
+    def why_waiting(self) -> str:
+        """Why no worker trains, as the coordinator says; "" if the run trains.  Thread-safe."""
+        snapshot = self._loop.mailbox.snapshot
+        if snapshot.phase is io.MemberPhase.RUNNING or snapshot.run_state[0] not in ("waiting", "paused"):
+            return ""
+        return describe_run_state(*snapshot.run_state)
 
     def set_busy(self, busy: bool) -> None:
         """Set whether the trainer is busy with other work, such as an evaluation.

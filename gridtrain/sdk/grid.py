@@ -175,6 +175,10 @@ class Grid:
         """Return the bytes sent, received and fetched so far.  May be called from any thread."""
         return self._pauses.moved_bytes
 
+    def why_waiting(self) -> str:
+        """Return why no worker of the run trains; "" if the run trains.  May be called from any thread."""
+        return self._session.why_waiting
+
     # -- what a loop calls -------------------------------------------------------------------------
 
     def optimizer(
@@ -588,7 +592,7 @@ class Grid:
         finally:
             self._session.close("its run is finished" if self.finished else reason)
             if self._model_state is not None:
-                self._model_state.close(CHECKPOINT_TIMEOUT_S)
+                self._model_state.close(CHECKPOINT_TIMEOUT_S, is_run_over=self.finished)
             self.resources.close()
 
     def __enter__(self) -> Grid:

@@ -28,7 +28,7 @@ from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, AgentLink
 from gridtrain.runtime.client.coordinator_client import parse_coordinator_address
 from gridtrain.runtime.client.enrollment import enroll
-from gridtrain.runtime.client.worker_naming import random_name
+from gridtrain.runtime.client.worker_naming import name_of_key
 from gridtrain.runtime.process_hooks import install_error_hook
 from gridtrain.sdk.grid import Grid
 from gridtrain.sdk.reported_figures import check_names
@@ -58,7 +58,8 @@ def join(
 
     Args:
         invitation: the string "gridtrain1:..." from the run's owner; not needed under `gridtrain worker`.
-        name: the name of this worker, which the other workers can see; by default a random name.
+        name: the name of this worker, which the other workers can see; by default a random name, which
+            belongs to its key.
         listen: the address to which peers connect, "tcp://interface:port"; port 0 uses any free port.  The
             default is a free port of the interface that leads to the coordinator.
         advertise: the address that is announced to peers, if it differs from `listen`.
@@ -101,7 +102,6 @@ def join(
     }
     if "GRIDTRAIN_COORDINATOR" not in os.environ:  # otherwise the agent has read run.toml
         arguments |= join_settings(arguments, os.environ, RunFile.find(os.environ))
-    arguments["name"] = arguments["name"] or os.environ.get("GRIDTRAIN_NAME") or random_name()
     with ExitStack() as resources:
         if invitation is not None:
             entry = resources.enter_context(
@@ -114,13 +114,15 @@ def join(
             arguments |= entry.join_options()
         config = JoinConfig.from_environment(None, **arguments)
         config = replace(config, coordinator=parse_coordinator_address(config.coordinator))
-        check_names(config)
         identity = Identity.read(Path(config.identity))
+        config = replace(config, name=config.name or name_of_key(identity.public))
+        check_names(config)
         connector = _Connector(config, identity)
         transport, allowlist = connector.connect()
         grid = Grid(transport, config, allowlist, connector.faults)
         if control := os.environ.get(CONTROL_VARIABLE):
-            grid.led_by(AgentLink(control, grid.moved_bytes), connector.connect, connector.set_rate_limits)
+            agent = AgentLink(control, grid.moved_bytes, grid.why_waiting)
+            grid.led_by(agent, connector.connect, connector.set_rate_limits)
         grid.resources = resources.pop_all()  # the identity is this worker's until its grid is closed
         return grid
 

@@ -290,7 +290,7 @@ class ModelState(ABC):
             except Exception as error:  # such as no memory for a copy, which must not prevent the departure
                 log.warning(NOT_SAVED, error)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float, *, is_run_over: bool) -> None:
         """Save what `leave` has recorded, wait for a checkpoint that is being written or uploaded, and
         release the folder.  No step may be taken after `leave`."""
         if self._is_leaving:
@@ -298,9 +298,9 @@ class ModelState(ABC):
         self._wait_for_writer(timeout_s)
         if self._left_step is not None and self._left_step == self._written_step:
             log.warning(
-                "the state after step %d is in %s: this worker can continue from it, and gridtrain export "
-                "writes its model",
+                "the state after step %d is in %s: %sgridtrain export writes its model",
                 *(self._written_step, self._options.folder),
+                "" if is_run_over else "this worker can continue from it, and ",
             )
         if self._uploader is not None:
             self._uploader.close(timeout_s)

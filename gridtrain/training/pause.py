@@ -73,6 +73,7 @@ class PauseController:
         self._rates: tuple[float | None, float | None] | None = None
         self._turn_start_bytes: int | None = None
         self._max_step_bytes = 0
+        self._directed_bytes = self._limit_bytes = owner.directive.most_bytes
         self._is_returning = False
         self.has_missed_end = False
         if connect is not None:
@@ -97,7 +98,7 @@ class PauseController:
     @property
     def remaining_bytes(self) -> int:
         """The bytes that this process may still send and receive; 2**60 without a limit."""
-        left = self._agent.directive.most_bytes - self.moved_bytes
+        left = self._bound_bytes() - self.moved_bytes
         return int(max(0.0, min(left, 1 << 60)))
 
     @property
@@ -116,6 +117,17 @@ class PauseController:
     def _reserve_bytes(self) -> int:
         """The bytes of the budget with which this worker can end its step and leave in order."""
         return STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
+
+    def _bound_bytes(self) -> float:
+        """Return the number of bytes at which the script ends at once.  Thread-safe.
+
+        If the owner lowers the budget below it, this worker can still end its step and leave in order.
+        """
+        most_bytes = self._agent.directive.most_bytes
+        if most_bytes != self._directed_bytes:
+            needed_bytes = min(self._limit_bytes, self.moved_bytes + self._reserve_bytes)
+            self._limit_bytes, self._directed_bytes = max(most_bytes, needed_bytes), most_bytes
+        return self._limit_bytes
 
     def report_spent(self) -> None:
         """Tell the agent that the script ends because its budget is used up, which is no failure."""
@@ -230,8 +242,7 @@ class PauseController:
     def _exceeds_budget(self, directive: AgentDirective) -> bool:
         if directive.most_bytes == math.inf:
             return False
-        needed_bytes = self._reserve_bytes
-        return self.moved_bytes + needed_bytes > directive.most_bytes
+        return self.moved_bytes + self._reserve_bytes > directive.most_bytes
 
     def _budget_exhausted(self) -> str:
         """Return the reason why the script has to end at once, or "" while the budget is not used up.
@@ -241,10 +252,8 @@ class PauseController:
         """
         directive = self._agent.directive
         self._apply_rates(directive)
-        if directive.most_bytes == math.inf:
-            return ""
         margin_bytes = max(CONTROL_RESERVE_BYTES, self._max_step_bytes) // 2
-        if self.moved_bytes + margin_bytes <= directive.most_bytes:
+        if self._bound_bytes() == math.inf or self.moved_bytes + margin_bytes <= self._limit_bytes:
             return ""
         self.report_spent()  # otherwise the agent, for which a few bytes are left, would see a failure
         return f"paused in the middle of a step: {directive.spent_text}"

@@ -27,7 +27,7 @@ from gridtrain.sdk.grid import Grid
 from gridtrain.testing import FakeSensors
 from gridtrain.training.checkpoint.model_export import export_model
 from gridtrain.training.data.fetch_meter import FetchMeter
-from gridtrain.training.pause import PauseController
+from gridtrain.training.pause import CONTROL_RESERVE_BYTES, PauseController
 from gridtrain_worker.training_policy import Rules, TrainingPolicy, parse_pairs
 
 WITHIN_S = 60.0
@@ -429,6 +429,8 @@ def test_a_paused_worker_ends_when_the_run_is_finished(
         threads[1].join(WITHIN_S)
     assert paused_group.results == {f"worker-{number}": None for number in range(3)}
     assert "the run was finished while this worker was paused" in caplog.text
+    assert re.search(r"the state after step [67] is in \S+: gridtrain export writes its model\n", caplog.text)
+    assert "continue from it" not in caplog.text
 
 
 def test_the_daily_traffic_budget_is_never_exceeded(new_group: Any) -> None:
@@ -461,6 +463,35 @@ def test_the_daily_traffic_budget_is_never_exceeded(new_group: Any) -> None:
     )
 
 
+def test_a_budget_that_is_lowered_below_the_traffic_so_far_lets_the_worker_leave_in_order(
+    new_group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It finishes the step, in which it waits for the others, and transfers its residual."""
+    paused_group = PausedGroup(new_group, EXCHANGES["topk"])
+    with paused_group.group:
+        threads = paused_group.start()
+        paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
+        paused_group.owner.directive = AgentDirective(
+            run=False, reason="the day's traffic budget is used up", most_bytes=1.0
+        )
+        paused_group.allow_up_to(20)
+        paused_group.wait_until(
+            lambda: (
+                paused_group.is_paused()
+                and paused_group.last("worker-0") == (21, 2) == paused_group.last("worker-2")
+            )
+        )
+        (line,) = paused_group.paused_workers()
+        assert line["reason"] == "paused by its owner: the day's traffic budget is used up"
+        paused_group.owner.directive = AgentDirective()
+        paused_group.allow_up_to(STEPS)
+        for thread in threads:
+            thread.join(WITHIN_S)
+    assert paused_group.results == {f"worker-{number}": None for number in range(3)}
+    assert "(100.0 %) transferred: 32 entries" in caplog.text
+    assert "the step makes no progress" not in caplog.text
+
+
 def test_the_agent_learns_that_a_step_exceeds_the_budget() -> None:
     """A little of the day is left: without a report the agent would take the script's end for a failure."""
     session, owner = (
@@ -472,7 +503,9 @@ def test_the_agent_learns_that_a_step_exceeds_the_budget() -> None:
     PauseController(session, owner, lambda: None, lambda up, down: None)  # type: ignore[arg-type,return-value]
     owner.directive = AgentDirective(most_bytes=10_000_000)
     assert asked[0]() == "" and not owner.reported
-    owner.directive = AgentDirective(most_bytes=910_000)
+    owner.directive = AgentDirective(most_bytes=0)
+    assert asked[0]() == "" and not owner.reported, "a lowered budget lets it leave in order"
+    session.connection.moved_bytes += CONTROL_RESERVE_BYTES
     assert asked[0]() == "paused in the middle of a step: the day's traffic budget is used up"
     assert owner.reported == [{"state": BUDGET_EXHAUSTED}]
 
@@ -495,8 +528,8 @@ def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
     session.connection.set_control = lambda interrupts, exhausted: None
     session.connection.leave_paused, session.pause = leave, lambda reason: 1
     connect: Any = lambda: (None, None)  # noqa: E731
-    paused = PauseController(session, owner, connect, lambda up, down: None)  # type: ignore[arg-type]
     owner.directive = AgentDirective(run=False, reason="hot", most_bytes=left_bytes)
+    paused = PauseController(session, owner, connect, lambda up, down: None)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         paused.pause(None, touched=True, on_left=save)
     assert len(tried) == tries

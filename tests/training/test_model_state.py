@@ -64,7 +64,7 @@ def test_a_residual_received_between_two_pauses_is_left_as_well(
         (left,) = state._take_left()
     else:
         state.leave(1000, between_steps=False)
-        state.close(0.0)
+        state.close(0.0, is_run_over=False)
         left = load_left_residual(tmp_path, (), 3)
     assert not state.untransferred
     assert left is not None and left.residual_N.tolist() == expected
@@ -74,7 +74,7 @@ def test_a_residual_is_written_although_the_group_is_gone(state: Any, tmp_path: 
     state.untransferred = [OWN, GridtrainError("this worker has left the run")]
     state.rest(1000)
     state.leave(1000, between_steps=False)
-    state.close(0.0)
+    state.close(0.0, is_run_over=False)
     left = load_left_residual(tmp_path, (), 3)
     assert left is not None and left.residual_N.tolist() == [1.0, 0.0, 2.0]
 

@@ -332,12 +332,17 @@ def test_a_port_that_the_script_of_a_killed_worker_may_still_use_is_free_soon() 
 # -- identity --------------------------------------------------------------------------------------
 
 
-def test_an_admitted_machine_needs_no_further_use(coordinator: LiveCoordinator, state: Path) -> None:
+def test_an_admitted_machine_needs_no_further_use(
+    coordinator: LiveCoordinator, state: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It is the same worker as before; the used-up invitation still names the run."""
     once = coordinator.invitation(uses=1)
     before = coordinator.access()["enrolled_total"]
+    says_its_name = "import os; print(os.environ['GRIDTRAIN_NAME'])"
     for _ in range(3):
-        assert supervise(Job(python("pass"), once)) == 0
+        assert supervise(Job(python(says_its_name), once)) == 0
+    names = capfd.readouterr().out.split()
+    assert len(names) == 3 and len({*names}) == 1, "the run's owner sees the same name after each start"
     assert coordinator.access()["enrolled_total"] == before + 1
     assert [path.name for path in sorted(identities(state, once).glob("worker-*"))] == [
         "worker-0",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from stat import S_IMODE
 from threading import Barrier
@@ -18,7 +19,7 @@ from live_coordinator import LiveCoordinator
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
-from gridtrain.errors import ConfigError, JoinRefused
+from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted
 from gridtrain.runtime.client.invitation_store import STORE_FILE
@@ -53,6 +54,25 @@ def test_an_unused_invitation_admits_the_other_worker(
     assert second.text() not in book.read_text(), "it is spent"
     with pytest.raises(JoinRefused, match=r"in use by other workers -> .* another invitation"):
         stack.enter_context(enroll(first, WITHIN_S))  # two invitations are two workers
+
+
+def test_an_invitation_that_is_refused_leaves_no_key(
+    coordinator: LiveCoordinator, state: Path, stack: ExitStack
+) -> None:
+    invitation = coordinator.invitation()
+    never = replace(invitation, token=b"t" * 32)
+    elsewhere = replace(invitation, coordinator=Identity.generate().public)
+    for bad, error in ((never, JoinRefused), (elsewhere, CoordinatorUnreachable)):
+        with pytest.raises(error):
+            stack.enter_context(enroll(bad, 3.0))
+        assert not list(state.rglob("*.key"))
+    with enroll(invitation, WITHIN_S) as entry:
+        admitted = key(entry)
+        with pytest.raises(JoinRefused):
+            stack.enter_context(enroll(never, WITHIN_S))  # for a second worker
+        assert list(state.rglob("*.key")) == [entry.identity]
+    with enroll(never, WITHIN_S) as entry:
+        assert key(entry) == admitted, "a machine that was admitted needs no further invitation"
 
 
 def test_two_workers_can_enroll_at_once(coordinator: LiveCoordinator, stack: ExitStack) -> None:

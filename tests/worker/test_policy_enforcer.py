@@ -268,6 +268,40 @@ def test_pause_resume_and_stop_are_obeyed(
     assert enforcer.is_stopping
 
 
+def test_resume_says_that_the_rules_still_pause_the_worker(make: Callable[..., PolicyEnforcer]) -> None:
+    make(hours="22:00-07:00")
+    for words, hint in (("pause", False), ("resume", True), ("show", False)):
+        lines = CliRunner().invoke(cli, ["worker", words, "--table"]).output.splitlines()
+        assert lines[0].startswith("anna () is paused: ") and "outside its hours" in lines[0]
+        assert (lines[1] == "  its rules pause it; to change them, run gridtrain worker set") is hint
+    assert lines[0].endswith("is paused: outside its hours, until 22:00")
+
+
+def test_a_worker_whose_run_waits_is_not_shown_as_training(
+    make: Callable[..., PolicyEnforcer], folder: Path
+) -> None:
+    why = ["the run is waiting for 3 workers; 1 of 3 has joined"]
+    link = AgentLink(make().path, lambda: 0, lambda: why[0])
+
+    def shown() -> tuple[str, str]:
+        answer = ask_agent(folder / SOCKET, {"ask": "show"})
+        return answer["state"], answer["reason"]
+
+    wait_until(lambda: shown() == ("waiting", why[0]), shown)
+    why[0] = ""
+    wait_until(lambda: shown() == ("joining", ""), shown)
+    link.report(state="training")
+    wait_until(lambda: shown() == ("training", ""), shown)
+    why[0] = "the run is waiting for 2 workers"
+    wait_until(lambda: shown() == ("waiting", why[0]), shown)
+    ask_agent(folder / SOCKET, {"ask": "pause"})
+    assert shown() == ("paused", "on request")
+    link.report(state="paused")
+    wait_until(lambda: not link.directive.run)
+    ask_agent(folder / SOCKET, {"ask": "resume"})
+    wait_until(lambda: shown() == ("resuming", ""), shown)
+
+
 def test_the_traffic_budget_counts_over_restarts_until_midnight(
     make: Callable[..., PolicyEnforcer], folder: Path, clock: Clock
 ) -> None:

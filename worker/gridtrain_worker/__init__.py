@@ -9,5 +9,4 @@ policy_enforcer    applies the decision to the running script
 control_socket     connects the agent with its script and its owner's commands
 saved_settings     stores rules and pauses, so that they survive a restart
 console, contribution_stats    show messages and contributions to the volunteer
-machine_info       determines the name and the CPU cores of this machine
 """

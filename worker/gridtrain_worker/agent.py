@@ -45,7 +45,7 @@ from gridtrain.network.transport.interface import ConnectionRole
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
-from gridtrain.runtime.client.worker_naming import default_listen_address, export_folder
+from gridtrain.runtime.client.worker_naming import default_listen_address, export_folder, name_of_key
 from gridtrain.tools.options import PROGRAMS
 from gridtrain.training.data.shard_fetch import PROGRESS
 from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
@@ -58,7 +58,6 @@ from gridtrain_worker.bundle_consent import (
 )
 from gridtrain_worker.console import Console, JsonConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
-from gridtrain_worker.machine_info import MachineInfo
 from gridtrain_worker.policy_enforcer import LOOK_S, AgentMeter, PolicyEnforcer, load_sensors
 from gridtrain_worker.training_policy import Rules
 
@@ -108,7 +107,7 @@ class Job:
         command: the command with its arguments; empty to use the command of the run's bundle.
         invitation: the invitation from the run's owner.
         folder: the working folder of the command; empty for the current folder.
-        name: the worker's name; empty to choose one at random.
+        name: the worker's name; empty to use a random one, which belongs to its key.
         accept: the digest of a bundle accepted in advance; empty to ask.
         dry_run: whether to stop before joining, and only show what would run.
         settings: the values of `gridtrain.config.JoinConfig` by name, "data_dir" and "cache_limit", for the
@@ -160,14 +159,14 @@ class Job:
         return {key: text for key, text in rates.items() if text} | dict(self.controls)
 
     def environment(
-        self, machine: MachineInfo, entry: Enrollment, control: str = "", contribution: Path | None = None
+        self, entry: Enrollment, control: str = "", contribution: Path | None = None
     ) -> dict[str, str]:
         """Return the environment variables that `gridtrain.join` reads in the script; none is secret."""
         variables = {
             "listen": default_listen_address(entry.coordinator),
             **self.settings,
             **entry.join_options(),
-            "name": machine.name,
+            "name": self.name,
             "control": control,
             "contribution": "" if contribution is None else str(contribution),
         }
@@ -203,11 +202,11 @@ def supervise(
     """
     if not job.dry_run:
         check_machine(job)
-    machine = MachineInfo.detect(job.name)
     enrolled = enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted, tell=tell)
     with enrolled as entry, contextlib.ExitStack() as stack:
         check_joinable(entry)
-        job = replace(job, name=machine.name)
+        public = Identity.read(entry.identity).public
+        job = replace(job, name=job.name or name_of_key(public))
         offer = None if job.command else fetch_offer(entry, job.settings.get("data_dir", ""), job.connect_s)
         if job.dry_run:
             show(job, offer)
@@ -217,9 +216,9 @@ def supervise(
         stats = ContributionStats(entry.identity, console)
         sensors, folder = load_sensors(job.sensors), entry.identity.with_suffix("")
         try:
-            key = Identity.read(entry.identity).public.hex()[:KEY_DIGITS]
+            key = public.hex()[:KEY_DIGITS]
             with PolicyEnforcer(
-                folder, machine.name, job.rules, tell, run=entry.run, key=key, sensors=sensors
+                folder, job.name, job.rules, tell, run=entry.run, key=key, sensors=sensors
             ) as enforcer:
                 if offer is not None:
                     say = None if isinstance(console, TerminalConsole) else tell
@@ -227,9 +226,8 @@ def supervise(
                     if fetched is None:
                         return code
                     job = with_bundle(job, fetched)
-                cores = f"{machine.cpus} CPU cores"
-                tell(f'{machine.name} ({cores}) is joining the run "{entry.run}" at {entry.coordinator}')
-                return _run(job, machine, entry, enforcer, tell, console, stats)
+                tell(f'{job.name} is joining the run "{entry.run}" at {entry.coordinator}')
+                return _run(job, entry, enforcer, tell, console, stats)
         finally:
             stats.finish()
 
@@ -301,7 +299,6 @@ def check_joinable(entry: Enrollment) -> None:
 
 def _run(
     job: Job,
-    machine: MachineInfo,
     entry: Enrollment,
     enforcer: PolicyEnforcer,
     tell: Tell,
@@ -316,12 +313,12 @@ def _run(
             rules = enforcer.rules  # the current rate limits apply from the script's first byte
             limits = {"upload_limit": rules.upload, "download_limit": rules.download}
             capped = replace(job, settings={**job.settings, **limits})
-            variables = capped.environment(machine, entry, enforcer.path, stats.path)
-            code = _run_once(job, variables, machine, signals, enforcer, console, stats)
+            variables = capped.environment(entry, enforcer.path, stats.path)
+            code = _run_once(job, variables, signals, enforcer, console, stats)
             stats.script_ended()
             if signals.first:
                 stats.finish()  # the reason for stopping is the last line
-                tell(f"{machine.name} stopped by {_signal_name(signals.first)}")
+                tell(f"{job.name} stopped by {_signal_name(signals.first)}")
                 return 128 + signals.first
             if enforcer.is_stopping or (code == 0 and not enforcer.has_ended_script):
                 if code == 0 and stats.is_empty:
@@ -457,14 +454,13 @@ class SignalWatcher:
 def _run_once(
     job: Job,
     variables: Mapping[str, str],
-    machine: MachineInfo,
     signals: SignalWatcher,
     enforcer: PolicyEnforcer,
     console: Console,
     stats: ContributionStats,
 ) -> int:
     """Run the script once, until its whole process group has ended; return its exit code."""
-    with _watchdog(job.grace_s) as watch, _running_script(job, variables, machine, console) as script:
+    with _watchdog(job.grace_s) as watch, _running_script(job, variables, console) as script:
         watch(script.pid)
         enforcer.set_script(script.pid)
         kill_at_s = math.inf
@@ -535,7 +531,7 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def _running_script(
-    job: Job, variables: Mapping[str, str], machine: MachineInfo, console: Console
+    job: Job, variables: Mapping[str, str], console: Console
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the script and yield it; on exit end its whole process group."""
     chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
@@ -564,7 +560,7 @@ def _running_script(
         ) from None
     copiers = [
         threading.Thread(
-            target=_copy, args=(pipe, stream, machine.name if job.prefix else "", console), daemon=True
+            target=_copy, args=(pipe, stream, job.name if job.prefix else "", console), daemon=True
         )
         for pipe, stream in ((script.stdout, sys.stdout), (script.stderr, sys.stderr))
         if pipe is not None

@@ -271,8 +271,8 @@ class PolicyEnforcer:
             "name": self._name,
             "run": self._run,
             "key": self._key,
-            "state": self._state(),
-            "reason": self.decision.text(),
+            "state": (state := self._state()),
+            "reason": self._why_waiting if state == "waiting" else self.decision.text(),
             "obeyed": self.decision.may_train
             or self._script_status.get("state") == "paused"
             or not self._pids,
@@ -294,7 +294,14 @@ class PolicyEnforcer:
         if not self.decision.may_train:
             return "paused"
         state = str(self._script_status.get("state", "starting"))
-        return "resuming" if state == "paused" else state
+        if state == "paused":
+            return "resuming"
+        return "waiting" if self._why_waiting else state
+
+    @property
+    def _why_waiting(self) -> str:
+        """Why no worker of the run trains; "" if the run trains."""
+        return str(self._script_status.get("why_waiting") or "")
 
     # -- called over the socket, by the script ---------------------------------------------------
 

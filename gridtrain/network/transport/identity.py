@@ -2,7 +2,7 @@
 
     Identity.generate()                     returns a new identity, in memory
     Identity.load_or_create(path)           returns the identity in the file, creating the file if necessary
-    claim_identity(folder)                  yields the first identity in the folder that is not in use
+    claim_identity(folder, fresh=True)      yields the first identity in the folder that is not in use
 
 The secret key is stored in a file of mode 0600, never in the environment, argv or a log.  The public key, 32
 bytes, is the peer's only name (`PeerId`).
@@ -126,29 +126,19 @@ def make_private_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def claim_identity(folder: Path) -> Iterator[tuple[Identity, Path]]:
+def claim_identity(folder: Path, *, fresh: bool) -> Iterator[tuple[Identity, Path] | None]:
     """Lock the first identity in the folder that is not locked; yield the identity and its file.
 
-    If all existing identities are locked, a new identity is created.  Therefore a restarted worker is the
-    same peer as before, and two workers on one machine are different peers.  A second call in the same
-    process yields the next identity.
-
-    Raises:
-        ConfigError: all identities are in use, or a key file cannot be read or written.
-    """
-    with claim_existing_identity(folder, fresh=True) as claimed:
-        assert claimed is not None
-        yield claimed
-
-
-@contextlib.contextmanager
-def claim_existing_identity(folder: Path, *, fresh: bool = False) -> Iterator[tuple[Identity, Path] | None]:
-    """Lock the first identity in the folder that is not locked; yield the identity and its file.
+    A restarted worker is therefore the same peer as before, and two workers on one machine are different
+    peers.  A second call in the same process yields the next identity.
 
     Args:
         folder: the folder of the key files.
         fresh: whether to create an identity if no existing identity is free; if False, None is yielded
             instead.
+
+    Raises:
+        ConfigError: all identities are in use, or a key file cannot be read or written.
     """
     make_private_folder(folder)
     for slot in range(MAX_IDENTITIES):

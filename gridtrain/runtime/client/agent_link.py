@@ -92,12 +92,16 @@ class AgentLink:
         path: the path of the agent's Unix socket.
         moved_bytes: a function that returns the number of bytes that this process has sent and received so
             far; it may be called from any thread.
+        why_waiting: a function that returns why no worker trains; "" if the run trains.  It may be called
+            from any thread.
     """
 
-    def __init__(self, path: str, moved_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self, path: str, moved_bytes: Callable[[], int], why_waiting: Callable[[], str] = lambda: ""
+    ) -> None:
         self.directive = AgentDirective()
-        self._moved_bytes = moved_bytes
-        self._state: dict[str, Any] = {"state": "training"}
+        self._moved_bytes, self._why_waiting = moved_bytes, why_waiting
+        self._state: dict[str, Any] = {"state": "joining"}
         self._path = path
         self._condition = threading.Condition()
         self._sending = threading.Lock()
@@ -130,7 +134,7 @@ class AgentLink:
             self._condition.wait(timeout_s)
 
     def _report(self) -> None:
-        self._send({**self._state, "moved_bytes": self._moved_bytes()})
+        self._send({**self._state, "moved_bytes": self._moved_bytes(), "why_waiting": self._why_waiting()})
 
     def _connect(self) -> socket.socket:
         """Connect to the agent, and send this script's role and process id.  Raises `OSError`."""

@@ -28,7 +28,7 @@ from typing import Any
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import Enrol, PeerId
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
-from gridtrain.network.transport.identity import Identity, claim_existing_identity
+from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_naming import identity_folder
@@ -142,11 +142,22 @@ def enroll(
 
 @dataclass(frozen=True, slots=True)
 class _ClaimedIdentity:
-    """An identity that no other process uses until `lock` is closed."""
+    """An identity that no other process uses until `lock` is closed; `is_new` if it was just created."""
 
     identity: Identity
     path: Path
     lock: contextlib.ExitStack
+    is_new: bool
+
+    @contextlib.contextmanager
+    def discarded_after(self, error: type[BaseException]) -> Iterator[None]:
+        """Remove a new key after this error, with which the coordinator cannot have admitted it."""
+        try:
+            yield
+        except error:
+            if self.is_new:
+                self.path.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager
@@ -176,14 +187,16 @@ def _choose_identity(
     removed: list[_ClaimedIdentity] = []
     while (one := _claim_identity(store, invitation, folder, fresh=not removed)) is not None:
         lock = others.enter_context(one.lock)
-        status = _status_if_admitted(invitation, one.identity, timeout_s)
+        with one.discarded_after(BaseException):
+            status = _status_if_admitted(invitation, one.identity, timeout_s)
         if status is not None:
             store.record_known(one.path)
             return replace(one, lock=lock.pop_all()), status
         if store.was_admitted(one.path):
             removed.append(one)
         elif not removed:
-            _present_new(store, invitation, one.identity, one.path, timeout_s)
+            with one.discarded_after(JoinRefused):
+                _present_new(store, invitation, one.identity, one.path, timeout_s)
             return replace(one, lock=lock.pop_all()), None
     one = removed[0]
     try:
@@ -202,11 +215,12 @@ def _claim_identity(
     Returns None if there is no free identity and `fresh` is False.
     """
     with store.lock(), contextlib.ExitStack() as lock:
-        claimed = lock.enter_context(claim_existing_identity(folder, fresh=fresh))
+        before = {*folder.glob("*.key")}
+        claimed = lock.enter_context(claim_identity(folder, fresh=fresh))
         if claimed is None:
             return None
         store.record_attempt(claimed[1], invitation)
-        return _ClaimedIdentity(*claimed, lock.pop_all())
+        return _ClaimedIdentity(*claimed, lock.pop_all(), is_new=claimed[1] not in before)
 
 
 def _present_new(

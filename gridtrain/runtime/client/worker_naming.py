@@ -9,7 +9,6 @@ import hashlib
 import ipaddress
 import os
 import re
-import secrets
 import socket
 import tempfile
 from pathlib import Path
@@ -37,9 +36,11 @@ _ADJECTIVES = (
 _ANIMALS = ("ant", "bear", "crane", "deer", "elk", "finch", "gecko", "hare", "ibis", "lynx", "otter", "wren")
 
 
-def random_name() -> str:
-    """Return a random name such as "keen-otter-4f2a", which reveals nothing about the machine."""
-    return f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_ANIMALS)}-{secrets.token_hex(2)}"
+def name_of_key(public: bytes) -> str:
+    """Return a name such as "keen-otter-4f2a" for the worker with this public key, which is random and stays
+    the same over restarts.  It reveals nothing about the machine."""
+    adjective, animal = _ADJECTIVES[public[0] % len(_ADJECTIVES)], _ANIMALS[public[1] % len(_ANIMALS)]
+    return f"{adjective}-{animal}-{public[2:4].hex()}"
 
 
 def state_directory(run: str) -> Path:

@@ -144,18 +144,18 @@ class Examination:
         """Yield the findings of a machine that was admitted earlier, with an invitation that is no longer
         valid."""
         folder = identity_folder(self._invitation.run, self._invitation.coordinator)
-        known = sorted(folder.glob("worker-*.key")) if folder.is_dir() else []
-        if not known:
+        if not any(folder.glob("worker-*.key")):
             yield refused
             return
-        with claim_identity(folder) as (identity, path):
-            if path not in known:
+        with claim_identity(folder, fresh=False) as claimed:
+            if claimed is None:
                 yield warning(
                     "invitation",
                     "in use by a worker on this machine",
                     "nothing to do: this machine is already training",
                 )
                 return
+            identity, path = claimed
             with DoctorProbe(self._invitation, identity) as probe:
                 if not probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
                     if probe.responses.is_denied and InvitationStore(folder).was_admitted(path):

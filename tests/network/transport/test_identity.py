@@ -127,7 +127,7 @@ def test_processes_that_race_for_a_new_key_file_get_the_same_key(tmp_path):
 
 CLAIM = (
     "import sys, pathlib; from gridtrain.network.transport.identity import claim_identity\n"
-    "with claim_identity(pathlib.Path(sys.argv[1])) as (identity, path):\n"
+    "with claim_identity(pathlib.Path(sys.argv[1]), fresh=True) as (identity, path):\n"
     "    print(identity.public.hex(), flush=True); sys.stdin.readline()"
 )
 
@@ -145,13 +145,13 @@ def test_two_workers_of_a_machine_are_two_peers_and_the_same_two_after_a_restart
 def test_an_identity_is_free_again_when_its_process_was_killed(tmp_path):
     (process,) = in_processes(1, CLAIM, tmp_path)
     key = process.stdout.readline().strip()
-    with claim_identity(tmp_path) as (other, _):
+    with claim_identity(tmp_path, fresh=True) as (other, _):
         assert other.public.hex() != key
     process.kill()
     process.wait(timeout=60)
     process.stdin.close()
     process.stdout.close()
-    with claim_identity(tmp_path) as (again, _):
+    with claim_identity(tmp_path, fresh=True) as (again, _):
         assert again.public.hex() == key
 
 

@@ -137,9 +137,10 @@ def test_a_round_trip_to_a_member_is_not_the_interval_of_a_loop(coordinator: Liv
 
 def test_a_used_up_invitation_of_this_machine_still_names_the_run(coordinator: LiveCoordinator) -> None:
     once = coordinator.invitation(uses=1)
-    with enroll(once, WITHIN_S):
+    with enroll(once, WITHIN_S) as entry:
         while_it_runs = look(once)["invitation"]
     assert while_it_runs.text == "in use by a worker on this machine"
+    assert [*entry.identity.parent.glob("*.key")] == [entry.identity], "no key for a worker that never joins"
     found = look(once)
     assert found["invitation"].text == "no longer valid, but this machine is already admitted"
     assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
