@@ -194,7 +194,7 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     type=click.FloatRange(0.0, 1.0, min_open=True),
     default=0.001,
     metavar="SHARE",
-    help="Density of sparse exchanges.  [0.001]",
+    help="Share of elements sent.  [0.001]",
 )
 @click.option("--momentum", is_flag=True, help="Sparse exchanges apply momentum.")
 @click.option(

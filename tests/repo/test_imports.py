@@ -59,7 +59,8 @@ TABLE: dict[str, str] = {
     "gridtrain.training.data":       f"{TRAINING} fsspec transformers msgpack pyarrow",
     "gridtrain.pipeline":            f"{TRAINING} gridtrain.extras",
     "gridtrain.sdk":                 LIBRARY,  # what users hold, above all of these
-    "gridtrain.adapters":            f"{LIBRARY} gridtrain transformers peft trl datasets lightning mlflow wandb",
+    "gridtrain.adapters":            f"{LIBRARY} gridtrain transformers peft trl datasets lightning "
+                                     "mlflow wandb",
     "gridtrain.testing":             "gridtrain numpy torch nacl",
     "gridtrain.tools.options":       "",  # names, bounds, defaults of what people choose
     "gridtrain.tools.bundle":        "gridtrain.tools.options gridtrain.core.messages",
