@@ -252,7 +252,6 @@ def plan(
     \b
       gridtrain plan --parameters 25.6M --link 100Mbit --latency 10ms
       gridtrain plan --parameters 124M --network sites.toml --exchange gtopk,dense
-      gridtrain plan --coordinator gridtrain1:AbC...
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
     Nothing is measured.  With --stages, --compute is the whole model's time.  Exchanges: dense,

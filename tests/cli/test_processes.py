@@ -130,7 +130,7 @@ def test_coordinator_invitation_status_and_worker(start_coordinator: StartCoordi
     worker = gridtrain("worker", invitation, "--name", "anna", "--", sys.executable, "-c", code)
     assert (worker.returncode, worker.stdout) == (7, "shakespeare\n")
     first, last = worker.stderr.splitlines()
-    assert json.loads(first)["fields"]["text"].startswith("anna (")
+    assert json.loads(first)["fields"]["text"].startswith("anna is joining the run")
     assert "the script ended with exit code 7" in json.loads(last)["fields"]["text"]
 
     running.process.terminate()

@@ -456,7 +456,7 @@ def test_a_step_with_different_learning_rates_never_commits(network):
 
     group = network(2)
     with pytest.raises(
-        ConfigError, match=r"step 0 .*: rank 1 has lr=1\.1, but 1 of 2 .* have lr=0\.1; .* -> "
+        ConfigError, match=r"step 1 .*: rank 1 has lr=1\.1, but 1 of 2 .* have lr=0\.1; .* -> "
     ):
         group.train(worker)
     assert group.updates == []
