@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from small_classifier import adamw, backward, sgd, small_model, train_step
 from torch import nn
-from torch.nn import functional as F
 
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError, RemoteProtocolError
@@ -26,38 +26,6 @@ EXCHANGES = [Dense(), TopK(density=0.1), GTopK(density=0.1)]
 EVERY = 3
 
 
-def small_model(dtype=torch.float32):
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * 0.3 / (number + 1))
-    return model.to(dtype)
-
-
-def backward(model, seed, size=6):
-    generator = torch.Generator().manual_seed(seed)
-    inputs, labels = (
-        torch.randn(size, 5, generator=generator),
-        torch.randint(0, 3, (size,), generator=generator),
-    )
-    first = next(model.parameters())
-    F.cross_entropy(model(inputs.to(first)).float(), labels.to(first.device)).backward()
-
-
-def train_step(model, optimizer, seed):
-    backward(model, seed)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def sgd(model, lr=0.1, **options):
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)
-
-
 def wrap(session, model, exchange, inner=None, *, every=EVERY, **outer):
     inner = inner or adamw(model)
     return LocalSGDOptimizer(inner, model, LocalSteps(every, exchange, **outer), session)
@@ -65,10 +33,6 @@ def wrap(session, model, exchange, inner=None, *, every=EVERY, **outer):
 
 def flat(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 # -- guarantee 1 ------------------------------------------------------------------------------------

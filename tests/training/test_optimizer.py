@@ -2,11 +2,11 @@
 
 import copy
 import math
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from small_classifier import backward, batch, same, sgd, small_model, train_step, train_step_on
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,29 +31,6 @@ EXCHANGES = [
 ]
 NAMES = ["dense ring", "dense star", "topk", "gtopk butterfly", "gtopk tree int8", "gtopk star bf16"]
 NAMES += ["gtopk int4", "topk int2 in chunks"]
-
-
-_SEEDING = threading.Lock()  # workers are threads, torch's default generator is one for all
-
-
-def small_model(seed=0):
-    with _SEEDING:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def batch(seed, size=6):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator)
-
-
-def backward(model, seed, size=6):
-    inputs, labels = batch(seed, size)
-    F.cross_entropy(model(inputs), labels).backward()
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def alone_and_plain(network, make_optimizer, model=None, exchange=None, **options):
@@ -99,16 +76,6 @@ def test_a_single_worker_with_full_density_trains_as_the_plain_optimizer(network
         train_step(model, wrapped, step)
         train_step(twin, plain, step)
     assert same(model, twin)
-
-
-def sgd(model, lr=0.1, **options):
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)
-
-
-def train_step(model, optimizer, step):
-    backward(model, step)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_gradients_can_be_accumulated_and_clipped_locally(network):
@@ -226,10 +193,9 @@ def test_a_parameter_without_gradient_takes_part_with_zeros(network):
 
 
 def test_half_precision_parameters_keep_their_dtype(network):
-    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, model=small_model().to(torch.bfloat16))
+    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, model=small_model(torch.bfloat16))
     for one, optimizer in ((model, wrapped), (twin, plain)):
-        inputs, labels = batch(0)
-        F.cross_entropy(one(inputs.bfloat16()), labels).backward()
+        backward(one, 0)
         optimizer.step()
     assert next(model.parameters()).grad.dtype == torch.bfloat16
     assert same(model, twin)
@@ -293,13 +259,6 @@ def part(step, samples, rank):
     inputs, labels = batch(step, sum(samples))
     start = sum(samples[:rank])
     return inputs[start : start + samples[rank]], labels[start : start + samples[rank]]
-
-
-def train_step_on(model, optimizer, data):
-    inputs, labels = data
-    F.cross_entropy(model(inputs), labels).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
