@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scripted_coordinator import ME, A, B, C, D, ScriptedCoordinator, sent
+from scripted_member import ScriptedMember
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -421,20 +422,9 @@ def test_progress_of_a_state_transfer() -> None:
 
 
 def member() -> MemberCore:
-    core = MemberCore(A, ME, m.Join("r", "a", "tcp://a:1"), Deadlines())
-    core.handle(io.PeerConnected(ME), 0.0)
-    core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 0.0)
-    core.handle(
-        io.TrainerJoined(
-            replace(SETUP, initial_state_digest=b"3f" * 16), lambda r, n: frozenset(range(n)) - {r}
-        ),
-        0.0,
-    )
-    members = (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "", 4, True))
-    core.handle(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)), 0.0)
-    view = m.MembershipView(1, 1, 2, m.Verdict.ABORT, None, -1, core.history, m.LedgerState(), "")
-    core.handle(io.MessageReceived(ME, view), 0.0)
-    return core
+    scripted = ScriptedMember(A, replace(SETUP, initial_state_digest=b"3f" * 16), address="tcp://a:1")
+    scripted.install(1, (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "", 4, True)))
+    return scripted.core
 
 
 def messages_sent(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Message]:

@@ -9,21 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from scripted_member import COORDINATOR, ScriptedMember, no_neighbours
 from staged_run import StagedRun
 
-from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.commit.verdict import Outcome
 from gridtrain.core.group import member_events as io
-from gridtrain.core.member.member import MemberCore
 from gridtrain.core.stages.rank_placement import RankPlacement
 from gridtrain.core.stages.repartition import stage_spans
 from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.stages.checkpoint_catalog import depends_on_unwritten
 from gridtrain_coordinator.stages.placement import find_partition
 
-COORDINATOR, A, B, C, D, E = (letter * 32 for letter in (b"0", b"a", b"b", b"c", b"d", b"e"))
+A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
 AT = m.LedgerState(step=12, cursor=48, consumed=48)
 A_HAS, C_HAS = m.Span(0, 3), m.Span(3, 6)
 WRITTEN_C = m.CheckpointInfo(11, b"k" * 32, AT, C_HAS, b"\1" * 32)
@@ -135,49 +134,35 @@ def test_a_placement_depends_on_states_that_are_not_written() -> None:
 # -- the member's side --------------------------------------------------------------------------
 
 
-class StagedMember:
+class StagedMember(ScriptedMember):
     """Member a of a model with six layers."""
 
     def __init__(self) -> None:
-        self.core = MemberCore(A, COORDINATOR, m.Join("r", "a", ""), Deadlines())
-        self.hear(io.PeerConnected(COORDINATOR))
-        self.say(m.Welcome(1, "r", ""))
         setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=3, model=MODEL)
-        self.hear(io.TrainerJoined(setup, lambda rank, size, cuts=(): frozenset()))
+        super().__init__(A, setup, neighbours=no_neighbours)
 
-    def hear(self, event: io.MemberEvent) -> list[io.MemberEffect]:
-        return self.core.handle(event, 0.0)
-
-    def say(self, message: m.Message) -> list[io.MemberEffect]:
-        return self.hear(io.MessageReceived(COORDINATOR, message))
-
-    def install(
+    def repartition(
         self,
         generation: int,
         order: tuple[m.PeerId, ...],
         bounds: tuple[int, ...],
         pieces: dict[m.PeerId, tuple[tuple[m.Span, int], ...]],
     ) -> list[io.MemberEffect]:
-        members = tuple(
+        members = (
             m.Member(p, p[:1].decode(), "", 0, False, -1, sources, b"", tuple(b"" for _ in sources))
             for p, sources in ((p, pieces.get(p, ())) for p in order)
         )
-        self.say(m.MemberListPage(1, generation, 0, 1, members))
-        core = self.core
-        view = m.MembershipView(
-            1, generation, len(order), m.Verdict.ABORT, None, core.applied, core.history,
-            core.replica_state.ledger, "why", "", bounds,
-        )  # fmt: skip
-        return self.say(view)
+        ledger = self.core.replica_state.ledger
+        return self.install(generation, members, applied=self.core.applied, ledger=ledger, bounds=bounds)
 
 
 def repartitioned_member() -> tuple[StagedMember, m.CheckpointInfo]:
     member = StagedMember()
-    member.install(1, (A, B), (0, 3, 6), {})
+    member.repartition(1, (A, B), (0, 3, 6), {})
     state = member.core.replica_state
     state.applied, state.history, state.ledger = 0, b"k" * 32, m.LedgerState(step=1)
     pieces = {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))}
-    effects = member.install(2, (A, D, B), (0, 2, 4, 6), pieces)
+    effects = member.repartition(2, (A, D, B), (0, 2, 4, 6), pieces)
     (to_write,) = [effect.checkpoint for effect in effects if isinstance(effect, io.SaveCheckpoint)]
     assert not any(isinstance(effect, io.Send) for effect in effects)
     return member, to_write
@@ -192,7 +177,7 @@ def test_a_member_that_cannot_write_reports_it_and_keeps_its_state() -> None:
     ]
     (report,) = [e.message for e in member.say(m.Freeze(1, 2, "why")) if isinstance(e, io.Send)]
     assert isinstance(report, m.FreezeReport) and report.is_synced and report.layers == A_HAS
-    member.install(3, (A, B), (0, 3, 6), {})
+    member.repartition(3, (A, B), (0, 3, 6), {})
     assert member.core.is_synced, "nothing was loaded meanwhile"
 
 
