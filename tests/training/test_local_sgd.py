@@ -342,20 +342,6 @@ def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange,
     assert caplog.text.count("parameters are not finite after 3 local steps") == 1
 
 
-def test_a_placeholder_batch_does_not_count(network):
-    def worker(session):
-        model = small_model()
-        optimizer = wrap(session, model, GTopK(density=0.1))
-        for step in range(EVERY):
-            backward(model, 10 * step + session.rank)
-            if session.rank == 1:
-                model[0].weight.grad[0, 0] = math.nan
-            optimizer.step()
-        return optimizer.skipped_steps, replica_digest(model, optimizer.replicated)
-
-    assert network(samples=[4, 0]).train(worker) == network(samples=[4]).train(worker) * 2
-
-
 def test_an_overflow_costs_one_local_step_and_no_exchange(network):
     """Each worker's GradScaler is its own: only rank 1 backs off, and the round commits."""
 
@@ -558,16 +544,6 @@ def test_a_clip_norm_is_refused(network):
     model, exchange = small_model(), LocalSteps(2, Dense())
     with pytest.raises(ConfigError, match="clip each worker's"):
         LocalSGDOptimizer(adamw(model), model, exchange, network().session(), clip_norm=1.0)
-
-
-def test_a_parameter_that_is_unfrozen_later_is_refused(network):
-    model = small_model()
-    model[0].bias.requires_grad_(False)
-    optimizer = wrap(network().session(), model, Dense())
-    model[0].bias.requires_grad_(True)
-    backward(model, 0)
-    with pytest.raises(ConfigError, match="was frozen when"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize(

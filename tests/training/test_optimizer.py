@@ -42,6 +42,9 @@ def alone_and_plain(network, make_optimizer, model=None, exchange=None, **option
     return model, wrapped, twin, make_optimizer(twin), session
 
 
+EITHER = pytest.mark.parametrize("exchange", [Dense(), LocalSteps(2, Dense())], ids=["whole", "local steps"])
+
+
 # -- one worker: bit for bit the inner optimizer ----------------------------------------------------
 
 
@@ -261,22 +264,30 @@ def part(step, samples, rank):
     return inputs[start : start + samples[rank]], labels[start : start + samples[rank]]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+@pytest.mark.parametrize(
+    "exchange", [*EXCHANGES, LocalSteps(1, GTopK(density=0.1))], ids=[*NAMES, "local steps"]
+)
 def test_a_placeholder_batch_does_not_count(network, exchange):
     """A worker without samples may run its loop on any batch: its weight is 0, even if the batch is bad."""
 
     def worker(session):
         model = small_model()
-        optimizer = GridOptimizer(sgd(model), model, exchange, session)
+        optimizer = wrapped(session, model, exchange)
         backward(model, session.rank)
         if session.rank == 1:
             model[0].weight.grad[0, 0] = math.nan
         optimizer.step()
-        return optimizer.skipped_steps, replica_digest(model, optimizer)
+        return optimizer.skipped_steps, replica_digest(model, optimizer.replicated)
 
     with_stand_in = network(samples=[4, 0]).train(worker)
     alone = network(samples=[4]).train(worker)
     assert with_stand_in == alone * 2
+
+
+def wrapped(session, model, exchange):
+    """With plain SGD."""
+    kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
+    return kind(sgd(model), model, exchange, session)
 
 
 # -- guarantee 2 -----------------------------------------------------------------------------------
@@ -477,14 +488,15 @@ def test_closures_and_late_groups_are_refused():
         wrapped.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-def test_a_parameter_that_is_unfrozen_later_is_refused(network):
+@EITHER
+def test_a_parameter_that_is_unfrozen_later_is_refused(network, exchange):
     model = small_model()
     model[0].bias.requires_grad_(False)
-    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session())
+    optimizer = wrapped(network().session(), model, exchange)
     model[0].bias.requires_grad_(True)
     backward(model, 0)
     with pytest.raises(ConfigError, match="frozen when the optimizer was wrapped"):
-        wrapped.step()
+        optimizer.step()
 
 
 def test_a_parameter_that_is_frozen_later_is_refused(network):
@@ -500,17 +512,15 @@ def test_a_parameter_that_is_frozen_later_is_refused(network):
         wrapped.step()
 
 
-@pytest.mark.parametrize("exchange", [Dense(), LocalSteps(2, Dense())])
+@EITHER
 def test_a_group_added_later_to_the_inner_optimizer_is_refused(network, exchange):
     """Each worker would train it on its own samples only, which no vote would detect."""
-    model, session = small_model(), network().session()
-    inner = sgd(model)
-    kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
-    wrapped = kind(inner, model, exchange, session)
+    model = small_model()
+    optimizer = wrapped(network().session(), model, exchange)
     backward(model, 0)
-    inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    optimizer.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(ConfigError, match="was given further parameters"):
-        wrapped.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
