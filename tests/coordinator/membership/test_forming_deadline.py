@@ -98,8 +98,7 @@ def test_a_worker_that_only_reports_the_same_digest_is_no_source() -> None:
     sources = {member.peer: member.donor for member in group.core.run.member_list}
     assert sources == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
     group.say(B, m.Leave(""))
-    view = group.core.run.view
-    assert view is not None
+    view = group.view
     for peer in (A, C, D):
         group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", 0))
     order = [member.peer for member in group.core.run.member_list]
@@ -119,8 +118,8 @@ def test_an_initial_state_counts_until_the_first_step_is_committed() -> None:
     group.ready(A)
     group.join(B, same)
     group.heartbeats(2)
-    view = group.core.run.view
-    assert view is not None and group.frozen == 1
+    view = group.view
+    assert group.frozen == 1
     group.say(A, m.FreezeReport(1, 1, True, -1, view.history, m.LedgerState(), None, b"", 0))
     assert group.members == "a b"
     group.ready(A, B)
@@ -202,8 +201,7 @@ def test_a_route_is_abandoned_only_when_it_was_reported() -> None:
     assert not group.frozen
     group.heartbeats(1, b=2e6)
     assert group.frozen
-    view = group.core.run.view
-    assert view is not None
+    view = group.view
     for peer in (A, B, C, D):
         group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", 0))
     assert group.core.generation == 2 and {group.route(C, D)} == relays - {first}
@@ -296,7 +294,7 @@ def test_a_source_that_sends_nothing_is_replaced_and_the_newcomer_stays() -> Non
     assert (run.present, run.source) == ("abc", "b")
     notes = [x.fields for x in run.notes("source_replaced")]
     assert notes == [{"source": "a", "names": "c"}]
-    assert run.core.run.view is not None and "did not arrive from a" in run.core.run.view.reason
+    assert "did not arrive from a" in run.view.reason
     run.ready(*run.peers("c"))
     assert run.core.phase == "training" and run.members == "C a b"
 

@@ -696,9 +696,7 @@ def test_a_worker_that_catches_up_is_served_until_it_is_a_member() -> None:
     run = Run(A, B)
     orders = serve_orders(newcomer(run, C))
     assert {peer for peer, _ in orders} == {A, B} and all(order.receivers == (C,) for _, order in orders)
-    assert run.core.run.view is not None and run.core.run.view.world_size == 2, (
-        "the members continue to train"
-    )
+    assert run.view.world_size == 2, "the members continue to train"
     effects = run.say(C, m.CatchUpReport(7, b"h"))
     assert not [order for _, order in serve_orders(effects) if order.receivers == ()], (
         "it still needs updates"

@@ -100,7 +100,7 @@ def test_a_new_process_has_no_rank_and_the_others_continue_from_their_state(noti
     assert run.frozen() == [(B, (A,))]
     run.enter(A, SETUP)
     report(run, B, 7)
-    assert run.core.run.view is not None and run.core.run.view.applied == 6
+    assert run.view.applied == 6
     assert run.joining() == {B: False, A: True}
 
 
@@ -115,7 +115,7 @@ def test_a_new_process_alone_begins_from_its_checkpoint_and_the_rollback_is_logg
     run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, checkpoint))
     run.form()
     assert [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 5}]
-    assert run.core.run.view is not None and run.core.run.view.applied == 4
+    assert run.view.applied == 4
 
 
 def test_the_readiness_of_the_old_process_does_not_count() -> None:
@@ -189,7 +189,7 @@ def test_a_report_of_the_new_process_does_not_count_as_the_old_ones() -> None:
     report(run, A, 5)
     report(run, B, 9)
     report(run, C, 9)
-    assert run.core.run.view is not None and run.core.run.view.applied == 8
+    assert run.view.applied == 8
     assert run.joining() == {A: True, B: False, C: False}
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from scripted_member import COORDINATOR, ScriptedMember, no_neighbours
-from staged_run import StagedRun
+from staged_run import SIX_LAYERS, StagedRun, repartitioned_without_b, state_after
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
@@ -23,26 +23,9 @@ from gridtrain_coordinator.stages.checkpoint_catalog import depends_on_unwritten
 from gridtrain_coordinator.stages.placement import find_partition
 
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
-AT = m.LedgerState(step=12, cursor=48, consumed=48)
+AT = state_after(11)
 A_HAS, C_HAS = m.Span(0, 3), m.Span(3, 6)
 WRITTEN_C = m.CheckpointInfo(11, b"k" * 32, AT, C_HAS, b"\1" * 32)
-MODEL = m.StagedModel((0, 2, 4, 6), tuple(m.LayerCosts(1, 1) for _ in range(6)), copies=1.0, micro_batches=8)
-
-
-def repartitioned_without_b() -> StagedRun:
-    """a holds [0 2), c [4 6) and a copy of b's [2 4): two of three stages are left."""
-    state = m.LedgerState(step=10, cursor=40, consumed=40)
-    has = {A: [m.Span(0, 2)], B: [m.Span(2, 4)], C: [m.Span(2, 4), m.Span(4, 6)]}
-    stored = {
-        p: tuple(m.CheckpointInfo(9, b"h", state, x, bytes([x.start]) * 32) for x in own)
-        for p, own in has.items()
-    }
-    run = StagedRun(3, A, B, C, model=MODEL, kept=stored)
-    run.lose(B)
-    run.report(A, C)
-    run.now_s += run.core.run.limits.recut_s
-    run.core.tick(run.now_s)
-    return run
 
 
 def report_memory(run: StagedRun, peer: m.PeerId, layers: m.Span) -> None:
@@ -55,8 +38,8 @@ def repartitioned_with_d() -> StagedRun:
     run = repartitioned_without_b()
     run.ready()
     join(run, D)
-    view = run.core.run.view
-    assert view is not None and view.stage_bounds == (0, 2, 4, 6)
+    view = run.view
+    assert view.stage_bounds == (0, 2, 4, 6)
     return run
 
 
@@ -78,8 +61,6 @@ def fail_to_write_on_a(run: StagedRun) -> None:
     (freeze,) = run.last_sent(C, m.Freeze)
     assert isinstance(freeze, m.Freeze)
     assert freeze.reason == "a has no checkpoint of layers 0 to 2, which other workers need"
-    view = run.core.run.view
-    assert view is not None
     report_memory(run, A, A_HAS)
     # c has begun to load its new stage; its former state is on its disk.
     nothing = replace(AT, step=0, cursor=0, consumed=0)
@@ -93,8 +74,8 @@ def fail_to_write_on_a(run: StagedRun) -> None:
 def test_the_group_keeps_its_partition() -> None:
     run = repartitioned_with_d()
     fail_to_write_on_a(run)
-    view = run.core.run.view
-    assert view is not None and view.stage_bounds == (0, 3, 6) and view.applied == 11, "no step is lost"
+    view = run.view
+    assert view.stage_bounds == (0, 3, 6) and view.applied == 11, "no step is lost"
     assert run.roster == "a c" and run.standbys == "d"
     assert {x.name: x.pieces for x in run.core.run.member_list} == {"a": (), "c": ()}
     run.ready()
@@ -112,8 +93,8 @@ def test_the_model_is_repartitioned_once_the_disk_has_room(is_full: bool) -> Non
     if not is_full:
         run.say(A, m.StageCheckpointList((m.CheckpointInfo(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
     join(run, E)
-    view = run.core.run.view
-    assert view is not None and view.generation > 4 and view.applied == 11
+    view = run.view
+    assert view.generation > 4 and view.applied == 11
     assert view.stage_bounds == ((0, 3, 6) if is_full else (0, 2, 4, 6))
 
 
@@ -138,7 +119,7 @@ class StagedMember(ScriptedMember):
     """Member a of a model with six layers."""
 
     def __init__(self) -> None:
-        setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=3, model=MODEL)
+        setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=3, model=SIX_LAYERS)
         super().__init__(A, setup, neighbours=no_neighbours)
 
     def repartition(
