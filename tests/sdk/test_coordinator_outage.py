@@ -7,29 +7,20 @@ the others  step 10 . without it . step 25
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from brisk import WITHIN_S
+from brisk import LOSING, WITHIN_S
 from group_snapshot import snapshot_of
 from torch import nn
 from torch.utils.data import TensorDataset
 from training_loop import digest, sgd, train_batch
 
 import gridtrain
-from gridtrain.config import Deadlines
 
-SOON = Deadlines(
-    beat_s=0.05,
-    settle_s=0.02,
-    probe_s=0.2,
-    generation_gap_s=0.02,
-    connect_s=5.0,
-    regreet_s=0.1,
-    silence_s=1.0,
-    first_step_s=10.0,
-)
+SOON = replace(LOSING, regreet_s=0.1, first_step_s=10.0)
 DATA = TensorDataset(torch.arange(400.0).reshape(100, 4) / 400, torch.arange(100.0).reshape(100, 1) / 100)
 STEPS = 60
 

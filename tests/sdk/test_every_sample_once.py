@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from brisk import WITHIN_S
+from brisk import LOSING, WITHIN_S
 from group_snapshot import snapshot_of
 from sharded_data import write_shards
 from torch import nn
@@ -24,19 +25,10 @@ from torch.utils.data import IterableDataset
 from training_loop import sgd, train_batch
 
 import gridtrain
-from gridtrain.config import Deadlines
 from gridtrain.core.messages import RoundId
 
 SIZE, EPOCHS, LEAVES, COMES, DIES = 240, 3, 8, 12, 20
-QUICK = Deadlines(
-    beat_s=0.05,
-    settle_s=0.02,
-    probe_s=0.2,
-    generation_gap_s=0.02,
-    connect_s=5.0,
-    regreet_s=0.1,
-    silence_s=2.0,
-)
+QUICK = replace(LOSING, silence_s=2.0)
 
 
 class Points:

@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from brisk import WITHIN_S
+from brisk import BRISK, WITHIN_S
 from torch import nn
 from training_loop import sgd
 
 import gridtrain
-from gridtrain.config import Deadlines
 from gridtrain.core.messages import ResidualBlock
 from gridtrain.errors import JoinRefused
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
@@ -39,15 +38,7 @@ SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
 DATA = [
     torch.randint(-8, 9, (WIDE,), generator=torch.Generator().manual_seed(i)).float() for i in range(SIZE)
 ]
-QUICK = Deadlines(
-    beat_s=0.05,
-    settle_s=0.02,
-    probe_s=0.2,
-    generation_gap_s=0.02,
-    connect_s=5.0,
-    handover_s=15.0,
-    regreet_s=0.1,
-)
+QUICK = replace(BRISK, handover_s=15.0, regreet_s=0.1)
 EXCHANGES = [
     gridtrain.TopK(density=0.1, values="fp32"),
     gridtrain.GTopK(density=0.1, values="fp32"),
