@@ -20,7 +20,7 @@ from group_snapshot import snapshot_of
 from safetensors.torch import load_file
 from threaded_group import ThreadedGroup
 from torch import nn
-from training_loop import flat, sgd, train_batch
+from training_loop import backward, flat, sgd, train_batch
 
 import gridtrain
 from gridtrain.errors import BudgetSpent, CoordinatorUnreachable, DataError
@@ -229,11 +229,14 @@ def test_an_error_after_a_pause_leaves_checkpoints_with_the_weights_of_their_ste
         optimizer = sgd(grid, model, gridtrain.TopK(density=0.25))
         for batch in grid.batches(DATA, batch_size=2, steps=20):
             weights[grid.step] = model.weight.detach().clone()
+            grid._model_state.checkpoints.wait()  # type: ignore[union-attr]  steps are faster here than a disk
             if grid.step == 5:
                 owner.directive = AgentDirective(run=False, reason="hot")
+            backward(model, batch)
             if grid.step == 11:
                 raise DataError("the script fails")
-            train_batch(model, optimizer, batch)
+            optimizer.step()
+            optimizer.zero_grad()
 
     with new_group(workers=1) as group:
         folder = group.export_dir / "state"
