@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from brisk import WITHIN_S
+from threaded_group import ThreadedGroup
+
 import gridtrain
-from gridtrain.sdk.local_group import LocalGroup
 
 T = TypeVar("T")
-WITHIN_S = 60.0
 
 
 def run(
@@ -26,31 +26,19 @@ def run(
     """Let each worker do `work` with its grid; return the results by number.  Checkpoints are written to
     FOLDER/worker-NUMBER every `every` steps, and read from there; the first workers have `urls`.  Unless
     `saves_on_leaving`, a worker that ends before the run has what a killed one has: none of its last step."""
-    results: dict[int, T] = {}
 
-    def one(number: int) -> None:
-        state = folder / f"worker-{number}"
-        grid = group.join(
-            f"worker-{number}",
-            checkpoint_every=every,
-            state_dir=str(state),
-            checkpoints=urls[number] if number < len(urls) else "",
-            export_dir=str(folder),
-        )
-        with grid:
-            results[number] = work(grid)
-            model_state: Any = grid._model_state
-            if not saves_on_leaving:
-                model_state._keep_for_others = lambda: None
+    def train(grid: gridtrain.Grid, number: int) -> T:
+        result = work(grid)
+        model_state: Any = grid._model_state
+        if not saves_on_leaving:
+            model_state._keep_for_others = lambda: None
+        return result
 
-    with LocalGroup(min_workers=workers) as group:
-        threads = [threading.Thread(target=one, args=(n,), daemon=True) for n in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WITHIN_S)
-    assert sorted(results) == list(range(workers)), "a worker failed"
-    return [results[number] for number in range(workers)]
+    with ThreadedGroup(folder, workers=workers) as group:
+        for number in range(workers):
+            state, url = str(folder / f"worker-{number}"), urls[number] if number < len(urls) else ""
+            group.start(train, checkpoint_every=every, state_dir=state, checkpoints=url)
+        return group.finish()
 
 
 def wait_for_uploads(grid: gridtrain.Grid) -> None:

@@ -33,6 +33,7 @@ class LiveCoordinator:
     keys: Identity = field(default_factory=Identity.generate)
     operator: Identity = field(default_factory=Identity.generate)
     log: io.StringIO = field(default_factory=io.StringIO)
+    min_workers: int = 1
     address: str = ""
 
     def __enter__(self) -> LiveCoordinator:
@@ -46,6 +47,7 @@ class LiveCoordinator:
             JournalStore.open(":memory:"),
             authorization,
             operator=self.operator.public,
+            min_workers=self.min_workers,
             log=log_to(self.log),
             address=self.address,
         )

@@ -1,18 +1,15 @@
-"""A training loop with local steps that records what it does, and groups in one process that run it."""
+"""A training loop with local steps that records what it does."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from brisk import WITHIN_S
 from torch import nn
+from training_loop import digest, train_batch
 
 import gridtrain
-from gridtrain.sdk.local_group import LocalGroup
-from gridtrain.training.checkpoint import serialization
 
 EVERY = 4
 EXCHANGES = [
@@ -49,12 +46,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train_batch(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
-    model(inputs).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 class Loop:
     """A training loop that records, for each turn, the digest at its end and the samples of its batches."""
 
@@ -84,28 +75,8 @@ class Loop:
 
     @property
     def digest(self) -> str:
-        return serialization.replica_digest(self.model, self.optimizer.replicated).hex()[:12]
+        return digest(self.model, self.optimizer)
 
     @property
     def taken(self) -> list[int]:
         return [index for turn in self.samples.values() for batch in turn for index in batch]
-
-
-def run_named(names: Sequence[str], work: Callable[[LocalGroup, str], Any], **options: Any) -> dict[str, Any]:
-    """Run `work(group, name)` in a thread for each name; return each result or exception."""
-    ends: dict[str, Any] = {}
-
-    def run(name: str) -> None:
-        try:
-            ends[name] = work(group, name)
-        except BaseException as error:
-            ends[name] = error
-
-    with LocalGroup(min_workers=len(names), **options) as group:
-        threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WITHIN_S)
-    assert set(ends) == set(names), f"only {set(ends)} have ended"
-    return ends

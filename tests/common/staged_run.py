@@ -15,6 +15,23 @@ from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain_coordinator.run.events import Effect, PeerDisconnected
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 
+A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
+SIX_LAYERS = m.StagedModel((0, 2, 4, 6), (m.LayerCosts(1, 1),) * 6, copies=1.0, micro_batches=8)
+
+
+def state_after(step: int) -> m.LedgerState:
+    """Steps of 4 samples each."""
+    return m.LedgerState(step=step + 1, cursor=4 * (step + 1), consumed=4 * (step + 1))
+
+
+def stored(step: int, *stages: int, history: bytes = b"", digest: str = "") -> tuple[m.CheckpointInfo, ...]:
+    """`digest`: "x" makes b"x0" of stage 0, b"x1" of stage 1; each stage is one layer."""
+    name, state = history or b"h%d" % step, state_after(step)
+    return tuple(
+        m.CheckpointInfo(step, name, state, m.Span(s, s + 1), f"{digest}{s}".encode() if digest else b"")
+        for s in stages
+    )
+
 
 class StagedRun(ScriptedCoordinator):
     """Workers are keys of 32 equal letters, and are called by that letter.
@@ -102,3 +119,18 @@ class StagedRun(ScriptedCoordinator):
     def last_sent(self, peer: m.PeerId, kind: type[m.Message]) -> list[m.Message]:
         """Messages of a kind to a worker in the latest effects."""
         return sent(self.effects, kind, peer)
+
+
+def repartitioned_without_b() -> StagedRun:
+    """a holds [0 2), c [4 6) and a copy of b's [2 4): two of three stages are left, [0 3) and [3 6)."""
+    has = {A: [m.Span(0, 2)], B: [m.Span(2, 4)], C: [m.Span(2, 4), m.Span(4, 6)]}
+    kept = {
+        peer: tuple(m.CheckpointInfo(9, b"h", state_after(9), x, bytes([x.start]) * 32) for x in spans)
+        for peer, spans in has.items()
+    }
+    run = StagedRun(3, A, B, C, model=SIX_LAYERS, kept=kept)
+    run.lose(B)
+    run.report(A, C)
+    run.tick(run.core.run.limits.recut_s)
+    assert run.view.stage_bounds == (0, 3, 6)
+    return run

@@ -43,14 +43,27 @@ def layers() -> list[nn.Module]:
     return [nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1)]
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def pipeline_of(
+    grid: gridtrain.Grid, model: Callable[[], list[nn.Module]] = layers, **options: Any
+) -> Pipeline:
+    """Two stages with two micro-batches, unless the options say otherwise."""
+    defaults: dict[str, Any] = {"stages": 2, "loss_fn": loss_fn, "micro_batches": 2, "seed": 3}
+    return grid.pipeline(model, sgd, **({"exchange": gridtrain.Dense()} | defaults | options))
+
+
 class Seen:
-    """What one worker recorded: by step its loss and its stage."""
+    """What one worker recorded: by step its loss, its stage, its batch and, from `Numbered`, its samples."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.losses: dict[int, float] = {}
         self.stages: dict[int, int | None] = {}
         self.batches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.samples: dict[int, list[int]] = {}
         self.more: dict[int, Any] = {}
         self.state: dict[str, torch.Tensor] = {}
         self.owner = NoAgent()
@@ -60,6 +73,22 @@ class Seen:
     def step(self) -> int:
         """The last committed step; -1: none."""
         return max(self.losses, default=-1)
+
+    @property
+    def stage(self) -> int | None:
+        """That of the last committed step."""
+        return self.stages[self.step]
+
+
+class Numbered:
+    """Samples with their numbers."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        x = torch.tensor([index / SAMPLES, 1.0])
+        return x, x[:1] * 2, index
 
 
 class Workers:
@@ -71,13 +100,16 @@ class Workers:
         min_workers: int,
         *,
         steps: int = 40,
+        data: Any = DATA,
+        epochs: int = 0,
         checkpoint_every: int = 0,
         model: Callable[[], list[nn.Module]] = layers,
         deadlines: Deadlines = LOSING,
         **options: Any,
     ) -> None:
         self.folder, self.steps, self.every, self.options = folder, steps, checkpoint_every, options
-        self.model = model
+        self.model, self.data = model, data
+        self.until = {"epochs": epochs} if epochs else {"steps": steps}
         self.group = LocalGroup(min_workers=min_workers, deadlines=deadlines)
         self.seen: dict[str, Seen] = {}
         self.threads: dict[str, threading.Thread] = {}
@@ -144,17 +176,11 @@ class Workers:
                 self.changed.notify_all()
 
     def _train(self, seen: Seen, grid: gridtrain.Grid) -> None:
-        defaults: dict[str, Any] = {
-            "stages": 2,
-            "loss_fn": loss_fn,
-            "micro_batches": 2,
-            "exchange": gridtrain.Dense(),
-            "seed": 3,
-        }
-        pipe = grid.pipeline(self.model, lambda p: torch.optim.SGD(p, lr=0.05), **(defaults | self.options))
+        pipe = pipeline_of(grid, self.model, **self.options)
         self.made(seen, grid, pipe)
-        for inputs, targets in grid.batches(DATA, batch_size=4, steps=self.steps, seed=3):
+        for inputs, targets, *numbers in grid.batches(self.data, batch_size=4, **self.until, seed=3):
             self.before(seen, grid, pipe)
+            has_samples = bool(grid._session.turn_spans)
             step = grid.step
             loss = pipe.step(inputs, targets)
             if loss is None:
@@ -162,6 +188,7 @@ class Workers:
             with self.changed:
                 seen.losses[step], seen.stages[step] = loss, pipe.stage
                 seen.batches[step] = inputs, targets
+                seen.samples[step] = numbers[0].tolist() if numbers and has_samples else []
                 seen.state = {n: v.clone() for n, v in pipe.module.state_dict().items()}
                 self.after(seen, grid, pipe)
                 self.changed.notify_all()

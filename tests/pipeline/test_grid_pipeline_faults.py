@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
-from pipeline_group import data, layers, loss_fn
+from pipeline_group import data, layers, loss_fn, pipeline_of, sgd
+from threaded_group import ThreadedGroup
 from torch import nn
 
 import gridtrain
@@ -18,27 +18,12 @@ from gridtrain.errors import LineBroken
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.pipeline.blueprint import Blueprint
 from gridtrain.pipeline.executor import StageExecutor, _StepExecution
-from gridtrain.sdk.local_group import LocalGroup, local
+from gridtrain.sdk.local_group import local
 
 SEED, STEPS = 3, 6
 
 
 DATA = data(48)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
-def pipeline(grid: gridtrain.Grid, **options: Any) -> Any:
-    defaults = {
-        "stages": 2,
-        "loss_fn": loss_fn,
-        "micro_batches": 4,
-        "exchange": gridtrain.Dense(),
-        "seed": SEED,
-    }
-    return grid.pipeline(layers, sgd, **(defaults | options))
 
 
 def unpartitioned(batches: list[Any], micro_batches: int = 4) -> dict[str, torch.Tensor]:
@@ -76,7 +61,7 @@ def test_a_failed_attempt_is_repeated_and_changes_nothing(
     monkeypatch.setattr(StageExecutor, "run", run)
 
     def train(grid: gridtrain.Grid) -> Any:
-        pipe, batches, losses = pipeline(grid), [], []
+        pipe, batches, losses = pipeline_of(grid, micro_batches=4), [], []
         for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
             batches.append((inputs, targets))
             losses.append(pipe.step(inputs, targets))
@@ -113,9 +98,7 @@ def test_an_exception_in_a_stage_ends_its_script_and_wakes_the_others(tmp_path: 
     broken, raised = threading.Event(), threading.Event()
 
     def train(grid: gridtrain.Grid) -> None:
-        pipe = grid.pipeline(
-            model, sgd, stages=2, loss_fn=loss_fn, micro_batches=2, exchange=gridtrain.Dense(), cuts=(0, 2, 3)
-        )
+        pipe = pipeline_of(grid, model, cuts=(0, 2, 3))
         try:
             for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
                 pipe.step(inputs, targets)
@@ -137,45 +120,29 @@ def test_a_stage_that_violates_the_agreed_spec_is_removed(
 ) -> None:
     """Otherwise it would be a member of each generation, and each attempt would fail."""
     real, hostile = _StepExecution._send, threading.Event()
-    culprit: list[int] = []
-    name_of: dict[int, str] = {}
+    culprit: list[str] = []
 
     def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
-        if hostile.is_set() and culprit == [threading.get_ident()]:
+        if hostile.is_set() and culprit == [threading.current_thread().name]:
             buffers = [buffers[0][:-4]]
         real(self, to, channel, buffers)
 
+    def train(grid: gridtrain.Grid, number: int) -> str:
+        pipe = pipeline_of(grid, micro_batches=4)
+        for taken, (inputs, targets) in enumerate(grid.batches(DATA, batch_size=4, steps=8)):
+            if taken == 2 and pipe.stage == 0 and not grid.is_first:
+                culprit.append(threading.current_thread().name)
+                hostile.set()
+            pipe.step(inputs, targets)
+        return "finished"
+
     monkeypatch.setattr(_StepExecution, "_send", send)
-    ended: dict[str, Any] = {}
-    with LocalGroup(min_workers=4, deadlines=LOSING) as group:
-
-        def train(name: str) -> None:
-            with group.join(name, export_dir=str(tmp_path)) as grid:
-                pipe = pipeline(grid)
-                for taken, (inputs, targets) in enumerate(grid.batches(DATA, batch_size=4, steps=8)):
-                    if taken == 2 and pipe.stage == 0 and not grid.is_first:
-                        culprit.append(threading.get_ident())
-                        hostile.set()
-                    pipe.step(inputs, targets)
-
-        def train_recorded(name: str) -> None:
-            name_of[threading.get_ident()] = name
-            try:
-                train(name)
-                ended[name] = "finished"
-            except gridtrain.GridtrainError as error:
-                ended[name] = str(error)
-
-        names = ("anna", "bert", "clara", "dora")
-        threads = [threading.Thread(target=train_recorded, args=(name,), daemon=True) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WITHIN_S)
-            assert not thread.is_alive(), f"the run does not go on: {ended}"
+    with ThreadedGroup(tmp_path, workers=4, deadlines=LOSING) as group:
+        group.start_all(train)
+        ended = {f"worker-{number}": str(end) for number, end in enumerate(group.ends())}
     removed = {name: said for name, said in ended.items() if said != "finished"}
-    assert list(removed) == [name_of[culprit[0]]], "the sender, not the stage that voted NO"
-    assert "does not match its spec" in removed[name_of[culprit[0]]]
+    assert list(removed) == culprit, "the sender, not the stage that voted NO"
+    assert "does not match its spec" in removed[culprit[0]]
 
 
 def test_the_death_of_a_stage_wakes_a_waiting_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,32 +160,20 @@ def test_the_death_of_a_stage_wakes_a_waiting_stage(tmp_path: Path, monkeypatch:
             raise
 
     monkeypatch.setattr(StageExecutor, "run", run)
-    with LocalGroup(min_workers=2, deadlines=LOSING) as group:
 
-        def train(name: str) -> None:
-            with group.join(name, export_dir=str(tmp_path)) as grid:
-                pipe = pipeline(grid)
-                batches = grid.batches(DATA, batch_size=4, steps=1000)
-                for taken, (inputs, targets) in enumerate(batches):
-                    if pipe.stage == 1 and computing.acquire(timeout=WITHIN_S) and taken == 3:
-                        dying.set()  # while the first stage is in the step
-                        group.hub.kill(group.keys[name])
-                    pipe.step(inputs, targets)
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        pipe = pipeline_of(grid, micro_batches=4)
+        for taken, (inputs, targets) in enumerate(grid.batches(DATA, batch_size=4, steps=1000)):
+            if pipe.stage == 1 and computing.acquire(timeout=WITHIN_S) and taken == 3:
+                dying.set()  # while the first stage is in the step
+                group.hub.kill(group.keys[f"worker-{number}"])
+            pipe.step(inputs, targets)
 
-        def train_until_error(name: str) -> None:
-            with contextlib.suppress(gridtrain.GridtrainError):
-                train(name)
-
-        threads = [
-            threading.Thread(target=train_until_error, args=(name,), daemon=True) for name in ("anna", "bert")
-        ]
-        for thread in threads:
-            thread.start()
+    with ThreadedGroup(tmp_path, workers=2, deadlines=LOSING) as group:
+        group.start_all(train)
         assert dying.wait(WITHIN_S)
         assert interrupted.wait(WITHIN_S), "the first stage still waits for the gradient of the dead stage"
-    for thread in threads:
-        thread.join(WITHIN_S)
-        assert not thread.is_alive()
+    assert all(isinstance(end, gridtrain.GridtrainError) for end in group.ends())
 
 
 class Counts(nn.Module):
@@ -257,15 +212,12 @@ def test_buffers_change_only_in_committed_steps(
         return [nn.Linear(2, 8), Counts(), Counts(), nn.Linear(8, 1)]
 
     def train(grid: gridtrain.Grid) -> Any:
-        pipe = grid.pipeline(
+        pipe = pipeline_of(
+            grid,
             model,
-            sgd,
-            stages=2,
-            loss_fn=loss_fn,
             micro_batches=4,
-            exchange=gridtrain.Dense(),
             cuts=(0, 2, 4),
-            init=lambda block, number: [buffer.zero_() for buffer in block.buffers()],  # type: ignore[arg-type, return-value]
+            init=lambda block, number: [buffer.zero_() for buffer in block.buffers()],
         )
         for inputs, targets in grid.batches(DATA, batch_size=4, steps=STEPS):
             pipe.step(inputs, targets)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
-from pipeline_group import data, layers, loss_fn
+from pipeline_group import data, layers, loss_fn, pipeline_of
+from threaded_group import ThreadedGroup
 from torch import Tensor, nn
 
 import gridtrain
@@ -28,7 +29,7 @@ from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage import Stage, TiedParameter
 from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec
 from gridtrain.pipeline.validation import FaultOrigin, check_in_flight, find_fault_origin, sender_fault
-from gridtrain.sdk.local_group import LocalGroup, local
+from gridtrain.sdk.local_group import local
 
 SEED, STEPS, BATCH = 4, 5, 4
 
@@ -40,16 +41,9 @@ Call = Callable[[Pipeline, Any, Any], float | None]
 
 def trained(folder: Path, call: Call, **options: Any) -> tuple[State, list[float | None]]:
     """Train two stages with `call`; return the whole model's parameters and the first worker's losses."""
-    defaults = {
-        "stages": 2,
-        "loss_fn": loss_fn,
-        "micro_batches": 2,
-        "exchange": gridtrain.Dense(),
-        "seed": SEED,
-    }
 
     def train(grid: gridtrain.Grid) -> tuple[State, list[float | None]]:
-        pipe = grid.pipeline(layers, lambda p: torch.optim.SGD(p, lr=0.05), **(defaults | options))
+        pipe = pipeline_of(grid, seed=SEED, **options)
         losses = [call(pipe, x, y) for x, y in grid.batches(DATA, batch_size=BATCH, steps=STEPS)]
         return {name: value.clone() for name, value in pipe.module.state_dict().items()}, losses
 
@@ -289,53 +283,31 @@ def test_a_stage_that_sends_an_unknown_token_is_removed_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, lock = _StepExecution._send, threading.Lock()
-    culprit: list[int] = []
-    name_of: dict[int, str] = {}
-    ended: dict[str, str] = {}
+    culprit: list[str] = []
 
     def send(self: _StepExecution, to: int, channel: Any, buffers: Any) -> None:
-        if culprit == [threading.get_ident()] and self._number == 0:
+        if culprit == [threading.current_thread().name] and self._number == 0:
             numbers = np.frombuffer(buffers[1], np.int64).copy()
             numbers[0] = 10**9
             buffers = [buffers[0], numbers.view(np.uint8).data]
         real(self, to, channel, buffers)
 
+    def train(grid: gridtrain.Grid, number: int) -> str:
+        pipe = pipeline_of(grid, lambda: [Tokens(), Again()])
+        for taken, (x, y) in enumerate(grid.batches(TOKENS, batch_size=4, steps=8)):
+            with lock:
+                if taken == 2 and pipe.stage == 0 and not culprit:
+                    culprit.append(threading.current_thread().name)
+            pipe.step(x, y)
+        return "finished"
+
     monkeypatch.setattr(_StepExecution, "_send", send)
-    with LocalGroup(min_workers=4, deadlines=LOSING) as group:
-
-        def train(name: str) -> None:
-            with group.join(name, export_dir=str(tmp_path)) as grid:
-                pipe = grid.pipeline(
-                    lambda: [Tokens(), Again()],
-                    lambda p: torch.optim.SGD(p, lr=0.05),
-                    stages=2,
-                    loss_fn=loss_fn,
-                    micro_batches=2,
-                    exchange=gridtrain.Dense(),
-                )
-                for taken, (x, y) in enumerate(grid.batches(TOKENS, batch_size=4, steps=8)):
-                    with lock:
-                        if taken == 2 and pipe.stage == 0 and not culprit:
-                            culprit.append(threading.get_ident())
-                    pipe.step(x, y)
-
-        def train_recorded(name: str) -> None:
-            name_of[threading.get_ident()] = name
-            try:
-                train(name)
-                ended[name] = "finished"
-            except Exception as error:
-                ended[name] = f"{type(error).__name__}: {error}"
-
-        threads = [threading.Thread(target=train_recorded, args=(name,), daemon=True) for name in "abcd"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30.0)
-            assert not thread.is_alive(), f"the run does not go on: {ended}"
+    with ThreadedGroup(tmp_path, workers=4, deadlines=LOSING) as group:
+        group.start_all(train)
+        ended = {f"worker-{number}": str(end) for number, end in enumerate(group.ends())}
     removed = {name: said for name, said in ended.items() if said != "finished"}
-    assert list(removed) == [name_of[culprit[0]]], ended
-    assert "integers from" in removed[name_of[culprit[0]]] and "1000000000" in removed[name_of[culprit[0]]]
+    assert list(removed) == culprit, ended
+    assert "integers from" in removed[culprit[0]] and "1000000000" in removed[culprit[0]]
 
 
 def test_activations_that_are_not_finite_skip_the_step_on_all(
@@ -410,36 +382,26 @@ def together(tmp_path: Path, model: Any, **options: Any) -> tuple[list[Any], dic
     """Train two workers; return the results of their steps, and the errors that ended scripts, by stage."""
     results: list[Any] = []
     ended: dict[int, str] = {}
-    with LocalGroup(min_workers=2, deadlines=LOSING) as group:
+    over = threading.Event()
 
-        def train(name: str) -> None:
-            stage = -1
-            try:
-                with group.join(name, export_dir=str(tmp_path)) as grid:
-                    pipe = grid.pipeline(
-                        model,
-                        lambda p: torch.optim.SGD(p, lr=0.05),
-                        **{"stages": 2, "loss_fn": loss_fn, "micro_batches": 2, **options},
-                        exchange=gridtrain.Dense(),
-                    )
-                    for x, y in grid.batches(DATA, batch_size=4, steps=4):
-                        stage = pipe.stage if pipe.stage is not None else -1
-                        results.append((pipe.step(x, y), pipe.last_skipped))
-                        if len(results) == 8:
-                            over.set()
-                ended[stage] = "finished"
-            except Exception as error:
-                ended[stage] = f"{type(error).__name__}: {error}"
+    def train(grid: gridtrain.Grid, number: int) -> None:
+        stage = -1
+        try:
+            pipe = pipeline_of(grid, model, **options)
+            for x, y in grid.batches(DATA, batch_size=4, steps=4):
+                stage = pipe.stage if pipe.stage is not None else -1
+                results.append((pipe.step(x, y), pipe.last_skipped))
+            ended[stage] = "finished"
+        except Exception as error:
+            ended[stage] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if stage in ended and (ended[stage] != "finished" or len(ended) == 2):
                 over.set()
 
-        over = threading.Event()
-        threads = [threading.Thread(target=train, args=(name,), daemon=True) for name in "ab"]
-        for thread in threads:
-            thread.start()
-        assert over.wait(30.0), f"no script has ended: {ended}"
-        if len(results) == 8:
-            for thread in threads:
-                thread.join(30.0)
+    with ThreadedGroup(tmp_path, workers=2, deadlines=LOSING) as group:
+        group.start_all(train)
+        assert over.wait(WITHIN_S), f"no script has ended: {ended}"
         return results, dict(ended)
 
 
@@ -483,14 +445,7 @@ def test_the_tail_of_a_pass_has_no_micro_batch_that_batch_norm_refuses(
     sizes: list[int] = []
 
     def train(grid: gridtrain.Grid) -> list[float | None]:
-        pipe = grid.pipeline(
-            partial(batch_norm_model, **options),
-            lambda p: torch.optim.SGD(p, lr=0.05),
-            stages=2,
-            loss_fn=loss_fn,
-            micro_batches=4,
-            exchange=gridtrain.Dense(),
-        )
+        pipe = pipeline_of(grid, partial(batch_norm_model, **options), micro_batches=4)
         losses = []
         for x, y in grid.batches(DATA[:samples], batch_size=8, epochs=1):  # 5 samples: not as 2, 1, 1, 1
             sizes.append(len(x))
@@ -512,9 +467,7 @@ def test_a_run_with_steps_of_one_sample_is_refused_by_all_stages_if_a_layer_need
     are_refused = threading.Barrier(2)
 
     def train(grid: gridtrain.Grid) -> None:
-        pipe = grid.pipeline(
-            batch_norm_model, lambda p: torch.optim.SGD(p, lr=0.05), stages=2, loss_fn=loss_fn
-        )
+        pipe = pipeline_of(grid, batch_norm_model)
         with pytest.raises(
             ConfigError, match=r"^layer 1, BatchNorm1d, cannot train on a single sample, but .* -> "
         ):
@@ -538,12 +491,7 @@ def test_a_step_of_one_sample_is_refused_by_all_stages_if_a_layer_cannot_compute
     are_refused = threading.Barrier(2)
 
     def train(grid: gridtrain.Grid) -> int:
-        pipe = grid.pipeline(
-            lambda: [nn.Linear(2, 8), nn.BatchNorm1d(8), Modulated(8), nn.Linear(8, 1)],
-            lambda p: torch.optim.SGD(p, lr=0.05),
-            stages=2,
-            loss_fn=loss_fn,
-        )
+        pipe = pipeline_of(grid, lambda: [nn.Linear(2, 8), nn.BatchNorm1d(8), Modulated(8), nn.Linear(8, 1)])
         with pytest.raises(
             ConfigError,
             match=r"^layer 2, Modulated, cannot train on a single sample, but this step has only one for "

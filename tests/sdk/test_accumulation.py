@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from torch import nn
+from training_loop import sgd
 
 import gridtrain
 
-WITHIN_S = 60.0
 A = 4
 
 
@@ -31,15 +32,14 @@ def test_a_newcomer_receives_a_schedule_that_steps_for_each_micro_batch(
 
     def train(grid: gridtrain.Grid, number: int) -> dict[int, float]:
         model = nn.Linear(1, 4, bias=False)
-        inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = grid.optimizer(inner, model, exchange=exchange)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0 / (1.0 + step))
+        optimizer = sgd(grid, model, exchange)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.inner, lambda step: 1.0 / (1.0 + step))
         grid.track(scheduler=scheduler)
         rates: dict[int, float] = {}
         batches = grid.batches(data(50_000), batch_size=2, steps=100_000, accumulate=A)
         for micro, inputs in enumerate(batches):
             if micro % A == 0:
-                rates[grid.step] = inner.param_groups[0]["lr"]
+                rates[grid.step] = optimizer.param_groups[0]["lr"]
                 if number == 2 and not entered.is_set():
                     stop_at[0] = grid.step + 4
                     entered.set()
@@ -57,16 +57,13 @@ def test_a_newcomer_receives_a_schedule_that_steps_for_each_micro_batch(
         return rates
 
     with new_group(workers=2) as group:
-        for _ in range(2):
-            group.start(train)
+        group.start_all(train)
         assert holding.wait(WITHIN_S)
         group.start(train)
         group.wait_for("following" if exchange.sparse else "freeze")
         frozen.set()
         assert entered.wait(WITHIN_S)
-        results = [group.result(number) for number in range(3)]
-    for result in results:
-        assert isinstance(result, dict), result
+        results = group.finish()
     common = set.intersection(*(set(seen) for seen in results))
     assert len(common) >= 4
     for step in common:
@@ -93,8 +90,7 @@ def test_each_sample_counts_equally_in_micro_batches_of_any_size(
         model = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             model.weight.zero_()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=0)
+        optimizer = sgd(grid, model, exchange, lr=1.0, average_buffers_every=0)
         for micro, inputs in enumerate(grid.batches(powers, epochs=1, accumulate=count, **sizes)):
             (model(inputs).mean() / count).backward()
             if micro % count == count - 1:

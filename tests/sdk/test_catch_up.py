@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from brisk import BRISK
+from brisk import BRISK, WITHIN_S
 from group_snapshot import snapshot_of
 from torch import nn
 
@@ -24,7 +24,6 @@ EXCHANGES = [
     gridtrain.GTopK(density=0.01, momentum=0.0),
     gridtrain.TopK(density=0.01, momentum=0.9),
 ]
-WITHIN_S = 60.0
 
 
 class Progress:
@@ -116,10 +115,7 @@ def run(
         if options.get("shrinks"):
             group.wait_for("drifted", "training")  # the others stay until the newcomer has their state
             progress.stop_at = progress.step + 20
-        results = [group.result(number) for number in range(workers + 1)]
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        results = group.finish()
         events = snapshot_of(group)["events"]
     assert late == workers
     return results, events

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from brisk import WITHIN_S
 from checkpointed_group import run
 from safetensors.torch import load_file
 from torch import nn
+from training_loop import backward, sgd, train_batch, train_steps
 
 import gridtrain
 from gridtrain.errors import ConfigError
@@ -45,18 +48,15 @@ def train(
 ) -> dict[str, Any]:
     """Train up to `until` steps; return the state at the first batch and at the end, and the samples."""
     model = copy.deepcopy(NET)  # seeding in several threads at once would give several models
-    inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0 if exchange.sparse else 0.9)
-    optimizer = grid.optimizer(inner, model, exchange=exchange)
+    optimizer = sgd(grid, model, exchange, lr=0.001, momentum=0.0 if exchange.sparse else 0.9)
     seen: dict[str, Any] = {"steps": [], "first": None, "samples": []}
-    for x, y in grid.batches(DATA, global_batch_size=6, steps=steps):
+    for batch in grid.batches(DATA, global_batch_size=6, steps=steps):
         if seen["first"] is None:
             seen["first"] = {name: value.clone() for name, value in model.state_dict().items()}
         seen["steps"].append(grid.step)
         if waits:
             grid._model_state.checkpoints.wait()  # steps are faster here than a disk
-        ((model(x) - y) ** 2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_batch(model, optimizer, batch)
         if grid.step == until:
             break
     seen["last"] = {name: value.clone() for name, value in model.state_dict().items()}
@@ -87,21 +87,15 @@ class Interrupted(Exception):
 def test_a_worker_that_ends_amid_a_step_leaves_no_checkpoint_of_it(tracks: bool, tmp_path: Path) -> None:
     def work(grid: gridtrain.Grid) -> None:
         model = copy.deepcopy(NET)
-        inner = torch.optim.SGD(model.parameters(), lr=0.001)
-        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        optimizer = sgd(grid, model, lr=0.001)
         if tracks:
-            grid.track(scheduler=torch.optim.lr_scheduler.StepLR(inner, 1))
+            grid.track(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
         else:
-            inner.register_step_post_hook(lambda *_: fail() if grid.step == 5 else None)
-        for x, y in grid.batches(DATA, global_batch_size=6, steps=STEPS):
-            ((model(x) - y) ** 2).mean().backward()
-            try:
-                optimizer.step()
-            except Interrupted:
-                return
-            optimizer.zero_grad()
-            if grid.step == 5:
-                return
+            optimizer.inner.register_step_post_hook(lambda *_: fail() if grid.step == 5 else None)
+        with suppress(Interrupted):
+            for step in train_steps(grid, model, optimizer, DATA, batch_size=6, steps=STEPS):
+                if step == 5:
+                    return
 
     def fail() -> None:
         raise Interrupted
@@ -148,14 +142,11 @@ def test_the_others_do_not_wait_for_what_a_leaving_worker_writes(
 
     def work(grid: gridtrain.Grid) -> dict[str, torch.Tensor]:
         model = copy.deepcopy(NET)
-        inner = torch.optim.SGD(model.parameters(), lr=0.001)
-        optimizer = grid.optimizer(inner, model, exchange=EXCHANGES[1])
+        optimizer = sgd(grid, model, EXCHANGES[1], lr=0.001)
         model_state: Any = grid._model_state
         model_state._options = replace(model_state._options, max_transfer_bytes=0)
-        for x, y in grid.batches(DATA, global_batch_size=6, steps=STEPS):
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for batch in grid.batches(DATA, global_batch_size=6, steps=STEPS):
+            train_batch(model, optimizer, batch)
             if grid.step == 5 and grid._config.name == "worker-1":
                 break
             if grid.step == 6:
@@ -192,15 +183,12 @@ def test_a_finished_run_has_a_checkpoint_of_its_last_step(exchange: Any, tmp_pat
 def test_a_dense_residual_is_part_of_a_checkpoint(tmp_path: Path, values: str) -> None:
     def work(grid: gridtrain.Grid, until: int) -> list[torch.Tensor]:
         model = copy.deepcopy(NET)
-        inner = torch.optim.SGD(model.parameters(), lr=0.001)
-        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(values=values))
+        optimizer = sgd(grid, model, gridtrain.Dense(values=values), lr=0.001)
         residuals = []
-        for x, y in grid.batches(DATA, global_batch_size=6, steps=STEPS):
+        for batch in grid.batches(DATA, global_batch_size=6, steps=STEPS):
             residuals.append(optimizer.residual_state()["residual"])
             grid._model_state.checkpoints.wait()
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_batch(model, optimizer, batch)
             if grid.step == until:
                 break
         return residuals
@@ -300,11 +288,9 @@ def test_every_sample_counts_once_over_a_restart(tmp_path: Path) -> None:
     """Two workers write their position in the data; three go on from there, with other shares."""
     counted: list[tuple[int, list[int]]] = []
 
-    def work(grid: gridtrain.Grid, until: int) -> dict[str, Any]:
+    def work(grid: gridtrain.Grid, until: int) -> None:
         model = nn.Linear(2, 1)
-        optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.001), model, exchange=gridtrain.Dense()
-        )
+        optimizer = sgd(grid, model, lr=0.001)
         numbers = [(x, number) for number, (x, _) in enumerate(DATA)]
         for x, indices in grid.batches(numbers, global_batch_size=6, epochs=3):
             step = grid.step
@@ -315,7 +301,6 @@ def test_every_sample_counts_once_over_a_restart(tmp_path: Path) -> None:
             counted.append((step, indices.tolist()))
             if grid.step == until:
                 break
-        return {}
 
     run(tmp_path, 2, lambda grid: work(grid, until=7))
     position = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006").position
@@ -334,19 +319,13 @@ def test_a_checkpoint_folder_belongs_to_one_worker(tmp_path: Path) -> None:
         first = group.join("first", checkpoint_every=3, state_dir=folder)
         other = group.join("other", checkpoint_every=3, state_dir=folder)
         with first, other:
-            next(grid_turns(first))
+            next(steps_of(first))
             with pytest.raises(ConfigError, match="ours is in use by another worker"):
-                next(grid_turns(other))
-
-
-def grid_turns(grid: gridtrain.Grid) -> Any:
-    model = nn.Linear(2, 1)
-    grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.001), model, exchange=gridtrain.Dense())
-    return grid.batches(DATA, global_batch_size=6, steps=STEPS)
+                next(steps_of(other))
 
 
 def test_checkpoints_of_another_history_are_not_deleted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    new_group: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker without a checkpoint begins the run; a worker that joins later has one."""
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=5))
@@ -354,44 +333,31 @@ def test_checkpoints_of_another_history_are_not_deleted(
     assert folder.exists()
     started, over = threading.Event(), threading.Event()
 
-    def fresh() -> None:
-        with group.join("fresh") as grid:
-            for number, _ in enumerate(steps_of(grid)):
-                if number == 5:  # beyond the step of the checkpoint, which no other may replace
-                    started.set()
-                if over.is_set():
-                    break
+    def fresh(grid: gridtrain.Grid, number: int) -> None:
+        for step in steps_of(grid):
+            if step == 5:  # beyond the step of the checkpoint, which no other may replace
+                started.set()
+            if over.is_set():
+                break
 
-    def old() -> None:
-        folder = str(tmp_path / "worker-0")
-        with group.join("old", checkpoint_every=1, state_dir=folder) as grid:
-            for number, _ in enumerate(steps_of(grid)):
-                grid._model_state.checkpoints.wait()
-                if number == 6:
-                    break
+    def old(grid: gridtrain.Grid, number: int) -> None:
+        for _ in zip(range(6), steps_of(grid), strict=False):
+            grid._model_state.checkpoints.wait()
         over.set()
 
-    with LocalGroup(min_workers=1) as group:
-        threads = [threading.Thread(target=fresh, daemon=True), threading.Thread(target=old, daemon=True)]
-        threads[0].start()
+    with new_group(workers=1) as group:
+        group.start(fresh)
         assert started.wait(WITHIN_S)
-        threads[1].start()
-        for thread in threads:
-            thread.join(60.0)
+        group.start(old, checkpoint_every=1, state_dir=str(tmp_path / "worker-0"))
+        group.finish()
     assert folder.exists()
     assert "not from the checkpoint of step 3, which stays in" in caplog.text
 
 
-def steps_of(grid: gridtrain.Grid) -> Any:
-    """Batches, each with a step taken after it."""
+def steps_of(grid: gridtrain.Grid) -> Iterator[int]:
     model = copy.deepcopy(NET)
-    inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
-    for x, y in grid.batches(DATA, global_batch_size=6, steps=100_000):
-        yield x, y
-        ((model(x) - y) ** 2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = sgd(grid, model, lr=0.001, momentum=0.9)
+    return train_steps(grid, model, optimizer, DATA, batch_size=6, steps=100_000)
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -401,9 +367,7 @@ def test_a_second_loop_is_refused_and_changes_neither_model_nor_disk(every: int,
         LocalGroup(min_workers=1) as group,
         group.join("again", checkpoint_every=every, state_dir=str(tmp_path / "worker-0")) as grid,
     ):
-        for number, _ in enumerate(steps_of(grid)):
-            if number == 3:
-                break
+        next(steps_of(grid))
         wrapped = grid._optimizer
         assert wrapped is not None
         before = wrapped.model.weight.detach().clone()
@@ -415,28 +379,21 @@ def test_a_second_loop_is_refused_and_changes_neither_model_nor_disk(every: int,
 def test_a_data_loader_is_empty_after_the_end_of_the_run(tmp_path: Path) -> None:
     with LocalGroup(min_workers=1) as group, group.join("anna", export_dir=str(tmp_path)) as grid:
         model = nn.Linear(2, 1)
-        inner = torch.optim.SGD(model.parameters(), lr=0.001)
-        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        optimizer = sgd(grid, model, lr=0.001)
         loader = torch.utils.data.DataLoader(DATA, batch_sampler=grid.sampler(DATA, batch_size=6, steps=2))  # type: ignore[arg-type]
-        for x, y in loader:
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
+        for batch in loader:
+            train_batch(model, optimizer, batch)
         (tmp_path / "final.safetensors").unlink()
         assert list(loader) == []
         assert not (tmp_path / "final.safetensors").exists(), "the run ends only once"
 
 
 def test_a_transferred_residual_is_in_no_checkpoint_that_is_still_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would return with this worker, and two would send it."""
-    waited_for, true_save, true_wait = (
-        threading.Event(),
-        checkpoint_store.save,
-        checkpoint_store.CheckpointStore.wait,
-    )
-    gone = threading.Event()
-    left_at: list[int] = []
+    waited_for, gone = threading.Event(), threading.Event()
+    true_save, true_wait = checkpoint_store.save, checkpoint_store.CheckpointStore.wait
 
     def slow_save(snapshot: Any, path: Path) -> None:
         assert waited_for.wait(WITHIN_S)
@@ -447,32 +404,25 @@ def test_a_transferred_residual_is_in_no_checkpoint_that_is_still_being_written(
             waited_for.set()
         return true_wait(self, timeout_s)
 
-    def work(name: str, every: int) -> None:
-        with group.join(name, checkpoint_every=every, state_dir=str(tmp_path / name)) as grid:
-            model = nn.Linear(2, 1)
-            inner = torch.optim.SGD(model.parameters(), lr=0.001)
-            optimizer = grid.optimizer(inner, model, exchange=gridtrain.GTopK(density=0.3))
-            for x, y in grid.batches(DATA, global_batch_size=6, steps=100_000):
-                ((model(x) - y) ** 2).mean().backward()
-                if every and grid.step == 3:
-                    left_at.append(grid.step)
-                    break
-                if not every and gone.is_set():
-                    break
-                optimizer.step()
-                optimizer.zero_grad()
-        if every:
-            gone.set()
+    def work(grid: gridtrain.Grid, number: int) -> int:
+        model = nn.Linear(2, 1)
+        optimizer = sgd(grid, model, gridtrain.GTopK(density=0.3), lr=0.001)
+        for batch in grid.batches(DATA, global_batch_size=6, steps=100_000):
+            backward(model, batch)
+            if gone.is_set() if number else grid.step == 3:
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+        return grid.step
 
     monkeypatch.setattr(checkpoint_store, "save", slow_save)
     monkeypatch.setattr(checkpoint_store.CheckpointStore, "wait", wait)
-    with LocalGroup(min_workers=2) as group:
-        threads = [threading.Thread(target=work, args=one, daemon=True) for one in (("anna", 3), ("bert", 0))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-    assert left_at == [3]
+    with new_group(workers=2) as group:
+        anna = group.start(work, checkpoint_every=3, state_dir=str(tmp_path / "anna"))
+        group.start(work)
+        assert group.result(anna) == 3
+        gone.set()
+        group.finish()
     folder = tmp_path / "anna" / "step-00000003"
     assert (folder / "state.json").exists()
-    assert not (folder / "residual.safetensors").exists(), "bert has it"
+    assert not (folder / "residual.safetensors").exists(), "the other worker has it"

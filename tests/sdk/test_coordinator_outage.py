@@ -7,29 +7,20 @@ the others  step 10 . without it . step 25
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from brisk import WITHIN_S
+from brisk import LOSING, WITHIN_S
 from group_snapshot import snapshot_of
 from torch import nn
 from torch.utils.data import TensorDataset
+from training_loop import digest, sgd, train_batch
 
 import gridtrain
-from gridtrain.config import Deadlines
-from gridtrain.training.checkpoint import serialization
 
-SOON = Deadlines(
-    beat_s=0.05,
-    settle_s=0.02,
-    probe_s=0.2,
-    generation_gap_s=0.02,
-    connect_s=5.0,
-    regreet_s=0.1,
-    silence_s=1.0,
-    first_step_s=10.0,
-)
+SOON = replace(LOSING, regreet_s=0.1, first_step_s=10.0)
 DATA = TensorDataset(torch.arange(400.0).reshape(100, 4) / 400, torch.arange(100.0).reshape(100, 1) / 100)
 STEPS = 60
 
@@ -47,13 +38,12 @@ class Outage:
         self.keys[number] = grid._session.connection.loop._transport.me
         torch.manual_seed(number)
         model = nn.Linear(4, 1)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
-        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        optimizer = sgd(grid, model, lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         grid.track(scheduler=scheduler)
         self.ready.wait(WITHIN_S)
         batches = 0
-        for x, y in grid.batches(DATA, batch_size=2, steps=STEPS):
+        for batch in grid.batches(DATA, batch_size=2, steps=STEPS):
             batches += 1
             if grid.step == 10 and number == 1 and not self.away.is_set():
                 for other in self.broken:
@@ -69,16 +59,9 @@ class Outage:
             if grid.step == 40 and number == 0 and self.healed.is_set():
                 # Steps take a millisecond here: without this the run could end before a worker is back.
                 assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 3, WITHIN_S)
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_batch(model, optimizer, batch)
             scheduler.step()
-        return (
-            grid.step,
-            batches,
-            serialization.replica_digest(model, inner).hex(),
-            scheduler.get_last_lr()[0],
-        )
+        return grid.step, batches, digest(model, optimizer), scheduler.get_last_lr()[0]
 
     def heal(self, coordinator: bytes) -> None:
         for other in self.broken:
@@ -91,11 +74,9 @@ def test_a_broken_link_to_the_coordinator_costs_at_most_some_batches(
 ) -> None:
     with new_group(workers=3, deadlines=SOON) as group:
         outage = Outage(group, broken)
-        for _ in range(3):
-            group.start(outage.train)
-        results = [group.result(number) for number in range(3)]
+        group.start_all(outage.train)
+        results = group.finish()
         generation = snapshot_of(group)["generation"]
-    assert all(isinstance(result, tuple) for result in results), results
     steps, batches, digests, rates = zip(*results, strict=True)
     assert steps == (STEPS, STEPS, STEPS)
     assert len(set(digests)) == 1

@@ -8,10 +8,9 @@ import pytest
 import torch
 from group_snapshot import snapshot_of
 from torch import nn
+from training_loop import digest, sgd, train_batch
 
 import gridtrain
-from gridtrain.training.checkpoint import serialization
-from gridtrain_coordinator.run.divergence import minority_ranks
 
 DATA = [(torch.tensor([float(i % 7), 1.0]), torch.tensor([2.0 * (i % 5)])) for i in range(5000)]
 STEPS, FLIP_AT = 60, 13
@@ -22,20 +21,17 @@ def flip_one_bit(model: nn.Module, bit: int) -> None:
         next(model.parameters()).view(torch.int32)[0, 0] ^= 1 << bit
 
 
-def train(grid: gridtrain.Grid, number: int, exchange: Any, flips: dict[int, int]) -> list[bytes]:
+def train(grid: gridtrain.Grid, number: int, exchange: Any, flips: dict[int, int]) -> list[str]:
     """Return the digests after each step.  `flips`: by worker, the bit to flip before step `FLIP_AT`."""
     torch.manual_seed(7)
     model = nn.Linear(2, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    optimizer = grid.optimizer(inner, model, exchange=exchange, compare_every=10)
+    optimizer = sgd(grid, model, exchange, lr=0.001, momentum=0.9, compare_every=10)
     digests = []
-    for x, y in grid.batches(DATA, batch_size=4, steps=STEPS):
+    for batch in grid.batches(DATA, batch_size=4, steps=STEPS):
         if grid.step == FLIP_AT and number in flips:
             flip_one_bit(model, flips.pop(number))
-        ((model(x) - y) ** 2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        digests.append(serialization.replica_digest(model, inner))
+        train_batch(model, optimizer, batch)
+        digests.append(digest(model, optimizer))
     return digests
 
 
@@ -52,20 +48,9 @@ def test_a_flipped_bit_is_found_repaired_and_counted(
     with new_group(workers=workers) as group:
         for _ in range(workers):
             group.start(lambda grid, number: train(grid, number, exchange, flips))
-        results = [group.result(number) for number in range(workers)]
+        results = group.finish()
         snapshot = snapshot_of(group)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
     assert len({seen[-1] for seen in results}) == 1, "they end equal"
     assert len({seen[FLIP_AT] for seen in results}) > 1, "the flip was real"
     assert snapshot["drifts"] >= 1 and snapshot["drifts"] <= max(expected, workers - 1)
     assert any(event["event"] == "drifted" for event in snapshot["events"])
-
-
-def test_the_largest_group_of_equal_digests_wins_and_the_lowest_rank_breaks_ties() -> None:
-    assert minority_ranks({0: b"a", 1: b"a", 2: b"a"}) == []
-    assert minority_ranks({0: b"x", 1: b"a", 2: b"a"}) == [0]
-    assert minority_ranks({0: b"a", 1: b"b"}) == [1]
-    assert minority_ranks({0: b"a", 1: b"b", 2: b"c"}) == [1, 2]
-    assert minority_ranks({0: b"a", 1: b"b", 2: b"b", 3: b"a"}) == [1, 2]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training_loop import sgd, train_steps
 
 import gridtrain
 from gridtrain.core.messages import PeerId
@@ -46,11 +47,8 @@ def test_a_worker_with_a_slow_link_selects_fewer_entries_of_one_model(
     def train(grid: gridtrain.Grid, number: int) -> Any:
         torch.manual_seed(1)
         model = nn.Linear(SIZE, 1, bias=False)
-        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model, exchange=exchange)
-        for inputs, targets in grid.batches(DATA, batch_size=2, steps=STEPS):
-            optimizer.zero_grad()
-            (model(inputs) - targets).square().mean().backward()
-            optimizer.step()
+        optimizer = sgd(grid, model, exchange)
+        list(train_steps(grid, model, optimizer, DATA, steps=STEPS))
         return model.weight.detach().flatten().tolist()
 
     found = together(train, 3)

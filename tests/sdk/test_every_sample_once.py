@@ -11,31 +11,24 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from brisk import WITHIN_S
+from brisk import LOSING, WITHIN_S
 from group_snapshot import snapshot_of
 from sharded_data import write_shards
 from torch import nn
 from torch.utils.data import IterableDataset
+from training_loop import sgd, train_batch
 
 import gridtrain
-from gridtrain.config import Deadlines
 from gridtrain.core.messages import RoundId
 
 SIZE, EPOCHS, LEAVES, COMES, DIES = 240, 3, 8, 12, 20
-QUICK = Deadlines(
-    beat_s=0.05,
-    settle_s=0.02,
-    probe_s=0.2,
-    generation_gap_s=0.02,
-    connect_s=5.0,
-    regreet_s=0.1,
-    silence_s=2.0,
-)
+QUICK = replace(LOSING, silence_s=2.0)
 
 
 class Points:
@@ -95,9 +88,7 @@ class Recording:
 
     def train(self, grid: gridtrain.Grid, number: int) -> int:
         model = nn.Linear(2, 1)
-        optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.001), model, exchange=gridtrain.Dense()
-        )
+        optimizer = sgd(grid, model, lr=0.001)
         in_hand: list[int] = []
         self.watch(grid, in_hand)
         for x, indices in grid.batches(self.dataset(), global_batch_size=12, epochs=EPOCHS, **self.options):
@@ -108,9 +99,7 @@ class Recording:
                 assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 3, WITHIN_S)
             if number == 2 and grid.step >= DIES:
                 self.group.hub.kill(self.group.keys[f"worker-{number}"])
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_batch(model, optimizer, x)
             if number == 1 and grid.step > LEAVES:
                 break
         return grid.step

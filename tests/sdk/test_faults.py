@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from brisk import BRISK, LOSING, WITHIN_S
+from brisk import LOSING, WITHIN_S
 from group_snapshot import snapshot_of
+from threaded_group import ThreadedGroup
 from torch import nn
+from training_loop import digest, flat, sgd, train_batch
 
 import gridtrain
 from gridtrain.errors import ConfigError, RemoteProtocolError
@@ -21,7 +23,6 @@ from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.testing import Faults, InjectedFailure
-from gridtrain.training.checkpoint import serialization
 
 NAMES = ("anna", "bert", "carl")
 SAMPLES, STEP = 120, 5
@@ -32,11 +33,6 @@ EXCHANGES = {
     "topk": gridtrain.TopK(density=0.3),
     "gtopk": gridtrain.GTopK(density=0.3),
 }
-
-
-@pytest.fixture(autouse=True)
-def state_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
 class Numbered:
@@ -54,31 +50,20 @@ NET = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 class Runs:
-    """Three workers in threads, under a plan of faults."""
+    """Three workers under a plan of faults."""
 
-    def __init__(self, faults: Faults, exchange: str) -> None:
-        self.ends: dict[str, Any] = {}
+    def __init__(self, folder: Path, faults: Faults, exchange: str) -> None:
+        self.exchange = exchange
         self.attempts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.committed: set[tuple[int, ...]] = set()
-        with LocalGroup(min_workers=3, deadlines=LOSING, faults=faults) as group:
-            work = [threading.Thread(target=self._work, args=(group, name, exchange)) for name in NAMES]
-            for thread in work:
-                thread.start()
-            for thread in work:
-                thread.join(30.0)
-        assert set(self.ends) == set(NAMES), f"only {set(self.ends)} have ended"
+        with ThreadedGroup(folder, workers=3, deadlines=LOSING, faults=faults) as group:
+            for name in NAMES:
+                group.start(self._train, name=name)
+            self.ends: dict[str, Any] = dict(zip(NAMES, group.ends(), strict=True))
 
-    def _work(self, group: LocalGroup, name: str, exchange: str) -> None:
-        try:
-            with group.join(name) as grid:
-                self.ends[name] = self._train(grid, exchange)
-        except BaseException as error:
-            self.ends[name] = error
-
-    def _train(self, grid: gridtrain.Grid, exchange: str) -> str:
+    def _train(self, grid: gridtrain.Grid, number: int) -> str:
         model = copy.deepcopy(NET)  # seeding in several threads at once would give several models
-        inner = torch.optim.SGD(model.parameters(), lr=0.001)
-        optimizer = grid.optimizer(inner, model, exchange=EXCHANGES[exchange])
+        optimizer = sgd(grid, model, EXCHANGES[self.exchange], lr=0.001)
         session: Any = grid._session
         run, batch = session.run, []
 
@@ -93,11 +78,9 @@ class Runs:
         session.run = seen
         for inputs, indices in grid.batches(Numbered(), batch_size=4, epochs=1):
             batch[:] = [indices.tolist()]
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        self.weights_N = nn.utils.parameters_to_vector(model.parameters()).detach()
-        return serialization.replica_digest(model, inner).hex()
+            train_batch(model, optimizer, inputs)
+        self.weights_N = flat(model)
+        return digest(model, optimizer)
 
     def assert_whole(self, *, survivors: int) -> None:
         """The survivors have one model, and every sample is in exactly one committed attempt."""
@@ -111,11 +94,11 @@ class Runs:
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 @pytest.mark.parametrize(("action", "left_with"), [("kill", EndpointKilled), ("fail", InjectedFailure)])
 def test_a_worker_ends_at_the_planned_step_and_point(
-    action: str, left_with: type[Exception], point: Any, exchange: str
+    tmp_path: Path, action: str, left_with: type[Exception], point: Any, exchange: str
 ) -> None:
     faults = Faults()
     getattr(faults, f"{action}_at")("bert", STEP, point)
-    run = Runs(faults, exchange)
+    run = Runs(tmp_path, faults, exchange)
     assert isinstance(run.ends["bert"], left_with), run.ends["bert"]
     run.assert_whole(survivors=2)
     ((planned, name),) = faults.fired
@@ -125,22 +108,22 @@ def test_a_worker_ends_at_the_planned_step_and_point(
 
 
 @pytest.mark.parametrize("point", ["before", "during", "after"])
-def test_a_fault_can_name_rank_0(point: Any) -> None:
+def test_a_fault_can_name_rank_0(tmp_path: Path, point: Any) -> None:
     faults = Faults().kill_at(0, STEP, point)
-    run = Runs(faults, "dense")
+    run = Runs(tmp_path, faults, "dense")
     run.assert_whole(survivors=2)
     ((_, name),) = faults.fired
     assert isinstance(run.ends[name], EndpointKilled)
 
 
 @pytest.mark.parametrize("exchange", ["dense", "direct", "topk"])  # gtopk may drop the wrong entry
-def test_one_corrupt_payload_costs_one_attempt(exchange: str) -> None:
+def test_one_corrupt_payload_costs_one_attempt(tmp_path: Path, exchange: str) -> None:
     """All vote, the digests differ, ABORT; a later attempt commits with the same gradient.
 
     A retried ring continues from the received values, the wrong one included; so it takes another generation.
     """
     faults = Faults().corrupt_at(1, STEP)
-    run = Runs(faults, exchange)
+    run = Runs(tmp_path, faults, exchange)
     run.assert_whole(survivors=3)
     assert len(faults.fired) == 1
     attempts = sorted(name for name in run.attempts if name[1] == STEP)
@@ -149,41 +132,39 @@ def test_one_corrupt_payload_costs_one_attempt(exchange: str) -> None:
 
 
 def test_a_retried_ring_never_continues_from_a_refused_payload(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The refusing rank lacks a part that the others believe sent: all would agree on a wrong sum."""
     apply, refused = DenseRingBuffer.apply, []
 
     def refuse_one(self: DenseRingBuffer, effect: Any) -> None:
-        if threading.current_thread() not in begun:
-            begun[threading.current_thread()] = 0
         begun[threading.current_thread()] += 1
         if not refused and begun[threading.current_thread()] == 5:
             refused.append(effect)
             raise RemoteProtocolError("cannot be")
         apply(self, effect)
 
-    begun: dict[threading.Thread, int] = {}
+    begun = Counter[threading.Thread]()
     monkeypatch.setattr(DenseRingBuffer, "apply", refuse_one)
     monkeypatch.setattr("gridtrain.runtime.io_loop.PEER_EFFECTS", ())  # the retry is in the generation
-    run = Runs(Faults(), "dense")
+    run = Runs(tmp_path, Faults(), "dense")
     run.assert_whole(survivors=3)
-    calm = Runs(Faults(), "dense")
+    calm = Runs(tmp_path, Faults(), "dense")
     # Not bit for bit: ranks, and with them the order of sums, may differ from run to run.
     assert refused and torch.allclose(run.weights_N, calm.weights_N, rtol=1e-5, atol=1e-6)
     assert {name[0] for name in run.attempts} == {1, 2}
 
 
-def test_the_group_waits_for_a_slow_worker() -> None:
+def test_the_group_waits_for_a_slow_worker(tmp_path: Path) -> None:
     faults = Faults().slow_at(1, STEP, seconds=0.4)
-    run = Runs(faults, "dense")
+    run = Runs(tmp_path, faults, "dense")
     run.assert_whole(survivors=3)
     assert len(faults.fired) == 1 and {name[0] for name in run.committed} == {1}
 
 
-def test_a_worker_that_freezes_for_long_is_removed_and_rejoins() -> None:
+def test_a_worker_that_freezes_for_long_is_removed_and_rejoins(tmp_path: Path) -> None:
     faults = Faults().freeze_at("carl", STEP, seconds=2.5, point="during")
-    run = Runs(faults, "dense")
+    run = Runs(tmp_path, faults, "dense")
     assert len(faults.fired) == 1
     generations = {name[0] for name in run.committed}
     assert len(generations) >= 2, "the others went on without it"
@@ -196,14 +177,11 @@ def test_a_worker_that_freezes_for_long_is_removed_and_rejoins() -> None:
 def train_and_wait(grid: gridtrain.Grid, wait: str) -> str:
     """Train on `Numbered`, in steps that take a while; return the digest of the model."""
     model = copy.deepcopy(NET)
-    inner = torch.optim.SGD(model.parameters(), lr=0.001)
-    optimizer = grid.optimizer(inner, model, exchange=EXCHANGES["gtopk"], compare_every=0, wait=wait)
+    optimizer = sgd(grid, model, EXCHANGES["gtopk"], lr=0.001, compare_every=0, wait=wait)
     for inputs, _ in grid.batches(Numbered(), batch_size=1, steps=120):
         time.sleep(0.005)
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-    return serialization.replica_digest(model, inner).hex()
+        train_batch(model, optimizer, inputs)
+    return digest(model, optimizer)
 
 
 def missed_steps(group: LocalGroup) -> dict[str, float]:
@@ -211,12 +189,11 @@ def missed_steps(group: LocalGroup) -> dict[str, float]:
     return {each["name"]: each["figures"].get("missed_steps", 0.0) for each in members}
 
 
-def test_the_status_counts_the_steps_without_a_stalled_loop() -> None:
+def test_the_status_counts_the_steps_without_a_stalled_loop(new_group: Any) -> None:
     """The stall lasts until the status shows it, which it does while the loop still sleeps."""
-    ends: dict[str, str] = {}
     shown = threading.Event()
     faults = Faults().stall_at("bert", 30, seconds=0.001)
-    stall, rows = faults.stall, []
+    stall = faults.stall
 
     def stall_until_shown(name: str, rank: int, step: int) -> None:
         is_due = bool(faults.pending)
@@ -225,28 +202,21 @@ def test_the_status_counts_the_steps_without_a_stalled_loop() -> None:
             assert shown.wait(WITHIN_S)
 
     faults.stall = stall_until_shown  # type: ignore[method-assign]
-    with LocalGroup(min_workers=3, deadlines=BRISK, faults=faults) as group:
-
-        def work(name: str) -> None:
-            with group.join(name) as grid:
-                ends[name] = train_and_wait(grid, "auto")
-
-        threads = [threading.Thread(target=work, args=(name,)) for name in NAMES]
-        for thread in threads:
-            thread.start()
+    with new_group(workers=3, faults=faults) as group:
+        for name in NAMES:
+            group.start(lambda grid, number: train_and_wait(grid, "auto"), name=name)
         until_s = time.monotonic() + WITHIN_S
         while not missed_steps(group).get("bert") and time.monotonic() < until_s:
             time.sleep(0.02)
         rows = snapshot_of(group)["members"]
         shown.set()
-        for thread in threads:
-            thread.join(WITHIN_S)
+        digests = group.finish()
     ((planned, name),) = faults.fired
     assert (planned.action, name) == ("stall", "bert") and not faults.pending
     (bert,) = [row for row in rows if row["name"] == "bert"]
     assert bert["figures"]["missed_steps"] >= 1
     assert bert["reason"].startswith("was left out of ") and "its training loop had stalled" in bert["reason"]
-    assert set(ends) == set(NAMES) and len(set(ends.values())) == 1, ends
+    assert len(set(digests)) == 1
 
 
 def test_a_group_of_threads_injects_faults() -> None:

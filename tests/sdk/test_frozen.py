@@ -14,15 +14,15 @@ import pytest
 import safetensors.torch
 import torch
 from absent_names import absent_names
-from brisk import BRISK, LOSING, WITHIN_S
+from brisk import LOSING, WITHIN_S
 from group_snapshot import snapshot_of
+from threaded_group import ThreadedGroup
 from torch import Tensor, nn
 
 import gridtrain
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.runtime.heartbeat import STATE_MESSAGES
-from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.training.checkpoint import checkpoint_store, serialization
 
 WIDTH, RANK = 512, 64
@@ -156,17 +156,13 @@ def test_a_worker_that_joins_receives_only_trained_parameters(new_group: Any, ex
     """Its heartbeats report the received bytes."""
     run = Run(EXCHANGES[exchange])
     with new_group(workers=2) as group:
-        for _ in range(2):
-            group.start(run.work)
+        group.start_all(run.work)
         run.wait_until(lambda: run.steps_of("worker-0") >= 8)
         group.start(run.work)
         run.wait_until(lambda: bool(run.digests.get("worker-2")))
         run.stop_at = run.steps_of("worker-0") + 40
-        results = [group.result(number) for number in range(3)]
+        results = group.finish()
         figures = {member["name"]: member["figures"] for member in snapshot_of(group)["members"]}
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
     joined = results[2]
     assert all(result["is_base_kept"] for result in results)
     assert joined["first"] > 0 and results[0]["bytes"] == 0
@@ -191,9 +187,8 @@ def test_the_base_is_not_sent_to_repair_a_divergence_or_after_a_loss(new_group: 
 
     run.before_step = trouble
     with new_group(workers=3, deadlines=LOSING) as group:
-        for _ in range(3):
-            group.start(run.work)
-        results = [group.result(number) for number in range(3)]
+        group.start_all(run.work)
+        results = group.ends()
         snapshot = snapshot_of(group)
     assert isinstance(results[2], EndpointKilled)
     assert [(result["first"], result["is_base_kept"]) for result in results[:2]] == [(0, True)] * 2
@@ -237,10 +232,7 @@ def together(new_group: Any) -> Callable[[Run, Run], Any]:
             other.wait_until(lambda: bool(other.digests))
             snapshot = snapshot_of(group)
             one.stop_at = other.stop_at = max(one.steps_of("worker-0"), other.steps_of("worker-1")) + 30
-            results = [group.result(number) for number in range(2)]
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+            results = group.finish()
         one.digests |= other.digests
         one.check_equal("worker-0", "worker-1")
         return results[1], snapshot
@@ -311,17 +303,18 @@ def test_a_script_that_changes_frozen_parameters_is_refused(new_group: Any) -> N
 
 
 def resume(folder: Path, run: Run) -> dict[str, Any]:
-    with LocalGroup(deadlines=BRISK) as group:
-        grid = group.join(
-            "worker-0", checkpoint_every=3, state_dir=str(folder / "state"), export_dir=str(folder)
-        )
-        with grid:
-            return run.train(grid)
+    with ThreadedGroup(folder, workers=1) as group:
+        group.start(run.work, checkpoint_every=3, state_dir=str(folder / "state"))
+        (result,) = group.finish()
+        return result
+
+
+def wait_for_disk(grid: gridtrain.Grid, model: nn.Module) -> None:
+    grid._model_state.checkpoints.wait()  # type: ignore[union-attr]
 
 
 def test_checkpoints_and_the_exported_file_lack_the_base(tmp_path: Path) -> None:
-    run = Run(gridtrain.Dense(), stop_at=8)
-    run.before_step = lambda grid, model: grid._model_state.checkpoints.wait()
+    run = Run(gridtrain.Dense(), stop_at=8, before_step=wait_for_disk)
     whole = resume(tmp_path, run)
     path = tmp_path / "state" / "step-00000006"
     checkpoint = checkpoint_store.read(path)
@@ -353,8 +346,7 @@ def test_a_base_that_changes_at_the_end_costs_the_checkpoint_but_not_the_final_m
 
 
 def test_a_checkpoint_of_another_base_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    waits: Any = lambda grid, model: grid._model_state.checkpoints.wait()  # noqa: E731
-    resume(tmp_path, Run(gridtrain.Dense(), stop_at=8, before_step=waits))
+    resume(tmp_path, Run(gridtrain.Dense(), stop_at=8, before_step=wait_for_disk))
     seen = resume(tmp_path, Run(gridtrain.Dense(), stop_at=2, model=other_base))
     assert seen["first"] == 0
     assert re.search(r"different training settings \(base: 1\.06 MB in 4 frozen .*\), and is", caplog.text)
@@ -363,8 +355,7 @@ def test_a_checkpoint_of_another_base_is_not_used(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize("model", [lambda: copy.deepcopy(MODEL), other_base], ids=["same", "other"])
 def test_a_checkpoint_of_an_earlier_version_contains_the_base(tmp_path: Path, model: Any) -> None:
     """It has no fact about the base; its values are compared with those of the script."""
-    waits: Any = lambda grid, model: grid._model_state.checkpoints.wait()  # noqa: E731
-    old = Run(gridtrain.Dense(), stop_at=8, before_step=waits, options={"send_frozen": "*"})
+    old = Run(gridtrain.Dense(), stop_at=8, before_step=wait_for_disk, options={"send_frozen": "*"})
     resume(tmp_path, old)
     checkpoint = checkpoint_store.read(tmp_path / "state" / "step-00000006")
     assert "base" not in dict(checkpoint.facts) and absent_names(checkpoint.document) == []

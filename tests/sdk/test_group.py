@@ -1,4 +1,4 @@
-"""What only groups do: skip steps, average buffers, admit newcomers, wait for evaluations, end a run."""
+"""What only groups do: admit newcomers, wait for evaluations, end a run."""
 
 from __future__ import annotations
 
@@ -14,89 +14,28 @@ import pytest
 import safetensors.torch
 import torch
 from brisk import WITHIN_S
+from group_snapshot import snapshot_of
 from torch import nn
+from training_loop import DATA, digest, linear, sgd, train_batch, train_steps
 
 import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.errors import ConfigError, JoinRefused
-from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.in_memory import EndpointKilled, MemoryTransport
-from gridtrain.runtime.client.coordinator_client import CoordinatorClient, allow_only
-from gridtrain.sdk.local_group import LocalGroup
-from gridtrain.training.checkpoint import serialization
+from gridtrain.network.transport.in_memory import EndpointKilled
 
-DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3)
-DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
-
-
-def net() -> nn.Linear:
-    model = nn.Linear(2, 1)
-    nn.init.constant_(model.weight, 0.5)
-    nn.init.constant_(model.bias, 0.25)
-    return model
-
-
-def wrapped(grid: gridtrain.Grid, model: nn.Module, **options: Any) -> gridtrain.GridOptimizer:
-    lr = options.pop("lr", 0.01)
-    return grid.optimizer(torch.optim.SGD(model.parameters(), lr=lr), model, **{"exchange": DENSE, **options})
-
-
-def backward(model: nn.Module, batch: Any) -> None:
-    inputs, targets = batch
-    (model(inputs) - targets).square().mean().backward()
-
-
-def client_of(group: LocalGroup) -> CoordinatorClient:
-    """A client that asks the group's coordinator for its status without joining."""
-    identity = Identity.generate()
-    transport = MemoryTransport(identity.public, group.hub, gate=allow_only(group.key))
-    return CoordinatorClient(group.ADDRESS, group.key, identity, transport=transport)
-
-
-def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
-    return serialization.replica_digest(model, optimizer.inner).hex()[:12]
-
-
-# -- one worker, and several ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exchange", [DENSE, gridtrain.TopK(density=1.0), gridtrain.GTopK(density=1.0)])
-def test_a_single_worker_trains_as_its_optimizer_alone(together: Any, exchange: Any) -> None:
-    def loop(grid: gridtrain.Grid | None, inputs: Any) -> torch.Tensor:
-        model = net()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-        if grid is not None:
-            optimizer = grid.optimizer(optimizer, model, exchange=exchange)
-        for batch in inputs(grid):
-            backward(model, batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.weight.detach()
-
-    seen = []
-
-    def batches(grid: gridtrain.Grid) -> Any:
-        for batch in grid.batches(DATA, batch_size=3, epochs=2):
-            seen.append(batch)
-            yield batch
-
-    (alone,) = together(lambda grid, number: loop(grid, batches), 1)
-    assert len(seen) == 8
-    largest = float((alone - loop(None, lambda _: seen)).abs().max())
-    assert largest < (1e-6 if exchange is DENSE else 1e-2), "fp16 rounds, and the rest is in the residual"
+# -- several workers -----------------------------------------------------------------------------------
 
 
 def test_all_agree_on_their_ranks_and_steps(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> list[Any]:
-        model = net()
-        optimizer = wrapped(grid, model)
+        model = linear()
+        optimizer = sgd(grid, model)
         assert (grid.world_size, grid.step, grid.finished) == (0, 0, False), "before the first generation"
         seen = []
         for batch in grid.batches(DATA, batch_size=2, steps=3):
             seen.append((grid.step, grid.rank, grid.world_size, grid.is_first))
-            backward(model, batch)
-            optimizer.step()
+            train_batch(model, optimizer, batch)
         assert grid.finished and grid.step == 3
         return seen
 
@@ -110,11 +49,9 @@ def state_bytes_sent(grid: gridtrain.Grid) -> int:
 
 def test_a_worker_with_the_right_initial_state_is_not_sent_it(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, str]:
-        model = net()
-        optimizer = wrapped(grid, model)
-        for batch in grid.batches(DATA, batch_size=2, steps=2):
-            backward(model, batch)
-            optimizer.step()
+        model = linear()
+        optimizer = sgd(grid, model)
+        list(train_steps(grid, model, optimizer, steps=2))
         return state_bytes_sent(grid), digest(model, optimizer)
 
     results = together(train, 4)
@@ -127,7 +64,7 @@ def test_newcomers_pass_the_state_on(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, str]:
         model = nn.Linear(200_000, 1)
         nn.init.constant_(model.weight, float(number))
-        optimizer = wrapped(grid, model, lr=0.0)
+        optimizer = sgd(grid, model, lr=0.0)
         for batch in grid.batches(range(8), batch_size=2, steps=1):
             model(batch.new_ones(1, 200_000, dtype=torch.float32)).sum().backward()
             optimizer.step()
@@ -150,9 +87,7 @@ def test_after_a_source_is_killed_no_block_is_sent_twice(new_group: Any) -> None
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, int, str]:
         model = nn.Linear(n, 1, bias=False)
         model.register_buffer("own", torch.zeros(1000))
-        optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, exchange=DENSE
-        )
+        optimizer = sgd(grid, model, lr=0.1, momentum=0.9)
         for batch in grid.batches(range(100), batch_size=2, steps=4):
             if grid.step == 2 and grid.is_first and not newcomers:
                 group.hub.kill_sender("StateBlock", after=12)
@@ -161,9 +96,7 @@ def test_after_a_source_is_killed_no_block_is_sent_twice(new_group: Any) -> None
                     loop = grid._session.connection.loop
                     assert loop.mailbox.wait(lambda here: here.phase is MemberPhase.FROZEN, WITHIN_S)
             model.own.fill_(number)
-            optimizer.zero_grad()
-            model(torch.full((2, n), float(batch.sum()))).sum().backward()
-            optimizer.step()
+            train_batch(model, optimizer, torch.full((2, n), float(batch.sum())))
         received = grid.traffic.get("StateBlock", (0, 0))[1]
         return state_bytes_sent(grid), received, digest(model, optimizer)
 
@@ -178,122 +111,10 @@ def test_after_a_source_is_killed_no_block_is_sent_twice(new_group: Any) -> None
     assert newcomer[1] < 20 << 20
 
 
-def test_all_start_from_the_state_of_one_worker(together: Any) -> None:
-    """Every script builds a different model; the group trains one."""
-
-    def train(grid: gridtrain.Grid, number: int) -> tuple[float, str]:
-        model = net()
-        nn.init.constant_(model.weight, float(number))
-        optimizer = wrapped(grid, model)
-        started = math.nan
-        for batch in grid.batches(DATA, batch_size=2, steps=2):
-            started = model.weight[0, 0].item() if math.isnan(started) else started
-            backward(model, batch)
-            optimizer.step()
-        return started, digest(model, optimizer)
-
-    results = together(train, 3)
-    assert len(set(results)) == 1 and results[0][0] in (0.0, 1.0, 2.0)
-
-
 @pytest.mark.parametrize("workers", ["2", 0, 1.5])
 def test_an_invalid_number_of_workers_is_refused(workers: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"workers is {workers!r}; it must be a number from 1")):
         gridtrain.local(lambda grid: None, workers=workers)
-
-
-# -- clipping ----------------------------------------------------------------------------------------
-
-
-def test_each_way_to_clip_bounds_the_step(together: Any) -> None:
-    """With lr=1 a step moves the model by the applied gradient, with each way not further than the bound."""
-
-    def train(grid: gridtrain.Grid, number: int, way: str) -> list[float]:
-        model = net()
-        optimizer = wrapped(grid, model, lr=1.0, clip_norm=0.1 if way == "clip_norm=" else None)
-        moved = []
-        for batch in grid.batches(DATA, batch_size=2, steps=3):
-            before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-            optimizer.zero_grad()
-            backward(model, batch)
-            if way == "the exchanged gradient by hand":
-                assert optimizer.exchange()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            elif way == "the local gradient":
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            after = nn.utils.parameters_to_vector(model.parameters()).detach()
-            moved.append(round(float((after - before).norm()), 5))
-        return moved
-
-    moved = {
-        way: together(lambda grid, number, way=way: train(grid, number, way), 2)
-        for way in ("clip_norm=", "the exchanged gradient by hand", "the local gradient")
-    }
-    assert moved["clip_norm="] == moved["the exchanged gradient by hand"] == [[0.1, 0.1, 0.1]] * 2
-    first, second = moved["the local gradient"]
-    assert first == second and max(first) <= 0.1, "the mean of clipped gradients is no longer than they are"
-
-
-# -- a gradient that is not finite ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "exchange", [DENSE, SPARSE, gridtrain.Dense(values="int8")], ids=["dense", "gtopk", "dense int8"]
-)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_skips_the_step_on_all(
-    together: Any, exchange: Any, bad: float
-) -> None:
-    """Worker 1 of 3 has it in step 2.  No worker applies it or changes its residual; all count it."""
-
-    def train(grid: gridtrain.Grid, number: int) -> list[Any]:
-        model = net()
-        optimizer = wrapped(grid, model, exchange=exchange)
-        seen = []
-        for batch in grid.batches(DATA, batch_size=2, steps=4):
-            step, before = grid.step, state_of(model, optimizer)
-            optimizer.zero_grad()
-            backward(model, batch)
-            if (step, number) == (2, 1):
-                assert model.weight.grad is not None
-                model.weight.grad[0, 1] = bad
-            optimizer.step()
-            unchanged = before == state_of(model, optimizer)
-            seen.append((step, optimizer.last_skipped, unchanged, optimizer.skipped_steps))
-        return [seen, digest(model, optimizer)]
-
-    def state_of(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> Any:
-        residual = {name: value.tolist() for name, value in optimizer.residual_state().items()}
-        return digest(model, optimizer), residual
-
-    results = together(train, 3)
-    # step, skipped, unchanged, skipped so far
-    assert results[0][0] == [
-        (0, False, False, 0),
-        (1, False, False, 0),
-        (2, True, True, 1),
-        (3, False, False, 1),
-    ]
-    assert results[0] == results[1] == results[2]
-
-
-def test_one_overflow_halves_the_scale_of_all(together: Any) -> None:
-    def train(grid: gridtrain.Grid, number: int) -> list[float]:
-        model = net()
-        optimizer = wrapped(grid, model)
-        scaler = grid.scaler(device="cpu", init_scale=8.0, growth_interval=2)
-        scales = []
-        for inputs, targets in grid.batches(DATA, batch_size=2, steps=4):
-            loss = (model(inputs) - targets).square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss * math.inf if (grid.step, number) == (1, 0) else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales
-
-    assert together(train, 2) == [[8.0, 4.0, 4.0, 8.0]] * 2
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["scaler, optimizer", "optimizer, scaler"])
@@ -303,9 +124,9 @@ def test_a_newcomer_receives_the_scale(new_group: Any, late: bool) -> None:
 
     def train(grid: gridtrain.Grid, number: int) -> float:
         options = {"device": "cpu", "init_scale": 8.0 if number == 0 else 65536.0, "growth_interval": 10**6}
-        model = net()
+        model = linear()
         scaler = grid.scaler(**options) if not late else None
-        optimizer = wrapped(grid, model)
+        optimizer = sgd(grid, model)
         scaler = scaler or grid.scaler(**options)
         for inputs, targets in grid.batches(DATA, batch_size=2, steps=100_000):
             if number == 1:
@@ -328,25 +149,6 @@ def test_a_newcomer_receives_the_scale(new_group: Any, late: bool) -> None:
         assert [group.result(0), group.result(1)] == [8.0, 8.0]
 
 
-# -- batch norm ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("every", "equal"), [(2, True), (0, False)])
-def test_batch_statistics_are_averaged_at_the_given_interval(together: Any, every: int, equal: bool) -> None:
-    def train(grid: gridtrain.Grid, number: int) -> Any:
-        model = nn.Sequential(nn.BatchNorm1d(2), net())
-        optimizer = wrapped(grid, model, exchange=SPARSE, average_buffers_every=every)
-        for batch in grid.batches(DATA, batch_size=2, steps=4):
-            optimizer.zero_grad()
-            backward(model, batch)
-            optimizer.step()
-        return tuple(model[0].running_mean.tolist()), int(model[0].num_batches_tracked)
-
-    results = together(train, 3)
-    assert (len({mean for mean, _ in results}) == 1) is equal
-    assert {count for _, count in results} == {4}
-
-
 # -- newcomers -----------------------------------------------------------------------------------------
 
 
@@ -359,28 +161,23 @@ def test_a_newcomer_continues_at_the_others_step(new_group: Any) -> None:
     come = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> dict[int, Any]:
-        model = net() if number == 0 else seeded_differently()
+        model = linear()
+        if number == 1:
+            nn.init.zeros_(model.weight)
         inner = torch.optim.SGD(model.parameters(), lr=0.1 if number else 0.01, momentum=0.9)
         inner.param_groups[0]["lr"] = 0.01
-        optimizer = grid.optimizer(inner, model, exchange=DENSE)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
         grid.track(scheduler=scheduler)
         seen = {}
         for batch in grid.batches(DATA, batch_size=2, steps=600):
             seen[grid.step] = (grid.world_size, scheduler.last_epoch, digest(model, optimizer))
-            optimizer.zero_grad()
-            backward(model, batch)
-            optimizer.step()
+            train_batch(model, optimizer, batch)
             scheduler.step()
             if grid.step == 5 and grid.world_size == 1:
                 come.set()
                 assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 2, WITHIN_S)
         return seen
-
-    def seeded_differently() -> nn.Linear:
-        model = net()
-        nn.init.zeros_(model.weight)
-        return model
 
     with new_group(workers=1) as group:
         group.start(train)
@@ -405,13 +202,10 @@ PAUSE_S = 2.5
 
 def pausing(grid: gridtrain.Grid, number: int, pause: Callable[[], object]) -> int:
     """Worker 1 pauses after two steps."""
-    model = net()
-    optimizer = wrapped(grid, model)
-    for batch in grid.batches(DATA, batch_size=2, steps=4):
-        optimizer.zero_grad()
-        backward(model, batch)
-        optimizer.step()
-        if grid.step == 2 and number == 1:
+    model = linear()
+    optimizer = sgd(grid, model)
+    for step in train_steps(grid, model, optimizer, steps=4):
+        if step == 2 and number == 1:
             pause()
     return grid.world_size
 
@@ -449,11 +243,9 @@ def test_the_status_shows_the_workers_figures(new_group: Any) -> None:
     reported, seen = threading.Event(), threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> None:
-        model = net()
-        optimizer = wrapped(grid, model)
-        for batch in grid.batches(DATA, batch_size=2, steps=2):
-            backward(model, batch)
-            optimizer.step()
+        model = linear()
+        optimizer = sgd(grid, model)
+        for _ in train_steps(grid, model, optimizer, steps=2):
             grid.report(loss=0.5, accuracy=torch.tensor(0.25), norm=math.inf, other=math.nan)
             reported.set()
             assert seen.wait(WITHIN_S)
@@ -461,12 +253,11 @@ def test_the_status_shows_the_workers_figures(new_group: Any) -> None:
     with new_group(workers=1) as group:
         group.start(train)
         assert reported.wait(WITHIN_S)
-        with client_of(group) as client:
-            until_s = time.monotonic() + WITHIN_S
-            figures: dict[str, float] = {}
-            while "loss" not in figures and time.monotonic() < until_s:
-                (member,) = client.status(5.0)["members"]
-                figures = member["figures"]
+        until_s = time.monotonic() + WITHIN_S
+        figures: dict[str, float] = {}
+        while "loss" not in figures and time.monotonic() < until_s:
+            (member,) = snapshot_of(group)["members"]
+            figures = member["figures"]
         seen.set()
         assert group.result(0) is None
     assert (figures["loss"], figures["accuracy"]) == (0.5, 0.25)
@@ -475,27 +266,18 @@ def test_the_status_shows_the_workers_figures(new_group: Any) -> None:
 
 def test_the_ledger_ends_the_run_and_one_model_is_exported(new_group: Any, tmp_path: Path) -> None:
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, dict[str, torch.Tensor]]:
-        model = net()
-        optimizer = wrapped(grid, model)
-        steps = 0
-        for batch in grid.batches(DATA, batch_size=2, epochs=3):
-            optimizer.zero_grad()
-            backward(model, batch)
-            optimizer.step()
-            steps += 1
+        model = linear()
+        optimizer = sgd(grid, model)
+        steps = list(train_steps(grid, model, optimizer, epochs=3))
         assert grid.finished
-        return steps, {name: value.clone() for name, value in model.state_dict().items()}
+        return len(steps), {name: value.clone() for name, value in model.state_dict().items()}
 
     with new_group(workers=2) as group:
         group.start(train), group.start(train)
-        (steps, model), (other_steps, _) = group.result(0), group.result(1)
-        with client_of(group) as client:
-            status = client.status(5.0)
+        (steps, model), (other_steps, _) = group.finish()
+        status = snapshot_of(group)
     assert (steps, other_steps) == (9, 9), "12 samples, 4 a step, 3 passes"
-    assert (status["phase"], status["reason"]) == (
-        "finished",
-        "2 workers reached the end of the run",
-    )
+    assert (status["phase"], status["reason"]) == ("finished", "2 workers reached the end of the run")
     assert [path.name for path in tmp_path.iterdir()] == ["final.safetensors"]
     exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
     assert exported.keys() == model.keys() and all(torch.equal(exported[name], model[name]) for name in model)
@@ -514,27 +296,19 @@ class WithExtraState(nn.Module):
         return x
 
 
-def test_the_final_model_is_exported_plainly_from_any_memory_format(new_group: Any, tmp_path: Path) -> None:
+def test_the_final_model_is_exported_plainly_from_any_memory_format(together: Any, tmp_path: Path) -> None:
     """In channels_last, with extra state in its state_dict, and compiled."""
 
     def train(grid: gridtrain.Grid, number: int) -> dict[str, torch.Tensor]:
         plain = nn.Sequential(nn.Conv2d(2, 4, 3), WithExtraState(), nn.Flatten(), nn.Linear(16, 1))
         plain = plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model = torch.compile(plain, backend="eager")
-        optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=gridtrain.Dense()
-        )
-        for images in grid.batches(
-            [torch.full((2, 4, 4), float(i)) for i in range(4)], batch_size=2, steps=2
-        ):
-            plain(images).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer = sgd(grid, model, lr=0.1)
+        images = [torch.full((2, 4, 4), float(i)) for i in range(4)]
+        list(train_steps(grid, plain, optimizer, images, steps=2))
         return dict(plain.named_parameters())
 
-    with new_group(workers=1) as group:
-        model = group.result(group.start(train))
-    assert isinstance(model, dict), model
+    (model,) = together(train, 1)
     exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
     assert set(exported) == {"0.weight", "0.bias", "3.weight", "3.bias"}
     assert all(torch.equal(exported[name], model[name]) for name in model)
@@ -544,20 +318,18 @@ def test_the_model_is_exported_if_the_first_worker_is_lost_at_the_end(new_group:
     """It dies with the last step committed everywhere, before it reports that or exports the model."""
 
     def train(grid: gridtrain.Grid, number: int) -> dict[str, torch.Tensor]:
-        model = net()
-        optimizer = wrapped(grid, model)
+        model = linear()
+        optimizer = sgd(grid, model)
         for batch in grid.batches(DATA, batch_size=2, steps=3):
             if grid.is_first:
                 me = group.keys[f"worker-{number}"]
                 group.hub.kill_sender("RunFinished", source=me)
-            optimizer.zero_grad()
-            backward(model, batch)
-            optimizer.step()
+            train_batch(model, optimizer, batch)
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     with new_group(workers=3) as group:
-        numbers = [group.start(train) for _ in range(3)]
-        results = [group.result(number) for number in numbers]
+        group.start_all(train)
+        results = group.ends()
     assert sum(isinstance(result, EndpointKilled) for result in results) == 1, results
     (model, other) = (result for result in results if isinstance(result, dict))
     exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
@@ -568,11 +340,9 @@ def test_the_model_is_exported_if_the_first_worker_is_lost_at_the_end(new_group:
 
 def test_a_worker_that_joins_after_the_end_is_refused(new_group: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> None:
-        model = net()
-        optimizer = wrapped(grid, model)
-        for batch in grid.batches(DATA, batch_size=2, steps=1):
-            backward(model, batch)
-            optimizer.step()
+        model = linear()
+        optimizer = sgd(grid, model)
+        list(train_steps(grid, model, optimizer, steps=1))
 
     with new_group(workers=1) as group:
         group.start(train)

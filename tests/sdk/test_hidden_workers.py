@@ -14,10 +14,10 @@ import torch
 from group_snapshot import snapshot_of
 from torch import nn
 from torch.utils.data import TensorDataset
+from training_loop import digest, sgd, train_steps
 
 import gridtrain
 from gridtrain.network.transport.in_memory import EndpointKilled
-from gridtrain.training.checkpoint import serialization
 
 DATA = TensorDataset(torch.arange(480.0).reshape(120, 4) / 480, torch.arange(120.0).reshape(120, 1) / 120)
 WORKERS, STEPS = 4, 30
@@ -29,13 +29,9 @@ Result = tuple[str, int, dict[str, tuple[int, int]]]
 def train(exchange: Any, grid: gridtrain.Grid, number: int) -> Result:
     torch.manual_seed(number)
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = grid.optimizer(inner, model, exchange=exchange)
-    for x, y in grid.batches(DATA, batch_size=2, steps=STEPS):
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-    return serialization.replica_digest(model, inner).hex(), grid.step, grid.traffic
+    optimizer = sgd(grid, model, exchange, lr=0.05)
+    list(train_steps(grid, model, optimizer, DATA, steps=STEPS))
+    return digest(model, optimizer), grid.step, grid.traffic
 
 
 @pytest.mark.parametrize("hidden", [0, 2, WORKERS], ids=["none", "half", "all"])
@@ -52,15 +48,10 @@ def train(exchange: Any, grid: gridtrain.Grid, number: int) -> Result:
 )
 def test_hidden_workers_end_with_the_same_model(new_group: Any, exchange: Any, hidden: int) -> None:
     with new_group(workers=WORKERS) as group:
-        numbers = [
+        for number in range(WORKERS):
             group.start(partial(train, exchange), hidden=number >= WORKERS - hidden)
-            for number in range(WORKERS)
-        ]
-        results = [group.result(number) for number in numbers]
+        results = group.finish()
         by_coordinator = group._transport.traffic.sent_bytes.get("RelayedMessage", 0)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
     digests, steps, traffic = zip(*results, strict=True)
     assert len(set(digests)) == 1 and set(steps) == {STEPS}
     relayed = [
@@ -77,12 +68,9 @@ def test_hidden_workers_end_with_the_same_model(new_group: Any, exchange: Any, h
 
 def test_the_status_shows_which_workers_can_be_dialled(new_group: Any) -> None:
     with new_group(workers=2) as group:
-        numbers = [
-            group.start(lambda grid, n: train(gridtrain.Dense(), grid, n), hidden=n == 1) for n in (0, 1)
-        ]
-        seen = {}
-        for number in numbers:
-            assert isinstance(group.result(number), tuple)
+        for hidden in (False, True):
+            group.start(partial(train, gridtrain.Dense()), hidden=hidden)
+        group.finish()
         seen = {
             event["name"]: event["reachable"]
             for event in snapshot_of(group)["events"]
@@ -97,8 +85,9 @@ def test_the_others_go_on_when_a_hidden_worker_dies(new_group: Any) -> None:
 
     with new_group(workers=3) as group:
         dense = partial(train, gridtrain.Dense())
-        numbers = [group.start(role, hidden=True) for role in (dense, dense, partial(killed_at, group, 5))]
-        first, second, dead = (group.result(number) for number in numbers)
+        for role in (dense, dense, partial(killed_at, group, 5)):
+            group.start(role, hidden=True)
+        first, second, dead = group.ends()
     assert isinstance(dead, EndpointKilled)
     assert isinstance(first, tuple) and isinstance(second, tuple)
     assert first[:2] == second[:2] and first[1] == STEPS

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from brisk import WITHIN_S
+from brisk import BRISK, WITHIN_S
 from torch import nn
+from training_loop import sgd
 
 import gridtrain
-from gridtrain.config import Deadlines
 from gridtrain.core.messages import ResidualBlock
 from gridtrain.errors import JoinRefused
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
@@ -38,15 +38,7 @@ SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
 DATA = [
     torch.randint(-8, 9, (WIDE,), generator=torch.Generator().manual_seed(i)).float() for i in range(SIZE)
 ]
-QUICK = Deadlines(
-    beat_s=0.05,
-    settle_s=0.02,
-    probe_s=0.2,
-    generation_gap_s=0.02,
-    connect_s=5.0,
-    handover_s=15.0,
-    regreet_s=0.1,
-)
+QUICK = replace(BRISK, handover_s=15.0, regreet_s=0.1)
 EXCHANGES = [
     gridtrain.TopK(density=0.1, values="fp32"),
     gridtrain.GTopK(density=0.1, values="fp32"),
@@ -106,8 +98,7 @@ def training(totals: Totals, exchange: Any, stop: Any) -> Any:
     def train(grid: gridtrain.Grid, number: int) -> int:
         model = nn.Linear(WIDE, 1, bias=False)
         nn.init.zeros_(model.weight)
-        inner = torch.optim.SGD(model.parameters(), lr=2.0**-10)
-        optimizer = grid.optimizer(inner, model, exchange=exchange)
+        optimizer = sgd(grid, model, exchange, lr=2.0**-10)
         totals.watch(optimizer, number)
         for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
             optimizer.zero_grad()
@@ -165,8 +156,7 @@ def test_no_part_of_a_gradient_is_lost_or_counts_twice(
 ) -> None:
     totals = Totals()
     with new_group(workers=2, deadlines=QUICK) as group:
-        for _ in range(2):
-            group.start(training(totals, exchange, stop))
+        group.start_all(training(totals, exchange, stop))
         ended = [group.result(number) for number in range(2)]
     assert ended[0] == STEPS, ended
     assert ended[1] == LEAVES + (stop is in_the_middle_of_a_round), ended
@@ -207,8 +197,7 @@ def test_a_recipient_that_leaves_early_passes_the_residual_on(
 
     stops = {0: recipient_leaves, 1: before_the_step, 2: recipient_leaves}
     with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
-        for _ in range(3):
-            group.start(training(totals, EXCHANGES[0], stops))
+        group.start_all(training(totals, EXCHANGES[0], stops))
         ended = [group.result(number) for number in range(3)]
     assert sorted(ended) == [LEAVES, LEAVES, STEPS] and ended[1] == LEAVES
     assert np.abs(totals.open_sum()).max() < 2.0**-18, "except for rounded thirds: shares may be 3 and 1"
@@ -232,8 +221,7 @@ def test_a_recipient_that_leaves_without_a_view_reports_the_loss(
         return True
 
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=0.5)) as group:
-        for _ in range(2):
-            group.start(training(Totals(), EXCHANGES[0], stop))
+        group.start_all(training(Totals(), EXCHANGES[0], stop))
         group.result(1)
         assert f"magnitude {WIDE / 2:.3g} of other workers' residuals is lost" in caplog.text
         group.result(0)
@@ -249,8 +237,7 @@ def test_a_small_budget_transfers_the_largest_entries_and_reports_the_rest(
     )
     totals = Totals()
     with new_group(workers=2, deadlines=QUICK) as group:
-        for _ in range(2):
-            group.start(training(totals, EXCHANGES[0], before_the_step))
+        group.start_all(training(totals, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
     assert np.array_equal(totals.open_sum(), chosen[0].remainder_N), "the reported part is missing"
     assert 0 < chosen[0].magnitude_sum < chosen[0].total_magnitude_sum
@@ -268,8 +255,7 @@ def test_a_recipient_that_does_not_answer_costs_the_deadline_and_is_reported(
     totals = Totals()
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=1.0)) as group:
         group.hub.drop(kind)
-        for _ in range(2):
-            group.start(training(totals, EXCHANGES[0], before_the_step))
+        group.start_all(training(totals, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
     assert bool(totals.open_sum().any()) == (kind == "ResidualBlock"), "a lost reply changes nothing"
     assert "transferred: no answer within" in caplog.text
@@ -289,8 +275,7 @@ def test_the_time_for_the_selection_is_not_the_recipients(
     monkeypatch.setattr(residual_departure, "time", SimpleNamespace(monotonic=lambda: now_s() + passed_s[0]))
     totals = Totals()
     with new_group(workers=2, deadlines=QUICK) as group:
-        for _ in range(2):
-            group.start(training(totals, EXCHANGES[0], before_the_step))
+        group.start_all(training(totals, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
     assert "(100.0 %) transferred: " in caplog.text and not totals.open_sum().any()
 
@@ -302,9 +287,7 @@ def test_workers_that_leave_at_once_do_not_wait_long(
 
     def train(grid: gridtrain.Grid, number: int) -> None:
         model = nn.Linear(WIDE, 1, bias=False)
-        optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=2.0**-10), model, exchange=EXCHANGES[0]
-        )
+        optimizer = sgd(grid, model, EXCHANGES[0], lr=2.0**-10)
         for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
             optimizer.zero_grad()
             model(batch).mean().backward()
@@ -314,8 +297,7 @@ def test_workers_that_leave_at_once_do_not_wait_long(
             optimizer.step()
 
     with new_group(workers=2, deadlines=QUICK) as group:
-        for _ in range(2):
-            group.start(train)
+        group.start_all(train)
         assert [group.result(number) for number in range(2)] == [None, None]
 
 
@@ -326,8 +308,7 @@ def test_the_exit_of_a_forked_child_does_not_affect_the_run(
 
     def train(grid: gridtrain.Grid, number: int) -> int:
         model = nn.Linear(2, 1)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+        optimizer = sgd(grid, model, lr=0.1)
         for inputs in grid.batches(list(torch.ones(8, 2)), batch_size=2, steps=4):
             if grid.step == 2:
                 with monkeypatch.context() as child:
@@ -382,9 +363,7 @@ def alone(group: Any, folder: Path, until: int) -> tuple[list[np.ndarray], int]:
     with group.join("one", checkpoint_every=3, state_dir=str(folder), export_dir=str(folder)) as grid:
         model = nn.Linear(WIDE, 1, bias=False)
         nn.init.zeros_(model.weight)
-        optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=2.0**-10), model, exchange=EXCHANGES[0]
-        )
+        optimizer = sgd(grid, model, EXCHANGES[0], lr=2.0**-10)
         for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
             grid._model_state.checkpoints.wait()
             if first < 0:
@@ -466,8 +445,7 @@ def test_ctrl_c_before_a_round_leaves_the_whole_residual_with_the_worker(
 
     def train(grid: gridtrain.Grid, number: int) -> None:
         model = nn.Linear(WIDE, 1, bias=False)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = grid.optimizer(sgd, model, exchange=EXCHANGES[1])
+        optimizer = sgd(grid, model, EXCHANGES[1], lr=0.0)
         for batch in grid.batches(DATA, batch_size=2, steps=8):
             model(batch).mean().backward()
             optimizer.step()

@@ -12,31 +12,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import checkpointed_group
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
 from group_snapshot import snapshot_of
-from local_training import EVERY, EXCHANGES, OUTER, Loop, Numbered, adamw, run_named, train_batch
+from local_training import EVERY, EXCHANGES, OUTER, Loop, Numbered, adamw, train_batch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import gridtrain
 from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.in_memory import EndpointKilled
-from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.testing import Faults
 from gridtrain.training.checkpoint import checkpoint_store, serialization
 
-NAMES = ("anna", "bert", "carl")
 every_exchange = pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
 with_and_without_overlap = pytest.mark.parametrize(
     "overlap", [False, True, 2], ids=["waiting", "overlapped", "overlapped in part"]
 )
-
-
-@pytest.fixture(autouse=True)
-def state_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -206,15 +200,12 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, 
         return loop.digests, rates
 
     with new_group(workers=2) as group:
-        for _ in range(2):
-            group.start(train)
+        group.start_all(train)
         assert warm.wait(WITHIN_S)
         group.start(train)
         assert entered.wait(WITHIN_S)
-        results = [group.result(number) for number in range(3)]
+        results = group.finish()
         events = [event["event"] for event in snapshot_of(group)["events"]]
-    for result in results:
-        assert isinstance(result, tuple), result
     common = set.intersection(*(set(digests) for digests, _ in results))
     assert len(common) >= 7
     assert all(len({digests[step] for digests, _ in results}) == 1 for step in common)
@@ -229,41 +220,45 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, 
 @every_exchange
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 @with_and_without_overlap
-def test_no_sample_is_lost_with_a_killed_worker(overlap: int, point: Any, exchange: Any) -> None:
+def test_no_sample_is_lost_with_a_killed_worker(
+    new_group: Any, overlap: int, point: Any, exchange: Any
+) -> None:
     """The others compute again what the killed worker had computed and the group had not committed."""
     consumed: list[int] = []
     taken: dict[tuple[int, ...], list[int]] = {}
     committed: set[tuple[int, ...]] = set()
 
-    def work(group: LocalGroup, name: str) -> Loop:
-        with group.join(name) as grid:
-            loop = Loop(grid, exchange, overlap=overlap, outer_momentum=0.5)
-            session: Any = grid._session
-            run = session.run
+    def train(grid: gridtrain.Grid, number: int) -> Loop:
+        loop = Loop(grid, exchange, overlap=overlap, outer_momentum=0.5)
+        session: Any = grid._session
+        run = session.run
 
-            def seen(plan: Any, *rest: Any) -> Any:
-                open_round = session._turn.open_round
-                attempt = (open_round.generation, open_round.step, open_round.attempt)
-                taken.setdefault(attempt, []).extend(set(loop.turn) if plan.samples else ())
-                outcome = run(plan, *rest)
-                if outcome.is_committed:
-                    committed.add(attempt)
-                return outcome
+        def seen(plan: Any, *rest: Any) -> Any:
+            open_round = session._turn.open_round
+            attempt = (open_round.generation, open_round.step, open_round.attempt)
+            taken.setdefault(attempt, []).extend(set(loop.turn) if plan.samples else ())
+            outcome = run(plan, *rest)
+            if outcome.is_committed:
+                committed.add(attempt)
+            return outcome
 
-            if not overlap:
-                session.run = seen
-            loop.run(grid.batches(Numbered(200), batch_size=2, epochs=1))
-            consumed.append(session.snapshot.ledger.consumed)
-            return loop
+        if not overlap:
+            session.run = seen
+        loop.run(grid.batches(Numbered(200), batch_size=2, epochs=1))
+        consumed.append(session.snapshot.ledger.consumed)
+        return loop
 
-    ends = run_named(NAMES, work, deadlines=LOSING, faults=Faults().kill_at("bert", 3, point))
-    assert isinstance(ends["bert"], EndpointKilled), ends["bert"]
-    loops = [end for end in ends.values() if isinstance(end, Loop)]
+    faults = Faults().kill_at("worker-1", 3, point)
+    with new_group(workers=3, deadlines=LOSING, faults=faults) as group:
+        group.start_all(train)
+        ends = group.ends()
+    assert isinstance(ends[1], EndpointKilled), ends[1]
+    loops = [end for end in ends if isinstance(end, Loop)]
     assert len(loops) == 2 and len({loop.last for loop in loops}) == 1, ends
     assert consumed == [200, 200]
     if overlap:
         missing = set(range(200)) - {index for loop in loops for index in loop.taken}
-        assert len(missing) <= 3 * 2 * EVERY, "bert's committed samples are those of its first turns"
+        assert len(missing) <= 3 * 2 * EVERY, "those of the killed worker's first turns"
     else:
         assert sorted(index for name in committed for index in taken[name]) == list(range(200))
         assert len({name[0] for name in committed}) == 2, "the others went on in another generation"
@@ -281,9 +276,10 @@ def test_a_slow_worker_reports_progress_at_each_local_step(new_group: Any) -> No
         return Loop(grid, gridtrain.Dense(), every=8).run(batches, be_slow).last
 
     with new_group(workers=2, deadlines=patient) as group:
-        first, second = (group.result(number) for number in [group.start(train) for _ in range(2)])
+        group.start_all(train)
+        first, second = group.finish()
         events = [event["event"] for event in snapshot_of(group)["events"]]
-    assert isinstance(first, str) and first == second, (first, second)
+    assert first == second
     assert "stalled" not in events and "lost" not in events
 
 
@@ -299,10 +295,9 @@ def test_the_others_take_over_local_steps_that_were_not_exchanged(new_group: Any
         return loops[number].run(grid.batches(Numbered(120), batch_size=2, epochs=1), is_leaving).last
 
     with new_group(workers=3) as group:
-        for _ in range(3):
-            group.start(train)
-        results = [group.result(number) for number in range(3)]
-    assert results[0] == results[2], results
+        group.start_all(train)
+        results = group.finish()
+    assert results[0] == results[2]
     assert list(loops[1].digests) == [0, 1], "it has left in its third turn"
     whole = [set().union(*loop.samples[step]) for loop in loops.values() for step in loop.digests]
     assert sorted(itertools.chain(*whole)) == list(range(120))
@@ -312,29 +307,24 @@ def test_the_others_take_over_local_steps_that_were_not_exchanged(new_group: Any
 
 
 def run(folder: Path, workers: int, exchange: Any, until: int, overlap: int = False) -> list[dict[str, Any]]:
-    def work(group: LocalGroup, name: str) -> dict[str, Any]:
-        with group.join(
-            name, checkpoint_every=3, state_dir=str(folder / name), export_dir=str(folder)
-        ) as grid:
-            seen: dict[str, Any] = {"steps": []}
+    def train(grid: gridtrain.Grid) -> dict[str, Any]:
+        seen: dict[str, Any] = {"steps": []}
 
-            def look(loop: Loop) -> bool:
-                if loop.optimizer.local_calls == 0:
-                    grid._model_state.checkpoints.wait()  # type: ignore[union-attr]
-                    if grid.step == until:
-                        return True
-                    seen["steps"].append(grid.step)
-                    seen.setdefault("first", loop.digest)
-                return False
+        def look(loop: Loop) -> bool:
+            if loop.optimizer.local_calls == 0:
+                grid._model_state.checkpoints.wait()  # type: ignore[union-attr]
+                if grid.step == until:
+                    return True
+                seen["steps"].append(grid.step)
+                seen.setdefault("first", loop.digest)
+            return False
 
-            loop = Loop(grid, exchange, overlap=overlap, **OUTER)
-            loop.run(grid.batches(Numbered(90), global_batch_size=6, steps=12), look)
-            moments = serialization.replica_digest(loop.model, loop.optimizer.inner)
-            return {**seen, "last": loop.last, "moments": moments}
+        loop = Loop(grid, exchange, overlap=overlap, **OUTER)
+        loop.run(grid.batches(Numbered(90), global_batch_size=6, steps=12), look)
+        moments = serialization.replica_digest(loop.model, loop.optimizer.inner)
+        return {**seen, "last": loop.last, "moments": moments}
 
-    ends = run_named([f"worker-{number}" for number in range(workers)], work)
-    assert all(isinstance(end, dict) for end in ends.values()), ends
-    return list(ends.values())
+    return checkpointed_group.run(folder, workers, train)
 
 
 @every_exchange

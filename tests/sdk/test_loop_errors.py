@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import warnings
 from collections.abc import Callable
@@ -14,27 +13,22 @@ import pytest
 import torch
 from brisk import WITHIN_S
 from torch import nn
+from training_loop import DATA, backward, linear, sgd, train_batch, train_steps
 
 import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.sdk import local_group
 
-DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(12)]
-DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.5)
-
-
-def model_and_sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(2, 1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def backward(model: nn.Module, batch: Any) -> None:
-    inputs, targets = batch
-    (model(inputs) - targets).square().mean().backward()
+SPARSE = gridtrain.GTopK(density=0.5)
 
 
 # -- one worker, so that no other error hides the sentence ----------------------------------------------
+
+
+def wrapped(grid: gridtrain.Grid) -> tuple[nn.Module, gridtrain.GridOptimizer]:
+    model = linear()
+    return model, sgd(grid, model)
 
 
 def not_wrapped(grid: gridtrain.Grid) -> None:
@@ -42,148 +36,73 @@ def not_wrapped(grid: gridtrain.Grid) -> None:
 
 
 def wrapped_twice(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    grid.optimizer(grid.optimizer(optimizer, model), model)
+    model, optimizer = wrapped(grid)
+    grid.optimizer(optimizer, model)
 
 
 def step_before_the_data(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
-    model(DATA[0][0]).sum().backward()
-    optimizer.step()
+    model, optimizer = wrapped(grid)
+    train_batch(model, optimizer, DATA[0])
 
 
 def forgotten_step(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    grid.optimizer(optimizer, model, exchange=DENSE)
+    model, _ = wrapped(grid)
     for batch in grid.batches(DATA, batch_size=2, steps=3):
         backward(model, batch)
 
 
 def step_of_the_inner_optimizer(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    grid.optimizer(optimizer, model, exchange=DENSE)
-    for batch in grid.batches(DATA, batch_size=2, steps=3):
-        backward(model, batch)
-        optimizer.step()
+    model, optimizer = wrapped(grid)
+    list(train_steps(grid, model, optimizer.inner, steps=3))
 
 
 def two_steps_for_one_batch(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
-    for batch in grid.batches(DATA, batch_size=2, steps=6):
-        backward(model, batch)
-        optimizer.step()
+    model, optimizer = wrapped(grid)
+    for _ in train_steps(grid, model, optimizer, steps=6):
         optimizer.step()
 
 
 def a_step_for_each_part_of_one(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
-    for batch in grid.batches(DATA, batch_size=2, accumulate=3, steps=6):
-        backward(model, batch)
-        optimizer.step()
+    model, optimizer = wrapped(grid)
+    list(train_steps(grid, model, optimizer, accumulate=3, steps=6))
 
 
 def step_after_the_end(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
-    for batch in grid.batches(DATA, batch_size=2, steps=2):
-        backward(model, batch)
-        optimizer.step()
+    model, optimizer = wrapped(grid)
+    list(train_steps(grid, model, optimizer, steps=2))
     optimizer.step()
 
 
 def a_second_data_set(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
+    model, optimizer = wrapped(grid)
     for _ in range(2):
-        for batch in grid.batches(DATA, batch_size=2, epochs=1):
-            backward(model, batch)
-            optimizer.step()
-
-
-def exchanged_twice(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
-    for batch in grid.batches(DATA, batch_size=2, steps=2):
-        backward(model, batch)
-        optimizer.exchange()
-        optimizer.exchange()
-
-
-def a_closure(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
-    for _ in grid.batches(DATA, batch_size=2, steps=2):
-        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
-
-
-def a_group_added_later(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-
-
-def sparse_embedding(grid: gridtrain.Grid) -> None:
-    model = nn.Embedding(4, 2, sparse=True)
-    grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-
-
-def momentum_twice(grid: gridtrain.Grid) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    grid.optimizer(optimizer, model, exchange=gridtrain.GTopK(momentum=0.9))
-
-
-def another_models_optimizer(grid: gridtrain.Grid) -> None:
-    grid.optimizer(model_and_sgd()[1], nn.Linear(2, 1))
+        list(train_steps(grid, model, optimizer, epochs=1))
 
 
 def a_loader_that_reads_ahead(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    grid.optimizer(optimizer, model, exchange=DENSE)
+    wrapped(grid)
     indices = iter(grid.sampler(DATA, batch_size=2, steps=3))
     next(indices)
     next(indices)
 
 
-def an_exchange_that_is_not_called(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    grid.optimizer(optimizer, model, exchange=gridtrain.Dense)  # type: ignore[arg-type]
-
-
-def a_density_for_an_exchange(grid: gridtrain.Grid) -> None:
-    model, optimizer = model_and_sgd()
-    grid.optimizer(optimizer, model, exchange=0.01)  # type: ignore[arg-type]
-
-
+ONE_STEP = (
+    "each batch is one step -> call optimizer.step() once for each batch, or once for every a batches of "
+    "grid.batches(..., accumulate=a)"
+)
 ERRORS = {
     not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",
     wrapped_twice: "grid.optimizer was called twice -> call grid.optimizer only once, because a run trains",
     step_before_the_data: "a step was begun before the data set was given -> iterate over grid.batches(",
-    forgotten_step: "optimizer.step() was called 0 times for the batch of step 1; each batch is one step "
-    "-> call optimizer.step() once for each batch",
+    forgotten_step: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}",
     step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 1; ",
     two_steps_for_one_batch: "optimizer.step() was called twice for the batch of step 1; ",
-    a_step_for_each_part_of_one: "optimizer.step() was called twice for the batch of step 1; each batch is "
-    "one step -> call optimizer.step() once for each batch, or once for every a batches of "
-    "grid.batches(..., accumulate=a)",
+    a_step_for_each_part_of_one: f"optimizer.step() was called twice for the batch of step 1; {ONE_STEP}",
     step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
     a_second_data_set: "a second data set was given; a run can have only one -> call grid.batches",
-    exchanged_twice: "exchange() was called twice for one step -> call optimizer.step() after each",
-    a_closure: "step() was called with a closure; a gradient is exchanged once and cannot be re-evaluated ->",
-    a_group_added_later: "a parameter group was added after grid.optimizer had fixed the flat layout",
-    sparse_embedding: "parameter 'weight' has sparse gradients, which the flat vector cannot hold -> ",
-    momentum_twice: "SGD has momentum 0.9, and GTopK(density=0.01, momentum=0.9, values=fp16) applies "
-    "momentum, too -> keep the exchange's momentum and build SGD with momentum=0",
-    another_models_optimizer: "the optimizer has 2 parameters that the model does not have -> build the",
-    a_loader_that_reads_ahead: "optimizer.step() was called 0 times for the batch of step 1; each batch is "
-    "one step -> call optimizer.step() once for each batch, or once for every a batches of "
-    "grid.batches(..., accumulate=a); a DataLoader with workers reads the next batch too early: use "
-    "num_workers=0, or instead of the loader grid.batches(dataset, ..., num_workers=n)",
-    an_exchange_that_is_not_called: "exchange is Dense, which is not an exchange -> call it: Dense()",
-    a_density_for_an_exchange: "exchange is 0.01, which is not an exchange -> pass one, such as ",
+    a_loader_that_reads_ahead: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "
+    "a DataLoader with workers reads the next batch too early: use num_workers=0, or instead of the loader "
+    "grid.batches(dataset, ..., num_workers=n)",
 }
 
 
@@ -223,15 +142,15 @@ def alone_at(step: int, number: int, do: Callable[[Any], None]) -> Callable[[gri
     """A loop of 6 steps in which worker `number` alone does something at `step`; world size at each step."""
 
     def train(grid: gridtrain.Grid, me: int) -> list[int]:
-        model, optimizer = model_and_sgd()
-        wrapped = grid.optimizer(optimizer, model, exchange=SPARSE)
+        model = linear()
+        optimizer = sgd(grid, model, SPARSE)
         sizes = []
         for batch in grid.batches(DATA, batch_size=1, steps=6):
-            wrapped.zero_grad()
+            optimizer.zero_grad()
             backward(model, batch)
             if (grid.step, me) == (step, number):
-                do(wrapped)
-            wrapped.step()
+                do(optimizer)
+            optimizer.step()
             sizes.append(grid.world_size)
         return sizes
 
@@ -267,13 +186,6 @@ def test_a_worker_that_alone_changes_its_learning_rate_is_removed(outcomes: Any)
     assert first == third == [3, 3, 3, 2, 2, 2]
 
 
-def test_of_two_workers_with_different_learning_rates_rank_0_goes_on(outcomes: Any) -> None:
-    """If both halves are equally large, that of rank 0 goes on."""
-    left, stayed = sorted(outcomes(alone_at(3, 1, change_lr), 2), key=lambda seen: isinstance(seen, list))
-    assert isinstance(left, ConfigError) and "1 of 2 workers (rank 0) have lr=" in str(left)
-    assert stayed == [2, 2, 2, 1, 1, 1]
-
-
 def test_a_different_learning_rate_is_found_in_a_skipped_step(outcomes: Any) -> None:
     """Worker 0 has a NaN in the same step in which worker 1 changes its learning rate."""
 
@@ -291,15 +203,11 @@ def test_a_newcomer_with_an_untracked_scheduler_is_refused(new_group: Any) -> No
     come = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> int:
-        model, inner = model_and_sgd()
-        optimizer = grid.optimizer(inner, model, exchange=DENSE)
+        model, optimizer = wrapped(grid)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        for batch in grid.batches(DATA, batch_size=2, steps=400):
-            optimizer.zero_grad()
-            backward(model, batch)
-            optimizer.step()
+        for step in train_steps(grid, model, optimizer, steps=400):
             scheduler.step()
-            if number == 0 and grid.step == 3:
+            if number == 0 and step == 3:
                 come.set()
                 assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 2, WITHIN_S)
         return grid.step
@@ -315,54 +223,18 @@ def test_a_newcomer_with_an_untracked_scheduler_is_refused(new_group: Any) -> No
     assert "name schedulers in grid.track(scheduler=...) for workers that join later" in str(error)
 
 
-def test_all_workers_may_change_the_learning_rate_together(outcomes: Any) -> None:
-    def train(grid: gridtrain.Grid, me: int) -> list[int]:
-        return alone_at(3, me, change_lr)(grid, me)
-
-    assert outcomes(train, 2) == [[2] * 6] * 2
-
-
 def test_the_others_go_on_after_a_script_raises(outcomes: Any) -> None:
     first, raised, third = outcomes(alone_at(3, 1, raise_value_error), 3)
     assert isinstance(raised, ValueError) and str(raised) == "no such column"
     assert first == third == [3, 3, 3, 2, 2, 2]
 
 
-def test_local_raises_a_workers_exception(tmp_path: Path) -> None:
-    numbers = itertools.count()
-
-    def train(grid: gridtrain.Grid) -> list[int]:
-        return alone_at(3, 1, raise_value_error)(grid, next(numbers))
-
-    with pytest.raises(ValueError, match="no such column"):
-        gridtrain.local(train, workers=2, export_dir=str(tmp_path))
-
-
-@pytest.fixture
-def raised_by_local(tmp_path: Path) -> Callable[..., BaseException]:
-    """What `gridtrain.local` raises, within bounded time."""
-
-    def run(train: Callable[[gridtrain.Grid, int], Any], workers: int) -> BaseException:
-        numbers, ended = itertools.count(), queue.SimpleQueue[BaseException]()
-
-        def body() -> None:
-            try:
-                gridtrain.local(lambda grid: train(grid, next(numbers)), workers, export_dir=str(tmp_path))
-            except BaseException as error:
-                ended.put(error)
-
-        threading.Thread(target=body, daemon=True).start()
-        return ended.get(timeout=WITHIN_S)
-
-    return run
-
-
-def test_local_ends_workers_that_wait_for_one_that_raised(raised_by_local: Any) -> None:
+def test_local_ends_workers_that_wait_for_one_that_raised(tmp_path: Path) -> None:
     """The run begins with three workers, and the third never joins."""
-    waited: list[BaseException] = []
+    numbers, waited = itertools.count(), list[BaseException]()
 
-    def train(grid: gridtrain.Grid, number: int) -> None:
-        if number == 2:
+    def train(grid: gridtrain.Grid) -> None:
+        if (number := next(numbers)) == 2:
             raise ValueError("no such file")
         try:
             alone_at(0, -1, raise_value_error)(grid, number)
@@ -370,22 +242,24 @@ def test_local_ends_workers_that_wait_for_one_that_raised(raised_by_local: Any) 
             waited.append(error)
             raise
 
-    error = raised_by_local(train, 3)
-    assert isinstance(error, ValueError) and str(error) == "no such file"
+    with pytest.raises(ValueError, match=r"^no such file$"):
+        gridtrain.local(train, 3, export_dir=str(tmp_path))
     assert [type(error) for error in waited] == [EndpointKilled] * 2
 
 
 def test_local_does_not_wait_for_a_worker_that_does_not_return(
-    raised_by_local: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_group, "SHUTDOWN_TIMEOUT_S", 0.2)
-    over = threading.Event()
+    numbers, over, returned = itertools.count(), threading.Event(), threading.Event()
 
-    def train(grid: gridtrain.Grid, number: int) -> None:
-        if number == 1:
+    def train(grid: gridtrain.Grid) -> None:
+        if next(numbers) == 1:
             raise ValueError("no such file")
-        over.wait(60)
+        over.wait(WITHIN_S)
+        returned.set()
 
-    error = raised_by_local(train, 2)
-    assert not over.is_set() and str(error) == "no such file"
+    with pytest.raises(ValueError, match=r"^no such file$"):
+        gridtrain.local(train, 2, export_dir=str(tmp_path))
+    assert not returned.is_set()
     over.set()

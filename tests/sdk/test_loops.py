@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from training_loop import digest, flat
 
 import gridtrain
 from gridtrain.core.messages import LedgerSpec, Span
-from gridtrain.training.checkpoint import serialization
 from gridtrain.training.data import sampler
 
 WORKERS = 3
@@ -123,10 +123,7 @@ def train(model: Callable[..., Any], optimizer: Any, batches: Iterable[Any]) -> 
 
 def plain(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     model, optimizer = wrapped(grid, exchange)
-    for batch in grid.batches(DATA, batch_size=2, steps=6):
-        error_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, grid.batches(DATA, batch_size=2, steps=6))
     return model, optimizer
 
 
@@ -317,16 +314,12 @@ def test_a_group_trains_as_one_process(together: Any, loop: Loop, exchange: Any)
     def work(grid: gridtrain.Grid, number: int) -> tuple[str, torch.Tensor]:
         model, optimizer = loop(grid, exchange)
         assert grid.finished
-        return serialization.replica_digest(model, optimizer.inner).hex(), flat(model)
+        return digest(model, optimizer), flat(model)
 
     results = together(work, WORKERS)
-    assert len({digest for digest, _ in results}) == 1, "parameters and optimizer state, bit for bit"
+    assert len({state for state, _ in results}) == 1, "parameters and optimizer state, bit for bit"
 
     if exchange is DENSE:
         expected = flat(loop(OneProcess(), exchange)[0])
         largest = float((results[0][1] - expected).abs().max())
         assert largest < 1e-6, f"off by {largest:.1e} from one process with the whole batch"
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])

@@ -11,13 +11,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from live_coordinator import LiveCoordinator
 
 import gridtrain
 from gridtrain.config import Deadlines, JoinConfig
@@ -36,74 +36,21 @@ from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, present_invitation
-from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 from gridtrain.sdk import grid as grid_module
 from gridtrain.sdk.grid import Grid
-from gridtrain_coordinator.access.authorization import Authorization
-from gridtrain_coordinator.access_handler import connection_gate
-from gridtrain_coordinator.daemon import Coordinator
-from gridtrain_coordinator.journal.store import JournalStore
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
 SHORT = Deadlines(connect_s=0.5)
 SOFTWARE = "gridtrain test"
-
-
-@dataclass(frozen=True)
-class Service:
-    """A coordinator of the run "default", and its operator."""
-
-    address: str
-    key: PeerId
-    operator: Identity
-
-    def invitation(self, uses: int = 9, **changed: object) -> Invitation:
-        contact = CoordinatorEndpoint(self.address, self.address, self.key, "default", True, self.operator)
-        operator = OperatorClient(contact)
-        return replace(operator.invite(uses, 60.0), **changed)  # type: ignore[arg-type]
-
-
-StartCoordinator = Callable[..., Service]
+StartCoordinator = Callable[..., LiveCoordinator]
 
 
 @pytest.fixture
 def start_coordinator() -> Iterator[StartCoordinator]:
     """Starts coordinators that serve until the end of the test."""
-    stop, threads = threading.Event(), []
-
-    def start(*, min_workers: int = 1) -> Service:
-        identity, operator = Identity.generate(), Identity.generate()
-        access = Authorization(operator=operator.public, coordinator=identity.public)
-        transport = build_stack(
-            ZeroMQTransport(identity, SOFTWARE, gate=connection_gate(access, time.time)), identity
-        )
-        service = Service(transport.listen("tcp://127.0.0.1:0"), identity.public, operator)
-        store = JournalStore.open(":memory:")
-        daemon = Coordinator.for_run(
-            transport,
-            store,
-            access,
-            operator=operator.public,
-            min_workers=min_workers,
-            address=service.address,
-        )
-        threads.append(threading.Thread(target=daemon.run, args=(stop,)))
-        threads[-1].start()
-        return service
-
-    yield start
-    stop.set()
-    for thread in threads:
-        thread.join(WITHIN_S)
-        assert not thread.is_alive()
-
-
-@pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder with the keys of this test's workers."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(LiveCoordinator(**options))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -194,13 +141,13 @@ def test_an_invitation_admits_the_same_worker_again(start_coordinator: StartCoor
 
 def test_an_invitation_of_another_coordinator_is_refused(start_coordinator: StartCoordinator) -> None:
     """Its key does not answer at that address: no program there can impersonate it."""
-    foreign = start_coordinator().invitation(coordinator=Identity.generate().public)
+    foreign = replace(start_coordinator().invitation(), coordinator=Identity.generate().public)
     with pytest.raises(CoordinatorUnreachable, match=f"a program listens at {foreign.address}, but"):
         present_invitation(foreign, Identity.generate().public, 1.0)
 
 
 def test_an_unknown_token_is_refused(start_coordinator: StartCoordinator) -> None:
-    forged = start_coordinator().invitation(token=b"t" * 32)
+    forged = replace(start_coordinator().invitation(), token=b"t" * 32)
     with pytest.raises(JoinRefused) as caught:
         gridtrain.join(forged.text())
     assert str(caught.value) == f"{UNKNOWN_INVITATION} -> ask the run's owner for a new one"
@@ -310,7 +257,7 @@ def test_an_unknown_key_is_denied_access(start_coordinator: StartCoordinator) ->
     """A key that never presented an invitation; the coordinator does not even greet it."""
     service = start_coordinator()
     with pytest.raises(JoinRefused, match=r"denies this worker access -> ask the run's owner") as caught:
-        grid_of(config_of(service.address, service.key), Identity.generate())
+        grid_of(config_of(service.address, service.keys.public), Identity.generate())
     assert caught.value.code == "denied"
 
 

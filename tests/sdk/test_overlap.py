@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training_loop import digest, sgd
 
 import gridtrain
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.buffers.buckets import bucket_bounds
 from gridtrain.runtime.group_session import GroupSession
-from gridtrain.training.checkpoint import serialization
 
 EAGER = gridtrain.Overlap(buckets=3, least=1, adaptive=False)
 EXCHANGES = [
@@ -42,15 +42,18 @@ def backward(model: nn.Module, batch: Any) -> None:
     nn.functional.cross_entropy(model(inputs), targets.squeeze(1)).backward()
 
 
+def train_batch(model: nn.Module, optimizer: gridtrain.GridOptimizer, batch: Any) -> None:
+    backward(model, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(grid: gridtrain.Grid, exchange: Any, *, overlap: Any = EAGER, **batches: Any) -> tuple[str, Any]:
     model = net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=overlap)
+    optimizer = sgd(grid, model, exchange, lr=0.1, overlap=overlap)
     for batch in grid.batches(DATA, **{"batch_size": 2, "steps": 8, **batches}):
-        optimizer.zero_grad()
-        backward(model, batch)
-        optimizer.step()
-    return serialization.replica_digest(model, sgd).hex(), optimizer.residual_state()
+        train_batch(model, optimizer, batch)
+    return digest(model, optimizer), optimizer.residual_state()
 
 
 @pytest.fixture
@@ -117,8 +120,7 @@ def test_last_layers_travel_first(together: Any, sent: list[tuple[int, int]]) ->
 def test_buckets_are_sent_with_the_last_micro_batch(together: Any, sent: list[Any], exchange: Any) -> None:
     def loop(grid: gridtrain.Grid, number: int) -> str:
         model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=EAGER)
+        optimizer = sgd(grid, model, exchange, lr=0.1, overlap=EAGER)
         for count, batch in enumerate(grid.batches(DATA, batch_size=2, steps=4, accumulate=3), 1):
             backward(model, batch)
             if count % 3:
@@ -126,7 +128,7 @@ def test_buckets_are_sent_with_the_last_micro_batch(together: Any, sent: list[An
             else:
                 optimizer.step()
                 optimizer.zero_grad()
-        return serialization.replica_digest(model, sgd).hex()
+        return digest(model, optimizer)
 
     assert len(set(together(loop, 2))) == 1
     assert len(sent) == 2 * 4 * 3
@@ -137,14 +139,13 @@ def test_unequal_micro_batches_count_as_without_overlap(together: Any, sent: lis
 
     def loop(grid: gridtrain.Grid, overlap: Any) -> str:
         model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense(), overlap=overlap)
+        optimizer = sgd(grid, model, lr=0.1, overlap=overlap)
         for count, batch in enumerate(grid.batches(DATA[:23], batch_size=2, epochs=1, accumulate=3), 1):
             backward(model, batch)
             if count % 3 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        return serialization.replica_digest(model, sgd).hex()
+        return digest(model, optimizer)
 
     without, with_it = (together(lambda grid, number, o=o: loop(grid, o), 1) for o in (None, EAGER))
     assert with_it == without and len(sent) == 4 * 3
@@ -156,13 +157,10 @@ def test_step_sends_a_parameter_without_gradient(together: Any, sent: list[Any],
         model = net()
         unused = nn.Linear(2, 2)
         whole = nn.ModuleList([model, unused])
-        sgd = torch.optim.SGD(whole.parameters(), lr=0.1)
-        optimizer = grid.optimizer(sgd, whole, exchange=exchange, overlap=EAGER)
+        optimizer = sgd(grid, whole, exchange, lr=0.1, overlap=EAGER)
         for batch in grid.batches(DATA, batch_size=2, steps=4):
-            optimizer.zero_grad()
-            backward(model, batch)
-            optimizer.step()
-        return serialization.replica_digest(whole, sgd).hex()
+            train_batch(model, optimizer, batch)
+        return digest(whole, optimizer)
 
     assert len(set(together(loop, 2))) == 1
     assert {bucket for _, bucket in sent} == {0, 1}  # the last bucket has the parameter without gradient
@@ -172,18 +170,15 @@ def test_step_sends_a_parameter_without_gradient(together: Any, sent: list[Any],
 def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(together: Any, exchange: Any) -> None:
     def loop(grid: gridtrain.Grid, number: int) -> Any:
         model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=EAGER)
+        optimizer = sgd(grid, model, exchange, lr=0.1, overlap=EAGER)
         spoil = False
         model[2].weight.register_hook(lambda g: g * float("nan") if spoil else g)
         skipped = []
         for step, batch in enumerate(grid.batches(DATA, batch_size=2, steps=5)):
             spoil = step == 2 and number == 1
-            optimizer.zero_grad()
-            backward(model, batch)
-            optimizer.step()
+            train_batch(model, optimizer, batch)
             skipped.append(optimizer.last_skipped)
-        return serialization.replica_digest(model, sgd).hex(), skipped
+        return digest(model, optimizer), skipped
 
     results = together(loop, 3)
     assert len({digest for digest, _ in results}) == 1
@@ -223,8 +218,7 @@ def test_the_others_go_on_if_a_worker_leaves_during_backward(new_group: Any, exc
 
     def leaves(grid: gridtrain.Grid, number: int) -> None:
         model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=EAGER)
+        optimizer = sgd(grid, model, exchange, lr=0.1, overlap=EAGER)
         calls = 0
 
         def stop(_: Any) -> None:  # after bucket 2 and 1 have gone out, before bucket 0
@@ -235,15 +229,13 @@ def test_the_others_go_on_if_a_worker_leaves_during_backward(new_group: Any, exc
 
         model[0].weight.register_hook(stop)
         for batch in grid.batches(DATA, batch_size=2, epochs=2):
-            optimizer.zero_grad()
-            backward(model, batch)
-            optimizer.step()
+            train_batch(model, optimizer, batch)
 
     with new_group(workers=3) as group:
-        numbers = [group.start(stays), group.start(stays)]
-        left = group.start(leaves)
-        first, second = (group.result(number) for number in numbers)
-        assert isinstance(group.result(left), KeyboardInterrupt)
+        for worker in (stays, stays, leaves):
+            group.start(worker)
+        first, second, left = group.ends()
+    assert isinstance(left, KeyboardInterrupt)
     assert isinstance(first, str), first
     assert first == second
 
@@ -251,11 +243,10 @@ def test_the_others_go_on_if_a_worker_leaves_during_backward(new_group: Any, exc
 # -- refused uses --------------------------------------------------------------------------------------
 
 
-def failing(together: Any, body: Any, **options: Any) -> None:
+def failing(together: Any, body: Any) -> None:
     def loop(grid: gridtrain.Grid, number: int) -> None:
         model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense(), overlap=EAGER)
+        optimizer = sgd(grid, model, lr=0.1, overlap=EAGER)
         for batch in grid.batches(DATA, batch_size=2, steps=3):
             optimizer.zero_grad()
             backward(model, batch)
@@ -292,14 +283,12 @@ def test_a_grad_scaler_with_overlap_is_refused(together: Any) -> None:
 def test_workers_with_different_buckets_are_refused(new_group: Any) -> None:
     def first(grid: gridtrain.Grid, number: int) -> None:
         model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense())
+        optimizer = sgd(grid, model, lr=0.1)
         for step, batch in enumerate(grid.batches(DATA, batch_size=2, steps=3)):
             if step == 1:
                 second = group.start(lambda grid, number: train(grid, gridtrain.Dense()))
                 results.append(group.result(second))
-            backward(model, batch)
-            optimizer.step()
+            train_batch(model, optimizer, batch)
 
     results: list[Any] = []
     with new_group(workers=1) as group:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training_loop import flat, sgd
 
 import gridtrain
 from gridtrain.core.group import member_events as io
@@ -63,9 +64,6 @@ class SumsOfBatch(nn.Module):
             loss = loss + layer.dot(part)
         return loss
 
-    def flat(self) -> Tensor:
-        return torch.cat([layer.detach() for layer in self.layers])
-
 
 def whole_numbers(seed: int, count: int = 96) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -75,15 +73,14 @@ def whole_numbers(seed: int, count: int = 96) -> list[Tensor]:
 def train(grid: gridtrain.Grid, data: list[Tensor], exchange: Any, steps: int, overlap: Any = OVERLAP) -> Any:
     """The model, the residual, and the sum of the gradients of this worker."""
     model, total = SumsOfBatch(), torch.zeros(sum(SIZES))
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=overlap)
+    optimizer = sgd(grid, model, exchange, lr=1.0, overlap=overlap)
     for batch in grid.batches(data, batch_size=1, steps=steps):
         optimizer.zero_grad()
         model(batch).backward()
         total += batch.mean(0)
         optimizer.step()
     residual = optimizer.residual_state().get("residual", torch.zeros(sum(SIZES)))
-    return model.flat(), residual, total, optimizer.is_overlapping
+    return flat(model), residual, total, optimizer.is_overlapping
 
 
 def assert_all_use_the_same_buckets(seen: list[Attempted]) -> None:
@@ -162,8 +159,7 @@ def test_a_newcomer_uses_the_same_buckets_as_the_others(
 
     def body(grid: gridtrain.Grid, number: int) -> Any:
         model = SumsOfBatch()
-        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = grid.optimizer(sgd, model, exchange=exchange, overlap=OVERLAP)
+        optimizer = sgd(grid, model, exchange, lr=1.0, overlap=OVERLAP)
         name = threading.current_thread().name
         for batch in grid.batches(data, batch_size=1, epochs=1000):
             optimizer.zero_grad()
@@ -175,13 +171,12 @@ def test_a_newcomer_uses_the_same_buckets_as_the_others(
                 len({step for _, step, worker, _, size in seen if worker == name and size == 3})
                 == DECIDED + 3
             ):
-                return model.flat(), optimizer.is_overlapping
+                return flat(model), optimizer.is_overlapping
         return None
 
     late: list[int] = []
     with new_group(workers=2) as group:
-        numbers = [group.start(body), group.start(body)]
-        results = [group.result(number) for number in numbers]
+        results = [group.result(number) for number in (group.start(body), group.start(body))]
         results.append(group.result(late[0]))
     assert_all_use_the_same_buckets(seen)
     assert [overlaps for _, overlaps in results] == [True] * 3

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import local_training
@@ -24,11 +23,6 @@ from gridtrain.core.planning.exchange_choice import ExchangeChoice
 OWN_SHARE = 0.75
 """Share of its own change with which each of two workers begins a turn."""
 Loop = partial(local_training.Loop, overlap=True)
-
-
-@pytest.fixture(autouse=True)
-def state_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
 def flat(model: nn.Module) -> torch.Tensor:

@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from types import SimpleNamespace
@@ -16,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from brisk import WITHIN_S
 from group_snapshot import snapshot_of
 from safetensors.torch import load_file
+from threaded_group import ThreadedGroup
 from torch import nn
+from training_loop import backward, flat, sgd, train_batch
 
 import gridtrain
 from gridtrain.errors import BudgetSpent, CoordinatorUnreachable, DataError
@@ -30,7 +32,6 @@ from gridtrain.training.data.fetch_meter import FetchMeter
 from gridtrain.training.pause import CONTROL_RESERVE_BYTES, PauseController
 from gridtrain_worker.training_policy import Rules, TrainingPolicy, parse_pairs
 
-WITHIN_S = 60.0
 DATA = [torch.full((8,), float(i % 7) - 3.0) for i in range(64)]
 STEPS = 200
 NOON = datetime(2026, 3, 2, 12, 0)
@@ -43,55 +44,42 @@ EXCHANGES = {
 
 
 class PausedGroup:
-    """Three workers; worker-1 has an owner.  Workers take no step before `allow_up_to` allows it.
+    """Workers of which the second, or the only one, has an owner; none is ahead of `most_step`.
 
-    `seen`: by worker, (step, world size) at each of its steps.
+    seen: by worker, (step, world size) at each of its steps.
+    residuals: of the worker with an owner, before each of its steps.
     """
 
-    def __init__(self, new_group: Any, exchange: Any, steps: int = STEPS, **group: Any) -> None:
-        self.group = new_group(workers=3, **group)
-        self.exchange, self.steps = exchange, steps
+    def __init__(self, new_group: Any, exchange: Any, steps: int = STEPS, workers: int = 3) -> None:
+        self.group = new_group(workers=workers)
+        self.exchange, self.steps, self.workers = exchange, steps, workers
         self.owner = NoAgent()
+        self.owned = min(1, workers - 1)
         self.seen: dict[str, list[tuple[int, int]]] = {}
+        self.residuals: list[torch.Tensor] = []
         self.models: dict[str, np.ndarray] = {}
         self.changed = threading.Condition()
-        self.most_step = 5  # no worker goes beyond it
-        self.results: dict[str, Any] = {}
+        self.most_step = 5
 
-    def train(self, grid: Grid, name: str) -> None:
+    def train(self, grid: Grid, number: int) -> None:
         torch.manual_seed(3)
-        model = nn.Linear(8, 4)
+        model, name = nn.Linear(8, 4), f"worker-{number}"
         model.bias.requires_grad_(False).zero_()  # never sent, also not to a worker that returns
-        inner = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = grid.optimizer(inner, model, exchange=self.exchange)
+        optimizer = sgd(grid, model, self.exchange)
         for batch in grid.batches(DATA, batch_size=2, steps=self.steps):
             with self.changed:
                 self.seen.setdefault(name, []).append((grid.step, grid.world_size))
+                if number == self.owned:
+                    self.residuals += [residual.clone() for residual in optimizer.residual_state().values()]
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: grid.step <= self.most_step, WITHIN_S)
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
-        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-        self.models[name] = flat.numpy().copy()
+            train_batch(model, optimizer, batch)
+        self.models[name] = flat(model).numpy().copy()
 
-    def run(self, name: str) -> None:
-        try:
-            owner = self.owner if name == "worker-1" else None
-            folder = self.group.export_dir
-            disk = {"checkpoint_every": 1000, "state_dir": str(folder / "state")} if owner else {}
-            with self.group.join(name, export_dir=str(folder), owner=owner, **disk) as grid:
-                self.train(grid, name)
-            self.results[name] = None
-        except BaseException as error:
-            self.results[name] = error
-
-    def start(self) -> list[threading.Thread]:
-        names = [f"worker-{number}" for number in range(3)]
-        threads = [threading.Thread(target=self.run, args=(name,), daemon=True) for name in names]
-        for thread in threads:
-            thread.start()
-        return threads
+    def start(self) -> None:
+        owned = {"owner": self.owner, "checkpoint_every": 1000, "state_dir": f"{self.group.export_dir}/state"}
+        for number in range(self.workers):
+            self.group.start(self.train, **(owned if number == self.owned else {}))
 
     def allow_up_to(self, step: int) -> None:
         with self.changed:
@@ -101,7 +89,7 @@ class PausedGroup:
     def wait_until(self, true: Callable[[], bool]) -> None:
         with self.changed:
             while not self.changed.wait_for(true, 0.05):
-                assert all(error is None for error in self.results.values()), self.results
+                assert not any(self.group.results.values()), self.group.results
                 self._waited = getattr(self, "_waited", 0) + 1
                 assert self._waited < 20 * WITHIN_S, (self.seen, self.owner.reported[-3:], self.most_step)
 
@@ -154,7 +142,7 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
 
     paused_group = PausedGroup(new_group, EXCHANGES[kind])
     with paused_group.group:
-        threads = paused_group.start()
+        paused_group.start()
         paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
         sensors.say(on_battery=True)
         lead(paused_group)
@@ -179,9 +167,7 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
         paused_group.wait_until(lambda: paused_group.owner.reported[-1]["state"] != "paused")
         paused_group.wait_step_by_step(lambda: paused_group.last("worker-1")[0] > paused_at)
         paused_group.allow_up_to(STEPS)
-        for thread in threads:
-            thread.join(WITHIN_S)
-        assert paused_group.results == {f"worker-{number}": None for number in range(3)}
+        paused_group.group.finish()
         assert paused_group.paused_workers() == []
     first, *others = (paused_group.models[f"worker-{number}"].tobytes() for number in range(3))
     assert others == [first, first], "bit by bit"
@@ -203,56 +189,25 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
     new_group: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its residual stays with it, as no other worker can receive it, and counts again at the first step."""
-    paused_group = PausedGroup(new_group, EXCHANGES["topk"], steps=12)
-    paused_group.group._min = 1
-    residuals: list[np.ndarray] = []
-
-    def train(grid: Grid) -> None:
-        model = nn.Linear(8, 4)
-        optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.01), model, exchange=paused_group.exchange
-        )
-        for batch in grid.batches(DATA, batch_size=2, steps=12):
-            with paused_group.changed:
-                paused_group.seen.setdefault("one", []).append((grid.step, grid.world_size))
-                residuals.append(optimizer.residual_state()["residual"].numpy().copy())
-                paused_group.changed.notify_all()
-                paused_group.changed.wait_for(lambda: grid.step <= paused_group.most_step, WITHIN_S)
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
-
-    with new_group(workers=1) as group:
-        done: list[Any] = []
-
-        def one() -> None:
-            with group.join("one", export_dir=str(group.export_dir), owner=paused_group.owner) as grid:
-                train(grid)
-            done.append(None)
-
-        thread = threading.Thread(target=one, daemon=True)
-        thread.start()
-        paused_group.wait_until(lambda: paused_group.last("one")[0] >= 5)
-        paused_group.allow_up_to(6)
-        paused_group.wait_until(lambda: paused_group.last("one")[0] >= 6)
-        before = residuals[-1]
+    paused_group = PausedGroup(new_group, EXCHANGES["topk"], steps=12, workers=1)
+    with paused_group.group as group:
+        paused_group.start()
+        paused_group.wait_until(lambda: paused_group.last("worker-0")[0] >= 5)
         paused_group.owner.directive = AgentDirective(run=False, reason="on request")
         paused_group.allow_up_to(12)
         paused_group.wait_until(paused_group.is_paused)
-        paused = [step for step, _ in paused_group.seen["one"]]
+        paused_at = paused_group.last("worker-0")[0]
         paused_group.wait_until(lambda: snapshot_of(group)["phase"] == "waiting")
         assert "; no worker trains: 1 is paused (on request, for " in str(snapshot_of(group)["reason"])
         paused_group.owner.directive = AgentDirective()
-        thread.join(WITHIN_S)
-        assert done == [None]
+        group.finish()
     assert (
         "no other worker trains: the run continues when enough workers have joined or resumed" in caplog.text
     )
     assert "paused by its owner: on request (gridtrain worker resume ends the pause)" in caplog.text
-    steps = [step for step, _ in paused_group.seen["one"]]
-    assert steps == list(range(12)) and paused[-1] in (6, 7), "no step is repeated or left out"
-    again = residuals[paused[-1] + 1]
-    assert again.any() and before.any()
+    steps = [step for step, _ in paused_group.seen["worker-0"]]
+    assert steps == list(range(12)) and paused_at in (5, 6), "no step is repeated or left out"
+    assert paused_group.residuals[paused_at + 1].any()
 
 
 class BriefPause(NoAgent):
@@ -269,27 +224,25 @@ def test_an_error_after_a_pause_leaves_checkpoints_with_the_weights_of_their_ste
     disk                  pause          checkpoint                the script fails: nothing is written"""
     owner, weights = BriefPause(), {}
 
-    def train(grid: Grid) -> None:
+    def train(grid: Grid, number: int) -> None:
         model = nn.Linear(8, 4)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.TopK(density=0.25))
+        optimizer = sgd(grid, model, gridtrain.TopK(density=0.25))
         for batch in grid.batches(DATA, batch_size=2, steps=20):
             weights[grid.step] = model.weight.detach().clone()
+            grid._model_state.checkpoints.wait()  # type: ignore[union-attr]  steps are faster here than a disk
             if grid.step == 5:
                 owner.directive = AgentDirective(run=False, reason="hot")
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
+            backward(model, batch)
             if grid.step == 11:
                 raise DataError("the script fails")
             optimizer.step()
+            optimizer.zero_grad()
 
     with new_group(workers=1) as group:
         folder = group.export_dir / "state"
-        with (
-            pytest.raises(DataError),
-            group.join("one", owner=owner, checkpoint_every=8, state_dir=str(folder)) as grid,
-        ):
-            train(grid)
+        group.start(train, owner=owner, checkpoint_every=8, state_dir=str(folder))
+        with pytest.raises(DataError):
+            group.finish()
     assert any(report["state"] == "paused" for report in owner.reported)
     steps = {}
     for path in folder.glob("step-*"):
@@ -297,6 +250,14 @@ def test_an_error_after_a_pause_leaves_checkpoints_with_the_weights_of_their_ste
         steps[int(path.name.removeprefix("step-"))] = load_file(path / "model.safetensors")["weight"]
     assert set(steps) in ({6, 8}, {7, 8})
     assert all(torch.equal(written, weights[step]) for step, written in steps.items())
+
+
+def wait_for_status(group: ThreadedGroup, is_met: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    until_s = time.monotonic() + WITHIN_S
+    while not is_met(status := snapshot_of(group)):
+        assert time.monotonic() < until_s, status
+        threading.Event().wait(0.05)
+    return status
 
 
 @pytest.mark.parametrize("far", [1, 150])
@@ -307,44 +268,30 @@ def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
     two:                       steps 0, 1, 2 ... `far` ...       the same state"""
     owner, is_back, is_far = NoAgent(), threading.Event(), threading.Event()
 
-    def train(name: str, agent: NoAgent | None) -> None:
-        folder = str(group.export_dir / name)
-        with group.join(name, owner=agent, checkpoint_every=1000, state_dir=folder) as grid:
-            model = nn.Linear(8, 4)
-            sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-            optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense())
-            for batch in grid.batches(DATA, batch_size=2, steps=10_000):
-                if agent is not None and grid.step == 100:
-                    agent.directive = AgentDirective(run=False, reason="hot")
-                if agent is not None and agent.reported[-1]["state"] == "training" and grid.world_size == 2:
-                    is_back.set()
-                optimizer.zero_grad()
-                model(batch).pow(2).mean().backward()
-                optimizer.step()
-                if agent is None and grid.step >= far:
-                    is_far.set()
-                if is_back.wait(0.05 if is_far.is_set() else 0.0):
-                    break
-
-    def await_phase(phase: str) -> None:
-        until_s = time.monotonic() + WITHIN_S
-        while snapshot_of(group)["phase"] != phase:
-            assert time.monotonic() < until_s
-            is_back.wait(0.05)
+    def train(grid: Grid, number: int) -> None:
+        model = nn.Linear(8, 4)
+        optimizer = sgd(grid, model)
+        for batch in grid.batches(DATA, batch_size=2, steps=10_000):
+            if number == 0 and grid.step == 100:
+                owner.directive = AgentDirective(run=False, reason="hot")
+            if number == 0 and owner.reported[-1]["state"] == "training" and grid.world_size == 2:
+                is_back.set()
+            train_batch(model, optimizer, batch)
+            if number == 1 and grid.step >= far:
+                is_far.set()
+            if is_back.wait(0.05 if is_far.is_set() else 0.0):
+                break
 
     with new_group(workers=1) as group:
-        threads = [threading.Thread(target=train, args=("one", owner), daemon=True)]
-        threads[0].start()
-        await_phase("training")
-        await_phase("waiting")
-        threads.append(threading.Thread(target=train, args=("two", None), daemon=True))
-        threads[1].start()
+        folder = group.export_dir / "one"
+        group.start(train, owner=owner, checkpoint_every=1000, state_dir=str(folder))
+        wait_for_status(group, lambda status: status["phase"] == "training")
+        wait_for_status(group, lambda status: status["phase"] == "waiting")
+        group.start(train, checkpoint_every=1000, state_dir=str(group.export_dir / "two"))
         assert is_far.wait(WITHIN_S)
         owner.directive = AgentDirective()
         assert is_back.wait(WITHIN_S)
-        for thread in threads:
-            thread.join(WITHIN_S)
-        folder = group.export_dir / "one"
+        group.finish()
     said = re.search(r"this worker paused after step (\d+), but the group has begun again (.*)", caplog.text)
     assert said is not None and said[1] in ("100", "101"), caplog.text
     found = re.fullmatch(
@@ -375,27 +322,19 @@ class EndedPause(NoAgent):
 def test_a_worker_that_ends_while_it_is_paused_no_longer_counts_as_paused(
     new_group: Any, end: BaseException | None
 ) -> None:
-    def train(grid: Grid) -> None:
+    def train(grid: Grid, number: int) -> None:
         model = nn.Linear(8, 4)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = grid.optimizer(sgd, model, exchange=gridtrain.Dense())
+        optimizer = sgd(grid, model)
         for batch in grid.batches(DATA, batch_size=2, steps=20):
             if grid.step == 5:
                 owner.directive = AgentDirective(run=False, reason="hot")
-            optimizer.zero_grad()
-            model(batch).pow(2).mean().backward()
-            optimizer.step()
+            train_batch(model, optimizer, batch)
 
     with new_group(workers=1) as group:
         owner = EndedPause(end, lambda: bool(snapshot_of(group)["resting"]))
-        with suppress(KeyboardInterrupt), group.join("one", owner=owner) as grid:
-            train(grid)
+        assert group.result(group.start(train, owner=owner)) is end
         assert owner.reported[-1]["state"] == "paused"
-        until_s = time.monotonic() + WITHIN_S
-        while snapshot_of(group)["resting"]:
-            assert time.monotonic() < until_s
-            threading.Event().wait(0.05)
-        status = snapshot_of(group)
+        status = wait_for_status(group, lambda status: not status["resting"])
     left = [event["reason"] for event in status["events"] if event["event"] == "left"]  # type: ignore[attr-defined]
     assert left == ["paused by its owner: hot", "it has ended while it was paused"]
     assert "no worker trains" not in str(status["reason"])
@@ -404,13 +343,11 @@ def test_a_worker_that_ends_while_it_is_paused_no_longer_counts_as_paused(
 def test_stop_ends_the_loop_after_the_step_and_leaves(new_group: Any) -> None:
     paused_group = PausedGroup(new_group, EXCHANGES["gtopk"], steps=20)
     with paused_group.group:
-        threads = paused_group.start()
+        paused_group.start()
         paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
         paused_group.owner.directive = replace(paused_group.owner.directive, stop=True)
         paused_group.allow_up_to(20)
-        for thread in threads:
-            thread.join(WITHIN_S)
-    assert paused_group.results == {f"worker-{number}": None for number in range(3)}
+        paused_group.group.finish()
     assert paused_group.last("worker-1")[0] in (5, 6) and paused_group.last("worker-0")[0] == 19
 
 
@@ -419,15 +356,13 @@ def test_a_paused_worker_ends_when_the_run_is_finished(
 ) -> None:
     paused_group = PausedGroup(new_group, EXCHANGES["dense"], steps=10)
     with paused_group.group:
-        threads = paused_group.start()
+        paused_group.start()
         paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
         paused_group.owner.directive = AgentDirective(run=False, reason="hot")
         paused_group.allow_up_to(10)
-        threads[0].join(WITHIN_S)
-        threads[2].join(WITHIN_S)
+        assert (paused_group.group.result(0), paused_group.group.result(2)) == (None, None)
         paused_group.owner.directive = AgentDirective()
-        threads[1].join(WITHIN_S)
-    assert paused_group.results == {f"worker-{number}": None for number in range(3)}
+        paused_group.group.finish()
     assert "the run was finished while this worker was paused" in caplog.text
     assert re.search(r"the state after step [67] is in \S+: gridtrain export writes its model\n", caplog.text)
     assert "continue from it" not in caplog.text
@@ -445,18 +380,16 @@ def test_the_daily_traffic_budget_is_never_exceeded(new_group: Any) -> None:
 
     paused_group.group.join = joined
     with paused_group.group:
-        threads = paused_group.start()
+        paused_group.start()
         paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
         budget = grids["worker-1"].moved_bytes() + 150_000
         paused_group.owner.directive = AgentDirective(most_bytes=budget)
         paused_group.allow_up_to(STEPS)
-        threads[0].join(WITHIN_S)
-        threads[2].join(WITHIN_S)
+        assert (paused_group.group.result(0), paused_group.group.result(2)) == (None, None)
         spent = grids["worker-1"].moved_bytes()
         paused = paused_group.is_paused()
         paused_group.owner.directive = AgentDirective()
-        threads[1].join(WITHIN_S)
-    assert paused_group.results == {f"worker-{number}": None for number in range(3)}
+        paused_group.group.finish()
     assert spent <= budget
     assert paused or paused_group.last("worker-1")[0] == STEPS - 1, (
         "the budget was used up, or the run ended before"
@@ -469,7 +402,7 @@ def test_a_budget_that_is_lowered_below_the_traffic_so_far_lets_the_worker_leave
     """It finishes the step, in which it waits for the others, and transfers its residual."""
     paused_group = PausedGroup(new_group, EXCHANGES["topk"])
     with paused_group.group:
-        threads = paused_group.start()
+        paused_group.start()
         paused_group.wait_until(lambda: paused_group.last("worker-1")[0] >= 5)
         paused_group.owner.directive = AgentDirective(
             run=False, reason="the day's traffic budget is used up", most_bytes=1.0
@@ -485,29 +418,46 @@ def test_a_budget_that_is_lowered_below_the_traffic_so_far_lets_the_worker_leave
         assert line["reason"] == "paused by its owner: the day's traffic budget is used up"
         paused_group.owner.directive = AgentDirective()
         paused_group.allow_up_to(STEPS)
-        for thread in threads:
-            thread.join(WITHIN_S)
-    assert paused_group.results == {f"worker-{number}": None for number in range(3)}
+        paused_group.group.finish()
     assert "(100.0 %) transferred: 32 entries" in caplog.text
     assert "the step makes no progress" not in caplog.text
 
 
+class Controller:
+    """A `PauseController` of a session that has sent `moved_bytes`, and its owner.
+
+    exhausted: what the I/O loop asks between two messages.
+    limits: the rate limits that were set.
+    """
+
+    def __init__(
+        self, moved_bytes: int = 0, fetches: FetchMeter | None = None, directive: AgentDirective | None = None
+    ) -> None:
+        self.owner, self.limits = NoAgent(), list[tuple[float | None, float | None]]()
+        self.owner.directive = directive or AgentDirective()
+        self.session: Any = SimpleNamespace(
+            connection=SimpleNamespace(moved_bytes=moved_bytes, received_bytes=1, set_control=self._keep)
+        )
+        connect: Any = lambda: (None, None)  # noqa: E731
+        limit = lambda up, down: self.limits.append((up, down))  # noqa: E731
+        self.pauses = PauseController(self.session, self.owner, connect, limit, fetches or FetchMeter())
+
+    def _keep(self, interrupts: object, exhausted: Callable[[], str]) -> None:
+        self.exhausted = exhausted
+
+
 def test_the_agent_learns_that_a_step_exceeds_the_budget() -> None:
     """A little of the day is left: without a report the agent would take the script's end for a failure."""
-    session, owner = (
-        SimpleNamespace(connection=SimpleNamespace(moved_bytes=900_000, received_bytes=1)),
-        NoAgent(),
+    controller = Controller(moved_bytes=900_000)
+    controller.owner.directive = AgentDirective(most_bytes=10_000_000)
+    assert controller.exhausted() == "" and not controller.owner.reported
+    controller.owner.directive = AgentDirective(most_bytes=0)
+    assert controller.exhausted() == "" and not controller.owner.reported, (
+        "a lowered budget lets it leave in order"
     )
-    asked: list[Callable[[], str]] = []
-    session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)
-    PauseController(session, owner, lambda: None, lambda up, down: None)  # type: ignore[arg-type,return-value]
-    owner.directive = AgentDirective(most_bytes=10_000_000)
-    assert asked[0]() == "" and not owner.reported
-    owner.directive = AgentDirective(most_bytes=0)
-    assert asked[0]() == "" and not owner.reported, "a lowered budget lets it leave in order"
-    session.connection.moved_bytes += CONTROL_RESERVE_BYTES
-    assert asked[0]() == "paused in the middle of a step: the day's traffic budget is used up"
-    assert owner.reported == [{"state": BUDGET_EXHAUSTED}]
+    controller.session.connection.moved_bytes += CONTROL_RESERVE_BYTES
+    assert controller.exhausted() == "paused in the middle of a step: the day's traffic budget is used up"
+    assert controller.owner.reported == [{"state": BUDGET_EXHAUSTED}]
 
 
 @pytest.mark.parametrize(("left_bytes", "tries"), [(math.inf, 1), (1000, 0)], ids=["a budget", "no budget"])
@@ -515,7 +465,7 @@ def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
     left_bytes: float, tries: int
 ) -> None:
     """Otherwise it would count as paused, though nobody can resume it."""
-    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0, received_bytes=0)), NoAgent()
+    controller = Controller(directive=AgentDirective(run=False, reason="hot", most_bytes=left_bytes))
     tried: list[str] = []
 
     def leave(transport: None, allowlist: None, reason: str, timeout_s: float) -> None:
@@ -525,39 +475,28 @@ def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
     def save() -> None:
         raise KeyboardInterrupt
 
-    session.connection.set_control = lambda interrupts, exhausted: None
-    session.connection.leave_paused, session.pause = leave, lambda reason: 1
-    connect: Any = lambda: (None, None)  # noqa: E731
-    owner.directive = AgentDirective(run=False, reason="hot", most_bytes=left_bytes)
-    paused = PauseController(session, owner, connect, lambda up, down: None)  # type: ignore[arg-type]
+    controller.session.connection.leave_paused, controller.session.pause = leave, lambda reason: 1
     with pytest.raises(KeyboardInterrupt):
-        paused.pause(None, touched=True, on_left=save)
+        controller.pauses.pause(None, touched=True, on_left=save)
     assert len(tried) == tries
 
 
 def test_a_new_rate_limit_applies_in_the_middle_of_a_step() -> None:
     """Also while a newcomer receives the state, which may take hours without a new turn."""
-    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0, received_bytes=0)), NoAgent()
-    asked: list[Callable[[], str]] = []
-    limits: list[tuple[float | None, float | None]] = []
-    session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)
-    PauseController(session, owner, lambda: None, lambda up, down: limits.append((up, down)))  # type: ignore[arg-type,return-value]
-    owner.directive = AgentDirective(upload_Bps=1e6)
-    assert asked[0]() == "" == asked[0]()
-    owner.directive = AgentDirective(download_Bps=2e6)
-    assert asked[0]() == ""
-    assert limits == [(None, None), (1e6, None), (None, 2e6)]
+    controller = Controller()
+    controller.owner.directive = AgentDirective(upload_Bps=1e6)
+    assert controller.exhausted() == "" == controller.exhausted()
+    controller.owner.directive = AgentDirective(download_Bps=2e6)
+    assert controller.exhausted() == ""
+    assert controller.limits == [(None, None), (1e6, None), (None, 2e6)]
 
 
 def test_what_the_data_sets_fetch_obeys_the_budget_of_a_day() -> None:
-    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0, received_bytes=0)), NoAgent()
-    asked: list[Callable[[], str]] = []
-    session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)
     fetches = FetchMeter()
-    PauseController(session, owner, lambda: None, lambda up, down: None, fetches)  # type: ignore[arg-type,return-value]
+    controller = Controller(fetches=fetches)
     fetches.check_undivided("a shard", 5_000_000)
-    owner.directive = AgentDirective(most_bytes=3_000_000, day_bytes=4_000_000)
-    assert asked[0]() == ""
+    controller.owner.directive = AgentDirective(most_bytes=3_000_000, day_bytes=4_000_000)
+    assert controller.exhausted() == ""
     with pytest.raises(DataError, match=r"a shard of 5 MB, .* the traffic budget of a day, 4 MB"):
         fetches.check_undivided("a shard", 5_000_000)
     with pytest.raises(BudgetSpent, match=r"needs more than the 2\.93 MB"):

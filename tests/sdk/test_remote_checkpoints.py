@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 from torch import nn
+from training_loop import sgd, train_batch
 
 import gridtrain
 from gridtrain.cli.main import cli
@@ -37,15 +38,12 @@ def train(
 ) -> tuple[list[int], torch.Tensor]:
     """Train; return the worker's steps and its last weight."""
     model = copy.deepcopy(NET)
-    inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+    optimizer = sgd(grid, model, lr=0.001, momentum=0.9)
     seen = []
-    for x, y in grid.batches(DATA, global_batch_size=6, steps=steps):
+    for batch in grid.batches(DATA, global_batch_size=6, steps=steps):
         seen.append(grid.step)
         before(grid)
-        ((model(x) - y) ** 2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_batch(model, optimizer, batch)
         if grid.step == until:
             break
     return seen, model.weight.detach().clone()
@@ -139,9 +137,7 @@ def test_a_run_of_other_settings_is_refused(url: str, tmp_path: Path) -> None:
             ConfigError, match=r"checkpoint of step 12 with different training settings \(exchange"
         ),
     ):
-        model = nn.Linear(2, 1)
-        inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0)
-        grid.optimizer(inner, model, exchange=gridtrain.TopK(density=0.5))
+        sgd(grid, nn.Linear(2, 1), gridtrain.TopK(density=0.5))
         next(iter(grid.batches(DATA, global_batch_size=6, steps=12)))
 
 

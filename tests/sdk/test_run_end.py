@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training_loop import sgd
 
 import gridtrain
 from gridtrain.core.messages import EndRun, OperatorReply, Refused
@@ -30,7 +31,7 @@ def train_steps(grid: gridtrain.Grid, start: float, steps: int = 4, skips: int =
     with torch.no_grad():
         model.weight.fill_(start)
         model.bias.zero_()
-    optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=gridtrain.Dense())
+    optimizer = sgd(grid, model, lr=0.1)
     for batch in grid.batches(DATA, batch_size=2, steps=steps):
         (model(batch).mean() * (float("nan") if grid.step < skips else 1.0)).backward()
         optimizer.step()
@@ -88,8 +89,7 @@ def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptu
         return grid.finished
 
     with new_group(workers=2) as group:
-        for _ in range(2):
-            group.start(train)
+        group.start_all(train)
         finished.wait(60.0)
         for key in group.keys.values():
             group.hub.disconnect(key, group.key)
@@ -98,7 +98,7 @@ def test_a_finished_worker_does_not_wait(new_group: Any, caplog: pytest.LogCaptu
                 break
             threading.Event().wait(0.05)
         ended.set()
-        assert [group.result(number) for number in range(2)] == [True, True]
+        assert group.finish() == [True, True]
     assert caplog.text.count("the run is finished, and this worker is no longer waiting") == 2
     assert "tries to reach it again" not in caplog.text and "paused:" not in caplog.text
 
@@ -133,7 +133,7 @@ def test_a_worker_that_returns_after_the_end_leaves_its_loop_in_mid_step(
 
     def train(grid: gridtrain.Grid, number: int) -> bool:
         model = nn.Linear(2, 1)
-        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=exchange)
+        optimizer = sgd(grid, model, exchange, lr=0.1)
         for batch in grid.batches(DATA, batch_size=2, steps=4):
             if number == 0:
                 in_step.set()
@@ -148,9 +148,8 @@ def test_a_worker_that_returns_after_the_end_leaves_its_loop_in_mid_step(
         return grid.finished
 
     with new_group(workers=2) as group:
-        for _ in range(2):
-            group.start(train)
-        assert [group.result(number) for number in range(2)] == [True, True]
+        group.start_all(train)
+        assert group.finish() == [True, True]
     assert "at the end this worker held neither the model nor a stage of it" in caplog.text
 
 
@@ -316,9 +315,8 @@ def test_a_run_that_its_owner_ends_ends_on_all_workers_after_the_same_step(
                 yield EndRun(), answer
 
         group.coordinator._dashboard = SimpleNamespace(publish=lambda status: None, take_orders=take_orders)
-        for _ in range(3):
-            group.start(train)
-        results = [group.result(number) for number in range(3)]
+        group.start_all(train)
+        results = group.finish()
     assert results[0] == results[1] == results[2], "the parameters, too"
     finished, step, scheduled, _ = results[0]
     assert finished and 3 <= step == scheduled < 10**6

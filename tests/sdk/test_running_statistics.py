@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training_loop import sgd
 
 import gridtrain
 
@@ -27,8 +28,7 @@ def test_a_bad_sample_does_not_spoil_the_statistics_of_later_batches(together: A
     def train(grid: gridtrain.Grid, number: int) -> tuple[int, list[int]]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(sgd, model, exchange=EXCHANGES[name])
+        optimizer = sgd(grid, model, EXCHANGES[name], lr=0.1)
         bad: list[int] = []
         for batch in grid.batches(data, batch_size=4, epochs=3):
             output = model(batch)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from brisk import WITHIN_S
 from torch import nn
+from training_loop import sgd, train_batch
 
 import gridtrain
 from gridtrain.errors import ConfigError, JoinRefused
@@ -55,10 +56,8 @@ class Script:
         grid.report(loss=self.reported)
         if self.tracked is not None:
             grid.track(object=self.tracked)
-        for inputs, targets in grid.batches(self.data, **dict(self.ends), **dict(self.sizes)):
-            optimizer.zero_grad()
-            (model(inputs) - targets).square().mean().backward()
-            optimizer.step()
+        for batch in grid.batches(self.data, **dict(self.ends), **dict(self.sizes)):
+            train_batch(model, optimizer, batch)
             after_step()
         return grid.step
 
@@ -231,6 +230,7 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
             Script(exchange=gridtrain.Dense),
             r"exchange is Dense, which is not an exchange -> call it: Dense\(\)",
         ),
+        (Script(exchange=0.01), r"exchange is 0\.01, which is not an exchange -> pass one, such as "),
         (
             Script(overlap=True),
             r"overlap is True, which is not an Overlap -> pass overlap=gridtrain.Overlap\(\)",
@@ -282,8 +282,7 @@ def test_a_language_model_that_cannot_work(outcomes: Any, value: float, token: i
         model = Words()
         with torch.no_grad():
             model.table.weight[0, 0] = value
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(inner, model, exchange=SPARSE)
+        optimizer = sgd(grid, model, SPARSE, lr=0.1)
         for batch in grid.batches([{"input_ids": torch.tensor([token])}] * 4, batch_size=2, steps=2):
             model(**batch).backward()
             optimizer.step()

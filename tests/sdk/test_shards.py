@@ -15,6 +15,7 @@ from checkpointed_group import run
 from group_snapshot import snapshot_of
 from sharded_data import SIZES, number_of, write_shards
 from torch import nn
+from training_loop import sgd
 
 import gridtrain
 from gridtrain.core.commit.shard_leases import locate
@@ -30,8 +31,7 @@ def take_steps(
 ) -> list[tuple[int, list[int]]]:
     """Train until step `until` or the end; return the samples of each step."""
     model = nn.Linear(1, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.001)
-    optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
+    optimizer = sgd(grid, model, lr=0.001)
     counted = []
     for numbers in grid.batches(data, **{"epochs": 1, "global_batch_size": 12, **options}):
         step = grid.step
@@ -98,8 +98,8 @@ def test_the_others_read_files_that_a_worker_cannot_read(new_group: Any, tmp_pat
             figures[f"{number}"] = data.failed_reads
 
     with new_group(workers=3) as group:
-        numbers = [group.start(train) for _ in range(3)]
-        results = [group.result(number) for number in numbers]
+        group.start_all(train)
+        results = group.ends()
         events = str(snapshot_of(group)["events"])
     assert (
         "its data cannot be read (failed reads: 1); see its output" in events and str(tmp_path) not in events

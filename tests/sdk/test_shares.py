@@ -13,6 +13,7 @@ import pytest
 import torch
 from group_snapshot import snapshot_of
 from torch import nn
+from training_loop import flat, linear, sgd
 
 import gridtrain
 from gridtrain.config import Deadlines
@@ -29,59 +30,50 @@ def data(integers: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     source = torch.Generator().manual_seed(3)
     if integers:
         values = torch.randint(-2, 3, (SIZE, 3), generator=source).float()
-        return [(row[:2], row[2:]) for row in values]
-    values = torch.randn(SIZE, 3, generator=source)
+    else:
+        values = torch.randn(SIZE, 3, generator=source)
     return [(row[:2], row[2:]) for row in values]
 
 
-def net() -> nn.Linear:
-    model = nn.Linear(2, 1)
-    nn.init.constant_(model.weight, 0.5)
-    nn.init.constant_(model.bias, 0.25)
-    return model
-
-
-def loss_of(model: nn.Module, batch: Any, linear: bool) -> torch.Tensor:
-    """If `linear`, gradients are means of the data: integers over a power of two."""
+def loss_of(model: nn.Module, batch: Any, exact: bool) -> torch.Tensor:
+    """If `exact`, gradients are means of the data: integers over a power of two."""
     inputs, targets = batch
     error = model(inputs) - targets
-    return (error * targets).mean() if linear else error.square().mean()
+    return (error * targets).mean() if exact else error.square().mean()
 
 
-def alone(linear: bool) -> list[float]:
-    samples, model = data(linear), net()
+def alone(exact: bool) -> list[float]:
+    samples, model = data(exact), linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-6)
     spec = LedgerSpec(SIZE, 0, steps=STEPS)
     for step in range(STEPS):
         indices = sampler.sample_indices(spec, [Span(step * WHOLE, (step + 1) * WHOLE)])
         optimizer.zero_grad()
-        loss_of(model, sampler.fetch_batch(samples, indices), linear).backward()
+        loss_of(model, sampler.fetch_batch(samples, indices), exact).backward()
         optimizer.step()
-    return nn.utils.parameters_to_vector(model.parameters()).tolist()
+    return flat(model).tolist()
 
 
 def in_a_group(
-    new_group: Any, linear: bool, delay_s: Any, *, workers: int = 3
+    new_group: Any, exact: bool, delay_s: Any, *, workers: int = 3
 ) -> tuple[list[list[float]], list[dict[int, int]]]:
     """Return final parameters and shares by step of each worker; print the coordinator's reasons."""
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[list[float], dict[int, int]]:
-        model, taken = net(), {}
-        inner = torch.optim.SGD(model.parameters(), lr=2.0**-6)
-        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
-        for batch in grid.batches(data(linear), global_batch_size=WHOLE, steps=STEPS):
+        model, taken = linear(), {}
+        optimizer = sgd(grid, model, lr=2.0**-6)
+        for batch in grid.batches(data(exact), global_batch_size=WHOLE, steps=STEPS):
             taken[grid.step] = len(batch[0])
             time.sleep(delay_s(number, len(batch[0])))  # the emulated computing itself
             optimizer.zero_grad()
-            loss_of(model, batch, linear).backward()
+            loss_of(model, batch, exact).backward()
             optimizer.step()
-        return nn.utils.parameters_to_vector(model.parameters()).tolist(), taken
+        return flat(model).tolist(), taken
 
     with new_group(workers=workers, deadlines=SOON) as group:
-        numbers = [group.start(train) for _ in range(workers)]
-        results = [group.result(number) for number in numbers]
+        group.start_all(train)
+        results = group.finish()
         plans = [e["plan"] for e in snapshot_of(group)["events"] if e["event"] == "generation"]
-    assert all(isinstance(result, tuple) for result in results), results
     print(*plans, sep="\n")
     assert "even shares: too little computing was measured to compare speeds" in plans[0]
     assert f"{WHOLE} samples shared by measured speed: " in plans[1]

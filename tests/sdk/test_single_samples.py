@@ -16,10 +16,10 @@ import torch
 from brisk import WITHIN_S
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from training_loop import digest, sgd
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.training.checkpoint.serialization import replica_digest
 
 INPUTS = torch.randn(40, 2, generator=torch.Generator().manual_seed(7))
 DATA = [(x, x.sum()[None]) for x in INPUTS]
@@ -50,10 +50,9 @@ def test_the_tail_of_a_pass_does_not_fail_in_batch_norm(
 ) -> None:
     micro_batches = options.get("accumulate", 1)
 
-    def train(grid: gridtrain.Grid, number: int) -> tuple[list[int], bytes]:
+    def train(grid: gridtrain.Grid, number: int) -> tuple[list[int], str]:
         model = copy.deepcopy(MODEL)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = grid.optimizer(inner, model, exchange=exchange)
+        optimizer = sgd(grid, model, exchange, lr=0.1)
         sizes = []
         for x, y in feed(grid, DATA[:samples], epochs=2, **options):
             sizes.append(len(x))
@@ -62,11 +61,11 @@ def test_the_tail_of_a_pass_does_not_fail_in_batch_norm(
                 optimizer.step()
                 optimizer.zero_grad()
         assert all(p.isfinite().all() for p in model.parameters())
-        return sizes, replica_digest(model, getattr(optimizer, "replicated", inner))
+        return sizes, digest(model, optimizer)
 
-    (sizes, digest), (other_sizes, other_digest) = together(train)
+    (sizes, state), (other_sizes, other_state) = together(train)
     assert 1 in sizes + other_sizes and len(sizes) == len(other_sizes)
-    assert digest == other_digest
+    assert state == other_state
     with_single = sum(1 in each for each in (sizes, other_sizes))
     text = "a batch of this worker has only one sample: the layer '1', BatchNorm1d, normalizes"
     assert caplog.text.count(text) == with_single

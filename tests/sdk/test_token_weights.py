@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,11 +52,6 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
     """The mean over the tokens that count, 0 if there are none."""
     x_BTD, y_BT, counts_BT = batch
     return ((model(x_BTD)[..., 0] - y_BT).square() * counts_BT).sum() / max(1, int(counts_BT.sum()))
-
-
-@pytest.fixture(autouse=True)
-def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
 class Group:

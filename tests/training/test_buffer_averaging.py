@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from small_classifier import sgd
 from torch import nn
 
 from gridtrain.config import Dense, GTopK
@@ -26,8 +27,7 @@ class Counted(nn.Module):
 def run(network, models, steps, every, exchange, aborts=(), bad=()):
     def worker(session):
         model = models[session.rank]
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = GridOptimizer(inner, model, exchange, session, average_buffers_every=every)
+        optimizer = GridOptimizer(sgd(model), model, exchange, session, average_buffers_every=every)
         for step in range(steps):
             model.weight.grad = torch.full((3,), math.nan if (step, session.rank) in bad else 1.0)
             optimizer.step()
@@ -79,9 +79,7 @@ def test_constants_do_not_change_and_statistics_beside_them_are_averaged(network
 
     def worker(session):
         model = Masked(float(session.rank))
-        optimizer = GridOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), session, average_buffers_every=1
-        )
+        optimizer = GridOptimizer(sgd(model), model, Dense(), session, average_buffers_every=1)
         model.weight.grad = torch.ones(3)
         optimizer.step()
         return model
@@ -101,8 +99,7 @@ def test_batch_norm_statistics_are_averaged_in_a_loop(network):
     def worker(session):
         generator = torch.Generator().manual_seed(session.rank)
         model = nn.BatchNorm1d(4)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = GridOptimizer(inner, model, Dense(), session, average_buffers_every=3)
+        optimizer = GridOptimizer(sgd(model), model, Dense(), session, average_buffers_every=3)
         seen = []
         for _ in range(6):
             model(torch.randn(8, 4, generator=generator) + session.rank).square().sum().backward()

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from small_classifier import same, sgd
 from torch import nn
 
 from gridtrain.config import Dense, GTopK
@@ -32,8 +33,8 @@ def backward(model, scaler, step, bad=False):
 def test_a_single_worker_trains_as_with_the_plain_scaler(network, unscale_first):
     model = model_of()
     twin = copy.deepcopy(model)
-    wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session())
+    plain = sgd(twin)
     loops = (model, wrapped, GridScaler(**SCALING)), (twin, plain, torch.amp.GradScaler(**SCALING))
     for step in range(8):
         for one, optimizer, scaler in loops:
@@ -45,7 +46,7 @@ def test_a_single_worker_trains_as_with_the_plain_scaler(network, unscale_first)
             scaler.update()
             optimizer.zero_grad()
         assert loops[0][2].get_scale() == loops[1][2].get_scale()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model, twin)
     assert wrapped.skipped_steps == 1
 
 
@@ -54,8 +55,7 @@ def scales(network, make_scaler, explicit=False):
 
     def worker(session):
         model = model_of()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = GridOptimizer(inner, model, GTopK(density=0.5), session)
+        optimizer = GridOptimizer(sgd(model), model, GTopK(density=0.5), session)
         scaler = make_scaler(**SCALING)
         seen = []
         for step in range(4):
@@ -92,7 +92,7 @@ def test_with_the_plain_scaler_scales_diverge_but_not_parameters(network):
 
 def test_a_step_without_gradients_changes_no_scale(network):
     model = model_of()
-    wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
+    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session())
     scaler = GridScaler(**SCALING)
     scaler.scale(torch.ones(()))
     scaler.step(wrapped)
@@ -102,7 +102,7 @@ def test_a_step_without_gradients_changes_no_scale(network):
 
 def test_a_disabled_scaler_does_nothing(network):
     model = model_of()
-    wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
+    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session())
     scaler = GridScaler("cpu", enabled=False)
     backward(model, scaler, 0)
     scaler.step(wrapped)
@@ -122,7 +122,7 @@ class PausedSession:
 
 def test_a_missed_step_does_not_change_the_scale():
     model, scaler = model_of(), GridScaler(**SCALING)
-    optimizer = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), PausedSession())
+    optimizer = GridOptimizer(sgd(model), model, Dense(), PausedSession())
     backward(model, scaler, 0)
     scaler.step(optimizer)
     scaler.update()

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from small_classifier import adamw, backward, sgd, small_model, train_step
 from torch import nn
-from torch.nn import functional as F
 
 from gridtrain.config import Dense, GTopK, LocalSteps, TopK
 from gridtrain.errors import ConfigError, RemoteProtocolError
@@ -26,38 +26,6 @@ EXCHANGES = [Dense(), TopK(density=0.1), GTopK(density=0.1)]
 EVERY = 3
 
 
-def small_model(dtype=torch.float32):
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * 0.3 / (number + 1))
-    return model.to(dtype)
-
-
-def backward(model, seed, size=6):
-    generator = torch.Generator().manual_seed(seed)
-    inputs, labels = (
-        torch.randn(size, 5, generator=generator),
-        torch.randint(0, 3, (size,), generator=generator),
-    )
-    first = next(model.parameters())
-    F.cross_entropy(model(inputs.to(first)).float(), labels.to(first.device)).backward()
-
-
-def train_step(model, optimizer, seed):
-    backward(model, seed)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def sgd(model, lr=0.1, **options):
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)
-
-
 def wrap(session, model, exchange, inner=None, *, every=EVERY, **outer):
     inner = inner or adamw(model)
     return LocalSGDOptimizer(inner, model, LocalSteps(every, exchange, **outer), session)
@@ -65,10 +33,6 @@ def wrap(session, model, exchange, inner=None, *, every=EVERY, **outer):
 
 def flat(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 # -- guarantee 1 ------------------------------------------------------------------------------------
@@ -378,20 +342,6 @@ def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange,
     assert caplog.text.count("parameters are not finite after 3 local steps") == 1
 
 
-def test_a_placeholder_batch_does_not_count(network):
-    def worker(session):
-        model = small_model()
-        optimizer = wrap(session, model, GTopK(density=0.1))
-        for step in range(EVERY):
-            backward(model, 10 * step + session.rank)
-            if session.rank == 1:
-                model[0].weight.grad[0, 0] = math.nan
-            optimizer.step()
-        return optimizer.skipped_steps, replica_digest(model, optimizer.replicated)
-
-    assert network(samples=[4, 0]).train(worker) == network(samples=[4]).train(worker) * 2
-
-
 def test_an_overflow_costs_one_local_step_and_no_exchange(network):
     """Each worker's GradScaler is its own: only rank 1 backs off, and the round commits."""
 
@@ -594,16 +544,6 @@ def test_a_clip_norm_is_refused(network):
     model, exchange = small_model(), LocalSteps(2, Dense())
     with pytest.raises(ConfigError, match="clip each worker's"):
         LocalSGDOptimizer(adamw(model), model, exchange, network().session(), clip_norm=1.0)
-
-
-def test_a_parameter_that_is_unfrozen_later_is_refused(network):
-    model = small_model()
-    model[0].bias.requires_grad_(False)
-    optimizer = wrap(network().session(), model, Dense())
-    model[0].bias.requires_grad_(True)
-    backward(model, 0)
-    with pytest.raises(ConfigError, match="was frozen when"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import copy
 import math
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from small_classifier import backward, batch, same, sgd, small_model, train_step, train_step_on
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,29 +33,6 @@ NAMES = ["dense ring", "dense star", "topk", "gtopk butterfly", "gtopk tree int8
 NAMES += ["gtopk int4", "topk int2 in chunks"]
 
 
-_SEEDING = threading.Lock()  # workers are threads, torch's default generator is one for all
-
-
-def small_model(seed=0):
-    with _SEEDING:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def batch(seed, size=6):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator)
-
-
-def backward(model, seed, size=6):
-    inputs, labels = batch(seed, size)
-    F.cross_entropy(model(inputs), labels).backward()
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
 def alone_and_plain(network, make_optimizer, model=None, exchange=None, **options):
     """The same model twice: with the wrapper in a group of one, and with the plain optimizer."""
     model = model or small_model()
@@ -63,6 +40,9 @@ def alone_and_plain(network, make_optimizer, model=None, exchange=None, **option
     session = network().session()
     wrapped = GridOptimizer(make_optimizer(model), model, exchange or Dense(), session, **options)
     return model, wrapped, twin, make_optimizer(twin), session
+
+
+EITHER = pytest.mark.parametrize("exchange", [Dense(), LocalSteps(2, Dense())], ids=["whole", "local steps"])
 
 
 # -- one worker: bit for bit the inner optimizer ----------------------------------------------------
@@ -101,16 +81,6 @@ def test_a_single_worker_with_full_density_trains_as_the_plain_optimizer(network
     assert same(model, twin)
 
 
-def sgd(model, lr=0.1, **options):
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)
-
-
-def train_step(model, optimizer, step):
-    backward(model, step)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def test_gradients_can_be_accumulated_and_clipped_locally(network):
     model, wrapped, twin, plain, _ = alone_and_plain(network, sgd)
     for step in range(4):
@@ -143,7 +113,7 @@ def test_exchange_twice_is_refused(network):
     model, wrapped, *_ = alone_and_plain(network, sgd)
     backward(model, 0)
     wrapped.exchange()
-    with pytest.raises(ConfigError, match=r"exchange\(\) was called twice"):
+    with pytest.raises(ConfigError, match=r"^exchange\(\) was called twice for one step -> call optimizer"):
         wrapped.exchange()
 
 
@@ -226,10 +196,9 @@ def test_a_parameter_without_gradient_takes_part_with_zeros(network):
 
 
 def test_half_precision_parameters_keep_their_dtype(network):
-    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, model=small_model().to(torch.bfloat16))
+    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, model=small_model(torch.bfloat16))
     for one, optimizer in ((model, wrapped), (twin, plain)):
-        inputs, labels = batch(0)
-        F.cross_entropy(one(inputs.bfloat16()), labels).backward()
+        backward(one, 0)
         optimizer.step()
     assert next(model.parameters()).grad.dtype == torch.bfloat16
     assert same(model, twin)
@@ -295,29 +264,30 @@ def part(step, samples, rank):
     return inputs[start : start + samples[rank]], labels[start : start + samples[rank]]
 
 
-def train_step_on(model, optimizer, data):
-    inputs, labels = data
-    F.cross_entropy(model(inputs), labels).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+@pytest.mark.parametrize(
+    "exchange", [*EXCHANGES, LocalSteps(1, GTopK(density=0.1))], ids=[*NAMES, "local steps"]
+)
 def test_a_placeholder_batch_does_not_count(network, exchange):
     """A worker without samples may run its loop on any batch: its weight is 0, even if the batch is bad."""
 
     def worker(session):
         model = small_model()
-        optimizer = GridOptimizer(sgd(model), model, exchange, session)
+        optimizer = wrapped(session, model, exchange)
         backward(model, session.rank)
         if session.rank == 1:
             model[0].weight.grad[0, 0] = math.nan
         optimizer.step()
-        return optimizer.skipped_steps, replica_digest(model, optimizer)
+        return optimizer.skipped_steps, replica_digest(model, optimizer.replicated)
 
     with_stand_in = network(samples=[4, 0]).train(worker)
     alone = network(samples=[4]).train(worker)
     assert with_stand_in == alone * 2
+
+
+def wrapped(session, model, exchange):
+    """With plain SGD."""
+    kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
+    return kind(sgd(model), model, exchange, session)
 
 
 # -- guarantee 2 -----------------------------------------------------------------------------------
@@ -483,9 +453,15 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
     [
         (lambda: wrap(lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS cannot be used in a run"),
         (lambda: wrap(lambda m: wrap(sgd, m), None), "already wrapped"),
-        (lambda: wrap(lambda m: sgd(small_model())), "4 parameters that the model does not have"),
+        (
+            lambda: wrap(lambda m: sgd(small_model())),
+            "^the optimizer has 4 parameters that the model does not have -> build the",
+        ),
         (lambda: wrap(lambda m: sgd(m[0])), r"2 trainable parameters are in no group .* '2\.weight'"),
-        (lambda: wrap(sgd, nn.Embedding(4, 2, sparse=True)), "'weight' has sparse gradients"),
+        (
+            lambda: wrap(sgd, nn.Embedding(4, 2, sparse=True)),
+            "^parameter 'weight' has sparse gradients, which the flat vector cannot hold -> ",
+        ),
         (lambda: wrap(sgd, nn.Embedding(4, 2, max_norm=1.0)), "embedding of 'weight' has max_norm"),
         (lambda: wrap(sgd, nn.Linear(2, 2).requires_grad_(False)), "no trainable parameter"),
         (lambda: wrap(sgd, nn.Linear(2, 2, dtype=torch.complex64)), r"torch\.complex64"),
@@ -504,20 +480,23 @@ def test_unsupported_optimizers_and_models_are_refused(make, message):
 
 def test_closures_and_late_groups_are_refused():
     wrapped = wrap(sgd)
-    with pytest.raises(ConfigError, match="closure"):
+    with pytest.raises(
+        ConfigError, match=r"^step\(\) was called with a closure; a gradient is exchanged once and cannot be"
+    ):
         wrapped.step(lambda: 0.0)
-    with pytest.raises(ConfigError, match="group was added after"):
+    with pytest.raises(ConfigError, match=r"^a parameter group was added after grid\.optimizer had fixed"):
         wrapped.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-def test_a_parameter_that_is_unfrozen_later_is_refused(network):
+@EITHER
+def test_a_parameter_that_is_unfrozen_later_is_refused(network, exchange):
     model = small_model()
     model[0].bias.requires_grad_(False)
-    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session())
+    optimizer = wrapped(network().session(), model, exchange)
     model[0].bias.requires_grad_(True)
     backward(model, 0)
     with pytest.raises(ConfigError, match="frozen when the optimizer was wrapped"):
-        wrapped.step()
+        optimizer.step()
 
 
 def test_a_parameter_that_is_frozen_later_is_refused(network):
@@ -533,17 +512,15 @@ def test_a_parameter_that_is_frozen_later_is_refused(network):
         wrapped.step()
 
 
-@pytest.mark.parametrize("exchange", [Dense(), LocalSteps(2, Dense())])
+@EITHER
 def test_a_group_added_later_to_the_inner_optimizer_is_refused(network, exchange):
     """Each worker would train it on its own samples only, which no vote would detect."""
-    model, session = small_model(), network().session()
-    inner = sgd(model)
-    kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
-    wrapped = kind(inner, model, exchange, session)
+    model = small_model()
+    optimizer = wrapped(network().session(), model, exchange)
     backward(model, 0)
-    inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    optimizer.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(ConfigError, match="was given further parameters"):
-        wrapped.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])

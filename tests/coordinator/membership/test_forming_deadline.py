@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scripted_coordinator import ME, A, B, C, D, ScriptedCoordinator, sent
+from scripted_member import ScriptedMember
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -97,8 +98,7 @@ def test_a_worker_that_only_reports_the_same_digest_is_no_source() -> None:
     sources = {member.peer: member.donor for member in group.core.run.member_list}
     assert sources == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
     group.say(B, m.Leave(""))
-    view = group.core.run.view
-    assert view is not None
+    view = group.view
     for peer in (A, C, D):
         group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", 0))
     order = [member.peer for member in group.core.run.member_list]
@@ -118,8 +118,8 @@ def test_an_initial_state_counts_until_the_first_step_is_committed() -> None:
     group.ready(A)
     group.join(B, same)
     group.heartbeats(2)
-    view = group.core.run.view
-    assert view is not None and group.frozen == 1
+    view = group.view
+    assert group.frozen == 1
     group.say(A, m.FreezeReport(1, 1, True, -1, view.history, m.LedgerState(), None, b"", 0))
     assert group.members == "a b"
     group.ready(A, B)
@@ -201,8 +201,7 @@ def test_a_route_is_abandoned_only_when_it_was_reported() -> None:
     assert not group.frozen
     group.heartbeats(1, b=2e6)
     assert group.frozen
-    view = group.core.run.view
-    assert view is not None
+    view = group.view
     for peer in (A, B, C, D):
         group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", 0))
     assert group.core.generation == 2 and {group.route(C, D)} == relays - {first}
@@ -295,7 +294,7 @@ def test_a_source_that_sends_nothing_is_replaced_and_the_newcomer_stays() -> Non
     assert (run.present, run.source) == ("abc", "b")
     notes = [x.fields for x in run.notes("source_replaced")]
     assert notes == [{"source": "a", "names": "c"}]
-    assert run.core.run.view is not None and "did not arrive from a" in run.core.run.view.reason
+    assert "did not arrive from a" in run.view.reason
     run.ready(*run.peers("c"))
     assert run.core.phase == "training" and run.members == "C a b"
 
@@ -421,20 +420,9 @@ def test_progress_of_a_state_transfer() -> None:
 
 
 def member() -> MemberCore:
-    core = MemberCore(A, ME, m.Join("r", "a", "tcp://a:1"), Deadlines())
-    core.handle(io.PeerConnected(ME), 0.0)
-    core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 0.0)
-    core.handle(
-        io.TrainerJoined(
-            replace(SETUP, initial_state_digest=b"3f" * 16), lambda r, n: frozenset(range(n)) - {r}
-        ),
-        0.0,
-    )
-    members = (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "", 4, True))
-    core.handle(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)), 0.0)
-    view = m.MembershipView(1, 1, 2, m.Verdict.ABORT, None, -1, core.history, m.LedgerState(), "")
-    core.handle(io.MessageReceived(ME, view), 0.0)
-    return core
+    scripted = ScriptedMember(A, replace(SETUP, initial_state_digest=b"3f" * 16), address="tcp://a:1")
+    scripted.install(1, (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "", 4, True)))
+    return scripted.core
 
 
 def messages_sent(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Message]:

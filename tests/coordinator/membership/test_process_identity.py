@@ -6,8 +6,11 @@ that restarts its script, a container, a copied identity.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scripted_coordinator import ME, A, B, C, Journal, ScriptedCoordinator, sent
+from scripted_member import ScriptedMember, no_neighbours
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -97,7 +100,7 @@ def test_a_new_process_has_no_rank_and_the_others_continue_from_their_state(noti
     assert run.frozen() == [(B, (A,))]
     run.enter(A, SETUP)
     report(run, B, 7)
-    assert run.core.run.view is not None and run.core.run.view.applied == 6
+    assert run.view.applied == 6
     assert run.joining() == {B: False, A: True}
 
 
@@ -112,7 +115,7 @@ def test_a_new_process_alone_begins_from_its_checkpoint_and_the_rollback_is_logg
     run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, checkpoint))
     run.form()
     assert [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 5}]
-    assert run.core.run.view is not None and run.core.run.view.applied == 4
+    assert run.view.applied == 4
 
 
 def test_the_readiness_of_the_old_process_does_not_count() -> None:
@@ -186,49 +189,34 @@ def test_a_report_of_the_new_process_does_not_count_as_the_old_ones() -> None:
     report(run, A, 5)
     report(run, B, 9)
     report(run, C, 9)
-    assert run.core.run.view is not None and run.core.run.view.applied == 8
+    assert run.view.applied == 8
     assert run.joining() == {A: True, B: False, C: False}
 
 
-def member(peer: m.PeerId = A, checkpoint: m.CheckpointInfo | None = None) -> MemberCore:
-    core = MemberCore(peer, ME, m.Join("r", "a", ""), LIMITS)
-    core.handle(member_events.PeerConnected(ME), 0.0)
-    core.handle(from_coordinator(m.Welcome(1, "r", "")), 0.0)
-    setup = m.Setup(SETUP.facts, SETUP.ledger, 4, None, checkpoint)
-    core.handle(member_events.TrainerJoined(setup, lambda rank, size: frozenset()), 0.0)
-    return core
+def member(checkpoint: m.CheckpointInfo | None = None) -> ScriptedMember:
+    return ScriptedMember(A, replace(SETUP, checkpoint=checkpoint), neighbours=no_neighbours, limits=LIMITS)
 
 
-def from_coordinator(message: m.Message) -> member_events.MessageReceived:
-    return member_events.MessageReceived(ME, message)
+def joins(member: ScriptedMember) -> list[m.Message]:
+    member.hear(member_events.PeerDisconnected(ME, "reset"))
+    effects = member.hear(member_events.PeerConnected(ME))
+    return [effect.message for effect in effects if isinstance(effect, member_events.Send)]
 
 
-def joins(core: MemberCore) -> list[m.Message]:
-    core.handle(member_events.PeerDisconnected(ME, "reset"), 0.0)
-    return [
-        x.message
-        for x in core.handle(member_events.PeerConnected(ME), 0.0)
-        if isinstance(x, member_events.Send)
-    ]
-
-
-def begin_generation(core: MemberCore, *, joining: bool) -> None:
+def begin_generation(member: ScriptedMember, *, joining: bool) -> None:
     members = (m.Member(A, "a", "", 4, joining), m.Member(B, "b", "", 4, False))
-    core.handle(from_coordinator(m.MemberListPage(1, 3, 0, 1, members)), 0.0)
     state = m.LedgerState(step=10, cursor=40, consumed=40)
-    core.handle(
-        from_coordinator(m.MembershipView(1, 3, 2, m.Verdict.ABORT, None, 9, b"h" * 32, state, "why")), 0.0
-    )
+    member.install(3, members, applied=9, history=b"h" * 32, ledger=state)
 
 
 def test_a_join_says_whether_the_process_is_known_and_its_generation() -> None:
     fresh = MemberCore(A, ME, m.Join("r", "a", ""), LIMITS)
     (first,) = fresh.handle(member_events.PeerConnected(ME), 0.0)
     assert first == member_events.Send(ME, m.Join("r", "a", "", True, False, 0))
-    core = member()
-    assert joins(core) == [m.Join("r", "a", "", True, True, 0)]
-    begin_generation(core, joining=True)
-    assert joins(core) == [m.Join("r", "a", "", True, True, 3)]
+    welcomed = member()
+    assert joins(welcomed) == [m.Join("r", "a", "", True, True, 0)]
+    begin_generation(welcomed, joining=True)
+    assert joins(welcomed) == [m.Join("r", "a", "", True, True, 3)]
 
 
 @pytest.mark.parametrize(
@@ -236,8 +224,8 @@ def test_a_join_says_whether_the_process_is_known_and_its_generation() -> None:
 )
 def test_a_start_for_which_this_process_was_not_ready_is_ignored(checkpoint: m.CheckpointInfo | None) -> None:
     """Another process sent `Ready` with this key."""
-    core = member(checkpoint=checkpoint)
-    begin_generation(core, joining=False)
-    effects = core.handle(from_coordinator(m.StartGeneration(1, 3)), 0.0)
-    assert core.phase is member_events.MemberPhase.FORMING and core.next_round is None
+    unready = member(checkpoint)
+    begin_generation(unready, joining=False)
+    effects = unready.say(m.StartGeneration(1, 3))
+    assert unready.core.phase is member_events.MemberPhase.FORMING and unready.core.next_round is None
     assert [e.event for e in effects if isinstance(e, member_events.LogEvent)] == ["not_ready"]

@@ -109,8 +109,7 @@ def test_a_worker_with_a_slow_upload_selects_fewer_entries_from_the_next_generat
     assert snapshot["entry_shares_reason"] in snapshot["plan_reason"]
     assert run.heartbeat_until_frozen(100.0) == "", "the same rates change nothing further"
 
-    assert run.core.run.view is not None
-    journalled = json.loads(json.dumps(generation_entry(run.core.run.view, run.core.run.member_list)))
+    journalled = json.loads(json.dumps(generation_entry(run.view, run.core.run.member_list)))
     assert recover_run([("generation", journalled)]).roster == run.core.run.member_list
     assert [row.get("entries_share") for row in journalled["members"] if row["name"] != "c"] == [None] * 3
 

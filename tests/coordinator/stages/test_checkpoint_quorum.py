@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from staged_run import StagedRun
+from staged_run import StagedRun, state_after, stored
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.verdict import Outcome
@@ -21,20 +21,6 @@ from gridtrain_coordinator.stages.whole_state import (
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
 SPEC = m.LedgerSpec(1000, 0, epochs=1)
 STAGES = m.Span(0, 1), m.Span(1, 2)
-
-
-def state_after(step: int) -> m.LedgerState:
-    """Steps of 4 samples each."""
-    return m.LedgerState(step=step + 1, cursor=4 * (step + 1), consumed=4 * (step + 1))
-
-
-def stored(step: int, *stages: int, history: bytes = b"", digest: str = "") -> tuple[m.CheckpointInfo, ...]:
-    """`digest`: "x" makes b"x0" of stage 0, b"x1" of stage 1; each stage is one layer."""
-    name, state = history or b"h%d" % step, state_after(step)
-    return tuple(
-        m.CheckpointInfo(step, name, state, m.Span(s, s + 1), f"{digest}{s}".encode() if digest else b"")
-        for s in stages
-    )
 
 
 def report_after_loss(run: StagedRun, step: int, *left: bytes) -> None:
@@ -54,8 +40,8 @@ def test_a_newcomer_alone_cannot_roll_the_run_back_to_its_own_state() -> None:
     report_after_loss(run, 23, A)
     run.checkpoints[D] = stored(19, 0, 1, history=b"made up")
     run.join(D)
-    view = run.core.run.view
-    assert view is not None and (view.applied, view.history) == (9, b"h9")
+    view = run.view
+    assert (view.applied, view.history) == (9, b"h9")
 
 
 def test_a_member_alone_cannot_roll_the_run_back_to_its_own_state() -> None:
@@ -70,8 +56,8 @@ def test_a_member_alone_cannot_roll_the_run_back_to_its_own_state() -> None:
     run.lose(C)
     report_after_loss(run, 23, A, B)
     run.join(D)
-    view = run.core.run.view
-    assert view is not None and (view.applied, view.history) == (9, b"h9")
+    view = run.view
+    assert (view.applied, view.history) == (9, b"h9")
 
 
 def test_without_a_confirmed_state_the_run_waits() -> None:
@@ -84,8 +70,8 @@ def test_without_a_confirmed_state_the_run_waits() -> None:
     assert run.core.phase is RunPhase.PAUSED
     assert "step 6 is reported, but neither the journal nor most of the present workers" in run.core.reason
     run.join(E)
-    view = run.core.run.view
-    assert view is not None and view.applied == 5, "two of three report it"
+    view = run.view
+    assert view.applied == 5, "two of three report it"
 
 
 def test_the_journal_confirms_what_lost_workers_reported() -> None:
@@ -111,7 +97,7 @@ def test_a_rollback_withdraws_later_checkpoints_also_in_the_journal() -> None:
     run.lose(B)
     report_after_loss(run, 23, A)
     run.join(D)
-    assert run.core.run.view is not None and run.core.run.view.applied == 9
+    assert run.view.applied == 9
     assert {state[0] for state in run.core._checkpoints.quorum._confirmed} == {9}
     entries = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
     assert {state[0] for state in recover_run(entries).checkpoints} == {9}
@@ -165,7 +151,7 @@ def test_a_checkpoint_with_another_digest_than_that_trained_is_not_used() -> Non
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED and "stage 2" in run.core.reason
     run.say(B, m.StageCheckpointList(stored(9, 1, 0, 2, digest="t")))
-    assert run.core.run.view is not None and run.core.run.view.applied == 9
+    assert run.view.applied == 9
     (newcomer,) = [member for member in run.core.run.member_list if member.peer == D]
     assert run.core.run.member_list[newcomer.donor].peer == B and newcomer.digest == b"t2", (
         "the newcomer can verify what it receives"

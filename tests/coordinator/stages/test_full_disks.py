@@ -9,41 +9,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from staged_run import StagedRun
+from scripted_member import COORDINATOR, ScriptedMember, no_neighbours
+from staged_run import SIX_LAYERS, StagedRun, repartitioned_without_b, state_after
 
-from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.commit.verdict import Outcome
 from gridtrain.core.group import member_events as io
-from gridtrain.core.member.member import MemberCore
 from gridtrain.core.stages.rank_placement import RankPlacement
 from gridtrain.core.stages.repartition import stage_spans
 from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.stages.checkpoint_catalog import depends_on_unwritten
 from gridtrain_coordinator.stages.placement import find_partition
 
-COORDINATOR, A, B, C, D, E = (letter * 32 for letter in (b"0", b"a", b"b", b"c", b"d", b"e"))
-AT = m.LedgerState(step=12, cursor=48, consumed=48)
+A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
+AT = state_after(11)
 A_HAS, C_HAS = m.Span(0, 3), m.Span(3, 6)
 WRITTEN_C = m.CheckpointInfo(11, b"k" * 32, AT, C_HAS, b"\1" * 32)
-MODEL = m.StagedModel((0, 2, 4, 6), tuple(m.LayerCosts(1, 1) for _ in range(6)), copies=1.0, micro_batches=8)
-
-
-def repartitioned_without_b() -> StagedRun:
-    """a holds [0 2), c [4 6) and a copy of b's [2 4): two of three stages are left."""
-    state = m.LedgerState(step=10, cursor=40, consumed=40)
-    has = {A: [m.Span(0, 2)], B: [m.Span(2, 4)], C: [m.Span(2, 4), m.Span(4, 6)]}
-    stored = {
-        p: tuple(m.CheckpointInfo(9, b"h", state, x, bytes([x.start]) * 32) for x in own)
-        for p, own in has.items()
-    }
-    run = StagedRun(3, A, B, C, model=MODEL, kept=stored)
-    run.lose(B)
-    run.report(A, C)
-    run.now_s += run.core.run.limits.recut_s
-    run.core.tick(run.now_s)
-    return run
 
 
 def report_memory(run: StagedRun, peer: m.PeerId, layers: m.Span) -> None:
@@ -56,8 +38,8 @@ def repartitioned_with_d() -> StagedRun:
     run = repartitioned_without_b()
     run.ready()
     join(run, D)
-    view = run.core.run.view
-    assert view is not None and view.stage_bounds == (0, 2, 4, 6)
+    view = run.view
+    assert view.stage_bounds == (0, 2, 4, 6)
     return run
 
 
@@ -79,8 +61,6 @@ def fail_to_write_on_a(run: StagedRun) -> None:
     (freeze,) = run.last_sent(C, m.Freeze)
     assert isinstance(freeze, m.Freeze)
     assert freeze.reason == "a has no checkpoint of layers 0 to 2, which other workers need"
-    view = run.core.run.view
-    assert view is not None
     report_memory(run, A, A_HAS)
     # c has begun to load its new stage; its former state is on its disk.
     nothing = replace(AT, step=0, cursor=0, consumed=0)
@@ -94,8 +74,8 @@ def fail_to_write_on_a(run: StagedRun) -> None:
 def test_the_group_keeps_its_partition() -> None:
     run = repartitioned_with_d()
     fail_to_write_on_a(run)
-    view = run.core.run.view
-    assert view is not None and view.stage_bounds == (0, 3, 6) and view.applied == 11, "no step is lost"
+    view = run.view
+    assert view.stage_bounds == (0, 3, 6) and view.applied == 11, "no step is lost"
     assert run.roster == "a c" and run.standbys == "d"
     assert {x.name: x.pieces for x in run.core.run.member_list} == {"a": (), "c": ()}
     run.ready()
@@ -113,8 +93,8 @@ def test_the_model_is_repartitioned_once_the_disk_has_room(is_full: bool) -> Non
     if not is_full:
         run.say(A, m.StageCheckpointList((m.CheckpointInfo(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
     join(run, E)
-    view = run.core.run.view
-    assert view is not None and view.generation > 4 and view.applied == 11
+    view = run.view
+    assert view.generation > 4 and view.applied == 11
     assert view.stage_bounds == ((0, 3, 6) if is_full else (0, 2, 4, 6))
 
 
@@ -135,49 +115,35 @@ def test_a_placement_depends_on_states_that_are_not_written() -> None:
 # -- the member's side --------------------------------------------------------------------------
 
 
-class StagedMember:
+class StagedMember(ScriptedMember):
     """Member a of a model with six layers."""
 
     def __init__(self) -> None:
-        self.core = MemberCore(A, COORDINATOR, m.Join("r", "a", ""), Deadlines())
-        self.hear(io.PeerConnected(COORDINATOR))
-        self.say(m.Welcome(1, "r", ""))
-        setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=3, model=MODEL)
-        self.hear(io.TrainerJoined(setup, lambda rank, size, cuts=(): frozenset()))
+        setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 4, None, stages=3, model=SIX_LAYERS)
+        super().__init__(A, setup, neighbours=no_neighbours)
 
-    def hear(self, event: io.MemberEvent) -> list[io.MemberEffect]:
-        return self.core.handle(event, 0.0)
-
-    def say(self, message: m.Message) -> list[io.MemberEffect]:
-        return self.hear(io.MessageReceived(COORDINATOR, message))
-
-    def install(
+    def repartition(
         self,
         generation: int,
         order: tuple[m.PeerId, ...],
         bounds: tuple[int, ...],
         pieces: dict[m.PeerId, tuple[tuple[m.Span, int], ...]],
     ) -> list[io.MemberEffect]:
-        members = tuple(
+        members = (
             m.Member(p, p[:1].decode(), "", 0, False, -1, sources, b"", tuple(b"" for _ in sources))
             for p, sources in ((p, pieces.get(p, ())) for p in order)
         )
-        self.say(m.MemberListPage(1, generation, 0, 1, members))
-        core = self.core
-        view = m.MembershipView(
-            1, generation, len(order), m.Verdict.ABORT, None, core.applied, core.history,
-            core.replica_state.ledger, "why", "", bounds,
-        )  # fmt: skip
-        return self.say(view)
+        ledger = self.core.replica_state.ledger
+        return self.install(generation, members, applied=self.core.applied, ledger=ledger, bounds=bounds)
 
 
 def repartitioned_member() -> tuple[StagedMember, m.CheckpointInfo]:
     member = StagedMember()
-    member.install(1, (A, B), (0, 3, 6), {})
+    member.repartition(1, (A, B), (0, 3, 6), {})
     state = member.core.replica_state
     state.applied, state.history, state.ledger = 0, b"k" * 32, m.LedgerState(step=1)
     pieces = {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))}
-    effects = member.install(2, (A, D, B), (0, 2, 4, 6), pieces)
+    effects = member.repartition(2, (A, D, B), (0, 2, 4, 6), pieces)
     (to_write,) = [effect.checkpoint for effect in effects if isinstance(effect, io.SaveCheckpoint)]
     assert not any(isinstance(effect, io.Send) for effect in effects)
     return member, to_write
@@ -192,7 +158,7 @@ def test_a_member_that_cannot_write_reports_it_and_keeps_its_state() -> None:
     ]
     (report,) = [e.message for e in member.say(m.Freeze(1, 2, "why")) if isinstance(e, io.Send)]
     assert isinstance(report, m.FreezeReport) and report.is_synced and report.layers == A_HAS
-    member.install(3, (A, B), (0, 3, 6), {})
+    member.repartition(3, (A, B), (0, 3, 6), {})
     assert member.core.is_synced, "nothing was loaded meanwhile"
 
 

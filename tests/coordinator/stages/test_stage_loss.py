@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from scripted_coordinator import receivers, sent
-from staged_run import StagedRun
+from staged_run import StagedRun, state_after, stored
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -19,17 +19,6 @@ from gridtrain_coordinator.stages.whole_state import find_restart_point, latest_
 
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
 SPEC = m.LedgerSpec(100, 0, epochs=1)
-
-
-def state_after(step: int) -> m.LedgerState:
-    """Steps of 4 samples each."""
-    return m.LedgerState(step=step + 1, cursor=4 * (step + 1), consumed=4 * (step + 1))
-
-
-def stored(step: int, *stages: int, history: bytes = b"") -> tuple[m.CheckpointInfo, ...]:
-    return tuple(
-        m.CheckpointInfo(step, history or b"h%d" % step, state_after(step), m.Span(n, n + 1)) for n in stages
-    )
 
 
 # -- the verdict -------------------------------------------------------------------------------------
@@ -56,8 +45,8 @@ def test_a_step_that_all_reporters_have_prepared_is_committed() -> None:
     run.lose(D)
     order = [member.peer for member in run.core.run.member_list]
     run.report(*(p for p in order if p != D), prepared=round_id, digest=b"all")
-    view = run.core.run.view
-    assert view is not None and view.verdict is m.Verdict.COMMIT and view.applied == 0
+    view = run.view
+    assert view.verdict is m.Verdict.COMMIT and view.applied == 0
     assert view.history == extend_history(b"", b"all") or view.history != b""
     assert view.ledger.consumed == 8, "two workers of stage 0 with 4 samples each"
 
@@ -152,8 +141,8 @@ def test_a_run_without_a_stage_rolls_back_to_the_latest_whole_step() -> None:
     run.report(A, B, applied=23, history=b"h23", ledger=state_after(23))
     assert run.core.phase is RunPhase.PAUSED
     run.join(D)
-    view = run.core.run.view
-    assert view is not None and (view.applied, view.history, view.verdict) == (9, b"h9", m.Verdict.ABORT)
+    view = run.view
+    assert (view.applied, view.history, view.verdict) == (9, b"h9", m.Verdict.ABORT)
     assert view.ledger == state_after(9), "the ledger is rolled back with the model"
     assert run.roster == "a b d"
     assert [member.joining for member in run.core.run.member_list] == [False, False, True]
@@ -173,8 +162,8 @@ def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
     run.lose(B)
     run.report(A, applied=23, history=b"h23", ledger=state_after(23))
     run.join(C)
-    view = run.core.run.view
-    assert view is not None and view.applied == 23 and not run.notes("rollback")
+    view = run.view
+    assert view.applied == 23 and not run.notes("rollback")
     assert run.roster == "a c" and run.core.run.member_list[1].donor == 0
 
 
@@ -189,8 +178,8 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
         "no present worker holds stage 1 of 2 after step 13, and no earlier step has"
     )
     run.join(D)
-    view = run.core.run.view
-    assert view is not None and view.applied == 9 and run.roster == "a d" and run.standbys == "c"
+    view = run.view
+    assert view.applied == 9 and run.roster == "a d" and run.standbys == "c"
 
 
 def test_a_returning_member_with_its_state_in_memory_ends_the_pause_without_a_rollback() -> None:
@@ -201,8 +190,8 @@ def test_a_returning_member_with_its_state_in_memory_ends_the_pause_without_a_ro
     assert run.core.phase is RunPhase.PAUSED
     run.join(B)
     run.report(B, applied=12, history=b"h12", ledger=state_after(12))
-    view = run.core.run.view
-    assert view is not None and view.applied == 12 and run.roster == "a b" and not run.notes("rollback")
+    view = run.view
+    assert view.applied == 12 and run.roster == "a b" and not run.notes("rollback")
 
 
 def test_a_generation_waits_for_the_dial_back_of_a_returning_member() -> None:
@@ -239,7 +228,7 @@ def test_a_missing_checkpoint_is_not_awaited() -> None:
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.checkpoints[B] = stored(12, 1)
     run.join(B)
-    assert run.core.run.view is not None and run.core.run.view.applied == 12
+    assert run.view.applied == 12
     run.say(B, m.StageCheckpointList(()))
     (note,) = run.notes("no_such_piece")
     assert note.fields["name"] == "b"
@@ -252,8 +241,7 @@ def test_a_restarted_coordinator_reads_the_placement_from_the_journal() -> None:
     again.join(A), again.join(B)
     assert {again.layers_of(A), again.layers_of(B)} == {m.Span(0, 1), m.Span(1, 2)}
     wrong = m.Span(2, 3)  # no such stage
-    view = again.core.run.view
-    assert view is not None
+    view = again.view
     report = m.FreezeReport(2, 1, True, -1, view.history, view.ledger, None, b"", 0, wrong)
     assert any(isinstance(effect, RecordViolation) for effect in again.say(A, report))
 

@@ -6,20 +6,18 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from scripted_member import COORDINATOR, SETUP, ScriptedMember, no_neighbours
 from staged_run import StagedRun
 
-from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
-from gridtrain.core.member.member import MemberCore
 from gridtrain.core.member.residual_transfer import residual_recipients
 from gridtrain.core.stages.rank_placement import StateLocations, place_ranks, placement_cost_s, stage_shares
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain_coordinator.run.events import RecordViolation
 
 A, B, C, D, E, F = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e", b"f"))
-COORDINATOR = b"0" * 32
 
 
 def names(peers: object) -> str:
@@ -203,28 +201,12 @@ def test_a_run_with_fewer_workers_than_stages_waits() -> None:
 # -- a member ----------------------------------------------------------------------------------------
 
 
-class Member:
+class Member(ScriptedMember):
     """The core of one member of a pipeline."""
 
     def __init__(self, me: m.PeerId, stages: int, stored: tuple[m.CheckpointInfo, ...] = ()) -> None:
-        self.core = MemberCore(me, COORDINATOR, m.Join("r", name_of(me), ""), Deadlines())
-        self.hear(io.PeerConnected(COORDINATOR))
-        self.say(m.Welcome(1, "r", ""))
-        setup = m.Setup(
-            (("model", "tiny"),),
-            m.LedgerSpec(100, 0, epochs=1),
-            4,
-            None,
-            stages=stages,
-            stage_checkpoints=stored,
-        )
-        self.hear(io.TrainerJoined(setup, lambda rank, size, cuts: frozenset()))
-
-    def hear(self, event: io.MemberEvent) -> list[io.MemberEffect]:
-        return self.core.handle(event, 0.0)
-
-    def say(self, message: m.Message, peer: m.PeerId = COORDINATOR) -> list[io.MemberEffect]:
-        return self.hear(io.MessageReceived(peer, message))
+        setup = replace(SETUP, stages=stages, stage_checkpoints=stored)
+        super().__init__(me, setup, neighbours=no_neighbours)
 
     def view(
         self,
@@ -234,15 +216,8 @@ class Member:
         applied: int = -1,
         history: bytes | None = None,
     ) -> list[io.MemberEffect]:
-        members = tuple(m.Member(p, name_of(p), "", 0, p in sources, sources.get(p, -1)) for p in order)
-        self.say(m.MemberListPage(1, generation, 0, 1, members))
-        then = self.core.history if history is None else history
-        ledger = m.LedgerState(step=applied + 1)
-        return self.say(
-            m.MembershipView(
-                1, generation, len(order), m.Verdict.ABORT, None, applied, then, ledger, "because"
-            )
-        )
+        members = (m.Member(p, name_of(p), "", 0, p in sources, sources.get(p, -1)) for p in order)
+        return self.install(generation, members, applied=applied, history=history)
 
 
 def test_required_peers_are_neighbours_root_source_and_receivers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_ledger import RandomRun
 
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.data_ledger import Assignment
@@ -139,82 +139,9 @@ def test_requeued_spans_are_joined_but_not_across_the_end_of_a_pass() -> None:
     assert survivors_gone.requeued == spans("8-9 10-13")
 
 
-class World:
-    """A run under joins, leaves, crashes and skips, drawn from one seed and checked at each step."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.hint = f"GRIDTRAIN_SEED={seed} make sweep"
-        self.spec = LedgerSpec(size=self.rng.randint(1, 60), seed=seed, epochs=self.rng.randint(1, 4))
-        self.state = LedgerState()
-        self.positions_committed: list[int] = []
-        self.names = (bytes([number]) * 32 for number in range(256))
-        self.shares: list[tuple[PeerId, int]] = []
-
-    def run(self) -> None:
-        total = self.spec.size * (self.spec.epochs or 0)
-        for _ in range(5000):
-            if data_ledger.is_finished(self.spec, self.state):
-                break
-            self.joins()
-            assignment = self.assignment()
-            if self.rng.random() < 0.3:
-                self.members_change(assignment)
-            else:
-                self.commit(assignment)
-        assert sorted(self.positions_committed) == list(range(total)), self.hint
-        assert self.state.consumed == self.state.cursor == total, self.hint
-        assert not self.state.requeued and self.state.holders is None, self.hint
-
-    def joins(self) -> None:
-        while not self.shares or (len(self.shares) < 9 and self.rng.random() < 0.1):
-            newcomer = (next(self.names), self.rng.randint(1, 9))
-            self.shares.insert(self.rng.randint(0, len(self.shares)), newcomer)
-
-    def assignment(self) -> Assignment:
-        state, spec = self.state, self.spec
-        assignment = data_ledger.assign(spec, state, self.shares)
-        assert assignment == data_ledger.assign(spec, state, list(self.shares)), self.hint
-        assert list(assignment) == [peer for peer, _ in self.shares], self.hint
-        for peer, share in self.shares:
-            mine = assignment[peer]
-            assert data_ledger.count_samples(mine) <= share, self.hint
-            assert all(s.start // spec.size == (s.stop - 1) // spec.size for s in mine), self.hint
-        fresh = {p // spec.size for p in positions(assignment) if p >= state.cursor}
-        assert len(fresh) <= 1, f"one step took from passes {fresh} at the cursor: {self.hint}"
-        # A step is empty only if all members that held its positions were lost.
-        assert positions(assignment) or state.holders == (), f"an empty step: {self.hint}"
-        return assignment
-
-    def commit(self, assignment: Assignment) -> None:
-        skipped = self.rng.random() < 0.2
-        before = self.state
-        self.state = data_ledger.commit(self.spec, before, assignment, skipped=skipped)
-        taken = positions(assignment)
-        self.positions_committed += taken
-        assert self.state.step == before.step + 1, self.hint
-        assert self.state.skipped - before.skipped == (len(taken) if skipped else 0), self.hint
-
-    def members_change(self, assignment: Assignment) -> None:
-        survivors = [share for share in self.shares if self.rng.random() < 0.7]
-        remaining = {peer for peer, _ in survivors}
-        self.state = data_ledger.reassign(self.spec, self.state, assignment, remaining)
-        self.shares = survivors
-        self.joins()
-        again = data_ledger.assign(self.spec, self.state, self.shares)
-        if any(assignment[peer] for peer in remaining):
-            assert {peer: s for peer, s in again.items() if s} == {
-                peer: s for peer, s in assignment.items() if s and peer in remaining
-            }, f"a survivor's positions changed: {self.hint}"
-
-
-def positions(assignment: Assignment) -> list[int]:
-    return [p for spans in assignment.values() for span in spans for p in range(span.start, span.stop)]
-
-
 def test_every_position_exactly_once_under_churn(seeds: Callable[[int], Iterator[int]]) -> None:
     for seed in seeds(2000):
-        World(seed).run()
+        RandomRun(seed).run()
 
 
 @given(total=st.integers(0, 10**6), shares=st.lists(st.integers(0, 1000), min_size=1, max_size=40))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 
@@ -111,26 +110,3 @@ def test_a_batch_of_another_state_does_not_balance() -> None:
     state = commit(LedgerState(), B)
     with pytest.raises(LocalProtocolError, match="does not balance"):
         ledger.commit(SPEC, state, {A: (Span(0, 2),), B: (Span(2, 4),), C: ()}, skipped=False)
-
-
-def test_every_sample_is_consumed_once_with_random_absences() -> None:
-    for seed in range(200):
-        random, state, seen = Random(seed), LedgerState(), [0] * (SPEC.size * 2)
-        members = list(SHARES)
-        for _ in range(1000):
-            if ledger.is_finished(SPEC, state):
-                break
-            assigned = ledger.assign(SPEC, state, members)
-            if random.random() < 0.1:
-                gone = random.choice(members) if len(members) > 1 and random.random() < 0.3 else None
-                members = [member for member in members if member != gone]
-                state = ledger.reassign(SPEC, state, assigned, [peer for peer, _ in members])
-                continue
-            absent = [peer for peer, _ in members[1:] if random.random() < 0.3]
-            for peer, spans in assigned.items():
-                for span in spans if peer not in absent else ():
-                    for position in range(span.start, span.stop):
-                        seen[position] += 1
-            state = ledger.commit(SPEC, state, assigned, skipped=False, absent=absent)
-            assert ledger.is_sound(SPEC, state, [peer for peer, _ in members])
-        assert set(seen) == {1}, seed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from random import Random
 
 import pytest
+from random_ledger import RandomRun
 
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.data_ledger import MAX_LATE_STEPS
@@ -172,54 +173,9 @@ def test_sizes_of_steps_are_those_without_shards(seeds: Seeds) -> None:
         assert data_ledger.is_finished(spec, states[spec])
 
 
-class RandomRun:
-    """A run with shards under joins, leaves, stalls and crashes, with or without a delay."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = rng = Random(seed)
-        shards = tuple(rng.randint(1, 20) for _ in range(rng.randint(1, 9)))
-        self.spec = replace(spec_of(*shards, seed=seed, epochs=rng.randint(1, 3)), delay=rng.randint(0, 1))
-        self.state, self.taken = LedgerState(), Counter[int]()
-        self.names = (bytes([number >> 8, number & 255]) * 16 for number in range(5000))
-        self.shares: list[tuple[PeerId, int]] = []
-
-    def run(self) -> None:
-        for _ in range(3000):
-            if data_ledger.is_finished(self.spec, self.state):
-                break
-            while not self.shares or (len(self.shares) < 7 and self.rng.random() < 0.1):
-                self.shares.append((next(self.names), self.rng.randint(1, 6)))
-            assignment = data_ledger.assign(self.spec, self.state, self.shares)
-            if self.rng.random() < 0.3:
-                survivors = [peer for peer, _ in self.shares if self.rng.random() < 0.7]
-                self.state = data_ledger.reassign(self.spec, self.state, assignment, survivors)
-                self.shares = [share for share in self.shares if share[0] in survivors]
-            else:
-                self.commit(assignment)
-            if self.rng.random() < 0.05:  # resumed from a checkpoint of this state, by others
-                released = data_ledger.release_holders(self.spec, self.state)
-                self.state, self.shares = parse_ledger(ledger_entry(released)), []
-            members = [peer for peer, _ in self.shares]
-            assert data_ledger.is_sound(self.spec, self.state, members)
-        total = self.spec.size * (self.spec.epochs or 0)
-        assert self.taken == Counter(range(total)) and self.state.consumed == self.state.cursor == total
-        assert not self.state.leases and not self.state.requeued
-
-    def commit(self, assignment: Mapping[PeerId, tuple[Span, ...]]) -> None:
-        before = self.state
-        absent = [] if self.spec.delay else [peer for peer, _ in self.shares if self.rng.random() < 0.1]
-        contributed = (
-            {batch.peer: batch.spans for batch in before.pending} if self.spec.delay else dict(assignment)
-        )
-        for peer, spans in contributed.items():
-            if peer not in absent:
-                self.taken.update(p for span in spans for p in range(span.start, span.stop))
-        self.state = data_ledger.commit(self.spec, before, assignment, skipped=False, absent=absent)
-
-
 def test_every_position_exactly_once_under_churn(seeds: Seeds) -> None:
     for seed in seeds(1500):
-        RandomRun(seed).run()
+        RandomRun(seed, is_sharded=True, delay=seed % 2).run()
 
 
 def test_an_absent_member_keeps_its_batch_and_others_may_take_over_its_lease() -> None:

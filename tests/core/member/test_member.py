@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from scripted_member import COORDINATOR, SETUP, ScriptedMember
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -12,40 +13,23 @@ from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 
-COORDINATOR = b"0" * 32
 ME, A, B, C, J = (letter * 32 for letter in (b"m", b"a", b"b", b"c", b"j"))
 LIMITS = Deadlines(route_s=8.0)
-SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
-class Worker:
-    """A member core that was welcomed, and the effects of its events."""
+class Worker(ScriptedMember):
+    """A member core, and views of its generations."""
 
     def __init__(self, setup: m.Setup = SETUP) -> None:
-        self.core = MemberCore(ME, COORDINATOR, m.Join("r", "me", "tcp://me:1"), LIMITS)
-        self.now_s = 0.0
-        self.hear(io.PeerConnected(COORDINATOR))
-        self.say(m.Welcome(1, "r", ""))
-        self.hear(io.TrainerJoined(setup, lambda rank, size: frozenset(range(size)) - {rank}))
-
-    def hear(self, event: io.MemberEvent) -> list[io.MemberEffect]:
-        return self.core.handle(event, self.now_s)
-
-    def say(self, message: m.Message, peer: m.PeerId = COORDINATOR) -> list[io.MemberEffect]:
-        return self.hear(io.MessageReceived(peer, message))
+        super().__init__(ME, setup, address="tcp://me:1", limits=LIMITS)
 
     def view(self, generation: int, **addresses: str) -> list[io.MemberEffect]:
         """A generation of other workers, by letter, and this one at the last rank."""
-        peers = [*(name.encode() * 32 for name in addresses), ME]
-        addresses_by_rank = [*addresses.values(), ""]
-        members = tuple(
-            m.Member(p, p[:1].decode(), address, 4, False)
-            for p, address in zip(peers, addresses_by_rank, strict=True)
+        addresses_by_peer = {name.encode() * 32: address for name, address in addresses.items()} | {ME: ""}
+        return self.install(
+            generation,
+            (m.Member(p, p[:1].decode(), address, 4, False) for p, address in addresses_by_peer.items()),
         )
-        self.say(m.MemberListPage(1, generation, 0, 1, members))
-        history, ledger = self.core.history, m.LedgerState()
-        view = m.MembershipView(1, generation, len(peers), m.Verdict.ABORT, None, -1, history, ledger, "")
-        return self.say(view)
 
 
 def dials(effects: list[io.MemberEffect]) -> dict[m.PeerId, str]:
@@ -204,7 +188,7 @@ def test_several_rejoins_lead_to_one_join() -> None:
     worker = Worker()
     joins = [e for _ in range(24) for e in worker.say(m.Rejoin("you are not registered"))]
     assert [e.message for e in joins if isinstance(e, io.Send)] == [
-        m.Join("r", "me", "tcp://me:1", is_rejoin=True)
+        m.Join("r", "m", "tcp://me:1", is_rejoin=True)
     ]
 
 
@@ -248,10 +232,8 @@ def lone_view(
     """This worker is the only member or, if A joins, the first of two."""
     peers = (ME, A) if joining else (ME,)
     members = tuple(m.Member(p, p[:1].decode(), "", 4, p in joining) for p in peers)
-    worker.say(m.MemberListPage(1, generation, 0, 1, members))
     state = m.LedgerState(step=applied + 1, cursor=4 * applied + 4, consumed=4 * applied + 4)
-    view = m.MembershipView(1, generation, len(members), m.Verdict.ABORT, None, applied, history, state, "")
-    return worker.say(view)
+    return worker.install(generation, members, applied=applied, history=history, ledger=state)
 
 
 @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "maybe loading"])

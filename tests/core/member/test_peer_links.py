@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from gridtrain.config import Deadlines
+from scripted_member import COORDINATOR, ScriptedMember
+
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
-from gridtrain.core.member.member import MemberCore
 
-COORDINATOR = b"0" * 32
 ME, A, B = (letter * 32 for letter in (b"m", b"a", b"b"))
-SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
-class Worker:
+class Worker(ScriptedMember):
     """A member core in a full mesh, and the effects on its connections."""
 
     def __init__(self) -> None:
-        self.core = MemberCore(ME, COORDINATOR, m.Join("r", "me", "tcp://me:1"), Deadlines())
-        self.hear(io.PeerConnected(COORDINATOR))
-        self.hear(io.MessageReceived(COORDINATOR, m.Welcome(1, "r", "")))
-        self.hear(io.TrainerJoined(SETUP, lambda rank, size: frozenset(range(size)) - {rank}))
+        super().__init__(ME, address="tcp://me:1")
 
-    def hear(self, event: io.MemberEvent) -> list[str]:
+    def hear(self, event: io.MemberEvent) -> list[str]:  # type: ignore[override]
         """Returns effects such as "dial a at a:1", "disconnect b" and "ready"."""
         done = []
-        for effect in self.core.handle(event, 0.0):
+        for effect in super().hear(event):
             match effect:
                 case io.Dial(peer, address):
                     done.append(f"dial {peer[:1].decode()} at {address}")
@@ -37,21 +32,8 @@ class Worker:
     def view(self, generation: int, **addresses: str) -> list[str]:
         """A generation of this worker and others, by letter and address."""
         by_peer = {ME: ""} | {name.encode() * 32: address for name, address in addresses.items()}
-        members = tuple(m.Member(p, p[:1].decode(), address, 4, False) for p, address in by_peer.items())
-        self.hear(io.MessageReceived(COORDINATOR, m.MemberListPage(1, generation, 0, 1, members)))
-        empty = m.LedgerState()
-        abort = m.MembershipView(
-            1,
-            generation,
-            len(by_peer),
-            m.Verdict.ABORT,
-            None,
-            -1,
-            self.core.history,
-            empty,
-            "a worker joined",
-        )
-        return self.hear(io.MessageReceived(COORDINATOR, abort))
+        members = (m.Member(p, p[:1].decode(), address, 4, False) for p, address in by_peer.items())
+        return self.install(generation, members)  # type: ignore[return-value]
 
 
 def test_a_disconnected_peer_is_dialled_again_when_it_is_a_member_again() -> None:
@@ -108,7 +90,7 @@ def test_a_member_relay_replaces_the_coordinator_as_relay() -> None:
     """A newcomer is probed through the coordinator; in a generation members relay."""
     worker, by_coordinator, by_b = Worker(), f"relay:{COORDINATOR.hex()}", f"relay:{B.hex()}"
     announced = m.ExpectProbes(((A, by_coordinator),))
-    assert worker.hear(io.MessageReceived(COORDINATOR, announced)) == [f"dial a at {by_coordinator}"]
+    assert worker.say(announced) == [f"dial a at {by_coordinator}"]
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
     assert worker.view(1, a=by_b, b="") == [f"dial a at {by_b}", "ready"], (
         "the former route is used until then"

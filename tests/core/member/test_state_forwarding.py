@@ -8,46 +8,33 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from gridtrain.config import Deadlines
+from scripted_member import SETUP, ScriptedMember
+
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.member.member import MemberCore
 from gridtrain.core.member.state_forwarding import BLOCK_TIMEOUT_S, MAX_FIRST_BLOCK_TIMEOUT_S, StateForwarding
 
-ME = b"0" * 32
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 NAMES = {A: "a", B: "source", C: "c", D: "d"}
-SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
-class Newcomer:
+class Newcomer(ScriptedMember):
     """A member core in a forming generation of four, and its effects on the state transfer."""
 
     def __init__(
         self, setup: m.Setup = SETUP, joining: str = "cad", applied: int = 4, source: int = -1
     ) -> None:
-        self.core = MemberCore(A, ME, m.Join("r", "a", "tcp://a:1"), Deadlines())
-        self.now_s = 0.0
-        self.hear(io.PeerConnected(ME))
-        self.hear(io.MessageReceived(ME, m.Welcome(1, "r", "")))
-        self.hear(
-            io.TrainerJoined(setup, lambda rank, size: frozenset({(rank + 1) % size, (rank - 1) % size}))
-        )
-        members = tuple(
+        super().__init__(A, setup, neighbours=lambda rank, size: {(rank + 1) % size, (rank - 1) % size})
+        members = (
             m.Member(p, NAMES[p], f"{NAMES[p]}:1" if p != A else "", 4, joins, source if joins else -1)
             for p, joins in ((p, NAMES[p] in joining) for p in (B, C, A, D))
         )
-        self.hear(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)))
         state = m.LedgerState(step=applied + 1, cursor=4 * applied + 4, consumed=4 * applied + 4)
-        view = m.MembershipView(1, 1, 4, m.Verdict.ABORT, None, applied, b"h" * 32, state, "")
-        self.dialled = self.hear(io.MessageReceived(ME, view))
+        self.dialled = self.install(1, members, applied=applied, history=b"h" * 32, ledger=state)
 
-    def hear(self, event: io.MemberEvent) -> list[str]:
-        return self.describe(self.core.handle(event, self.now_s))
-
-    def say(self, peer: m.PeerId, message: m.Message) -> list[str]:
-        return self.hear(io.MessageReceived(peer, message))
+    def hear(self, event: io.MemberEvent) -> list[str]:  # type: ignore[override]
+        return self.describe(super().hear(event))
 
     def tick(self, now_s: float) -> list[str]:
         self.now_s = now_s
@@ -81,19 +68,19 @@ def test_blocks_come_from_upstream_and_the_digest_from_the_source() -> None:
     assert sorted(a.dialled) == ["dial c", "dial d", "dial source"]
     assert a.hear(io.PeerConnected(B)) == ["ask source for the digest"]
     assert a.hear(io.PeerConnected(C)) == ["ask c for blocks"]
-    assert a.say(B, m.StateDigest(1, 1, b"77")) == ["expect 77"]
-    assert a.say(C, m.StateDigest(1, 1, b"66")) == [], "only the source may send it"
-    assert a.say(C, block()) == ["store a block of c's"]
+    assert a.say(m.StateDigest(1, 1, b"77"), B) == ["expect 77"]
+    assert a.say(m.StateDigest(1, 1, b"66"), C) == [], "only the source may send it"
+    assert a.say(block(), C) == ["store a block of c's"]
     a.hear(io.PeerConnected(D))
-    assert a.say(D, m.StateRequest(1, 1, blocks_received=3)) == ["forward to d from 3"]
-    assert a.say(D, block()) == [], "d was not asked"
+    assert a.say(m.StateRequest(1, 1, blocks_received=3), D) == ["forward to d from 3"]
+    assert a.say(block(), D) == [], "d was not asked"
 
 
 def test_the_first_joining_member_gets_all_from_the_source() -> None:
     a = Newcomer(joining="ad")
     assert a.hear(io.PeerConnected(B)) == ["ask source for blocks"]
     assert a.hear(io.PeerConnected(C)) == []
-    assert a.say(B, block()) == ["store a block of source's"]
+    assert a.say(block(), B) == ["store a block of source's"]
 
 
 def test_the_source_is_the_one_that_the_member_list_names() -> None:
@@ -101,8 +88,8 @@ def test_the_source_is_the_one_that_the_member_list_names() -> None:
     a = Newcomer(joining="a", applied=-1, source=3)
     assert a.hear(io.PeerConnected(B)) == []
     assert a.hear(io.PeerConnected(D)) == ["ask d for blocks"]
-    assert a.say(B, block()) == []
-    assert a.say(D, block()) == ["store a block of d's"]
+    assert a.say(block(), B) == []
+    assert a.say(block(), D) == ["store a block of d's"]
 
 
 def test_an_upstream_member_that_sends_nothing_is_replaced_by_the_source() -> None:
@@ -110,26 +97,26 @@ def test_an_upstream_member_that_sends_nothing_is_replaced_by_the_source() -> No
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
     assert a.tick(50.0) == [], "the source may need long for its copy"
     a.now_s = 60.0
-    a.say(B, m.StateDigest(1, 1, b"77"))
+    a.say(m.StateDigest(1, 1, b"77"), B)
     a.now_s = 65.0
-    a.say(C, block())
+    a.say(block(), C)
     assert a.tick(64.9 + BLOCK_TIMEOUT_S) == [], "counted from the latest block"
     assert a.tick(65.0 + BLOCK_TIMEOUT_S) == ["ask source for blocks"]
     assert a.tick(99.0 + BLOCK_TIMEOUT_S) == [], "once"
-    assert a.say(C, block(1)) == [], "blocks of c are no longer accepted"
-    assert a.say(B, block(1)) == ["store a block of source's"]
+    assert a.say(block(1), C) == [], "blocks of c are no longer accepted"
+    assert a.say(block(1), B) == ["store a block of source's"]
 
 
 def test_repeated_blocks_are_no_progress() -> None:
     """c sends its first block repeatedly, which would delay the generation until its deadline."""
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
-    a.say(B, m.StateDigest(1, 1, b"77"))
+    a.say(m.StateDigest(1, 1, b"77"), B)
     requests: list[str] = []
     for second in range(1, 2 * round(BLOCK_TIMEOUT_S)):
         requests += a.tick(float(second))
-        a.say(C, block(second // 100))
-        a.say(C, block(7))
+        a.say(block(second // 100), C)
+        a.say(block(7), C)
     assert requests == ["ask source for blocks"]
 
 
@@ -137,11 +124,11 @@ def test_blocks_lost_with_a_connection_are_accepted_after_later_ones() -> None:
     """c had sent blocks 1 to 4, and sends block 5 over the new connection before it reads the new request."""
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
-    a.say(C, block(0))
+    a.say(block(0), C)
     a.hear(io.PeerDisconnected(C, "reset"))
     assert a.hear(io.PeerConnected(C)) == ["ask c for blocks"]
-    a.say(C, block(5))
-    assert a.say(C, block(1)) == ["store a block of c's"]
+    a.say(block(5), C)
+    assert a.say(block(1), C) == ["store a block of c's"]
 
 
 def test_a_slow_but_steady_upstream_member_is_not_bypassed() -> None:
@@ -149,7 +136,7 @@ def test_a_slow_but_steady_upstream_member_is_not_bypassed() -> None:
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
     for index in range(5):
         assert a.tick(9.0 * index) == []
-        assert a.say(C, block(index)) == ["store a block of c's"]
+        assert a.say(block(index), C) == ["store a block of c's"]
 
 
 def test_the_timeout_of_the_first_block_grows_with_the_position_in_the_chain() -> None:
@@ -175,7 +162,7 @@ def test_after_a_stall_of_its_own_a_member_does_not_bypass_upstream() -> None:
     """What c has sent meanwhile has not been read yet."""
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
-    a.say(B, m.StateDigest(1, 1, b"77"))
+    a.say(m.StateDigest(1, 1, b"77"), B)
     assert a.tick(30.0) == [] and a.core.deadline_s == 31.0
     assert a.tick(31.0) == ["ask source for blocks"]
 

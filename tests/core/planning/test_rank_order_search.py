@@ -14,7 +14,6 @@ from simulation.virtual_exchange import simulate_exchange
 from gridtrain.core.planning import rank_order_search
 from gridtrain.core.planning.exchange_comparison import (
     ExchangeEstimate,
-    estimate_best_order,
     estimate_exchange,
     recommend_exchange,
 )
@@ -187,15 +186,6 @@ def test_a_ring_crosses_between_two_sites_twice(size: int, known: bool) -> None:
         assert found.join_order_s / found.exchange_s == pytest.approx(size / 2, rel=0.1)
 
 
-def test_the_root_of_a_star_is_the_fastest_member() -> None:
-    network = with_rates([50, 100, 1000, 100])
-    found = best_order(Workload(ExchangeKind.STAR_GTOPK, 25_600_000), network, CpuCosts(), range(4))
-    assert found.order[0] == 2
-    assert (
-        best_order(Workload(ExchangeKind.STAR_GTOPK, 25_600_000), network, CpuCosts(), [0, 1]).order[0] == 1
-    )
-
-
 def test_without_a_gain_the_order_is_that_of_joining() -> None:
     for kind in RUNNABLE:
         assert best_order(
@@ -238,17 +228,6 @@ def test_local_steps_share_the_time_of_an_exchange() -> None:
     every, tenth = (estimate_exchange(load, network, CpuCosts(), 0.1, local_steps=h) for h in (1, 10))
     assert tenth.step_s - 0.1 == pytest.approx((every.step_s - 0.1) / 10)
     assert tenth.efficiency > every.efficiency
-
-
-def test_an_optimized_order_is_faster_than_that_of_joining() -> None:
-    load, network = (
-        Workload(ExchangeKind.GTOPK, 25_600_000),
-        two_sites(8, 20).reordered([0, 1, 3, 2, 5, 4, 6, 7]),
-    )
-    assert (
-        estimate_best_order(load, network, CpuCosts(), 0.5).step_s
-        < estimate_exchange(load, network, CpuCosts(), 0.5).step_s
-    )
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.GTOPK, ExchangeKind.TREE])

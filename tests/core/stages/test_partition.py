@@ -42,17 +42,6 @@ def all_bounds(count: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield (0, *between, count)
 
 
-def test_even_layers_are_divided_evenly() -> None:
-    found = best_partition(even_layers(8), [Card()] * 4, running=BARE)
-    assert found.cuts == (0, 2, 4, 6, 8)
-    assert found.period_s == pytest.approx(0.006)
-
-
-def test_one_heavy_layer_is_a_stage_of_its_own() -> None:
-    layers = [layer(seconds) for seconds in (1.0, 1.0, 5.0, 1.0, 1.0, 1.0)]
-    assert best_partition(layers, [Card()] * 3, running=BARE).cuts == (0, 2, 3, 6)
-
-
 def test_a_card_twice_as_fast_gets_twice_the_work() -> None:
     found = best_partition(even_layers(20), [Card(), Card(speed=2.0), Card(), Card()], running=BARE)
     assert [stage.stop - stage.start for stage in found.stages] == [4, 8, 4, 4]

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from scripted_coordinator import sent
-from staged_run import StagedRun
+from staged_run import SIX_LAYERS, StagedRun, repartitioned_without_b, state_after
 
 from gridtrain.core import messages as m
 from gridtrain.core.stages import device_assignment, repartition
@@ -207,71 +207,46 @@ def test_a_stage_with_nothing_to_train_is_refused() -> None:
 
 def test_the_only_holder_of_a_layer_gets_a_stage_that_fits_it() -> None:
     """Only a has layer 0, and its memory holds one layer; by definition each stage has two."""
-    at = m.LedgerState(step=10, cursor=40, consumed=40)
+    at = state_after(9)
     stored = {
         A: (m.CheckpointInfo(9, b"h", at, m.Span(0, 1)),),
         B: (m.CheckpointInfo(9, b"h", at, m.Span(1, 6)),),
     }
-    model = setup([1] * 6, 0, 2, 4, 6).model
+    model = SIX_LAYERS
     run = StagedRun(3, A, B, C, D, model=model, memory={A: 2}, kept=stored)
-    assert run.core.phase is RunPhase.TRAINING and run.core.run.view is not None
-    assert run.layers_of(A) == m.Span(0, 1) and run.core.run.view.stage_bounds[-1] == 6
-    assert run.core.run.view.applied == 9, "nothing is lost"
+    assert run.core.phase is RunPhase.TRAINING
+    assert run.layers_of(A) == m.Span(0, 1) and run.view.stage_bounds[-1] == 6
+    assert run.view.applied == 9, "nothing is lost"
 
 
 def test_the_run_pauses_if_the_only_holder_of_a_stage_lacks_memory() -> None:
-    at = m.LedgerState(step=10, cursor=40, consumed=40)
+    at = state_after(9)
     stored = {
         A: (m.CheckpointInfo(9, b"h", at, m.Span(0, 2)),),
         B: (m.CheckpointInfo(9, b"h", at, m.Span(2, 6)),),
     }
-    model = setup([1] * 6, 0, 2, 4, 6).model
+    model = SIX_LAYERS
     run = StagedRun(3, A, B, C, D, model=model, memory={A: 1}, kept=stored, start=False)
     assert run.core.phase is RunPhase.PAUSED and "memory" in run.core.reason
 
 
 def test_a_repartitioned_run_is_recovered_from_the_journal() -> None:
-    stored = tuple(
-        m.CheckpointInfo(9, b"h", m.LedgerState(step=10, cursor=40, consumed=40), span)
-        for span in spans(0, 2, 2, 4, 4, 6)
-    )
-    run = StagedRun(
-        3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept={A: stored, B: stored, C: stored}
-    )
+    stored = tuple(m.CheckpointInfo(9, b"h", state_after(9), span) for span in spans(0, 2, 2, 4, 4, 6))
+    run = StagedRun(3, A, B, C, model=SIX_LAYERS, kept={A: stored, B: stored, C: stored})
     run.lose(B)
     run.report(A, C)
     assert "repartitioned" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
-    assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
+    assert run.view.stage_bounds == (0, 3, 6)
     entries = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
     assert math.isfinite(run.now_s) and recover_run(entries).view is not None
-
-
-def repartitioned_without_b() -> StagedRun:
-    """a holds [0 2), c [4 6) and a copy of b's [2 4): two of three stages are left, [0 3) and [3 6)."""
-    state = m.LedgerState(step=10, cursor=40, consumed=40)
-    has = {A: spans(0, 2), B: spans(2, 4), C: spans(2, 4, 4, 6)}
-    stored = {
-        peer: tuple(
-            m.CheckpointInfo(9, b"h", state, span, bytes([span.start]) * 32) for span in spans_of_peer
-        )
-        for peer, spans_of_peer in has.items()
-    }
-    run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=stored)
-    run.lose(B)
-    run.report(A, C)
-    run.now_s += run.core.run.limits.recut_s
-    run.core.tick(run.now_s)
-    assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
-    return run
 
 
 def test_the_eldest_waits_a_limited_time_for_a_missing_piece() -> None:
     """C reports a checkpoint that it does not send; A, the longest-serving one, needs it to be ready."""
     run = repartitioned_without_b()
-    view = run.core.run.view
-    assert view is not None
+    view = run.view
     run.say(C, m.Ready(view.term, view.generation, view.history))
     for _ in range(20):
         run.now_s = min(run.core.deadline_s, run.now_s + 1e3)
@@ -295,8 +270,7 @@ def test_a_piece_that_is_no_longer_on_disk_is_not_awaited() -> None:
     assert isinstance(freeze, m.Freeze)
     assert freeze.reason == "c has no checkpoint of layers 2 to 3, which other workers need"
     for peer in (A, C):
-        view = run.core.run.view
-        assert view is not None
+        view = run.view
         run.say(
             peer,
             m.FreezeReport(1, view.generation, False, 9, b"h", view.ledger, None, b"", 0, m.Span(0, 3)),
@@ -309,7 +283,7 @@ def test_pieces_have_the_digests_that_their_holders_reported() -> None:
     digests = {x.name: x.piece_digests for x in run.core.run.member_list}
     assert digests == {"a": (bytes(32), b"\2" * 32), "c": (b"\2" * 32, b"\4" * 32)}
     entries = [(e.kind, e.body) for e in run.effects + run.seen if isinstance(e, JournalEntry)]
-    entries += [("generation", generation_entry(run.core.run.view, run.core.run.member_list))]
+    entries += [("generation", generation_entry(run.view, run.core.run.member_list))]
     assert recover_run(json.loads(json.dumps(entries))).roster == run.core.run.member_list, (
         "also in the journal"
     )
@@ -330,10 +304,10 @@ def short_of_one(run: StagedRun) -> None:
 
 
 def run_with_all_on_disk() -> tuple[StagedRun, tuple[m.CheckpointInfo, ...]]:
-    state = m.LedgerState(step=10, cursor=40, consumed=40)
+    state = state_after(9)
     stored = tuple(m.CheckpointInfo(9, b"h", state, span) for span in spans(0, 2, 2, 4, 4, 6))
     all_have = dict.fromkeys((A, B, C), stored)
-    return StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept=all_have), stored
+    return StagedRun(3, A, B, C, model=SIX_LAYERS, kept=all_have), stored
 
 
 def test_a_new_shortage_has_its_full_waiting_time() -> None:
@@ -349,7 +323,7 @@ def test_a_new_shortage_has_its_full_waiting_time() -> None:
     assert run.core.phase is RunPhase.PAUSED and "over 2 workers, after 15 s" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
-    assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
+    assert run.view.stage_bounds == (0, 3, 6)
 
 
 def test_the_first_worker_to_return_waits_for_the_others() -> None:

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripted_member import COORDINATOR, SETUP, ScriptedMember, no_neighbours
 
-from gridtrain.config import Deadlines, JoinConfig
+from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
-from gridtrain.core.member.member import MemberCore
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import TrafficCounters
@@ -21,7 +21,7 @@ from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import CaptureState, ReadCheckpoint, WorkerTask
 from gridtrain.runtime.trainer_tasks import TrainerTasks
 
-COORDINATOR, A, B, C = (letter * 32 for letter in (b"0", b"a", b"b", b"c"))
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 LEDGER = m.LedgerState(step=10)
 K1, K2 = m.CheckpointInfo(9, b"h", LEDGER, m.Span(1, 2)), m.CheckpointInfo(4, b"g", LEDGER, m.Span(1, 2))
 
@@ -39,35 +39,17 @@ class IdleTransport:
     def send(self, peer: m.PeerId, message: m.Message) -> None: ...
 
 
-class ManualLoop:
+class ManualLoop(ScriptedMember):
     """An I/O loop that tests run by hand; its core is member a of a pipeline of two."""
 
     def __init__(self) -> None:
+        super().__init__(A, replace(SETUP, stages=2), neighbours=no_neighbours)
         config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex(), identity="x", run="r", name="a")
         self.loop: Any = IoLoop(IdleTransport(), config, PeerAllowlist(COORDINATOR))  # type: ignore[arg-type]
-        self.core = MemberCore(A, COORDINATOR, m.Join("r", "a", ""), Deadlines())
         self.loop._core = self.core
-        self.hear(io.PeerConnected(COORDINATOR))
-        self.say(m.Welcome(1, "r", ""))
-        spec = m.LedgerSpec(100, 0, epochs=1)
-        self.hear(
-            io.TrainerJoined(m.Setup((), spec, 4, None, stages=2), lambda rank, size, cuts=(): frozenset())
-        )
-
-    def hear(self, event: io.MemberEvent) -> None:
-        self.core.handle(event, 0.0)
-
-    def say(self, message: m.Message) -> None:
-        self.hear(io.MessageReceived(COORDINATOR, message))
 
     def view(self, generation: int, *order: m.PeerId) -> None:
-        members = tuple(m.Member(peer, peer[:1].decode(), "", 0, False, -1) for peer in order)
-        self.say(m.MemberListPage(1, generation, 0, 1, members))
-        ledger = m.LedgerState()
-        view = m.MembershipView(
-            1, generation, len(order), m.Verdict.ABORT, None, -1, self.core.history, ledger, "because"
-        )
-        self.say(view)
+        self.install(generation, (m.Member(peer, peer[:1].decode(), "", 0, False, -1) for peer in order))
 
     def request(self, peer: m.PeerId, generation: int, stored: m.CheckpointInfo | None = None) -> None:
         self.loop._execute_one(io.SendState(peer, 1, generation, True, stored, 0, False))

@@ -8,9 +8,6 @@ import stat
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from gridtrain.core.messages import CheckpointInfo, LedgerState

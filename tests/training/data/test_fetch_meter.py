@@ -7,7 +7,6 @@ import multiprocessing
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from faulty_http_server import Server
 
 from gridtrain.errors import BudgetSpent, DataError
 from gridtrain.training.data.fetch_meter import MIN_PIECE_BYTES, FetchMeter
-from gridtrain.training.data.shard_files import ShardCache, ShardFile, _sha256
+from gridtrain.training.data.shard_files import ShardCache, ShardFile
 
 CONTENT = b"".join(b"line %06d\n" % number for number in range(9000))  # 108 kB
 RATE_Bps = 50_000.0
@@ -43,21 +42,6 @@ class Watched(FetchMeter):
     def count(self, nbytes: int) -> None:
         super().count(nbytes)
         self.seen.append((self.now(), self.fetched_bytes))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    (tmp_path / "a.txt").write_bytes(CONTENT)
-    server = Server(tmp_path)
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def expected(tmp_path: Path) -> ShardFile:
-    (tmp_path / "right").write_bytes(CONTENT)
-    with (tmp_path / "right").open("rb") as file:
-        return ShardFile("a.txt", 9000, len(CONTENT), _sha256(file))
 
 
 def cache_with(meter: FetchMeter, folder: Path) -> ShardCache:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,11 @@ from faulty_http_server import PIECE, Server
 
 from gridtrain.errors import DataError
 from gridtrain.training.data import shard_fetch, shard_files
-from gridtrain.training.data.shard_files import ShardCache, ShardFile, _sha256
+from gridtrain.training.data.shard_files import ShardCache, ShardFile
 from gridtrain.training.data.shard_index import build_index
 
 pytestmark = pytest.mark.integration
 CONTENT = b"".join(b"line %05d\n" % number for number in range(100))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    (tmp_path / "a.txt").write_bytes(CONTENT)
-    server = Server(tmp_path)
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def expected(tmp_path: Path) -> ShardFile:
-    (tmp_path / "right").write_bytes(CONTENT)
-    with (tmp_path / "right").open("rb") as file:
-        return ShardFile("a.txt", 100, len(CONTENT), _sha256(file))
 
 
 @pytest.fixture
