@@ -603,6 +603,8 @@ def test_random_entries_of_the_journal_are_read_or_refused(entries: list[tuple[s
     [
         ("invitation", {"key": "ab", "uses": 1, "until_s": 1.0, "at_s": 0.0}),
         ("invitation", {"key": "ab" * 32, "uses": True, "until_s": 1.0, "at_s": 0.0}),
+        ("invitation", {"key": "ab" * 32, "uses": 0, "until_s": 1.0, "at_s": 0.0}),
+        ("invitation", {"key": "ab" * 32, "uses": 2**31, "until_s": 1.0, "at_s": 0.0}),
         ("invitation", {"key": "ab" * 32, "uses": 1, "until_s": float("nan"), "at_s": 0.0}),
         ("invitation", {"key": "ab" * 32, "uses": 1, "until_s": 10**400, "at_s": 0.0}),
         ("enrolled", {"peer": "ab" * 32}),
