@@ -218,8 +218,9 @@ def test_kick_ban_and_unban() -> None:
     assert access.enrol(OTHER_KEY, ANNA) == (
         "Refused kicked: this worker was removed from the run: the run's owner gave no reason"
     ), "the invitation was made before the kick"
+    assert access.rules.removed_members() == [ANNA]
     access.invite(KEY, uses=9)
-    assert access.enrol(KEY, ANNA) == "Enrolled"
+    assert access.enrol(KEY, ANNA) == "Enrolled" and access.rules.removed_members() == []
     assert access.expel(ANNA, ban=True) == "OperatorReply"
     access.invite(b"n" * 32, uses=9)
     assert access.enrol(b"n" * 32, ANNA).startswith("Refused banned")

@@ -277,14 +277,17 @@ def test_with_ranks_in_the_order_of_joining_links_change_nothing() -> None:
     assert Run().core._planner.link_cost(PEERS[:2], 9.0) is None
 
 
-def test_the_first_exchange_is_not_chosen_while_a_generation_is_made() -> None:
+def test_the_first_exchange_is_chosen_by_the_latest_links_and_not_while_a_generation_is_made() -> None:
     run = Run(setup=replace(SETUP, facts=(FACTS[0], ("exchange", "auto(values=fp16)"))))
     run.rates(set())
     run.core.run.view_change.request("another worker is waiting")
     assert run.heartbeat_until_frozen(9.0) == "another worker is waiting"
     choice = run.core._planner.exchange_choice
-    for is_open in (True, False):
+    for is_open, latency_s in ((True, 5.0), (False, 0.001)):
+        for peer in PEERS:
+            run.say(peer, m.LinkLatencies(tuple((other, latency_s) for other in PEERS if other != peer)))
         for peer in PEERS:
             run.say(peer, m.Heartbeat(0, 0, 0, ((FIRST_STEP_FIGURE, 1.0),)))
         assert choice.is_open == is_open
         run.next_generation()
+    assert "a step takes 1.06 s" in choice.reason

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from scripted_coordinator import sent
 from staged_run import StagedRun
 
 from gridtrain.config import Deadlines
@@ -98,10 +99,14 @@ def test_the_group_keeps_its_partition() -> None:
     assert view is not None and view.stage_bounds == (0, 3, 6) and view.applied == 11, "no step is lost"
     assert run.roster == "a c" and run.standbys == "d"
     assert {x.name: x.pieces for x in run.core.run.member_list} == {"a": (), "c": ()}
+    before = len(run.seen)
     run.ready()
     assert run.core.phase is RunPhase.TRAINING and not run.notes("rollback")
     assert {worker.name for worker in run.core.run.workers.values()} == {"a", "c", "d"}, (
         "no worker is dismissed"
+    )
+    assert not sent(run.seen[before:] + run.tick(2 * run.core.run.limits.recut_s), m.Freeze), (
+        "the same workers would be placed in the same way"
     )
 
 
