@@ -116,7 +116,10 @@ def test_the_model_is_repartitioned_once_the_disk_has_room(is_full: bool) -> Non
     fail_to_write_on_a(run)
     run.ready()
     if not is_full:
-        run.say(A, m.StageCheckpointList((m.CheckpointInfo(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
+        earlier = m.LedgerState(
+            step=11, cursor=44, consumed=44
+        )  # not what it holds, which can be written too
+        run.say(A, m.StageCheckpointList((m.CheckpointInfo(10, b"j" * 32, earlier, A_HAS, b"\2" * 32),)))
     join(run, E)
     view = run.core.run.view
     assert view is not None and view.generation > 4 and view.applied == 11

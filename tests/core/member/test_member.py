@@ -446,6 +446,7 @@ def test_a_round_that_is_open_on_standby_is_aborted(ended: m.LedgerState) -> Non
     worker.say(m.Freeze(1, 1, "b returns"))
     open_round, before = m.RoundId(1, 1, 0, 0), worker.core.current_generation
     assert before is not None and before.doomed_round == open_round
+    assert worker.say(m.StandbyNotice(1, 1, -1, EMPTY_HISTORY, ended, "outdated")) == []
     effects = worker.say(m.StandbyNotice(1, 2, -1, EMPTY_HISTORY, ended, "b is faster"))
     assert io.ResolveRound(open_round, False, 0, "b is faster") in effects
     after = worker.core.current_generation
