@@ -13,7 +13,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 NUMBERS = (bool, int, float)
-ASSIGNED = re.compile(r"^([A-Z]\w+(?:, [A-Z]\w+)*) = ", re.MULTILINE)
+ASSIGNED = re.compile(r"^(_?[A-Z]\w+(?:, _?[A-Z]\w+)*) = ", re.MULTILINE)
 
 
 def unusual_defaults(package: str) -> Mapping[str, bool | int | float]:

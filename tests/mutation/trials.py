@@ -145,6 +145,7 @@ class Trials(Quick):
             set_outcome(self.out, self.trials[0].mutant, "import")
             return True
         items = {item.nodeid: item for item in session.items}
+        gc.unfreeze()  # get_objects lists nothing that is frozen, as conftest.py leaves what is collected
         for function in [each for each in gc.get_objects() if isinstance(each, FunctionType)]:
             code = function.__code__
             key = (code.co_filename, code.co_qualname, code.co_firstlineno)
@@ -175,10 +176,11 @@ class Trials(Quick):
         set_outcome(self.out, trial.mutant, self.failed or "survived")
 
     def _put_in_place(self, mutant: Mutant) -> None:
-        path = str(self.root / mutant.file)
+        path, is_found = str(self.root / mutant.file), False
         for code in _functions_in(compile(mutated_tree(self.root, mutant), path, "exec")):
             for function in self.functions.get((path, code.co_qualname, code.co_firstlineno), ()):
-                function.__code__ = code
+                function.__code__, is_found = code, True
+        assert is_found, f"no function of {path} is found, so that no mutant of it would be noticed"
 
     def _wait(self) -> None:
         pid, status = os.waitpid(-1, 0)

@@ -218,8 +218,9 @@ def test_kick_ban_and_unban() -> None:
     assert access.enrol(OTHER_KEY, ANNA) == (
         "Refused kicked: this worker was removed from the run: the run's owner gave no reason"
     ), "the invitation was made before the kick"
+    assert access.rules.removed_members() == [ANNA]
     access.invite(KEY, uses=9)
-    assert access.enrol(KEY, ANNA) == "Enrolled"
+    assert access.enrol(KEY, ANNA) == "Enrolled" and access.rules.removed_members() == []
     assert access.expel(ANNA, ban=True) == "OperatorReply"
     access.invite(b"n" * 32, uses=9)
     assert access.enrol(b"n" * 32, ANNA).startswith("Refused banned")
@@ -603,6 +604,8 @@ def test_random_entries_of_the_journal_are_read_or_refused(entries: list[tuple[s
     [
         ("invitation", {"key": "ab", "uses": 1, "until_s": 1.0, "at_s": 0.0}),
         ("invitation", {"key": "ab" * 32, "uses": True, "until_s": 1.0, "at_s": 0.0}),
+        ("invitation", {"key": "ab" * 32, "uses": 0, "until_s": 1.0, "at_s": 0.0}),
+        ("invitation", {"key": "ab" * 32, "uses": 2**31, "until_s": 1.0, "at_s": 0.0}),
         ("invitation", {"key": "ab" * 32, "uses": 1, "until_s": float("nan"), "at_s": 0.0}),
         ("invitation", {"key": "ab" * 32, "uses": 1, "until_s": 10**400, "at_s": 0.0}),
         ("enrolled", {"peer": "ab" * 32}),

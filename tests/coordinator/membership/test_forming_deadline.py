@@ -402,7 +402,7 @@ def test_progress_of_a_state_transfer() -> None:
         (60, True),
         (95, True),  # the transfer restarts
         (90, False),
-        (3, True),
+        (1, True),
         (0, True),  # complete
         (0, False),
         (1e9, True),  # restarts again; more bytes than the state has

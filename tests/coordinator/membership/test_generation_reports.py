@@ -13,7 +13,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events
 from gridtrain.core.member.member import MemberCore
 from gridtrain_coordinator.membership.generation_reports import MAX_AHEAD, TERM_RAISE_INTERVAL_S
-from gridtrain_coordinator.run.events import RecordViolation, RunPhase
+from gridtrain_coordinator.run.events import PeerDisconnected, RecordViolation, RunPhase
 
 LIAR = b"z" * 32
 LIMITS = Deadlines(silence_s=1e9, settle_s=0.0, probe_s=0.0, report_s=100.0)
@@ -168,6 +168,16 @@ def test_a_higher_term_ends_the_forming_generation() -> None:
     standby.wait(2.0)
     freeze = standby.last_freeze
     assert (freeze.term, freeze.generation) == (8, 2)
+
+
+def test_a_higher_term_is_adopted_only_while_most_members_are_connected() -> None:
+    """Otherwise they may be with the coordinator whose term it is."""
+    for connected in (True, False):
+        standby = trained()
+        if not connected:
+            standby.hear(PeerDisconnected(B, "reset"))
+        standby.enter(C, m.CurrentGeneration(7, 1, ((C, 4),)))
+        assert (standby.core.term, len(standby.notes("superseded"))) == ((8, 0) if connected else (2, 1))
 
 
 def test_a_higher_term_of_an_unknown_worker_is_adopted_later() -> None:

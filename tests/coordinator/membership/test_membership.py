@@ -35,6 +35,7 @@ from gridtrain_coordinator.run.events import (
     WorkerRemoved,
 )
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
+from gridtrain_coordinator.run.liveness import FEWEST_BEATS, LEAST_SILENCE_S
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.worker_names import unique_name
 
@@ -379,6 +380,20 @@ def dial_addresses(run: Run, viewer: m.PeerId) -> dict[m.PeerId, str]:
     """The addresses that `viewer` dials according to the latest member list that it received."""
     latest = sent(run.effects, m.MemberListPage, viewer)[-1]
     return {member.peer: member.address for member in with_own_addresses(viewer, latest.members)}
+
+
+def test_a_member_that_was_lost_by_its_silence_may_be_silent_longer_when_it_returns() -> None:
+    limits = Deadlines(settle_s=0.0, generation_gap_s=0.0)
+    run, silences_s = ScriptedCoordinator(limits=limits, event_s=0.05), []
+    for _ in range(2):
+        run.join(A)
+        run.start(A)
+        for number in range(1, FEWEST_BEATS + 1):
+            run.say(A, m.Heartbeat(number, 0, number, ()))
+        silences_s.append(run.core.deadline_s - run.now_s)
+        run.tick(silences_s[-1])
+        assert not run.core.run.workers
+    assert silences_s == pytest.approx([LEAST_SILENCE_S, limits.silence_s])
 
 
 def test_a_worker_is_admitted_once_its_reachability_is_known() -> None:

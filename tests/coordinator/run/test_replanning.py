@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from scripted_coordinator import A, B, C, D, ScriptedCoordinator
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
+from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.core.planning.rank_order_search import Pieces, RankOrderEstimate
 from gridtrain_coordinator.run import generation_plan, reorder_limits
 from gridtrain_coordinator.run.events import Effect, Send
@@ -28,13 +30,13 @@ FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 class Run(ScriptedCoordinator):
     """Four cooperating workers; each event takes one virtual second."""
 
-    def __init__(self, *, plans: bool = True) -> None:
+    def __init__(self, *, plans: bool = True, setup: m.Setup = SETUP) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
         super().__init__(limits=limits, min_workers=4, plans=plans)
         for peer in PEERS:
             links = m.LinkLatencies(tuple((other, 0.001) for other in PEERS if other != peer))
             self.join(peer, setup=None)
-            self.say(peer, SETUP, links)
+            self.say(peer, setup, links)
         self.start(*PEERS)
 
     def rates(self, slow: set[frozenset[m.PeerId]]) -> list[Effect]:
@@ -73,7 +75,7 @@ class Run(ScriptedCoordinator):
         return "".join(member.name for member in self.core.run.member_list)
 
 
-@pytest.mark.parametrize("whole", [32, 3], ids=["at once", "piece by piece"])
+@pytest.mark.parametrize("whole", [4, 3], ids=["at once", "piece by piece"])
 def test_changed_links_lead_to_another_order_but_not_at_once(
     whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,3 +274,20 @@ def test_with_ranks_in_the_order_of_joining_links_change_nothing() -> None:
     assert run.core._planner.link_cost(PEERS, run.now_s) is None
     assert Run().core._planner.link_cost(PEERS, 9.0) is not None
     assert Run().core._planner.link_cost(PEERS[:2], 9.0) is None
+
+
+def test_the_first_exchange_is_chosen_by_the_latest_links_and_not_while_a_generation_is_made() -> None:
+    run = Run(setup=replace(SETUP, facts=(FACTS[0], ("exchange", "auto(values=fp16)"))))
+    run.rates(set())
+    run.core.run.view_change.request("another worker is waiting")
+    assert run.heartbeat_until_frozen(9.0) == "another worker is waiting"
+    choice = run.core._planner.exchange_choice
+    for is_open, latency_s in ((True, 5.0), (False, 0.001)):
+        for peer in PEERS:
+            run.say(peer, m.LinkLatencies(tuple((other, latency_s) for other in PEERS if other != peer)))
+        for peer in PEERS:
+            run.say(peer, m.Heartbeat(0, 0, 0, ((FIRST_STEP_FIGURE, 1.0),)))
+        assert choice.is_open == is_open
+        run.next_generation()
+        assert not run.core._planner._reorder_limits.due_reporters(run.now_s), "the plan uses all rates"
+    assert "a step takes 1.06 s" in choice.reason

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from scripted_coordinator import sent
 from scripted_member import COORDINATOR, ScriptedMember, no_neighbours
 from staged_run import SIX_LAYERS, StagedRun, repartitioned_without_b, state_after
 
@@ -78,10 +79,14 @@ def test_the_group_keeps_its_partition() -> None:
     assert view.stage_bounds == (0, 3, 6) and view.applied == 11, "no step is lost"
     assert run.roster == "a c" and run.standbys == "d"
     assert {x.name: x.pieces for x in run.core.run.member_list} == {"a": (), "c": ()}
+    before = len(run.seen)
     run.ready()
     assert run.core.phase is RunPhase.TRAINING and not run.notes("rollback")
     assert {worker.name for worker in run.core.run.workers.values()} == {"a", "c", "d"}, (
         "no worker is dismissed"
+    )
+    assert not sent(run.seen[before:] + run.tick(2 * run.core.run.limits.recut_s), m.Freeze), (
+        "the same workers would be placed in the same way"
     )
 
 
@@ -91,7 +96,10 @@ def test_the_model_is_repartitioned_once_the_disk_has_room(is_full: bool) -> Non
     fail_to_write_on_a(run)
     run.ready()
     if not is_full:
-        run.say(A, m.StageCheckpointList((m.CheckpointInfo(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
+        earlier = m.LedgerState(
+            step=11, cursor=44, consumed=44
+        )  # not what it holds, which can be written too
+        run.say(A, m.StageCheckpointList((m.CheckpointInfo(10, b"j" * 32, earlier, A_HAS, b"\2" * 32),)))
     join(run, E)
     view = run.view
     assert view.generation > 4 and view.applied == 11

@@ -357,3 +357,93 @@ def test_a_run_that_its_owner_ends_is_over_for_a_member_that_holds_its_state() -
         assert (io.DeliverMean(0, 0, None) in asked) == ended, "the others may not call it any more"
         worker.hear(io.PeerDisconnected(A, "it has left"))
         assert (worker.core.deadline_s == float("inf")) == ended, "a connection is not missed any more"
+
+
+def test_a_lost_connection_is_reported_twice_the_usual_time_after_the_loss_or_the_start() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    assert worker.core.tick(LIMITS.route_s) == [], "a dials"
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerDisconnected(A, "reset"))
+    worker.now_s = 50.0
+    worker.say(m.StartGeneration(1, 1))
+    for lost_s in (50.0, 70.0):
+        worker.now_s = lost_s
+        worker.hear(io.PeerConnected(A)), worker.hear(io.PeerDisconnected(A, "reset"))
+        assert worker.core.deadline_s == lost_s + 2 * LIMITS.regreet_s
+    worker.now_s = worker.core.deadline_s
+    (report,) = sent_messages(worker.core.tick(worker.now_s))
+    assert report == m.RoundStalled(m.RoundId(1, 1, 0, 0), (A,), 0.0, f"no connection to {A.hex()[:8]}")
+
+
+def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:
+    worker = Worker()
+    worker.hear(io.PeerConnected(A))
+    worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
+    reasons = []
+    for event in (
+        lambda: worker.view(1, a=""),
+        lambda: worker.say(m.StartGeneration(1, 1)),
+        lambda: worker.hear(io.PeerDisconnected(A, "reset")),
+        lambda: worker.core.tick(worker.core.deadline_s) and worker.hear(io.PeerConnected(A)),
+    ):
+        event()
+        reasons.append(worker.core.pause_reason)
+    assert [reason.partition(",")[0].partition(" are ")[0] for reason in reasons] == [
+        "the next generation needs the coordinator",
+        "",
+        "connections to 1 peers",
+        "a step cannot be committed",
+    ]
+
+
+def test_a_violation_of_the_coordinator_is_only_logged() -> None:
+    (logged,) = Worker().hear(io.ProtocolViolation(COORDINATOR, "sent garbage"))
+    assert logged == io.LogEvent("offence", {"peer": "the coordinator", "reason": "sent garbage"})
+
+
+def test_an_admitted_worker_dials_and_probes_the_others() -> None:
+    targets, worker = ((A, "tcp://a:1"), (B, "")), Worker()
+    effects = worker.say(m.Admitted(targets))
+    assert dials(effects) == {A: "tcp://a:1"} and io.ProbePeers(targets) in effects
+    assert {A, B} <= worker.core.known_peers
+
+
+def test_a_state_that_is_requested_before_the_generation_is_known_is_sent_when_it_is() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.hear(io.PeerConnected(A))
+    assert worker.say(m.StateRequest(1, 2), A) == []
+    assert [e.peer for e in worker.view(2, a="") if isinstance(e, io.SendState)] == [A]
+
+
+@pytest.mark.parametrize(
+    "ended", [m.LedgerState(), m.LedgerState(step=1, cursor=100, consumed=100)], ids=["goes on", "is over"]
+)
+def test_a_round_that_is_open_on_standby_is_aborted(ended: m.LedgerState) -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.hear(io.PeerConnected(A))
+    worker.say(m.StartGeneration(1, 1))
+    worker.hear(io.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
+    worker.say(m.Freeze(1, 1, "b returns"))
+    open_round, before = m.RoundId(1, 1, 0, 0), worker.core.current_generation
+    assert before is not None and before.doomed_round == open_round
+    assert worker.say(m.StandbyNotice(1, 1, -1, EMPTY_HISTORY, ended, "outdated")) == []
+    effects = worker.say(m.StandbyNotice(1, 2, -1, EMPTY_HISTORY, ended, "b is faster"))
+    assert io.ResolveRound(open_round, False, 0, "b is faster") in effects
+    after = worker.core.current_generation
+    assert (after is None) == (ended.step == 0) and worker.core.next_round is None
+    assert after is None or after.doomed_round is None
+
+
+@pytest.mark.parametrize("case", ["ready", "waits for a state", "frozen before it is ready"])
+def test_checkpoints_of_later_steps_are_discarded_only_by_a_member_that_is_ready(case: str) -> None:
+    """The view of a restarted coordinator may name an earlier step than the checkpoint's."""
+    worker, later = Worker(), m.CheckpointInfo(900, b"k" * 32, m.LedgerState(), m.Span(0, 1))
+    if case == "frozen before it is ready":
+        worker.view(1, a="")
+        worker.say(m.Freeze(1, 1, "a is lost"))
+    else:
+        lone_view(worker, 1, *((-1, EMPTY_HISTORY) if case == "ready" else (500, b"h" * 32, ME)))
+    effects = worker.hear(io.StageCheckpointsChanged((later,)))
+    assert (io.DiscardCheckpoints(worker.core.applied) in effects) == (case == "ready")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.core.group.member_events import DiscardCheckpoints, Send, SendCheckpoint
+from gridtrain.core.group.member_events import DiscardCheckpoints, LoadCheckpoints, Send, SendCheckpoint
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.coordinator_link import CoordinatorLink
 from gridtrain.core.member.member_checkpoints import MemberCheckpoints
@@ -78,3 +78,23 @@ def test_a_missing_checkpoint_that_should_be_loaded_is_noticed() -> None:
     checkpoints.loading = (STATE,)
     assert checkpoints.update_stored((STATE,), None) == ([], False)
     assert checkpoints.update_stored((), None) == ([], True) and checkpoints.loading == ()
+
+
+@pytest.mark.parametrize("connected", [(), (A,), (A, C)], ids=["to none", "to a", "to both"])
+@pytest.mark.parametrize("stored", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)], ids=str)
+def test_the_first_missing_checkpoint_is_requested_or_all_are_loaded(
+    stored: tuple[int, ...], connected: tuple[bytes, ...]
+) -> None:
+    """Member b assembles its stage from layers of a, its own and those of c."""
+    pieces = tuple((m.Span(number, number + 1), number) for number in range(3))
+    members = [m.Member(peer, "", "", 1, False) for peer in (A, B, C)]
+    members[1] = replace(members[1], pieces=pieces)
+    checkpoints = MemberCheckpoints(ReplicaState(), CoordinatorLink(b"0" * 32, m.Join("r", "b", "")))
+    state = m.CheckpointInfo(*checkpoints._replica_state.position, m.LedgerState())
+    found = tuple(replace(state, layers=pieces[number][0]) for number in stored)
+    checkpoints.stored = found
+    effects = checkpoints.load(RankAssignment(B, 1, 5, tuple(members), stages=3), connected)
+    missing = [number for number in (0, 2) if number not in stored]
+    requests = [Send(members[n].peer, m.CheckpointRequest(1, 5, pieces[n][0])) for n in missing[:1]]
+    loaded = [LoadCheckpoints(1, 5, found, m.Span(1, 2))] if len(stored) == 3 else []
+    assert effects == loaded + [request for request in requests if request.peer in connected]

@@ -136,3 +136,12 @@ def test_a_member_has_a_digest_for_each_of_its_pieces() -> None:
     problem = replace(member, piece_digests=(b"x",)).find_problem()
     assert problem == "1 digests of 2 pieces; each piece must have one"
     assert replace(member, pieces=((m.Span(2, 2), 0),), piece_digests=(b"",)).find_problem()
+
+
+def test_a_model_is_cut_from_0_to_the_number_of_its_blocks() -> None:
+    blocks = (m.LayerCosts(1, 1),) * 3
+    assert m.StagedModel((0, 1, 3), blocks).find_problem() is m.StagedModel((0, 9)).find_problem() is None
+    problem = m.StagedModel((0, 1, 2), blocks).find_problem()
+    assert problem == "3 blocks cut at (0, 1, 2); the last cut must be the number of blocks"
+    for cuts in ((), (0,), (1, 3), (0, 2, 2, 3), (0, 2, 1, 3)):
+        assert m.StagedModel(cuts, blocks).find_problem() == f"cuts {cuts}; they must ascend from 0"

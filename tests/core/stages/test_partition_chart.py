@@ -48,6 +48,13 @@ def test_the_chart_as_text() -> None:
     assert chart_text(LAYERS, estimate()) == TEXT
 
 
+def test_the_chart_of_one_stage_has_no_link() -> None:
+    network, running = uniform_network(1, 0.001, 1e6), ExecutionSettings()
+    partition = partition_at(StageCostModel(LAYERS, [Card()], network, running), (0, 4))
+    text = chart_text(LAYERS, estimate_step(LAYERS, [Card()], network, running, 8, partition))
+    assert text.startswith("stage 0  layers 0 to 3") and "link" not in text and "\n" not in text
+
+
 def test_the_chart_as_a_picture() -> None:
     assert chart_svg(LAYERS, estimate()) == PICTURE.read_text(encoding="utf-8")
 
