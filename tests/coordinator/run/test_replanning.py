@@ -231,8 +231,9 @@ def test_an_evaluation_without_a_result_does_not_lengthen_the_wait() -> None:
 
 def test_the_reports_of_a_worker_that_left_are_dropped() -> None:
     limits = ReorderLimits(pause_s=30.0)
-    limits.record_introduction(A)
     rates = [(B, 1e6, 2e6)]
+    assert limits.accept(A, rates) == rates
+    limits.record_introduction(A)
     assert [limits.accept(A, rates), limits.accept(A, rates)] == [rates, []]
     limits.forget(A)
     assert not limits._introduction_of and not limits._last_accepted
