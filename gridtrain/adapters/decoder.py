@@ -17,10 +17,11 @@ Checkpoints of all stages are exported as a folder that `from_pretrained` of PEF
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,14 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("gemma", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """The `model_type` of the models whose forward is known to be this chain."""
 
+_LORA_SETTINGS = {
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out", "bias"),
+    *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"),
+}
+"""Settings of a `LoraConfig` for which a chain of blocks computes what PEFT's model does."""
+
+_ADAPTER_CONFIG = "adapter_config.json"
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 _HIDDEN = "hidden_states"
 
@@ -115,6 +124,7 @@ def decoder_blueprint(
         whole = model if lora is None else _add_adapters(model, lora)
     chain = decoder_blocks(model)
     init = _draw_values(model) if folder is None else _read_values(folder, model, blocks_of(chain))
+    init = init if lora is None else _with_adapters(init, seed, lora)
     return Blueprint(
         chain,
         seed=seed,
@@ -129,11 +139,15 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     """Freeze the model and add adapters to its layers; return PEFT's model around it."""
     import peft
 
-    is_plain = isinstance(lora, peft.LoraConfig) and lora.init_lora_weights in (True, False, "gaussian")
-    if not is_plain or lora.use_dora or lora.modules_to_save:
+    if not isinstance(lora, peft.LoraConfig):
+        raise ConfigError(f"lora is a {type(lora).__name__}", remedy="pass a peft.LoraConfig")
+    plain = peft.LoraConfig(task_type="CAUSAL_LM")
+    given = {field.name for field in fields(lora) if getattr(lora, field.name) != getattr(plain, field.name)}
+    given -= {"task_type"} if lora.task_type is None else set()
+    if refused := sorted(given - _LORA_SETTINGS):
         raise ConfigError(
-            f"lora is {lora!r}",
-            remedy="pass a LoraConfig without use_dora and modules_to_save, with init_lora_weights=True",
+            f"lora sets {', '.join(refused)}, which a model in stages cannot use",
+            remedy=f"set only {', '.join(sorted(_LORA_SETTINGS))}",
         )
     whole: nn.Module = peft.get_peft_model(model, lora)
     return whole
@@ -149,7 +163,10 @@ def _describe(whole: nn.Module, model: PreTrainedModel) -> Any:
         file: {name: stored.removeprefix(prefix) for name, stored in each.items()}
         for file, each in layout.names.items()
     }
-    return replace(layout, names=names).to_json()
+    texts = dict(layout.texts)
+    if (text := texts.get(_ADAPTER_CONFIG)) is not None:  # checkpoints are sent to others, without paths
+        texts[_ADAPTER_CONFIG] = json.dumps({**json.loads(text), "base_model_name_or_path": None}, indent=2)
+    return replace(layout, texts=texts, names=names).to_json()
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
@@ -281,10 +298,26 @@ def _draw_values(model: PreTrainedModel) -> Init:
         for child in block.children():
             init(child, number)
         model._init_weights(block)
-        reset: Any = getattr(block, "reset_lora_parameters", None)
-        if reset is not None:
-            for name, config in model.peft_config.items():
-                reset(name, config.init_lora_weights)
+
+    return init
+
+
+def _with_adapters(base: Init, seed: int, lora: LoraConfig) -> Init:
+    """Return a function that also gives a block's adapters their initial values.
+
+    Each has a seed of its own, because what is drawn before depends on the base's files and on libraries.
+    """
+
+    @torch.no_grad()
+    def init(block: nn.Module, number: int) -> None:
+        base(block, number)
+        for path, module in block.named_modules():
+            reset: Any = getattr(module, "reset_lora_parameters", None)
+            if reset is not None:
+                digest = hashlib.blake2b(f"{seed} {number} {path}".encode(), digest_size=7).digest()
+                torch.manual_seed(int.from_bytes(digest))
+                for name in (*module.lora_A, *module.lora_embedding_A):
+                    reset(name, lora.init_lora_weights)
 
     return init
 

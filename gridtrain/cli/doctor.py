@@ -100,7 +100,7 @@ def _show(finding: Finding, plain: bool) -> None:
     text = wrap_text(f"{mark:8} {finding.name:12} {finding.text}", indent=22)
     click.echo(click.style(text[:8], fg=colour) + text[8:])
     if finding.fix:
-        click.echo(wrap_text(f"{'':22}-> {finding.fix}", indent=25))
+        click.echo(f"{'':22}-> {finding.fix}")  # on one line, because it may be a command to copy
 
 
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:

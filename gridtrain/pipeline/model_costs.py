@@ -6,6 +6,7 @@ the first worker's values; the sizes must be equal on all workers.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -91,11 +92,12 @@ def training_memory_bytes(declared: int | None, device: torch.device) -> int:
         usable_bytes = torch.cuda.get_device_properties(device).total_memory
     else:
         usable_bytes = free_memory_bytes() if device.type == "cpu" else 0
-    return int(usable_bytes * USABLE_MEMORY_SHARE)
+    return math.ceil(usable_bytes * USABLE_MEMORY_SHARE)
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int:
-    """Return the bytes that a new process can use on this host and in its container; 0 if that is unknown.
+    """Return the bytes that a new process can use on this host and in its container (cgroup v2); 0 if that is
+    unknown.
 
     Args:
         system: the folder of proc/ and sys/.
@@ -105,10 +107,12 @@ def free_memory_bytes(system: Path = Path("/")) -> int:
         (kibibytes,) = re.findall(r"MemAvailable: *([0-9]+) kB", (system / "proc/meminfo").read_text())
         free_bytes = 1024 * int(kibibytes)
         if (group / "memory.max").is_file() and (most := (group / "memory.max").read_text().strip()) != "max":
-            free_bytes = min(free_bytes, int(most) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = int(counts["active_file"]) + int(counts["inactive_file"])  # freed when it is needed
+            free_bytes = min(free_bytes, int(most) - int((group / "memory.current").read_text()) + cached)
+    except (OSError, ValueError, KeyError):
         return 0
-    return max(0, free_bytes)
+    return max(1, free_bytes)
 
 
 def _unmeasured_layers(staging: ModelStages) -> Sequence[Layer]:

@@ -93,6 +93,7 @@ class StageModelState(ModelState):
             pack_state=lambda info: held.pack_replaced(info, self._facts),
             report_figures=self._session.report_figures,
             on_written=self._upload,
+            pretrained=defined.blueprint.pretrained,
         )
         self._store.claim()
         self._fetch_checkpoint(self._store.latest_complete_step(len(defined.blueprint)))

@@ -31,10 +31,8 @@ def device_flops(device: torch.device) -> float:
         (a @ a).sum().item()
         while (began_s := time.perf_counter()) < ends_s or least_s == math.inf:
             product = a @ a
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            elif device.type == "mps":
-                torch.mps.synchronize()
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize()
             # The fastest product: other processes, which often start at the same time, delay most of them.
             least_s = min(least_s, time.perf_counter() - began_s)
         del product

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from gridtrain.config import JoinConfig
 from gridtrain.core.messages import MODEL_NOT_WRITTEN
-from gridtrain.errors import GridtrainError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.quantities import describe_skipped
 from gridtrain.runtime.client.worker_naming import export_folder
 from gridtrain.runtime.group_session import GroupSession
@@ -59,8 +59,9 @@ def _try_export(session: GroupSession, model_state: ModelState, config: JoinConf
     try:
         model_state.export(export_folder(config.run, config.export_dir))
     except Exception as error:
-        reason = error.reason if isinstance(error, GridtrainError) else f"{type(error).__name__}: {error}"
-        session.failure = f"{MODEL_NOT_WRITTEN}: {reason}"
+        # Without the path, because everybody in the run can read it.
+        reason = error.reason.rpartition(": ")[2] if isinstance(error, ConfigError) else type(error).__name__
+        session.failure = f"{MODEL_NOT_WRITTEN}: {reason} (see its output)"
         return error
     return None
 

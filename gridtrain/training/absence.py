@@ -172,7 +172,7 @@ class Absence:
                 self.set_obstacle("its schedulers give other settings than the other workers have used")
             self._advance_schedulers()
         if steps:
-            log.info("applied steps %d to %d, which did not wait", steps[0].step, steps[-1].step)
+            log.info("applied steps %d to %d, which did not wait", steps[0].step + 1, steps[-1].step + 1)
 
     def drop(self, steps: Sequence[MissedStep]) -> None:
         """Add to the residual what belongs to it of steps that the model already contains."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import gridtrain
@@ -240,10 +241,35 @@ def test_workers_with_other_adapters_are_refused_and_only_plain_ones_are_accepte
         peft.LoraConfig(use_dora=True, target_modules="all-linear"),
         peft.LoraConfig(modules_to_save=["lm_head"], target_modules="all-linear"),
         peft.LoraConfig(init_lora_weights="pissa", target_modules="all-linear"),
-        peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        peft.LoraConfig(trainable_token_indices=[1], target_modules="all-linear"),
+        peft.LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"),
     ):
-        with pytest.raises(ConfigError, match="pass a LoraConfig"):
+        with pytest.raises(ConfigError, match="which a model in stages cannot use -> set only"):
             decoder_blueprint(config, lora=wrong)
+    with pytest.raises(ConfigError, match=r"lora is a IA3Config -> pass a peft\.LoraConfig"):
+        decoder_blueprint(config, lora=peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+
+
+def test_adapters_do_not_depend_on_what_the_files_of_the_base_contain(tmp_path) -> None:
+    """Replicas draw them on their own: a file may also hold a tied tensor under its second name."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-adapters")
+    model = make("llama, tied, scaled")
+    states = []
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        model.save_pretrained(folder)
+        if tied:
+            path = folder / "model.safetensors"
+            tensors = safetensors.torch.load_file(path)
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            safetensors.torch.save_file(tensors, path, {"format": "pt"})
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "lm_head"])
+        blueprint = decoder_blueprint(folder, lora=lora)
+        assert str(tmp_path) not in str(blueprint.pretrained), "checkpoints are sent to other workers"
+        states.append(built(blueprint).state_dict())
+    assert same(*states) and any("lm_head.lora_A" in name for name in states[0])
+    drawn = [value for name, value in states[0].items() if "lora_A" in name]
+    assert not torch.equal(drawn[0], drawn[1]), "each has a seed of its own"
 
 
 def test_a_whole_model_in_stages_is_exported_for_from_pretrained(tmp_path) -> None:

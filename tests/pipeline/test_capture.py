@@ -73,7 +73,7 @@ def test_a_paused_run_counts_on_no_replica(stage: MemberPhase) -> None:
         pack=lambda place: ({}, {}),
         release=lambda: None,
         capture_state=None,
-        defined=SimpleNamespace(whole=nn.Linear(1, 1)),
+        defined=SimpleNamespace(whole=nn.Linear(1, 1), blueprint=SimpleNamespace(pretrained=None)),
     )
     store: Any = SimpleNamespace(write_now=lambda blocks, snapshot: written.append(blocks) or True)
     tasks = SimpleNamespace(**dict.fromkeys(("attach_state", "attach_residual"), lambda *_: None))

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 import safetensors.torch
 import torch
 from brisk import WITHIN_S
-from pipeline_group import SAMPLES, Numbered, Seen, Workers, layers
+from pipeline_group import SAMPLES, Numbered, Seen, Workers, data, layers, pipeline_of
 from torch import nn
 
 import gridtrain
+from gridtrain.sdk.local_group import local
 from gridtrain.training.checkpoint.model_export import export_model
 
 
@@ -150,3 +152,27 @@ def test_a_newcomer_completes_the_second_replica(tmp_path: Path) -> None:
         of_stage.setdefault(worker.stage, []).append(worker)
     for one, other in of_stage.values():
         assert all(torch.equal(value, other.state[name]) for name, value in one.state.items())
+
+
+def test_replicas_that_have_drawn_other_initial_values_are_equal_after_the_first_step() -> None:
+    """Other versions of a library may draw other values, and nobody has sent any yet."""
+    numbers = itertools.count()
+
+    def train(grid: gridtrain.Grid) -> tuple[int, dict[str, torch.Tensor]]:
+        value = 0.1 + 0.01 * next(numbers)
+
+        def init(block: nn.Module, number: int) -> None:
+            for parameter in block.parameters():
+                nn.init.constant_(parameter, value)
+
+        pipe = pipeline_of(grid, layers, init=init)
+        for x, y in grid.batches(data(24), batch_size=4, steps=3):
+            pipe.step(x, y)
+        return pipe.stage, {name: value.clone() for name, value in pipe.module.state_dict().items()}
+
+    stages: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for stage, state in local(train, workers=4):
+        stages.setdefault(stage, []).append(state)
+    assert [len(states) for states in stages.values()] == [2, 2]
+    for one, other in stages.values():
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -41,14 +41,14 @@ def test_a_newcomer_uses_the_exchange_of_the_others(new_group: Any) -> None:
     come = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> Any:
-        model, taken = linear(), 0
+        model, taken, exchange = linear(), 0, None
         optimizer = sgd(grid, model, gridtrain.Auto(sparse=False))
         for step in train_steps(grid, model, optimizer, steps=20):
-            taken += 1
+            taken, exchange = taken + 1, optimizer.current_exchange  # before the others leave at the end
             if number == 0 and step == 5:
                 come.set()
                 assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 3, WITHIN_S)
-        return optimizer.current_exchange, model.weight.detach(), taken
+        return exchange, model.weight.detach(), taken
 
     with new_group(workers=2) as group:
         group.start_all(train)

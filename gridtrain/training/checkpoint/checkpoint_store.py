@@ -372,6 +372,13 @@ def read(path: Path) -> Checkpoint:
         raise _unreadable_error(path, error) from None
 
 
+def replace_pretrained(path: Path, pretrained: Any) -> None:
+    """Replace the `PretrainedLayout` of a checkpoint, which its digest does not cover.  Raises `OSError`."""
+    body = json.loads(_read_text(path / "state.json"))
+    body["pretrained"] = pretrained
+    _write_file(path / "state.json", json.dumps(body, separators=(",", ":")).encode())
+
+
 def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
     """Read the residual; return an empty one if the file is missing, or if it differs from what was written,
     because the state is usable without the residual.

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gridtrain.core.messages import MAX_STAGE_CHECKPOINTS, CheckpointInfo, Facts, Span
 from gridtrain.core.stages.repartition import uncovered_spans
@@ -49,6 +50,7 @@ class StageCheckpointStore:
         report_figures: the same argument as that of `CheckpointStore`.
         on_written: a function that is called, from a thread, with the folder of each checkpoint of this
             worker's stage that was written, and with the name of the stage's folder.
+        pretrained: the layout of this worker's model, which copies from others get instead of theirs.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class StageCheckpointStore:
         pack_state: Callable[[CheckpointInfo], CheckpointContent | None] = lambda held: None,
         report_figures: ReportFigures = lambda figures: None,
         on_written: Callable[[Path, str], None] = lambda path, stage: None,
+        pretrained: Any = None,
     ) -> None:
+        self._pretrained = pretrained
         self.folder, self._facts, self._report, self._load_state = folder, facts, report, load_state
         self._pack_state, self._report_figures, self._on_written = pack_state, report_figures, on_written
         self._every, self._keep = every, keep
@@ -251,6 +255,7 @@ class StageCheckpointStore:
                     "it has a different state or different training settings", remedy="none is needed"
                 )
             checkpoint_store.read(folder)  # checks its tensors
+            checkpoint_store.replace_pretrained(folder, self._pretrained)
             path = self._replace(held.layers, held)
             self._drop_unaligned(held.layers)
             checkpoint_store.sync_files(folder)
