@@ -149,7 +149,10 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
             f"lora sets {', '.join(refused)}, which a model in stages cannot use",
             remedy=f"set only {', '.join(sorted(_LORA_SETTINGS))}",
         )
-    whole: nn.Module = peft.get_peft_model(model, lora)
+    try:
+        whole: nn.Module = peft.get_peft_model(model, lora)
+    except ValueError as error:  # such as a name that no layer has
+        raise ConfigError(f"the adapters cannot be added: {error}", remedy="change target_modules") from None
     return whole
 
 

@@ -70,6 +70,7 @@ class HeldStage:
         self.current: StageState | None = None
         self._restore_start: Callable[[], None] | None = None
         self._lost_magnitude = 0.0
+        self.is_in_step = False  # from the call of `Pipeline.step` until it returns
         self._is_saved = False  # the residual is on disk, for the workers that hold these layers from now on
 
     def track(self, **trackers: serialization.Stateful) -> None:
@@ -126,6 +127,18 @@ class HeldStage:
         """Return the stage in memory, even if this worker's rank has changed; build the assigned stage if
         none is in memory."""
         return self.assigned() if self.current is None else self.current
+
+    def abort_step(self) -> None:
+        """Undo what an open step has changed in the stage in memory."""
+        if self.current is not None and self.current.executor is not None:
+            self.current.executor.stage.abort()
+
+    def is_whole_after(self, step: int) -> bool:
+        """Whether the stage in memory is complete after `step`, also while the next one is open: no update is
+        half applied, and no tracked object, such as a scheduler, may still follow it in the script."""
+        tracked = any(not name.startswith(serialization.INTERNAL_PREFIX) for name in self.trackers)
+        is_applied = self.current is not None and self.current.applied == step
+        return is_applied and (self.is_in_step or not tracked)
 
     def release(self) -> None:
         """Free the stage's memory; keep the settings of its optimizer."""

@@ -184,11 +184,12 @@ class Pipeline:
                 repeat the step together with this worker or, if it leaves, without it.
         """
         self._end_failed_round()
+        self.held.is_in_step = True
         while True:
             began_s = time.perf_counter()
             plan = self._session.begin()
             if plan is None:
-                self.last_skipped = True
+                self.last_skipped, self.held.is_in_step = True, False
                 return None
             if plan.samples:  # otherwise a stand-in batch
                 check_batch("inputs", inputs, plan.samples)
@@ -201,12 +202,14 @@ class Pipeline:
             self.base.check_sometimes(state.module)
             state.inner.zero_grad()
             outcome, mine = self._attempt(state, plan, inputs, targets)
-            if (not outcome.is_committed or outcome.is_skipped) and state.executor is not None:
-                state.executor.stage.abort()  # before the state can be requested
+            if not outcome.is_committed or outcome.is_skipped:
+                self.held.abort_step()  # before the state can be requested
             self._session.end_round(outcome)
             if outcome.is_committed:
                 assert mine is not None
-                return self._apply(state, plan, outcome, mine, began_s)
+                loss = self._apply(state, plan, outcome, mine, began_s)
+                self.held.is_in_step = False
+                return loss
             state.residual.mark_ended()
             if mine is not None:
                 self._check_same_settings(plan, mine.summaries)
@@ -359,7 +362,7 @@ class Pipeline:
     def _apply(
         self, state: StageState, plan: StepPlan, outcome: RoundOutcome, mine: _Contribution, began_s: float
     ) -> float:
-        self.last_skipped = outcome.is_skipped
+        self.last_skipped, state.applied = outcome.is_skipped, None
         if outcome.is_skipped:
             state.residual.mark_ended()
             self._skips.record_skipped(plan.step, is_own=mine.attempt.skip)
@@ -377,6 +380,7 @@ class Pipeline:
             assert state.executor is not None
             state.executor.stage.commit()
         state.inner.zero_grad()
+        state.applied = plan.step
         self._update_micro_batches(plan, mine.summaries)
         every = self._options.compare_every
         if every and (plan.compare_after or (plan.step + 1) % every == 0):

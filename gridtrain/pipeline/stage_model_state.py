@@ -36,6 +36,7 @@ from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpoint
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
 from gridtrain.training.model_state import (
+    NOT_SAVED,
     ModelState,
     ModelStateOptions,
     describe_machine,
@@ -72,7 +73,7 @@ class StageModelState(ModelState):
         super().__init__(session, options)
         self._held, self._profile, self._memory_bytes = held, profile, memory_bytes
         self._measure_flops = measure_flops
-        self._has_read_disk = False
+        self._has_read_disk, self._is_between_steps = False, True
         session.tasks.attach_state(
             held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
         )
@@ -117,6 +118,10 @@ class StageModelState(ModelState):
             stage_neighbours(defined, neighbours_of(options.exchange)),
             describe_machine(defined.device, held.base),
         )
+
+    def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
+        self._is_between_steps = between_steps
+        super().leave(budget_bytes, between_steps=True)  # `_keep_for_others` looks at the stage itself
 
     @property
     def exports(self) -> bool:
@@ -202,6 +207,11 @@ class StageModelState(ModelState):
                 stage,
             )
             return
+        if not self._is_between_steps:
+            if not self._held.is_whole_after(snapshot.applied):
+                log.warning(NOT_SAVED, "it ends in the middle of a step")
+                return
+            self._held.abort_step()
         document, tensors = self._held.pack(snapshot)
         # Without the residual, which was sent or is saved apart.
         described = self._held.defined.blueprint.pretrained

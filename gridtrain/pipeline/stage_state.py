@@ -142,6 +142,7 @@ class StageState:
 
     Attributes:
         has_stepped: whether an update was applied since the stage was built or restored.
+        applied: the step whose update was applied last; None before, and while an update is applied.
         lone_sample_layer: a layer of the model for which a single sample is too few; "" if there is none.
         normalizes_lone_sample: whether running statistics replace the sample's in this layer.
     """
@@ -160,6 +161,7 @@ class StageState:
         self.executor: StageExecutor | None = None
         self.lone_sample_layer, self.normalizes_lone_sample = "", True
         self.has_stepped = False
+        self.applied: int | None = None
 
     def set_position(self, staging: ModelStages, stage: int) -> None:
         """Use the layers as stage `stage` of `staging`, with its neighbours and its copies of tied

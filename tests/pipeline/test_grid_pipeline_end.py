@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from pipeline_group import Workers, undisturbed
 from safetensors.torch import load_file
@@ -13,7 +14,9 @@ from gridtrain.training.checkpoint.model_export import export_model
 from gridtrain.training.checkpoint.remote_store import RemoteStore
 
 
-def test_other_workers_go_on_from_the_last_step_of_a_finished_run(tmp_path: Path) -> None:
+def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = f"file://{tmp_path}/storage"
     _, calm = undisturbed(tmp_path / "calm", steps=17)
     with Workers(tmp_path / "a", 2, steps=12, checkpoint_every=5) as workers:
@@ -25,6 +28,11 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(tmp_path: Path
     done = export_model(tmp_path / "a", tmp_path / "exported.safetensors")
     exported = load_file(tmp_path / "exported.safetensors")
     assert done.step == 12 and all(torch.equal(exported[name], value) for name, value in whole.items())
+    shutil.copytree(tmp_path / "a" / "anna", tmp_path / "anna")
+    for copied in sorted((tmp_path / "anna").glob("blocks-*/step-00000012"))[1:]:
+        shutil.rmtree(copied)  # the stages of step 12 are on two disks, unless one was copied before the end
+    assert export_model(tmp_path / "anna", tmp_path / "exported.safetensors").step == 10
+    assert "a later checkpoint is left out: the checkpoints of step 12 do not contain all" in caplog.text
     assert sorted(part.part for part in RemoteStore(url).complete(12)) == ["blocks-000-002", "blocks-002-004"]
     with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5) as workers:
         workers.urls["carl"] = url  # dora receives its stage from carl

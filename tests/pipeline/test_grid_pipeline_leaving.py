@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from brisk import LOSING
-from pipeline_group import Seen, Workers, undisturbed
+from pipeline_group import Seen, Workers, loss_fn, undisturbed
 
 import gridtrain
 from gridtrain.core.messages import CheckpointInfo
@@ -79,6 +79,44 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
     losses, model = undisturbed(tmp_path / "plain", **run)
     for one in workers.seen.values():
         assert one.losses == losses, "each step once, as without the pause"
+    assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
+
+
+@pytest.mark.parametrize("is_in_step", [False, True], ids=["after a step", "in a step"])
+def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_was_interrupted(
+    tmp_path: Path, is_in_step: bool
+) -> None:
+    """Ctrl-C in the script, or sys.exit: the stage is saved as it was after the last committed step."""
+    calls: list[int] = []
+
+    def interrupted_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if is_in_step and len(calls) == 14:  # the second micro-batch of the seventh step
+            raise KeyboardInterrupt
+        return loss_fn(outputs, targets)
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if not is_in_step and len(calls) == 14 and pipe.stage == 1:
+            raise KeyboardInterrupt
+
+    run: dict[str, Any] = {"steps": 20, "cuts": CUTS}
+    with Workers(tmp_path / "left", 2, checkpoint_every=100, loss_fn=interrupted_loss, **run) as workers:
+        workers.after = after
+        workers.add("anna")
+        workers.add("bert")
+        workers.wait(lambda: any(seen.end for seen in workers.seen.values()), ("anna", "bert"))
+        (name,) = (seen.name for seen in workers.seen.values() if seen.end)
+        (other,) = {"anna", "bert"} - {name}
+        workers.threads[name].join()
+        assert isinstance(workers.seen[name].end, KeyboardInterrupt)
+        stage = stage_1(tmp_path / "left" / name)
+        assert [checkpoint_step(path) for path in list_checkpoints(stage)] == [6 if is_in_step else 7]
+        workers.add(name)
+        workers.finish("anna", "bert")
+        assert [s.end for s in workers.seen.values()] == ["finished"] * 2
+        assert not [e for e in workers.snapshot()["events"] if "rollback" in str(e)]
+    losses, model = undisturbed(tmp_path / "plain", **run)
+    assert workers.seen[other].losses == losses, "each step once, as without the interruption"
     assert all(torch.equal(workers.assembled()[name], value) for name, value in model.items())
 
 
