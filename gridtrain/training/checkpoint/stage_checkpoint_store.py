@@ -254,8 +254,8 @@ class StageCheckpointStore:
                 raise ConfigError(
                     "it has a different state or different training settings", remedy="none is needed"
                 )
-            checkpoint_store.read(folder)  # checks its tensors
-            checkpoint_store.replace_pretrained(folder, self._pretrained)
+            if checkpoint_store.read(folder).pretrained != self._pretrained:  # also checks its tensors
+                checkpoint_store.replace_pretrained(folder, self._pretrained)
             path = self._replace(held.layers, held)
             self._drop_unaligned(held.layers)
             checkpoint_store.sync_files(folder)
