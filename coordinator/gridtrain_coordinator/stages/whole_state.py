@@ -163,7 +163,8 @@ def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
         f"no present worker holds {which} of {stages} after step {applied + 1}, and no earlier step has "
-        "checkpoints of all stages; training continues when a worker that holds the state comes back"
+        "checkpoints of all stages; training continues when a worker that holds the state comes back (if "
+        "none has it any more, start a new run with another --state)"
     )
 
 
