@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from gridtrain.core.stages.micro_batch_tuning import MicroBatchChoice, StepTimin
 from gridtrain.core.stages.stage_cost import ScheduleKind
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.executor import StepResult
+from gridtrain.runtime.host_memory import free_memory_bytes
 
 MOST_MICRO_BATCHES = 1 << 14
 
@@ -146,9 +146,4 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
+    return free_memory_bytes() or None

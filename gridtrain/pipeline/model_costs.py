@@ -7,9 +7,7 @@ the first worker's values; the sizes must be equal on all workers.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from gridtrain.pipeline.model_partition import optimizer_state_copies
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.profiler import Profile
 from gridtrain.pipeline.stage_state import PipelineOptions
+from gridtrain.runtime.host_memory import free_memory_bytes
 from gridtrain.training.checkpoint import serialization
 
 DEFAULT_OPTIMIZER_COPIES = 2.0
@@ -93,26 +92,6 @@ def training_memory_bytes(declared: int | None, device: torch.device) -> int:
     else:
         usable_bytes = free_memory_bytes() if device.type == "cpu" else 0
     return math.ceil(usable_bytes * USABLE_MEMORY_SHARE)
-
-
-def free_memory_bytes(system: Path = Path("/")) -> int:
-    """Return the bytes that a new process can use on this host and in its container (cgroup v2); 0 if that is
-    unknown.
-
-    Args:
-        system: the folder of proc/ and sys/.
-    """
-    group = system / "sys/fs/cgroup"
-    try:
-        (kibibytes,) = re.findall(r"MemAvailable: *([0-9]+) kB", (system / "proc/meminfo").read_text())
-        free_bytes = 1024 * int(kibibytes)
-        if (group / "memory.max").is_file() and (most := (group / "memory.max").read_text().strip()) != "max":
-            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = int(counts["active_file"]) + int(counts["inactive_file"])  # freed when it is needed
-            free_bytes = min(free_bytes, int(most) - int((group / "memory.current").read_text()) + cached)
-    except (OSError, ValueError, KeyError):
-        return 0
-    return max(1, free_bytes)
 
 
 def _unmeasured_layers(staging: ModelStages) -> Sequence[Layer]:

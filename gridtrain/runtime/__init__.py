@@ -22,5 +22,6 @@ the member core (`gridtrain.core.member`).
   and contribution.
 - `reconnect_policy`, `process_hooks`, `event_log`: decide when a worker gives up, how a script ends, and
   which events are logged.
+- `host_memory`: the memory that is free on this host.
 - `client/`: communicates with a coordinator without being a member of its run.
 """

@@ -13,7 +13,7 @@ from torch import nn
 import gridtrain
 from gridtrain.core.stages.schedule import one_forward_one_backward
 from gridtrain.pipeline import Blueprint
-from gridtrain.pipeline.model_costs import describe_staged_model, free_memory_bytes, training_memory_bytes
+from gridtrain.pipeline.model_costs import describe_staged_model, training_memory_bytes
 from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.stage_state import PipelineOptions
 
@@ -40,39 +40,6 @@ def test_the_copies_of_a_stage_count_what_training_holds(
     make = optimizer if optimizer is torch.optim.AdamW else partial(optimizer, lr=0.1)
     model = describe_staged_model(staging, options, make(staging.whole.parameters()), None, 4, ())
     assert model.copies * dtype.itemsize == pytest.approx(bytes_per_parameter, rel=0.01)
-
-
-def machine(folder: Path, available: str, **group: str) -> Path:
-    (folder / "proc").mkdir()
-    (folder / "proc/meminfo").write_text(f"MemTotal:       24 kB\n{available}\nBuffers: 1 kB\n")
-    (folder / "sys/fs/cgroup").mkdir(parents=True)
-    for name, value in group.items():
-        (folder / f"sys/fs/cgroup/memory.{name}").write_text(f"{value}\n")
-    return folder
-
-
-STAT = "anon 700\nactive_file 100\ninactive_file 200"
-
-
-@pytest.mark.parametrize(
-    ("available", "group", "free_bytes"),
-    [
-        ("MemAvailable:   16000 kB", {}, 16_384_000),
-        ("MemAvailable:   16000 kB", {"max": "max", "current": "5"}, 16_384_000),
-        ("MemAvailable:   16000 kB", {"max": "4000", "current": "1000", "stat": STAT}, 3300),
-        ("MemAvailable:   1 kB", {"max": "4000", "current": "1000", "stat": STAT}, 1024),
-        ("MemAvailable:   1 kB", {"max": "4000", "current": "5000", "stat": STAT}, 1),
-        ("MemAvailable:   0 kB", {}, 1),
-        ("MemAvailable:   1 kB", {"max": "4000"}, 0),
-        ("MemAvailable:   1 kB", {"max": "4000", "current": "1000", "stat": "anon 1"}, 0),
-        ("", {}, 0),
-    ],
-)
-def test_free_memory_is_that_of_the_host_and_of_the_container(
-    tmp_path: Path, available: str, group: dict[str, str], free_bytes: int
-) -> None:
-    """The page cache is free; 0 means that nothing is known."""
-    assert free_memory_bytes(machine(tmp_path, available, **group)) == free_bytes
 
 
 def test_training_may_use_most_of_the_free_memory() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from gridtrain.extras import install_command
 from gridtrain.runtime.client.worker_naming import state_directory
+from gridtrain.runtime.host_memory import free_memory_bytes
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
 
 LEAST_PYTHON = (3, 11)
@@ -223,26 +224,11 @@ def check_memory(available_bytes: Callable[[], int | None] | None = None) -> Fin
 
 
 def _available_bytes() -> int | None:
+    if free_bytes := free_memory_bytes():
+        return free_bytes
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
-        try:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (ValueError, OSError):
-            return None
-    with_limit = _container_left_bytes()
-    return free if with_limit is None else min(free, with_limit)
-
-
-def _container_left_bytes() -> int | None:
-    """Return the memory left in a container with a limit (cgroup v2); None if there is no limit."""
-    try:
-        folder = Path("/sys/fs/cgroup")
-        most, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
-        return max(0, int(most) - int(used)) if most.strip() != "max" else None
-    except (OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
         return None
 
 
