@@ -17,7 +17,6 @@ Checkpoints of all stages are exported as a folder that `from_pretrained` of PEF
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -35,6 +34,7 @@ from transformers.masking_utils import create_masks_for_generate
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.blueprint import Blueprint, Init, find_tied_parameters
 from gridtrain.pipeline.model_blocks import blocks_of
+from gridtrain.pipeline.random_seeds import derive_initial_seed
 from gridtrain.training.checkpoint import pretrained
 
 if TYPE_CHECKING:
@@ -317,8 +317,7 @@ def _with_adapters(base: Init, seed: int, lora: LoraConfig) -> Init:
         for path, module in block.named_modules():
             reset: Any = getattr(module, "reset_lora_parameters", None)
             if reset is not None:
-                digest = hashlib.blake2b(f"{seed} {number} {path}".encode(), digest_size=7).digest()
-                torch.manual_seed(int.from_bytes(digest))
+                torch.default_generator.manual_seed(derive_initial_seed(seed, number, path))
                 for name in (*module.lora_A, *module.lora_embedding_A):
                     reset(name, lora.init_lora_weights)
 
@@ -354,7 +353,7 @@ def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.M
                 tensors[name]._is_hf_initialized = True  # so that it is not drawn as well
             elif "lora_" not in name and (number, name) not in tied:  # a tied value is an earlier block's
                 raise ConfigError(f"{folder} has no tensor {full!r}", remedy="download all of its files")
-        _draw_values(model)(block, number)  # of adapters, and of buffers that are in no file
+        _draw_values(model)(block, number)  # of buffers that are in no file
         for name, found in stored.items():
             with safe_open(folder / files[found], "pt") as file:
                 value = file.get_tensor(found)

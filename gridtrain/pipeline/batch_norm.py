@@ -106,7 +106,10 @@ class MiniBatchStatistics:
         finally:
             for norm in observed:
                 for found in vars(norm).pop(_COLLECTED):
-                    self._sums[norm].add(found) if norm in self._sums else self._sums.update({norm: found})
+                    if norm in self._sums:
+                        self._sums[norm].add(found)
+                    else:
+                        self._sums[norm] = found
             for norm in training:
                 norm.track_running_stats = True
 

@@ -19,7 +19,6 @@ does.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from gridtrain.core.messages import Facts
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.model_blocks import Block, blocks_of
-from gridtrain.pipeline.random_seeds import borrowed_generators
+from gridtrain.pipeline.random_seeds import borrowed_generators, derive_initial_seed
 from gridtrain.pipeline.stage import TiedParameter
 
 Init = Callable[[nn.Module, int], None]
@@ -336,7 +335,6 @@ def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
 @contextmanager
 def _seeded_generator(seed: int, index: int) -> Iterator[None]:
     """Seed the CPU's generator for a block, and restore its state afterwards."""
-    digest = hashlib.blake2b(f"gridtrain initial values {seed} {index}".encode(), digest_size=8).digest()
     with borrowed_generators(torch.device("cpu")):
-        torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+        torch.default_generator.manual_seed(derive_initial_seed(seed, index))
         yield

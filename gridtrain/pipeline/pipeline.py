@@ -185,11 +185,17 @@ class Pipeline:
         """
         self._end_failed_round()
         self.held.is_in_step = True
+        loss = self._step(inputs, targets)
+        self.held.is_in_step = False
+        return loss
+
+    def _step(self, inputs: Any, targets: Any) -> float | None:
+        """Take the step, in as many attempts as it needs."""
         while True:
             began_s = time.perf_counter()
             plan = self._session.begin()
             if plan is None:
-                self.last_skipped, self.held.is_in_step = True, False
+                self.last_skipped = True
                 return None
             if plan.samples:  # otherwise a stand-in batch
                 check_batch("inputs", inputs, plan.samples)
@@ -207,9 +213,7 @@ class Pipeline:
             self._session.end_round(outcome)
             if outcome.is_committed:
                 assert mine is not None
-                loss = self._apply(state, plan, outcome, mine, began_s)
-                self.held.is_in_step = False
-                return loss
+                return self._apply(state, plan, outcome, mine, began_s)
             state.residual.mark_ended()
             if mine is not None:
                 self._check_same_settings(plan, mine.summaries)

@@ -25,6 +25,16 @@ def _hash_seed(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
+def derive_initial_seed(*where: object) -> int:
+    """Return the seed of initial values; `where` is the run's seed, the block's number, and what divides the
+    block further.
+
+    The seed is in 0 .. 2**63 - 1.
+    """
+    text = " ".join(map(str, ("gridtrain initial values", *where)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
 def derive_step_seed(seed: int, step: int, replica: int = 0) -> int:
     """Return the seed of one replica's step for `StageExecutor.run`, which is the same in all attempts.
 

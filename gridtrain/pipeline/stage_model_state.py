@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from gridtrain.core.collectives import ring
 from gridtrain.core.collectives.direct_allgather import neighbours as all_ranks
@@ -73,7 +75,7 @@ class StageModelState(ModelState):
         super().__init__(session, options)
         self._held, self._profile, self._memory_bytes = held, profile, memory_bytes
         self._measure_flops = measure_flops
-        self._has_read_disk, self._is_between_steps = False, True
+        self._has_read_disk = False
         session.tasks.attach_state(
             held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
         )
@@ -118,10 +120,6 @@ class StageModelState(ModelState):
             stage_neighbours(defined, neighbours_of(options.exchange)),
             describe_machine(defined.device, held.base),
         )
-
-    def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
-        self._is_between_steps = between_steps
-        super().leave(budget_bytes, between_steps=True)  # `_keep_for_others` looks at the stage itself
 
     @property
     def exports(self) -> bool:
@@ -176,13 +174,13 @@ class StageModelState(ModelState):
         return self._checkpoints.is_due(self._held.places.layers(snapshot), snapshot.applied + 1)
 
     def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
-        document, tensors = self._held.pack(snapshot)
         residual = self._held.at(snapshot).residual.state()
+        self._checkpoints.write(self._held.places.layers(snapshot), self._content(snapshot, residual))
+
+    def _content(self, snapshot: WorkerSnapshot, residual: Mapping[str, Tensor]) -> CheckpointContent:
+        document, tensors = self._held.pack(snapshot)
         described = self._held.defined.blueprint.pretrained
-        content = CheckpointContent(
-            position_of(snapshot), self._facts, document, tensors, residual, described
-        )
-        self._checkpoints.write(self._held.places.layers(snapshot), content)
+        return CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual, described)
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """Save the stage unless a replica has it, and release its memory."""
@@ -190,8 +188,8 @@ class StageModelState(ModelState):
         self._held.release()
         return None
 
-    def _keep_for_others(self) -> None:
-        """Save the stage unless a replica has it."""
+    def _keep_for_others(self, *, between_steps: bool = True) -> None:
+        """Save the stage unless a replica has it; in a step, as it was before."""
         snapshot = self._session.snapshot
         layers, stage = self._held.layers, self._held.stage
         if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
@@ -207,16 +205,13 @@ class StageModelState(ModelState):
                 stage,
             )
             return
-        if not self._is_between_steps:
+        if not between_steps:
             if not self._held.is_whole_after(snapshot.applied):
                 log.warning(NOT_SAVED, "it ends in the middle of a step")
                 return
             self._held.abort_step()
-        document, tensors = self._held.pack(snapshot)
         # Without the residual, which was sent or is saved apart.
-        described = self._held.defined.blueprint.pretrained
-        content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, {}, described)
-        if self._checkpoints.write_now(layers, content):
+        if self._checkpoints.write_now(layers, self._content(snapshot, {})):
             why = "is held only by this worker" if is_alone else "might not be held by any other worker"
             text = "stage %d %s: step %d is on this worker's disk; the other workers wait for this worker"
             log.warning(text, stage, why, snapshot.applied + 1)

@@ -282,9 +282,9 @@ class ModelState(ABC):
         except GridtrainError as error:
             is_settled = False
             log.debug("the residual is not transferred: %s", error)  # this worker is no member (any more)
-        if between_steps and is_settled:
+        if is_settled:
             try:
-                self._keep_for_others()
+                self._keep_for_others(between_steps=between_steps)
             except JoinRefused:  # the script says why
                 log.warning(NOT_SAVED, "it is no member any more")
             except Exception as error:  # such as no memory for a copy, which must not prevent the departure
@@ -369,8 +369,12 @@ class ModelState(ABC):
         """Prepare the state for a pause; return its position if it stays in memory, otherwise None."""
 
     @abstractmethod
-    def _keep_for_others(self) -> None:
-        """Save the state that may be lost with this worker, which leaves."""
+    def _keep_for_others(self, *, between_steps: bool = True) -> None:
+        """Save the state that may be lost with this worker, which leaves.
+
+        Args:
+            between_steps: whether the script has finished a step and not begun another one.
+        """
 
     @abstractmethod
     def _drop_from_checkpoint(self, step: int) -> None:
@@ -617,13 +621,15 @@ class WholeModelState(ModelState):
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
 
-    def _keep_for_others(self) -> None:
+    def _keep_for_others(self, *, between_steps: bool = True) -> None:
         """Record the state, because all workers may be leaving or pausing: nobody knows who is the last.
 
         With overlapped local steps none is recorded: the latest change is not applied yet.  A worker that
         leaves, unlike one that pauses, may have stopped before its tracked objects made the step:
         `Grid.close` does not consider it to be between two steps.
         """
+        if not between_steps:
+            return
         snapshot = self._session.snapshot
         is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay
         if self._has_checkpoints and is_complete:

@@ -3,17 +3,14 @@ pipeline of four stages that reaches the parameters of plain torch."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
-
+import checkpointed_group
 import pytest
 import safetensors.torch
 import torch
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.sdk.local_group import LocalGroup, local
+from gridtrain.sdk.local_group import local
 from gridtrain.training.checkpoint.model_export import export_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-adapters")
@@ -157,16 +154,6 @@ def test_four_stages_train_like_plain_torch(name, make_optimizer, tolerance, tmp
         assert (state[key] - value).abs().max().item() <= tolerance, key
 
 
-def train_with_checkpoints(train, workers: int, folder: Path) -> list[Any]:
-    def work(number: int):
-        own = {"state_dir": str(folder / f"worker-{number}"), "export_dir": str(folder)}
-        with group.join(checkpoint_every=STEPS, **own) as grid:
-            return train(grid)
-
-    with LocalGroup(min_workers=workers) as group, ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(work, range(workers)))
-
-
 @pytest.mark.parametrize("name", ["llama, tied, scaled", "gpt2"])
 def test_adapters_on_four_stages_train_like_peft_and_are_exported_for_it(name, tmp_path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: make test-adapters")
@@ -202,7 +189,7 @@ def test_adapters_on_four_stages_train_like_peft_and_are_exported_for_it(name, t
         }
         return batches, pipe.module.state_dict()
 
-    found = train_with_checkpoints(train, 4, tmp_path / "state")
+    found = checkpointed_group.run(tmp_path / "state", 4, train, every=STEPS)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     plain = peft.get_peft_model(model, lora())
     initial = built(blueprint()).state_dict()
@@ -284,7 +271,7 @@ def test_a_whole_model_in_stages_is_exported_for_from_pretrained(tmp_path) -> No
             pipe.step(inputs, targets)
         return pipe.module.state_dict()
 
-    found = train_with_checkpoints(train, 2, tmp_path / "state")
+    found = checkpointed_group.run(tmp_path / "state", 2, train, every=STEPS)
     export_model(tmp_path / "state", tmp_path / "out")
     state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     held = {key: value for stage in found for key, value in stage.items()}

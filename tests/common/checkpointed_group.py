@@ -31,7 +31,7 @@ def run(
         result = work(grid)
         model_state: Any = grid._model_state
         if not saves_on_leaving:
-            model_state._keep_for_others = lambda: None
+            model_state._keep_for_others = lambda **_: None
         return result
 
     with ThreadedGroup(folder, workers=workers) as group:

@@ -458,7 +458,7 @@ def test_ctrl_c_before_a_round_leaves_the_whole_residual_with_the_worker(
 
 
 def test_a_removed_worker_does_not_repeat_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse() -> None:
+    def refuse(*, between_steps: bool) -> None:
         raise JoinRefused("kicked", "this worker was removed from the run: too slow", remedy="ask")
 
     session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: True))

@@ -182,9 +182,8 @@ class Generation:
         """
         if self._context.replica_state.step != self.first_step:
             return False
-        is_initial = self.first_step == 0
         members = self.rank_assignment.members
-        return (is_initial and len(members) > 1) or any(member.joining for member in members)
+        return (self.first_step == 0 and len(members) > 1) or any(member.joining for member in members)
 
     @property
     def pause_reason(self) -> str:
