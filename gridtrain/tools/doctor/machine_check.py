@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.extras import install_command
+from gridtrain.network.transport.zmq.congestion_control import slow_restart
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.runtime.host_memory import free_memory_bytes
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
@@ -253,6 +254,16 @@ def check_disk(run: str) -> Finding:
             "disk", text, "free space on the disk, or choose another folder with --state-dir", free_bytes=free
         )
     return ok("disk", text, free_bytes=free)
+
+
+def check_tcp(control: str | None = None) -> Finding:
+    """Check whether TCP is slow after pauses; tests pass what `slow_restart` returns."""
+    control = slow_restart() if control is None else control
+    if control:
+        fix = "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0 (and in /etc/sysctl.d, to keep it)"
+        text = f"TCP ({control}) starts slowly after each pause: sparse exchanges take up to twice as long"
+        return warning("tcp", text, fix, control=control)
+    return ok("tcp", "TCP keeps its speed in pauses, as far as this system says")
 
 
 def check_clock(theirs_s: float | None, ours_s: float) -> Finding:

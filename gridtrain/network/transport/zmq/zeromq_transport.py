@@ -328,7 +328,7 @@ class ZeroMQTransport:
         for connections in self._connections.values():
             for connection in connections:
                 if connection.tcp is not None:
-                    connection.tcp.watch_losses()
+                    connection.tcp.revise_congestion_control()
         dialled = [dial.connection for dial in self._dialer if dial.connection is not None]
         hoarders: list[Connection | None] = [one for one in dialled if one.is_hoarding()]
         for hoarder in [*hoarders, *self._listener.find_hoarders()]:
