@@ -434,8 +434,9 @@ class GroupSession:
     def end_round(self, outcome: RoundOutcome) -> None:
         """Record the outcome of a round."""
         self.is_turn_done = outcome.is_committed
-        if outcome.is_committed:
-            self._contribution.step_committed(data_ledger.count_samples(self.turn_spans))
+        turn = self._turn
+        if outcome.is_committed and turn is not None and turn.open_round is not None:
+            self._contribution.step_committed(turn.open_round.step, data_ledger.count_samples(turn.spans))
             self._report_contribution(time.monotonic())
 
     def run(
