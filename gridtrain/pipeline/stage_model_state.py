@@ -129,6 +129,12 @@ class StageModelState(ModelState):
             return False  # a standby
         return self._held.places.layout(snapshot).replica_of(snapshot.rank) == 0
 
+    @property
+    def others_wait(self) -> bool:
+        snapshot = self._session.snapshot
+        # In any other phase its replicas may be gone as well.
+        return self._held.places.is_alone(snapshot) or snapshot.phase is not MemberPhase.RUNNING
+
     def export(self, folder: Path) -> None:
         """Write this stage's part of the final model and, for the first stage, the index of all parts."""
         held, stages = self._held.assigned(), self._held.places.latest
@@ -194,9 +200,8 @@ class StageModelState(ModelState):
         layers, stage = self._held.layers, self._held.stage
         if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
             return
-        is_alone = self._held.places.is_alone(snapshot)
-        if not is_alone and snapshot.phase is MemberPhase.RUNNING:
-            return  # in any other phase its replicas may be gone as well
+        if not self.others_wait:
+            return
         if self._held.places.layers(snapshot) != layers:
             return  # the group has continued with other stages
         if not self._has_checkpoints:
@@ -212,9 +217,13 @@ class StageModelState(ModelState):
             self._held.abort_step()
         # Without the residual, which was sent or is saved apart.
         if self._checkpoints.write_now(layers, self._content(snapshot, {})):
+            is_alone = self._held.places.is_alone(snapshot)
             why = "is held only by this worker" if is_alone else "might not be held by any other worker"
-            text = "stage %d %s: step %d is on this worker's disk; the other workers wait for this worker"
-            log.warning(text, stage, why, snapshot.applied + 1)
+            log.warning(
+                "stage %d %s: step %d is on this worker's disk; unless another one has it, the other workers "
+                "wait for this worker, or continue from earlier checkpoints",
+                *(stage, why, snapshot.applied + 1),
+            )
 
     def _drop_from_checkpoint(self, step: int) -> None:
         self._checkpoints.drop_residual(self._layers, step)

@@ -242,6 +242,11 @@ class ModelState(ABC):
                 self._options.folder,
             )
 
+    @property
+    def others_wait(self) -> bool:
+        """Whether the other workers may have to wait for this worker's state while it is away."""
+        return False
+
     def rest(self, budget_bytes: int) -> CheckpointInfo | None:
         """Transfer the residual before a pause; return the position of the state that stays in memory, or
         None if no state stays."""
