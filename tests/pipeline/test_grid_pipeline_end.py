@@ -25,6 +25,11 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
             workers.add(name)
         workers.finish("anna", "bert")
         whole = workers.assembled()
+    for name in ("anna", "bert"):
+        assert (
+            "gridtrain export FOLDER OUT.safetensors writes the whole model from the state folders of all "
+            f"stages, copied into FOLDER; this worker's is {tmp_path / 'a' / name}"
+        ) in caplog.messages
     done = export_model(tmp_path / "a", tmp_path / "exported.safetensors")
     exported = load_file(tmp_path / "exported.safetensors")
     assert done.step == 12 and all(torch.equal(exported[name], value) for name, value in whole.items())
