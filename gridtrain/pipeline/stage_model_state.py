@@ -130,6 +130,12 @@ class StageModelState(ModelState):
         return self._held.places.layout(snapshot).replica_of(snapshot.rank) == 0
 
     @property
+    def holds_stage(self) -> bool:
+        snapshot, current = self._session.snapshot, self._held.current
+        is_member = snapshot.world_size > 0 and snapshot.is_synced
+        return is_member and current is not None and current.applied == snapshot.applied
+
+    @property
     def others_wait(self) -> bool:
         snapshot = self._session.snapshot
         # In any other phase its replicas may be gone as well.

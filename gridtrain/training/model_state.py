@@ -205,6 +205,11 @@ class ModelState(ABC):
             *(step, snapshot.applied + 1, hint if is_written else ""),
         )
 
+    @property
+    def holds_stage(self) -> bool:
+        """Whether this worker holds a whole stage of the last generation, although it is no member."""
+        return False
+
     def write_final_checkpoint(self, timeout_s: float) -> bool:
         """Begin to write the checkpoint of the last step, if this worker writes checkpoints and has the model
         or a stage.
