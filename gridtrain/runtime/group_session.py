@@ -74,6 +74,7 @@ class GroupSession:
             batch.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         is_standby_at_end: whether the run has finished and this worker was not a member at its end.
+        end_reason: then why, as the coordinator says.
         failure: why this worker leaves, if its data cannot be read or its final model cannot be written.
     """
 
@@ -90,7 +91,7 @@ class GroupSession:
         self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
         self._joined: io.TrainerJoined | None = None
         self.is_turn_done = self.is_standby_at_end = self._has_closed = False
-        self.failure = ""
+        self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
         self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
@@ -280,7 +281,7 @@ class GroupSession:
             was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
             if refused.code != "finished" or not (self._is_pipeline or was_running):
                 raise
-            self.is_standby_at_end = True
+            self.is_standby_at_end, self.end_reason = True, refused.reason
 
     def _next_task(self, snapshot: WorkerSnapshot, *, between_batches: bool) -> WorkerTask | None:
         return self.tasks.next_task(
@@ -434,8 +435,9 @@ class GroupSession:
     def end_round(self, outcome: RoundOutcome) -> None:
         """Record the outcome of a round."""
         self.is_turn_done = outcome.is_committed
-        if outcome.is_committed:
-            self._contribution.step_committed(data_ledger.count_samples(self.turn_spans))
+        turn = self._turn
+        if outcome.is_committed and turn is not None and turn.open_round is not None:
+            self._contribution.step_committed(turn.open_round.step, data_ledger.count_samples(turn.spans))
             self._report_contribution(time.monotonic())
 
     def run(
