@@ -9,7 +9,7 @@ Contenders take turns at each rate, each in its own lab.  A run ends when the he
 workload's target, after --steps, or after --limit seconds; then its last loss is reported.  With
 --extrapolate a run ends after --steps, and the number of steps in the file is multiplied by their mean
 duration, because the number does not depend on the link; such figures are marked.  A rival that is not
-installed is left out with a message.  gridtrain does not encrypt, as its rivals do not, unless --encrypted.
+installed is left out with a message.  gridtrain does not encrypt, as its rivals do not.
 """
 
 from __future__ import annotations
@@ -49,18 +49,12 @@ RIVALS = {
     "gloo": ("gloo", "dense"),
     "gloo-adamw": ("gloo", "adamw"),
     "powersgd": ("powersgd", "dense"),
-    "powersgd-adamw": ("powersgd", "adamw"),
-    "hivemind": ("hivemind", "dense"),
-    "hivemind-adamw": ("hivemind", "adamw"),
     "hivemind-local": ("hivemind", "local"),
-    "one": ("gloo", "dense"),
     "one-adamw": ("gloo", "adamw"),
 }
-"""Contender -> (trainer, family of settings).  "one" is one process with the batches of all workers;
-hivemind-local averages the change of as many local steps as local-topk."""
-
-SAME_MEAN = {"hivemind": "gloo", "hivemind-adamw": "one-adamw", "gloo-adamw": "one-adamw"}
-"""Contender -> another one that takes the same steps, because both apply the same mean without rounding."""
+"""Contender -> (trainer, family of settings).  one-adamw is one process with the batches of all workers, so
+that gloo-adamw takes the same steps; hivemind-local averages the change of as many local steps as
+local-topk."""
 
 EARLY_STEPS = {"powersgd": 12}
 """Number of first steps that differ from later ones, if not two: PowerSGD begins with ten dense steps."""
@@ -76,7 +70,6 @@ class Run:
         step_s: median duration of a step.
         timed_steps: the number of steps from whose mean `seconds` was extrapolated; 0 if all steps were run.
         curve: (step, seconds, held-out loss) of each measurement.
-        seed: the seed of the initial parameters.
     """
 
     workload: str
@@ -90,11 +83,10 @@ class Run:
     step_s: float
     timed_steps: int = 0
     curve: tuple[tuple[int, float, float], ...] = ()
-    seed: int = 0
 
 
 def summary(
-    records: Sequence[dict[str, Any]], workload: str, rate: str, contender: str, target: float, seed: int = 0
+    records: Sequence[dict[str, Any]], workload: str, rate: str, contender: str, target: float
 ) -> Run:
     measured = [r for r in records if r["held_out"] is not None]
     there = next((r for r in measured if r["held_out"] <= target), None)
@@ -111,13 +103,12 @@ def summary(
         seconds[-1] if seconds else 0.0,
         statistics.median(steps_s) if steps_s else 0.0,
         curve=tuple((int(r["step"]), round(r["seconds"], 3), r["held_out"]) for r in measured),
-        seed=seed,
     )
 
 
 def extrapolated(records: Sequence[dict[str, Any]], short: Run, needed: int) -> Run:
     """Extrapolate a short run to `needed` steps: the first steps as measured, the others with their mean."""
-    early = EARLY_STEPS.get(short.contender.removesuffix("-adamw"), 2)
+    early = EARLY_STEPS.get(short.contender, 2)
     if len(records) < early + 2:
         return short
     first, last = records[early - 1], records[-1]
@@ -162,14 +153,12 @@ def run_rival(
     links: dict[str, Any],
     name: str,
     folder: Path,
-    seed: int,
 ) -> None:
     trainer, family = RIVALS[name]
     extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
-    extra += ["--until-loss", str(target_of(options, workload.name)), "--seed", str(seed)]
-    extra += ["--powersgd-rank", str(options.powersgd_rank)]
+    extra += ["--until-loss", str(target_of(options, workload.name))]
     world = options.world
-    if name.startswith("one"):
+    if name == "one-adamw":
         world, extra = 1, [*extra, "--batch-size", str(workload.batch_size * world)]
     if family == "local":
         every = str((options.gathered or workload.gathered["local"])[0]).partition("/")[0]
@@ -181,34 +170,34 @@ def run_rival(
         train_rival(list(hosts.values()), trainer, folder, options.limit, extra)
 
 
-def run(options: argparse.Namespace, name: str, rate: str, contender: str, seed: int = 0) -> Run:
+def run(options: argparse.Namespace, name: str, rate: str, contender: str) -> Run:
     workload = WORKLOADS[name]
     links = {"rate": "" if rate == "none" else rate, "delay_s": options.delay}
     with tempfile.TemporaryDirectory(prefix="accuracy-") as text:
         folder = Path(text)
         try:
             if contender in RIVALS:
-                run_rival(options, workload, links, contender, folder, seed)
+                run_rival(options, workload, links, contender, folder)
             else:
-                chosen = replace(ours(options, workload, contender), seed=seed, folder=text)
-                run_in_lab(
-                    work, asdict(chosen), options.world, options.limit, encrypted=options.encrypted, **links
-                )
+                chosen = asdict(replace(ours(options, workload, contender), folder=text))
+                run_in_lab(work, chosen, options.world, options.limit, encrypted=False, **links)
         except LabError as error:
             print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
         records = read(folder / "steps.jsonl")
-    found = summary(records, name, rate, contender, target_of(options, name), seed)
+    found = summary(records, name, rate, contender, target_of(options, name))
     if options.extrapolate is None or found.seconds is not None:
         return found
     known = steps_of(options.extrapolate)
-    needed = known.get((name, contender)) or known.get((name, SAME_MEAN.get(contender, "")))
+    needed = known.get((name, contender))
+    if needed is None and contender == "gloo-adamw":
+        needed = known.get((name, "one-adamw"))
     return found if needed is None else extrapolated(records, found, needed)
 
 
 def table(runs: Sequence[Run], baseline: str) -> str:
     rows = []
     for r in runs:
-        same = (b for b in runs if (b.workload, b.rate, b.seed) == (r.workload, r.rate, r.seed))
+        same = (b for b in runs if (b.workload, b.rate) == (r.workload, r.rate))
         other = next((b for b in same if b.contender == baseline), None)
         named, step_ms = (r.workload, r.rate, r.contender), f"{1e3 * r.step_s:.0f}"
         if r.seconds is None:
@@ -226,7 +215,7 @@ def table(runs: Sequence[Run], baseline: str) -> str:
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m accuracy", description=__doc__.splitlines()[0])
-    usual = ("gloo", "gloo-adamw", "powersgd", "hivemind", "dense", "gtopk", "local-topk")
+    usual = ("gloo", "gloo-adamw", "powersgd", "dense", "gtopk", "local-topk")
     parser.add_argument("--workloads", nargs="+", default=["gpt"], choices=sorted(WORKLOADS))
     parser.add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
     parser.add_argument("--contenders", nargs="+", default=usual, choices=(*RIVALS, *OURS))
@@ -243,12 +232,9 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk; 8/2 means overlap=2"
     )
-    parser.add_argument("--powersgd-rank", type=int, default=2)
     parser.add_argument(
         "--compression", choices=("none", "float16", "int8"), default="float16", help="of hivemind-local"
     )
-    parser.add_argument("--encrypted", action="store_true")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the initial parameters")
     parser.add_argument("--baseline", default="gloo")
     parser.add_argument("--out", type=Path, help="write JSON here")
     return parser.parse_args(arguments)
@@ -258,13 +244,11 @@ def main(arguments: Sequence[str]) -> int:
     options = options_of(arguments)
     missing = {name: reason for name, reason in available().items() if reason}
     runs: list[Run] = []
-    for name, rate, seed, contender in product(
-        options.workloads, options.rates, options.seeds, options.contenders
-    ):
+    for name, rate, contender in product(options.workloads, options.rates, options.contenders):
         if contender in RIVALS and (reason := missing.get(TRAINERS[RIVALS[contender][0]], "")):
             print(f"left out: {contender}: {reason}", file=sys.stderr)
             continue
-        runs.append(run(options, name, rate, contender, seed))
+        runs.append(run(options, name, rate, contender))
         print(table(runs[-1:], "").splitlines()[-1], flush=True)
         targets = {workload: target_of(options, workload) for workload in options.workloads}
         whole = {"world": options.world, "targets": targets, "runs": [asdict(each) for each in runs]}
