@@ -72,7 +72,8 @@ TABLE: dict[str, str] = {
     "gridtrain.tools.demo.small_llama": "torch tokenizers transformers",
     "gridtrain.tools":               "",
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
-    "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file {OPTIONS}",
+    "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file "
+                                     f"gridtrain.runtime.client.worker_naming {OPTIONS}",
     "gridtrain_coordinator.run":     "gridtrain.core gridtrain_coordinator.run",
     "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",
     "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",
