@@ -46,15 +46,14 @@ def doctor(invitation: str, as_json: bool) -> None:
     with the coordinator, and with each of at most three members.  INVITATION may be @FILE or -, as for
     `gridtrain worker`.
     """
-    from gridtrain.cli.worker import _read
-    from gridtrain.core.group.invitation import parse
+    from gridtrain.cli.worker import read_invitation
     from gridtrain.tools.doctor.examination import Examination
     from gridtrain.tools.doctor.findings import FindingLevel, worst_level
 
     began_s = time.monotonic()
     plain = as_json or not sys.stdout.isatty()
     found: list[Finding] = []
-    invited = parse(_read(invitation))
+    invited = read_invitation(invitation)
     limit = _configured_upload_limit(invited)
     examination = Examination(invited, parse_run_status, upload_limit=limit)
     for finding in examination.findings():
