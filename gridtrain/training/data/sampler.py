@@ -123,8 +123,8 @@ class GridSampler(Sampler[list[int]]):
 # -- do all workers have the same data? ------------------------------------------------------------
 
 
-def dataset_digest(dataset: Any) -> tuple[str, bytes]:
-    """Return a description and a 32-byte digest of a data set's length and of up to 16 evenly spaced samples.
+def describe_dataset(dataset: Any) -> str:
+    """Return a description of a data set: its length, and a digest for which up to 16 samples are read.
 
     Each sample is read twice, with different random numbers that are the same on all workers.  If the two
     readings differ (random augmentation), or a sample contains something other than tensors, arrays, numbers,
@@ -148,9 +148,9 @@ def dataset_digest(dataset: Any) -> tuple[str, bytes]:
     total = hashlib.blake2b(str(size).encode(), digest_size=32)
     samples = _samples_digest(dataset, size)
     if samples is None:
-        return f"{size} samples (contents not compared)", total.digest()
+        return f"{size} samples (contents not compared)"
     total.update(samples)
-    return f"{size} samples, digest {total.hexdigest()[:12]}", total.digest()
+    return f"{size} samples, digest {total.hexdigest()[:12]}"
 
 
 def _samples_digest(dataset: Any, size: int) -> bytes | None:
