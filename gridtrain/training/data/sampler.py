@@ -30,7 +30,7 @@ from gridtrain.core.commit.shard_leases import locate, split_at_shards
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError
 from gridtrain.training.checkpoint.nested_values import tensor_bytes
-from gridtrain.training.data.shards import ShardedDataset
+from gridtrain.training.data.shards import ShardedDataset, random_order
 
 DIGEST_SAMPLES = 16
 collate = default_collate
@@ -42,14 +42,8 @@ of one process (`gridtrain.local`)."""
 
 @lru_cache(maxsize=2)  # a step with re-queued positions may touch two passes
 def permutation(size: int, seed: int, pass_number: int) -> npt.NDArray[np.int64]:
-    """Return the order of the samples in one pass over the data: (size,) int64, read only.
-
-    The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
-    """
-    words = [seed & 0xFFFFFFFF, seed >> 32, pass_number & 0xFFFFFFFF, pass_number >> 32]
-    order = np.random.RandomState(words).permutation(size).astype(np.int64)
-    order.flags.writeable = False
-    return order
+    """Return the order of the samples in one pass over the data; see `random_order`."""
+    return random_order(size, seed, pass_number)
 
 
 def sample_indices(spec: LedgerSpec, spans: Sequence[Span], dataset: Any = None) -> list[int]:
