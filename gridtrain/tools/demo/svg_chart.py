@@ -72,14 +72,14 @@ class AxisScale:
         return self.start_px + (value - low) / (high - low) * (self.stop_px - self.start_px)
 
 
-def nice_ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten that enclose [low, high].
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Return about six multiples of 1, 2 or 5 times a power of ten that enclose [low, high].
 
     nice_ticks(2.1, 3.9) == [2.0, 2.5, 3.0, 3.5, 4.0]
     """
     if high <= low:
         high = low + (abs(low) or 1.0)
-    raw = (high - low) / max(1, about - 1)
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = min((m * power for m in (1, 2, 5, 10)), key=lambda candidate: abs(math.log(candidate / raw)))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

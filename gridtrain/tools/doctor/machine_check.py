@@ -32,7 +32,7 @@ MOST_SKEW_s = 5.0
 POLL_S = 0.05
 
 TORCH_PROBE = """
-import json, time
+import json
 def at(stage): print(json.dumps({"at": stage}), flush=True)
 at("import")
 try:
@@ -55,16 +55,8 @@ if torch.cuda.is_available():
 elif torch.backends.mps.is_available():
     device = "mps"
 at("product")
-n = 2048 if device != "cpu" else 512
-a = torch.ones(n, n, device=device)
-wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize, "cpu": lambda: None}[device]
-(a @ a).sum().item()
-least, ends = float("inf"), time.perf_counter() + 0.2
-while (began := time.perf_counter()) < ends or least == float("inf"):
-    b = a @ a
-    wait()
-    least = min(least, time.perf_counter() - began)
-found |= {"device": device, "flops": 2 * n**3 / least}
+from gridtrain.device_speed import device_flops
+found |= {"device": device, "flops": device_flops(torch.device(device))}
 print(json.dumps(found))
 """
 """The program that the other process runs.
