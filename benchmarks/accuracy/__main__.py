@@ -70,6 +70,7 @@ class Run:
         step_s: median duration of a step.
         timed_steps: the number of steps from whose mean `seconds` was extrapolated; 0 if all steps were run.
         curve: (step, seconds, held-out loss) of each measurement.
+        seed: the seed of the initial parameters.
     """
 
     workload: str
@@ -83,10 +84,11 @@ class Run:
     step_s: float
     timed_steps: int = 0
     curve: tuple[tuple[int, float, float], ...] = ()
+    seed: int = 0
 
 
 def summary(
-    records: Sequence[dict[str, Any]], workload: str, rate: str, contender: str, target: float
+    records: Sequence[dict[str, Any]], workload: str, rate: str, contender: str, target: float, seed: int = 0
 ) -> Run:
     measured = [r for r in records if r["held_out"] is not None]
     there = next((r for r in measured if r["held_out"] <= target), None)
@@ -103,6 +105,7 @@ def summary(
         seconds[-1] if seconds else 0.0,
         statistics.median(steps_s) if steps_s else 0.0,
         curve=tuple((int(r["step"]), round(r["seconds"], 3), r["held_out"]) for r in measured),
+        seed=seed,
     )
 
 
@@ -153,10 +156,11 @@ def run_rival(
     links: dict[str, Any],
     name: str,
     folder: Path,
+    seed: int,
 ) -> None:
     trainer, family = RIVALS[name]
     extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
-    extra += ["--until-loss", str(target_of(options, workload.name))]
+    extra += ["--until-loss", str(target_of(options, workload.name)), "--seed", str(seed)]
     world = options.world
     if name == "one-adamw":
         world, extra = 1, [*extra, "--batch-size", str(workload.batch_size * world)]
@@ -170,21 +174,21 @@ def run_rival(
         train_rival(list(hosts.values()), trainer, folder, options.limit, extra)
 
 
-def run(options: argparse.Namespace, name: str, rate: str, contender: str) -> Run:
+def run(options: argparse.Namespace, name: str, rate: str, contender: str, seed: int = 0) -> Run:
     workload = WORKLOADS[name]
     links = {"rate": "" if rate == "none" else rate, "delay_s": options.delay}
     with tempfile.TemporaryDirectory(prefix="accuracy-") as text:
         folder = Path(text)
         try:
             if contender in RIVALS:
-                run_rival(options, workload, links, contender, folder)
+                run_rival(options, workload, links, contender, folder, seed)
             else:
-                chosen = asdict(replace(ours(options, workload, contender), folder=text))
+                chosen = asdict(replace(ours(options, workload, contender), seed=seed, folder=text))
                 run_in_lab(work, chosen, options.world, options.limit, encrypted=False, **links)
         except LabError as error:
             print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
         records = read(folder / "steps.jsonl")
-    found = summary(records, name, rate, contender, target_of(options, name))
+    found = summary(records, name, rate, contender, target_of(options, name), seed)
     if options.extrapolate is None or found.seconds is not None:
         return found
     known = steps_of(options.extrapolate)
@@ -197,7 +201,7 @@ def run(options: argparse.Namespace, name: str, rate: str, contender: str) -> Ru
 def table(runs: Sequence[Run], baseline: str) -> str:
     rows = []
     for r in runs:
-        same = (b for b in runs if (b.workload, b.rate) == (r.workload, r.rate))
+        same = (b for b in runs if (b.workload, b.rate, b.seed) == (r.workload, r.rate, r.seed))
         other = next((b for b in same if b.contender == baseline), None)
         named, step_ms = (r.workload, r.rate, r.contender), f"{1e3 * r.step_s:.0f}"
         if r.seconds is None:
@@ -235,6 +239,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--compression", choices=("none", "float16", "int8"), default="float16", help="of hivemind-local"
     )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the initial parameters")
     parser.add_argument("--baseline", default="gloo")
     parser.add_argument("--out", type=Path, help="write JSON here")
     return parser.parse_args(arguments)
@@ -244,11 +249,13 @@ def main(arguments: Sequence[str]) -> int:
     options = options_of(arguments)
     missing = {name: reason for name, reason in available().items() if reason}
     runs: list[Run] = []
-    for name, rate, contender in product(options.workloads, options.rates, options.contenders):
+    for name, rate, seed, contender in product(
+        options.workloads, options.rates, options.seeds, options.contenders
+    ):
         if contender in RIVALS and (reason := missing.get(TRAINERS[RIVALS[contender][0]], "")):
             print(f"left out: {contender}: {reason}", file=sys.stderr)
             continue
-        runs.append(run(options, name, rate, contender))
+        runs.append(run(options, name, rate, contender, seed))
         print(table(runs[-1:], "").splitlines()[-1], flush=True)
         targets = {workload: target_of(options, workload) for workload in options.workloads}
         whole = {"world": options.world, "targets": targets, "runs": [asdict(each) for each in runs]}

@@ -171,7 +171,7 @@ def train(options: argparse.Namespace) -> None:
     workload = WORKLOADS[options.workload]()
     size = options.batch_size or workload.batch_size
     batches = batches_of(workload.train, size, options.rank, options.world)
-    model = workload.model(seed=0)
+    model = workload.model(options.seed)
     settings = workload.settings[options.settings].at(options.learning_rate)
     exchange = EXCHANGES[options.rival](options, workload, model)
     optimizer = settings.build(model)
@@ -213,6 +213,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compression", choices=("none", "float16", "int8"), default="none")
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--batch-size", type=int, help="instead of the workload's")
+    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
 
