@@ -438,7 +438,7 @@ def _expected_payloads(stage: int, stages: int, micro_batches: int) -> ExpectedP
 
 def _exchange_alone(buffer: CollectiveBuffer, skip: bool) -> bool:
     """Run the exchange of a stage with one replica; return whether the step is skipped."""
-    for effect in buffer.make_collective(0, 1, skip).start(0.0):
+    for effect in buffer.make_collective(0, 1, skip).start():
         if isinstance(effect, CollectiveComplete):
             return is_skipped(effect.flags)
         buffer.apply(effect)  # type: ignore[arg-type]

@@ -28,7 +28,6 @@ from gridtrain.core.collectives.collective import (
     Collective,
     CollectiveComplete,
     CollectiveEffect,
-    PayloadReceived,
     SendTo,
 )
 from gridtrain.core.collectives.ring import RingAllReduce
@@ -193,7 +192,7 @@ class Attempts:
             raise LocalProtocolError(
                 f"a part of round {self.next_round} was begun while {self.open_attempt.round_id} is open"
             )
-        return self._add(collectives, now_s) + self._replay_all(now_s)
+        return self._add(collectives) + self._replay_all(now_s)
 
     def submit(
         self,
@@ -227,7 +226,7 @@ class Attempts:
             self._collectives |= collectives
             effects = self.advance(Failed(failure), now_s)
         else:
-            effects = [*self._add(collectives, now_s), *self._check_complete()]
+            effects = [*self._add(collectives), *self._check_complete()]
         return effects + self._replay_all(now_s)
 
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
@@ -240,9 +239,9 @@ class Attempts:
         if not self._has_more:
             raise LocalProtocolError(f"round {event.round} was extended after its last collective")
         self._has_more = event.has_more
-        return [*self._add(event.collectives, now_s), *self._check_complete(), *self._replay_all(now_s)]
+        return [*self._add(event.collectives), *self._check_complete(), *self._replay_all(now_s)]
 
-    def deliver_data(self, rank: int, data: m.Data, now_s: float) -> list[MemberEffect] | None:
+    def deliver_data(self, rank: int, data: m.Data) -> list[MemberEffect] | None:
         """Process a payload for a collective of the open attempt.
 
         Return None without processing the payload if it belongs to no such collective; the caller then passes
@@ -256,7 +255,7 @@ class Attempts:
             return None
         if data.round != attempt.round_id:
             return None
-        return self._advance_collective(collective, rank, data, now_s)
+        return self._advance_collective(collective, rank, data)
 
     def receive(
         self, peer: m.PeerId, message: AttemptMessage, nbytes: int, now_s: float
@@ -371,14 +370,14 @@ class Attempts:
         early.messages.append((message, nbytes))
         early.nbytes += nbytes
 
-    def _add(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
+    def _add(self, collectives: Mapping[m.Channel, Collective]) -> list[AttemptEffect]:
         if not self._collectives:
             self.flags = 0
         self._collectives |= collectives
         return [
             effect
             for channel, collective in collectives.items()
-            for effect in self._translate(channel, collective.start(now_s))
+            for effect in self._translate(channel, collective.start())
         ]
 
     def _replay_all(self, now_s: float) -> list[AttemptEffect]:
@@ -434,12 +433,10 @@ class Attempts:
                         f"{len(self._collectives)} channels of round {self._current_round}",
                         remedy=_REMEDY,
                     )
-                return list(self._advance_collective(collective, rank, message, now_s))
+                return list(self._advance_collective(collective, rank, message))
 
-    def _advance_collective(
-        self, collective: Collective, rank: int, data: m.Data, now_s: float
-    ) -> list[MemberEffect]:
-        effects = collective.handle(PayloadReceived(rank, data.slot, data.flags, data.payload), now_s)
+    def _advance_collective(self, collective: Collective, rank: int, data: m.Data) -> list[MemberEffect]:
+        effects = collective.handle(rank, data.slot, data.flags, data.payload)
         translated = self._translate(data.channel, effects)
         return translated + self._check_complete() if collective.complete else translated
 
