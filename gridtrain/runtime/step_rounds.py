@@ -25,6 +25,7 @@ from gridtrain.runtime.buffers.collective_buffers import (
     ButterflyBuffer,
     CollectiveBuffer,
     DenseRingBuffer,
+    PayloadBuffer,
 )
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.missed_step import MissedStep
@@ -230,10 +231,10 @@ class StepRounds:
 
     def contribute_nothing(
         self, round_id: m.RoundId, plan: StepPlan, settings: bytes
-    ) -> io.SubmitRound | io.StayPresent | None:
+    ) -> list[io.SubmitRound | io.StayPresent | io.RoundFailed]:
         """Make an empty contribution to a round, unless the trainer has begun to submit.
 
-        Called from the I/O thread.  Returns the event for the core; None if the trainer's part of an earlier
+        Called from the I/O thread.  Returns the events for the core; none if the trainer's part of an earlier
         round is not over yet.
 
         Args:
@@ -242,29 +243,25 @@ class StepRounds:
         """
         with self._mailbox.condition:
             if sum(each.nbytes for each in self._missed) > MOST_MISSED_BYTES or self._make_empty is None:
-                return io.StayPresent(round_id)
+                return [io.StayPresent(round_id)]
             before = self._aborted_absence if plan.attempt else None
             buffers = self._make_empty(plan, before.voted_buffers if before is not None else ())
             if buffers is None:
-                return io.StayPresent(round_id)
+                return [io.StayPresent(round_id)]
             if self.current is not None:
-                return io.StayPresent(round_id) if self.current.id == round_id else None
+                return [io.StayPresent(round_id)] if self.current.id == round_id else []
             channels = buffers_by_channel(buffers)
             is_failed = _was_failed_before(channels.values(), before)
             self.current = OpenRound(
-                round_id, channels, buffers, settings=settings, is_failed=is_failed, is_absent=True
+                round_id, {**channels}, buffers, settings=settings, is_failed=is_failed, is_absent=True
             )
         flag = absent_flag(plan.rank)
         collectives = {
             channel: buffer.make_collective(plan.rank, plan.world_size, flag)
             for channel, buffer in channels.items()
         }
-        return io.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
-
-    @property
-    def is_current_failed(self) -> bool:
-        """Whether the open round cannot commit, because its buffers were used in a failed attempt."""
-        return self.current is not None and self.current.is_failed
+        submitted = io.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
+        return [submitted, io.RoundFailed(REJECTED_EARLIER)] if is_failed else [submitted]
 
     def _end_absent(self, ended: OpenRound, committed: bool, flags: int) -> None:
         """Keep the update of a committed step for the trainer, or the buffers of an aborted attempt."""
@@ -393,7 +390,7 @@ class StepRounds:
             self._record_step(step_update, buffer.n)
 
 
-def _was_failed_before(buffers: Iterable[CollectiveBuffer], before: OpenRound | None) -> bool:
+def _was_failed_before(buffers: Iterable[PayloadBuffer], before: OpenRound | None) -> bool:
     """Return whether any of `buffers` was used in the round `before`, in which a payload was rejected."""
     if before is None or not before.is_failed:
         return False
