@@ -17,7 +17,6 @@ from itertools import pairwise, permutations
 from statistics import median
 
 from gridtrain.core.messages import PeerId, Setup
-from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.stages.repartition import (
     MAX_ORDERED_LAYERS,
     MAX_ORDERED_WORKERS,
@@ -61,13 +60,8 @@ def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
 def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
     """Return the memory that each stage of this partition needs, in bytes."""
     assert setup.model is not None
-    stages = len(cuts) - 1
-    costs = StageCostModel(
-        layers_of(setup.model),
-        [Card()] * stages,
-        uniform_network(stages, 0.0, math.inf),
-        execution_settings_of(setup.model),
-    )
+    cards = [Card()] * (len(cuts) - 1)
+    costs = StageCostModel(layers_of(setup.model), cards, None, execution_settings_of(setup.model))
     return [costs.memory(n, *ends).total for n, ends in enumerate(pairwise(cuts))]
 
 

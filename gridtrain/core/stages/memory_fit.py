@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.errors import ConfigError
@@ -26,7 +25,7 @@ def smallest_shortfall(
 
     A negative shortfall means that this number of bytes is free.
     """
-    costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
+    costs = StageCostModel(layers, cards, None, running)
 
     def lack(stage: int, start: int, stop: int) -> float:
         limit = cards[stage].memory_bytes
@@ -65,18 +64,13 @@ def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSetti
     """Return whether a partition fits into the memory of all cards."""
     if len(cards) > len(layers):
         return False
-    return (
-        find_fitting_partition(
-            StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
-        )
-        is not None
-    )
+    return find_fitting_partition(StageCostModel(layers, cards, None, running)) is not None
 
 
 def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> ConfigError:
     """Return an error that names the stage with too little memory and the sufficient changes."""
     cuts, _ = smallest_shortfall(layers, cards, running)
-    costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
+    costs = StageCostModel(layers, cards, None, running)
 
     def lack(stage: int) -> float:
         return costs.memory(stage, cuts[stage], cuts[stage + 1]).total - cards[stage].memory_bytes

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from gridtrain.core.planning.network_model import NetworkModel, uniform_network
+from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts, bottleneck_cuts_within
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, PartitionCost, StageCostModel
 from gridtrain.errors import ConfigError
@@ -60,7 +60,7 @@ def best_partition(
             f"{len(layers)} layers cannot be divided into {len(cards)} stages",
             remedy="use at most as many stages as layers, or divide the model into smaller layers",
         )
-    costs = StageCostModel(layers, cards, network or uniform_network(len(cards), 0.0, math.inf), running)
+    costs = StageCostModel(layers, cards, network, running)
     some = memory_fit.find_fitting_partition(costs, may_be)
     if some is None:
         raise memory_fit.shortage_text(layers, cards, running)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
-from gridtrain.core.planning.network_model import NetworkModel
+from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.stages.schedule import Schedule, fill_drain, one_forward_one_backward
 from gridtrain.errors import ConfigError
 
@@ -245,16 +245,20 @@ class StageCostModel:
     """Computes the time and memory of a stage from prefix sums, because a search asks for many stages.
 
     A stage consists of layers `start` to `stop` - 1 on card `stage`.
+
+    Args:
+        network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.
     """
 
     def __init__(
         self,
         layers: Sequence[Layer],
         cards: Sequence[Card],
-        network: NetworkModel,
+        network: NetworkModel | None,
         running: ExecutionSettings,
     ) -> None:
         self.layers, self.cards, self.running = layers, cards, running
+        network = network or uniform_network(len(cards), 0.0, math.inf)
         if len(cards) != network.size:
             raise ConfigError(
                 f"there are {len(cards)} cards, but the network has {network.size} ranks",

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from gridtrain.core.planning.exchange_comparison import format_seconds
 from gridtrain.core.planning.network_model import LinkOccupancy, NetworkModel, uniform_network
 from gridtrain.core.stages import partition
 from gridtrain.core.stages.schedule import Action, ActionKind, ahead_for, divide_samples
@@ -31,6 +30,7 @@ from gridtrain.core.stages.stage_cost import (
     StageCostModel,
 )
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_seconds
 
 MOST_MICRO_BATCHES = 256
 """The largest number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
