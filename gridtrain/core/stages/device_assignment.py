@@ -17,6 +17,7 @@ from itertools import pairwise, permutations
 from statistics import median
 
 from gridtrain.core.messages import PeerId, Setup
+from gridtrain.core.stages.rank_placement import PairCost
 from gridtrain.core.stages.repartition import (
     MAX_ORDERED_LAYERS,
     MAX_ORDERED_WORKERS,
@@ -36,8 +37,6 @@ SPEED_STEP = math.sqrt(2.0)
 MAX_MEDIAN_RATIO = 2.0**10
 """Largest ratio between a card's speed and the median, in both directions, because workers report their own
 speeds."""
-
-PairCost = Callable[[PeerId, PeerId], float]
 
 
 def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:

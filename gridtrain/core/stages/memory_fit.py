@@ -6,7 +6,7 @@ Each proposed change has been checked with the same costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts
@@ -40,18 +40,12 @@ def smallest_shortfall(
     return cuts, lacking
 
 
-def find_fitting_partition(
-    costs: StageCostModel, may_be: Callable[[int, int], bool] = lambda start, stop: True
-) -> tuple[int, ...] | None:
-    """Return the cuts of a partition that fits into the memory of all cards, or None if no partition fits.
-
-    Args:
-        may_be: returns whether a stage may have the layers from `start` to `stop` - 1.
-    """
+def find_fitting_partition(costs: StageCostModel) -> tuple[int, ...] | None:
+    """Return the cuts of a partition that fits into the memory of all cards, or None if no partition fits."""
     limits = [card.memory_bytes for card in costs.cards]
 
     def room(stage: int, start: int, stop: int) -> float:
-        fits = may_be(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
+        fits = costs.can_be_stage(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
         return 0.0 if fits else math.inf
 
     def least(stage: int, start: int, stop: int) -> float:

@@ -271,6 +271,7 @@ class StageCostModel:
         self._parameters = _sums(each.parameter_bytes for each in layers)
         self._trainable = _sums(each.trainable for each in layers)
         self._kept = _sums(each.kept_bytes for each in layers)
+        self._trained = _sums(each.trainable > 0 for each in layers)
         inputs = [running.input_bytes, *(each.output_bytes for each in layers)]
         self._inputs = _sums(inputs)
         works = [
@@ -287,6 +288,11 @@ class StageCostModel:
         self._messages_s = [number * running.message_s for number in sides]
         self._forward_Bps = [path_Bps(stage, stage + 1) for stage in range(stages - 1)]
         self._backward_Bps = [path_Bps(stage + 1, stage) for stage in range(stages - 1)]
+
+    def can_be_stage(self, start: int, stop: int) -> bool:
+        """Return whether one of the layers is trained, as each stage needs; True if none of the model is
+        known to be."""
+        return not self._trained[-1] or self._trained[stop] > self._trained[start]
 
     def forward_s(self, stage: int, start: int, stop: int) -> float:
         return self._seconds(self._forward[stop] - self._forward[start], stage)

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from gridtrain.core.planning.network_model import LinkOccupancy, NetworkModel, uniform_network
 from gridtrain.core.stages import partition
@@ -200,9 +199,7 @@ def _partition_for(
     slack: float,
 ) -> PartitionCost:
     if cuts is None:
-        return partition.best_partition(
-            layers, cards, network, running, slack=slack, may_be=_has_trainable_check(layers, len(cards))
-        )
+        return partition.best_partition(layers, cards, network, running, slack=slack)
     cut = partition.partition_at(StageCostModel(layers, cards, network, running), cuts)
     for index, stage in enumerate(cut.stages):
         if stage.memory.total > stage.card.memory_bytes:
@@ -212,25 +209,6 @@ def _partition_for(
                 remedy="use a different partition or more micro-batches",
             )
     return cut
-
-
-def _has_trainable_check(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
-    """Return a predicate: whether layers `start` to `stop` - 1 include a trainable layer.  If no layer is
-    known to be trainable, the function allows any stage.
-
-    Raises:
-        ConfigError: there are fewer trainable layers than stages.
-    """
-    before = list(accumulate((layer.trainable > 0 for layer in layers), initial=0))
-    if not before[-1]:
-        return lambda start, stop: True
-    if before[-1] < stages <= len(layers):
-        raise ConfigError(
-            f"{len(layers)} layers, of which {before[-1]} are trained, cannot be divided into {stages} "
-            "stages: each stage must have a trainable layer",
-            remedy=f"use at most {before[-1]} stages, or divide the model into smaller layers",
-        )
-    return lambda start, stop: before[stop] > before[start]
 
 
 def _ahead_for_slowest_hop(cut: PartitionCost, network: NetworkModel) -> float:
