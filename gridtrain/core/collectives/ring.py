@@ -34,7 +34,7 @@ from gridtrain.core.collectives.collective import (
     StoreSlice,
 )
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 _MISSING_REDUCE, _MISSING_GATHER, _MISSING_NOTHING = range(3)
 """The messages of a slice that a rank has not received, as encoded in RESUME: both, only GATHER, none."""
@@ -165,7 +165,7 @@ class RingAllReduce(CollectiveBase):
                 f"{self._label}: RESUME from rank {right} has {len(lacks)} bytes with values up to "
                 f"{max(lacks, default=0)}; it must have {len(keys)} bytes with values up to "
                 f"{_MISSING_NOTHING}",
-                remedy="disconnect the peer; a correct peer of the same version never sends this message",
+                remedy=NEVER_SENT,
             )
         self._right_lacks = lacks
         effects: list[CollectiveEffect] = []

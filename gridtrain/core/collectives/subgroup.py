@@ -20,7 +20,7 @@ from gridtrain.core.collectives.collective import (
     SendTo,
 )
 from gridtrain.core.messages import PayloadSlot
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 
 class Subgroup:
@@ -42,7 +42,7 @@ class Subgroup:
         if sender is None:
             raise RemoteProtocolError(
                 f"rank {from_rank} sent {slot} to an exchange among only the ranks {self._ranks}",
-                remedy="disconnect the peer; a correct peer of the same version never sends this message",
+                remedy=NEVER_SENT,
             )
         return self._to_global_ranks(self._inner.handle(sender, slot, flags, payload))
 

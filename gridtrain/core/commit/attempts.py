@@ -61,7 +61,7 @@ from gridtrain.core.group.member_events import (
 )
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import absent_flag, is_absent
-from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 
 ABORTS_BEFORE_FREEZE = 2
 
@@ -83,7 +83,6 @@ MAX_STEPS_AHEAD = 1
 Step s + 1 begins only after step s is committed, which requires the votes of all members.
 """
 
-_REMEDY = "disconnect the peer; a correct peer of the same version never sends this message"
 
 AttemptMessage = m.Data | m.Vote | m.Decision
 
@@ -403,7 +402,7 @@ class Attempts:
             raise RemoteProtocolError(
                 f"rank {rank} has sent {self._stale_messages[peer]} messages of past rounds; at most "
                 f"{MAX_STALE_MESSAGES} could have been in flight",
-                remedy=_REMEDY,
+                remedy=NEVER_SENT,
             )
 
     def _handle_late(self, peer: m.PeerId, message: AttemptMessage) -> list[AttemptEffect]:
@@ -431,7 +430,7 @@ class Attempts:
                     raise RemoteProtocolError(
                         f"rank {rank} sent data for {channel}, which is not one of the "
                         f"{len(self._collectives)} channels of round {self._current_round}",
-                        remedy=_REMEDY,
+                        remedy=NEVER_SENT,
                     )
                 return list(self._advance_collective(collective, rank, message))
 
@@ -538,7 +537,7 @@ def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
             f"rank {from_rank} is at step {there.step + 1}, attempt {there.attempt + 1}; no member can be "
             f"past step {here.step + 1 + MAX_STEPS_AHEAD} while this member is at step {here.step + 1}, nor "
             f"past attempt {ABORTS_BEFORE_FREEZE}",
-            remedy=_REMEDY,
+            remedy=NEVER_SENT,
         )
 
 
@@ -547,7 +546,7 @@ def _check_early_limits(from_rank: int, messages: int, nbytes: int) -> None:
         raise RemoteProtocolError(
             f"rank {from_rank} has sent {messages} early messages of {nbytes} bytes; at most "
             f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes are held for one member",
-            remedy=_REMEDY,
+            remedy=NEVER_SENT,
         )
 
 

@@ -47,6 +47,8 @@ from gridtrain.network.transport.interface import (
     TrafficCounters,
     TransportEvent,
     TransportViolation,
+    not_connected_error,
+    own_key_error,
 )
 from gridtrain.network.transport.rate_limiter import FLOOD_BYTES, FLOOD_MESSAGES, UploadLimiter
 from gridtrain.network.transport.receive_queue import ReceiveQueue
@@ -143,10 +145,7 @@ class ZeroMQTransport:
 
     def dial(self, peer: PeerId, address: str) -> None:
         if peer == self.me:
-            raise TransportError(
-                f"cannot dial {address}: the peer's key is our own key",
-                remedy="remove this worker from the list of peers",
-            )
+            raise own_key_error(address)
         self._require_encryption("dial", address)
         if peer in self._connections:
             return
@@ -182,9 +181,7 @@ class ZeroMQTransport:
 
     def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
         if peer not in self._connections:
-            raise TransportError(
-                f"peer {peer.hex()[:8]} is not connected", remedy="wait for the peer's PeerUp before sending"
-            )
+            raise not_connected_error(peer)
         frames = codec.encode(message) if frames is None else frames
         kind, nbytes, now_s = type(message).__name__, self._wire_bytes(frames), time.monotonic()
         can_bypass = self._send_queue.limiter.rate_Bps is None and self._send_queue.is_empty()
