@@ -167,15 +167,17 @@ class DenseRingBuffer:
                 values = self._received_values(segment, slice_, payload, source)
                 view = self._slice_view(segment, slice_)
                 np.add(view, values, out=view)
-                self._mark_written(
-                    segment, slice_, final=source.contributors + 1 == source.world_size, checked=False
-                )
+                self._mark_written(segment, slice_, final=self._is_last(segment, source), checked=False)
             case StoreSlice(segment, slice_, payload, source):
                 values = self._received_values(segment, slice_, payload, source)
                 self._slice_view(segment, slice_)[:] = values
                 self._mark_written(segment, slice_, final=True, checked=True)
             case _:
-                raise _unexpected_effect("RingAllReduce", effect)
+                raise _unexpected_effect("a dense exchange", effect)
+
+    def _is_last(self, segment: int, source: Provenance) -> bool:
+        """Return whether a slice of the segment is final after the payload of `source` has been added."""
+        return source.contributors + 1 == source.world_size
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         if slot.phase is CollectivePhase.RESUME:
