@@ -4,10 +4,10 @@ The core decides which payload is sent to which peer, and whether a round commit
 effects.
 
     training thread                                            I/O thread
-      begin_bucket .. run        --- SubmitRound ------->        core --> payload_to_send, apply_payload
+      begin_bucket .. submit     --- SubmitRound ------->        core --> payload_to_send, apply_payload
       open --> PipelineRound     --- AddCollectives ---->             --> compute_vote_digest
                                                                       --> resolve
-      run, resolve_last          <-- outcome, with the snapshot -- publish_ended
+      await_submitted            <-- outcome, with the snapshot -- publish_ended
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class StepRounds:
     def begin_bucket(
         self, round_id: m.RoundId, channel: m.Channel, buffer: CollectiveBuffer, skip: bool
     ) -> None:
-        """Submit one bucket of this worker's part of a round; `run` submits the rest."""
+        """Submit one bucket of this worker's part of a round; `submit` submits the rest."""
         snapshot = self._mailbox.read()
         if snapshot.open_round != round_id:
-            return  # `run` will say that the round is over
+            return  # `submit` will say that the round is over
         collective = buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
             if self._missed or (self.current is not None and self.current.is_absent):
@@ -111,17 +111,6 @@ class StepRounds:
                 self.current = OpenRound(round_id, {})
             self.current.buffers[channel] = buffer
         self._mailbox.submit_payload(io.SubmitRound(round_id, {channel: collective}, is_complete=False))
-
-    def run(
-        self,
-        round_id: m.RoundId,
-        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
-        skip: bool,
-        settings: bytes,
-    ) -> RoundOutcome:
-        """Submit this worker's part of a round, wait for the outcome, and return the outcome."""
-        mine = self.submit(round_id, buffers, skip, settings, is_awaited=True)
-        return self.await_submitted(mine)
 
     def submit(
         self,
@@ -176,7 +165,7 @@ class StepRounds:
     def resolve_last(self, timeout_s: float) -> RoundOutcome | None:
         """Return the outcome of the last round to which this worker submitted; None after `timeout_s`.
 
-        A worker calls this method when it leaves after an interruption before or during `run`.  An attempt
+        A worker calls this method when it leaves after an interruption before or during a round.  An attempt
         that was never submitted was not committed.  Unless this worker has voted YES, it votes NO now, so
         that the round can end while other members are in a long computation.
         """

@@ -241,14 +241,12 @@ def _improve_by_links(
     loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
     count = math.factorial(len(loose)) * math.factorial(layout.replicas) ** (layout.stages - 1)
     if count <= MAX_ENUMERATED:
-        return min(
-            _enumerate_placements(layout, placed, loose), key=lambda tried: placement_cost_s(tried, cost_s)
-        )
+        return min(_enumerate_placements(placed, loose), key=lambda tried: placement_cost_s(tried, cost_s))
     return _improve_by_swaps(layout, placed, pinned, cost_s)
 
 
 def _enumerate_placements(
-    layout: RankLayout, placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
+    placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
 ) -> Iterator[list[list[PeerId]]]:
     """Yield all placements; stage 0 is not permuted, because the numbering of pipelines does not matter."""
     for others in permutations([placed[s][r] for s, r in loose]):
