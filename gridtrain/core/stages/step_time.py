@@ -106,7 +106,6 @@ def propose_micro_batches(
     *,
     cuts: Sequence[int] | None = None,
     numbers: Sequence[int] = (),
-    near: float = STEP_TIME_TOLERANCE,
     slack: float = 0.0,
     ahead: float | None = None,
 ) -> MicroBatchProposal:
@@ -116,7 +115,6 @@ def propose_micro_batches(
         running: the settings; `samples`, `micro_batches` and the `ahead` of 1F1B are replaced.
         cuts: the partition if it is fixed; None to use the best partition for each number.
         numbers: the numbers of micro-batches to compare; by default `micro_batch_candidates`.
-        near: the share by which a step with fewer micro-batches may be slower than the fastest step.
         slack: see `partition.best_partition`.
         ahead: the `ahead` of 1F1B if it is fixed; None to choose it.
 
@@ -134,15 +132,13 @@ def propose_micro_batches(
     refused: list[ConfigError] = []
     for number in sorted(set(numbers)) or micro_batch_candidates(batch):
         try:
-            tried.append(
-                _best_for_count(layers, cards, network, running, batch, number, cuts, near, slack, ahead)
-            )
+            tried.append(_best_for_count(layers, cards, network, running, batch, number, cuts, slack, ahead))
         except ConfigError as error:
             refused.append(error)
     if not tried:
         raise refused[-1]
     fastest = min(tried, key=lambda each: each.step_s)
-    chosen = next(each for each in tried if each.step_s <= fastest.step_s * (1 + near))
+    chosen = next(each for each in tried if each.step_s <= fastest.step_s * (1 + STEP_TIME_TOLERANCE))
     return MicroBatchProposal(chosen, tuple(tried), _reason(chosen, tried, batch, refused))
 
 
@@ -164,7 +160,6 @@ def _best_for_count(
     batch: int,
     number: int,
     cuts: Sequence[int] | None,
-    near: float,
     slack: float,
     fixed: float | None,
 ) -> StepEstimate:
@@ -187,7 +182,7 @@ def _best_for_count(
                 break  # each larger `ahead` needs more memory
             found.append(estimate_step(layers, cards, network, further, batch, cut))
     fastest_s = min(each.step_s for each in found)
-    return next(each for each in found if each.step_s <= fastest_s * (1 + near))
+    return next(each for each in found if each.step_s <= fastest_s * (1 + STEP_TIME_TOLERANCE))
 
 
 def _partition_for(
