@@ -32,7 +32,7 @@ from bench.cells import Link
 from bench.measurement import hosts_of, why_no_link
 from gridtrain.core.collectives.ring import MAX_SLICE_BYTES
 from gridtrain.core.planning.cost_model import exchange_cost
-from gridtrain.core.planning.exchange_facts import parse_workload
+from gridtrain.core.planning.exchange_facts import make_exchange
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import NO_CPU_COSTS, PACKET_BYTES, CpuCosts, Workload, count_messages
 from gridtrain.network.wire.dense_payload import decode_slice, encode_slice
@@ -186,9 +186,9 @@ def packets_work(repeats: int = 8) -> dict[str, float]:
 
 def tiny(what: str) -> Workload:
     name, _, options = what.partition(":")
-    load = parse_workload(name, f"{options},density=0.001", TINY_PARAMETERS, encrypted=False)
-    assert load is not None
-    return load
+    exchange = make_exchange(name, f"{options},density=0.001")
+    assert exchange is not None
+    return Workload.of(exchange, TINY_PARAMETERS, encrypted=False)
 
 
 def ends_of(what: str, members: int) -> float:

@@ -456,8 +456,12 @@ class GroupSession:
         """
         assert self._turn is not None and self._turn.open_round is not None
         self._early_plan = None
-        open_round = self._turn.open_round
-        return self._outcome_of(lambda: self._loop.step_rounds.run(open_round, buffers, skip, settings))
+        open_round, rounds = self._turn.open_round, self._loop.step_rounds
+        return self._outcome_of(
+            lambda: rounds.await_submitted(
+                rounds.submit(open_round, buffers, skip, settings, is_awaited=True)
+            )
+        )
 
     def _outcome_of(self, run: Callable[[], RoundOutcome]) -> RoundOutcome:
         """Return and record the outcome of a round; if the run ends without this worker, its round is not

@@ -36,7 +36,6 @@ from gridtrain.core.planning.exchange_comparison import (
     estimate_exchange,
     fastest_estimate,
     format_exchange,
-    format_seconds,
     recommend_exchange,
 )
 from gridtrain.core.planning.exchange_facts import (
@@ -54,7 +53,7 @@ from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.rank_order import MIN_SPEEDUP, DEFAULT_LINK_Bps
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, format_seconds
 
 FIRST_STEP_FIGURE = "first_computed_s"
 """Name of a figure in a heartbeat: the compute time, in seconds, of the batch whose gradient waits for the

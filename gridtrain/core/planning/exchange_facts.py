@@ -108,15 +108,6 @@ def workload_of(facts: Mapping[str, str]) -> Workload | None:
     return Workload.of(exchange, parameters)
 
 
-def parse_workload(name: str, options: str, parameters: int, encrypted: bool = True) -> Workload | None:
-    """Return the workload of an exchange (see `make_exchange`) for a model of `parameters` parameters.
-
-    Returns None if the exchange does not exist.
-    """
-    exchange = make_exchange(name, options)
-    return Workload.of(exchange, parameters, encrypted) if exchange is not None else None
-
-
 def name_direct(text: str) -> str:
     """Return an exchange's text in which the first dense exchange of open topology is made direct."""
     return re.sub(r"Dense\((?=values=|\))", _name_direct, text, count=1)
