@@ -16,6 +16,7 @@ from gridtrain_coordinator.run.events import (
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
+    RunPhase,
 )
 from gridtrain_coordinator.run.liveness import JOIN_WAIT_S
 
@@ -282,6 +283,21 @@ def test_a_new_process_alone_does_not_restart_the_run_while_members_with_the_sta
     run.pass_to(33.1 + LIMITS.silence_s, A, C)
     assert run.core.generation == 2
     assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, C: True}
+
+
+def test_a_member_that_returns_without_its_state_waits_for_those_that_hold_it() -> None:
+    """A has lost its state while the coordinator was down; B, which holds it, returns after 30 s."""
+    run = restarted()
+    run.join(A, 1.0)
+    run.pass_to(4.0, A)
+    assert run.frozen() == [A]
+    run.report(A, 4.1, synced=False)
+    run.pass_to(29.9, A)
+    assert run.core.phase is RunPhase.PAUSED and run.core.generation == 1, "the run has not started over"
+    run.join(B, 30.0)
+    run.report(B, 30.1)
+    run.pass_to(30.1 + LIMITS.silence_s, A, B)
+    assert {x.peer: x.joining for x in run.core.run.member_list} == {A: True, B: False}
 
 
 def test_a_new_process_is_not_awaited_while_it_builds_its_model() -> None:

@@ -722,6 +722,12 @@ def test_a_worker_that_catches_up_is_served_until_it_is_a_member() -> None:
     assert logged.count("caught_up") == 1
 
 
+def test_the_first_worker_of_a_run_has_nothing_to_catch_up_with() -> None:
+    run = ScriptedCoordinator(limits=Deadlines(settle_s=0.0))
+    run.join(A, setup=CATCHING_UP)
+    assert run.roster == "a", "at once, not after the next message"
+
+
 def routes_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:
     """By message type, the addresses that `peer` receives."""
     lists = {

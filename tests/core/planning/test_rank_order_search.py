@@ -128,6 +128,24 @@ def test_a_search_tries_a_limited_number_of_orders(
     assert simulated[True] <= simulated[False] and estimated[True] <= estimated[False]
 
 
+@pytest.mark.parametrize("is_urgent", [False, True])
+@pytest.mark.parametrize("kind", [*RUNNABLE, ExchangeKind.STAR])
+def test_orders_are_searched_from_three_members_up_to_a_limit(
+    kind: ExchangeKind, is_urgent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two members have one order; in a star only the root matters."""
+    limits = rank_order_search.URGENT_SEARCH if is_urgent else rank_order_search.FULL_SEARCH
+    begun: list[int] = []
+    monkeypatch.setattr(
+        rank_order_search, "order_estimator", lambda load, network, cpu: begun.append(network.size)
+    )
+    sizes = (2, 3, limits.searched_peers, limits.searched_peers + 1)
+    for size in sizes:
+        network = uniform_network(size, 0.001, 1e7)
+        next(rank_order_search.search_order(small(kind), network, NO_CPU_COSTS, [0], is_urgent=is_urgent))
+    assert begun == ([] if kind is ExchangeKind.STAR else [*sizes[1:3]])
+
+
 def with_rates(up_Mbit: list[float], alpha_s: float = 0.001) -> NetworkModel:
     link = LinkModel(alpha_s)
     rates = [rate * MBIT_Bps for rate in up_Mbit]
