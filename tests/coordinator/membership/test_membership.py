@@ -363,6 +363,12 @@ def test_a_member_that_delays_one_step_three_times_is_removed_although_it_progre
     assert run.core.snapshot(run.now_s)["world_size"] == 1
 
 
+def test_a_report_without_a_freeze_changes_nothing() -> None:
+    run = Run(A, B)
+    run.report(A)
+    assert run.effects == [] and run.core.phase is RunPhase.TRAINING
+
+
 def test_a_tick_clears_what_was_due() -> None:
     limits = Deadlines(regreet_s=3.0)
     core = Membership(me=ME, run="r", term=1, deadlines=limits, software="")
