@@ -496,6 +496,7 @@ def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
     effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
     assert Send(B, m.Refused("kicked", "was put out of the run", "ask")) in effects
     assert Disconnect(B) in effects
+    assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects, "it learns of it at once"
     run.report(A)
     run.start(A)
     assert run.core.snapshot(run.now_s)["world_size"] == 1
@@ -504,13 +505,6 @@ def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
 def test_a_removed_worker_that_has_left_is_disconnected() -> None:
     run = Run(A)
     assert run.hear(WorkerRemoved(C, "kicked", "", "")) == [Disconnect(C)]
-
-
-def test_the_others_learn_at_once_which_worker_was_removed() -> None:
-    run = Run(A, B)
-    run.now_s += 10.0
-    effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
-    assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects
 
 
 def test_only_members_can_report_a_stall_and_the_step_need_not_match() -> None:
