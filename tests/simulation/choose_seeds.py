@@ -9,12 +9,9 @@ Copy what it prints to `COVERING` or `STARVED_COVERING` of the test's file.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import time
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 TIMES = 2  # seeds for each counted case, if there are as many
@@ -26,7 +23,7 @@ def main() -> None:
     arguments.add_argument("sweep", choices=("world", "staged", "starved"))
     arguments.add_argument("--of", type=int, default=800, help="seeds to choose from")
     options = arguments.parse_args()
-    tests = load(f"test_{'world' if options.sweep == 'world' else 'staged_world'}")
+    tests = import_module(f"simulation.test_{'world' if options.sweep == 'world' else 'staged_world'}")
     costs_s: dict[int, float] = {}
     reached: dict[int, frozenset[str]] = {}
     for seed in range(options.of):
@@ -36,14 +33,6 @@ def main() -> None:
         reached[seed] = frozenset(name for name, times in tests.reached_by(world).items() if times)
     seeds = choose(costs_s, reached)
     print(tuple(sorted(seeds)), f"take {sum(costs_s[seed] for seed in seeds):.1f} s of CPU")
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def simulate(tests: Any, sweep: str, seed: int) -> Any:

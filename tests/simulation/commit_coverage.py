@@ -11,6 +11,7 @@ hold at each of them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,8 @@ class CommitCoverage:
     _members: frozenset[m.PeerId] = frozenset()
     _started: bool = True
     _restarted: bool = False
+    _with_setup: set[m.PeerId] = field(default_factory=set)
+    _ready: dict[m.PeerId, m.Ready] = field(default_factory=dict)  # the latest of each process
 
     def mark(self, rule: str) -> None:
         """Raises `KeyError` for a rule that is not in `RULES`."""
@@ -214,8 +217,8 @@ class CommitCoverage:
         self, core: Membership, event: cio.Event | None, effects: Sequence[cio.Effect], *, from_backup: bool
     ) -> None:
         """The coordinator's core has handled `event` (None: a tick, or the start)."""
-        if isinstance(event, cio.MessageReceived) and isinstance(event.message, m.FreezeReport):
-            self._reports[event.peer] = event.message
+        if isinstance(event, cio.MessageReceived):
+            self._record_received(event.peer, event.message)
         journalled = False
         for effect in effects:
             match effect:
@@ -230,11 +233,33 @@ class CommitCoverage:
                         "sent before its journal entry"
                     )
                     self._view = view
-                case cio.Send(_, m.StartGeneration()) if not self._started:
+                case cio.Send(_, m.StartGeneration(_, generation)) if not self._started:
                     self._started = True
+                    for peer in self._members:
+                        ready = self._ready.get(peer)
+                        is_ready = (
+                            ready is not None
+                            and self._view is not None
+                            and ((ready.generation, ready.history) == (generation, self._view.history))
+                        )
+                        assert is_ready, f"started before {peer.hex()[:4]} is ready: {ready}"
                     self.mark("8 Ready by all, then StartGeneration")
                 case cio.LogEvent(_, name, fields):
                     self._record_note(name, fields)
+        limits = core.run.limits
+        due_s = min((worker.deadline_s(limits) for worker in core.run.workers.values()), default=math.inf)
+        assert core.deadline_s <= due_s, "a worker is due before the coordinator's next tick"
+
+    def _record_received(self, peer: m.PeerId, message: m.Message) -> None:
+        match message:
+            case m.FreezeReport():
+                self._reports[peer] = message
+            case m.Setup():
+                self._with_setup.add(peer)
+            case m.Ready():
+                self._ready[peer] = message
+            case m.Join(generation=0):  # another process with this key, or one without a rank
+                self._ready.pop(peer, None)
 
     def _record_note(self, name: str, fields: Mapping[str, object]) -> None:
         reason = str(fields.get("reason", ""))
@@ -253,6 +278,7 @@ class CommitCoverage:
         members = body["members"]
         assert isinstance(members, list)
         members_now = frozenset(bytes.fromhex(entry["peer"]) for entry in members)
+        assert members_now and members_now <= self._with_setup, "a worker without a setup has a rank"
         reports = [r for p, r in self._reports.items() if r.is_synced and p in self._members]
         if body["verdict"] == "ABORT" and reports:
             prepared = any(report.prepared is not None for report in reports)

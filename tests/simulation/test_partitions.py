@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from simulation import test_world as group
 from simulation.commit_coverage import RULES, CommitCoverage
 from simulation.world import COORDINATOR, SimWorker, World
-
-
-def _sibling(name: str) -> Any:
-    """The group and its checks; under `--import-mode=importlib` test modules do not see each other."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_world.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-group = _sibling("gridtrain_sim_group")
 
 
 def running(workers: int) -> tuple[World, Any]:

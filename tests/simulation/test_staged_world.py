@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.repartition import defined_cuts, uncovered_spans
 from gridtrain_coordinator.run.events import RunPhase
 from simulation import process_restarts
@@ -452,8 +451,3 @@ def test_a_run_continues_from_the_disks_after_a_power_cut() -> None:
     world.run(200.0)
     check(world, 3)
     assert world.finished and world.reloads >= 3
-
-
-def test_each_rank_belongs_to_one_stage() -> None:
-    layout = RankLayout.for_world_size(4, 8)
-    assert [layout.stage_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]

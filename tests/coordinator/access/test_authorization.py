@@ -313,7 +313,8 @@ STORIES = {
         ("bert: anna", "1"), ("bert: anna", "2"), ("bert: anna", "3, anna out"),
     ],
     "a liar": [
-        ("bert: anna", "1"), ("bert: carl", ""), ("bert: dora", ""), (5.0, "bert out"), ("dora: anna", "1"),
+        ("bert: anna", "1"), ("bert: carl", ""), ("bert: dora", ""), (4.9, ""), (0.1, "bert out"),
+        ("dora: anna", "1"),
     ],
     "a liar that was believed": [
         ("bert: anna", "1"), ("bert: anna", "2"), ("bert: anna", "3, anna out"), ("bert: carl", ""),

@@ -39,15 +39,3 @@ def test_the_accusations_of_one_accuser_are_limited_independently_of_others() ->
     assert not log.add(A, by(C)) and not log.add(A, by(A))
     assert len(log.records_of(A)) == 2 * module.VIOLATIONS_BEFORE_REMOVAL
     assert log.members_over_limit() == [A]
-
-
-def test_an_accuser_of_two_members_is_suspected_until_another_member_confirms() -> None:
-    log = ViolationLog()
-    for accused in (A, B):
-        assert log.add(accused, by(D))
-    assert log.review_suspects(5.0) == [] and log.is_suspected(D) and not log.is_suspected(C)
-    assert not log.add(C, by(D)), "further accusations of a suspect do not count"
-    assert log.review_suspects(4.9 + module.CONFIRMATION_TIMEOUT_S) == []
-    assert log.review_suspects(5.0 + module.CONFIRMATION_TIMEOUT_S) == [D]
-    log.add(A, by(C))
-    assert log.review_suspects(100.0) == [] and not log.is_suspected(D)

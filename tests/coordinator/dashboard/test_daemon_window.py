@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_daemon import ANNA, COORDINATOR, INVITATION, OPERATOR, Turns
 
 from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
 from gridtrain.errors import ConfigError
@@ -22,8 +23,6 @@ from gridtrain_coordinator.daemon import Coordinator
 from gridtrain_coordinator.dashboard import startup
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, parse_address
 from gridtrain_coordinator.journal.store import JournalFull, JournalStore
-
-COORDINATOR, OPERATOR, INVITATION, ANNA = (letter * 32 for letter in (b"c", b"o", b"i", b"a"))
 
 
 class RecordingDashboard:
@@ -43,15 +42,6 @@ class RecordingDashboard:
 
     def replies(self) -> list[OperatorReply | Refused]:
         return [answer.result(0) for _, answer in self.orders]
-
-
-class Turns:
-    def __init__(self, count: int) -> None:
-        self.left = count
-
-    def is_set(self) -> bool:
-        self.left -= 1
-        return self.left < 0
 
 
 def coordinator(dashboard: RecordingDashboard, store: JournalStore) -> Coordinator:

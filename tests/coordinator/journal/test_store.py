@@ -238,46 +238,12 @@ def test_a_text_file_is_refused(path: Path) -> None:
     assert "is not a journal" in refusal(path)
 
 
-def test_another_programs_database_is_refused(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE recipes (name)")
-    connection.close()
-    assert "another program's database" in refusal(path)
-
-
-def test_a_damaged_journal_is_refused(path: Path) -> None:
-    store = JournalStore.open(path)
-    store.append_all([("state", {"state": "training", "note": "x" * 500})] * 100)
-    store.close()
-    content = bytearray(path.read_bytes())
-    content[1000:] = b"\xff" * (len(content) - 1000)
-    path.write_bytes(content)
-    with pytest.raises(JournalError, match="damaged"):
-        JournalStore.open(path).entries()
-
-
-def test_a_newer_version_is_refused(path: Path) -> None:
-    store = JournalStore.open(path)
-    store._connection.execute("PRAGMA user_version = 9")
-    store.close()
-    assert "version 9; this gridtrain supports versions up to 3" in refusal(path)
-
-
 def test_a_second_coordinator_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUSY_S", 0.01)
     first = JournalStore.open(path)
     said = refusal(path)
     assert "is in use by another coordinator" in said and "database is locked" not in said
     first.next_term()  # the first is not disturbed
-
-
-def test_an_append_to_a_full_disk_is_refused(path: Path) -> None:
-    store = JournalStore.open(path)
-    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(JournalError, match="disk is full"):
-        store.append_all([("state", {"note": "x" * 10_000})])
-    assert store.entries() == []
 
 
 def test_a_journal_can_be_in_memory() -> None:

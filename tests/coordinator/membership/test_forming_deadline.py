@@ -21,7 +21,6 @@ from gridtrain_coordinator.run.events import (
     PeerConnected,
     PeerDisconnected,
 )
-from gridtrain_coordinator.run.liveness import StateTransferProgress
 
 SETUP = m.Setup((("model", "100 parameters"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
@@ -388,32 +387,6 @@ def test_a_source_in_a_long_step_is_waited_for_according_to_its_step_time() -> N
             source.liveness.last_heard_s = run.now_s
             run.tick()
         assert least <= elapsed <= most, (step_s, elapsed)
-
-
-def test_progress_of_a_state_transfer() -> None:
-    transfer = StateTransferProgress()
-    transfer.begin(10.0, 100.0, 0.0)
-    reported = [
-        (0, False),  # nothing has arrived
-        (90, True),  # the table of chunks
-        (85, False),
-        (81, False),
-        (80, True),  # ten bytes less
-        (60, True),
-        (95, True),  # the transfer restarts
-        (90, False),
-        (1, True),
-        (0, True),  # complete
-        (0, False),
-        (1e9, True),  # restarts again; more bytes than the state has
-        (95, False),
-        (0, True),
-        (100, False),  # not a third time
-        (0, False),
-    ]
-    for second, (left, counts) in enumerate(reported, 1):
-        transfer.update(left, float(second))
-        assert (transfer.progressed_s == second) is counts, (second, left)
 
 
 # -- a member's side -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The other members are stalled meanwhile; each test lists the events by second.
 
 from __future__ import annotations
 
+import pytest
 from scripted_coordinator import SETUP, A, B, C, Journal, ScriptedCoordinator, receivers
 
 from gridtrain.config import Deadlines
@@ -15,6 +16,7 @@ from gridtrain_coordinator.run.events import (
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
+    RunPhase,
 )
 from gridtrain_coordinator.run.liveness import JOIN_WAIT_S
 
@@ -283,6 +285,21 @@ def test_a_new_process_alone_does_not_restart_the_run_while_members_with_the_sta
     assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, C: True}
 
 
+def test_a_member_that_returns_without_its_state_waits_for_those_that_hold_it() -> None:
+    """A has lost its state while the coordinator was down; B, which holds it, returns after 30 s."""
+    run = restarted()
+    run.join(A, 1.0)
+    run.pass_to(4.0, A)
+    assert run.frozen() == [A]
+    run.report(A, 4.1, synced=False)
+    run.pass_to(29.9, A)
+    assert run.core.phase is RunPhase.PAUSED and run.core.generation == 1, "the run has not started over"
+    run.join(B, 30.0)
+    run.report(B, 30.1)
+    run.pass_to(30.1 + LIMITS.silence_s, A, B)
+    assert {x.peer: x.joining for x in run.core.run.member_list} == {A: True, B: False}
+
+
 def test_a_new_process_is_not_awaited_while_it_builds_its_model() -> None:
     """C's new process has joined, and has not sent its setup yet."""
     run = restarted()
@@ -293,3 +310,21 @@ def test_a_new_process_is_not_awaited_while_it_builds_its_model() -> None:
     run.report(A, 1.1)
     run.report(B, 1.1)
     assert run.core.generation == 2 and {x.peer for x in run.core.run.member_list} == {A, B}
+
+
+@pytest.mark.parametrize("is_freezing", [False, True])
+def test_no_member_is_lost_because_the_coordinator_itself_stalled(is_freezing: bool) -> None:
+    """10  its loop stalls;  70  messages wait to be read, for which it allows two heartbeat intervals."""
+    run = TimedCoordinator()
+    run.train()
+    run.pass_to(9.9, A, B, C)
+    if is_freezing:
+        run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (), 0.0, "test"), 10.0)
+        assert sorted(run.frozen()) == [A, B, C]
+    run.keep(run.core.tick(70.0))
+    assert len(run.notes("loop_stalled")) == 1
+    read_s = 70.0 + 2 * LIMITS.beat_s
+    run.pass_to(read_s - 0.01)
+    assert not run.lost()
+    run.pass_to(read_s)
+    assert sorted(name for name, _ in run.lost()) == ["a", "b", "c"], "nothing was waiting"

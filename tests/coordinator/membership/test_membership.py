@@ -363,6 +363,12 @@ def test_a_member_that_delays_one_step_three_times_is_removed_although_it_progre
     assert run.core.snapshot(run.now_s)["world_size"] == 1
 
 
+def test_a_report_without_a_freeze_changes_nothing() -> None:
+    run = Run(A, B)
+    run.report(A)
+    assert run.effects == [] and run.core.phase is RunPhase.TRAINING
+
+
 def test_a_tick_clears_what_was_due() -> None:
     limits = Deadlines(regreet_s=3.0)
     core = Membership(me=ME, run="r", term=1, deadlines=limits, software="")
@@ -490,6 +496,7 @@ def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
     effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
     assert Send(B, m.Refused("kicked", "was put out of the run", "ask")) in effects
     assert Disconnect(B) in effects
+    assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects, "it learns of it at once"
     run.report(A)
     run.start(A)
     assert run.core.snapshot(run.now_s)["world_size"] == 1
@@ -498,13 +505,6 @@ def test_a_removed_worker_receives_the_reason_and_the_others_continue() -> None:
 def test_a_removed_worker_that_has_left_is_disconnected() -> None:
     run = Run(A)
     assert run.hear(WorkerRemoved(C, "kicked", "", "")) == [Disconnect(C)]
-
-
-def test_the_others_learn_at_once_which_worker_was_removed() -> None:
-    run = Run(A, B)
-    run.now_s += 10.0
-    effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
-    assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects
 
 
 def test_only_members_can_report_a_stall_and_the_step_need_not_match() -> None:
@@ -720,6 +720,12 @@ def test_a_worker_that_catches_up_is_served_until_it_is_a_member() -> None:
     again = run.say(C, m.CatchUpReport(8, b"h"))  # each second until it is a member
     logged = [e.event for e in effects + again if isinstance(e, LogEvent)]
     assert logged.count("caught_up") == 1
+
+
+def test_the_first_worker_of_a_run_has_nothing_to_catch_up_with() -> None:
+    run = ScriptedCoordinator(limits=Deadlines(settle_s=0.0))
+    run.join(A, setup=CATCHING_UP)
+    assert run.roster == "a", "at once, not after the next message"
 
 
 def routes_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:

@@ -14,7 +14,6 @@ from gridtrain_coordinator.run.liveness import (
     INTERVALS,
     JOIN_WAIT_S,
     LEAST_SILENCE_S,
-    MAX_RESTARTS,
     Liveness,
     StateTransferProgress,
 )
@@ -55,24 +54,31 @@ def test_a_state_transfer_extends_the_deadline_while_bytes_arrive() -> None:
 
 
 def test_a_transfer_may_restart_twice_and_slow_bytes_are_no_progress() -> None:
-    progress = StateTransferProgress()
-    progress.begin(10.0, 100.0, 5.0)
-    assert not progress.has_begun and progress.progressed_s == 5.0
-    for now_s, left_bytes, progressed_s in (
-        (6.0, 500.0, 6.0),  # counts as 100, the size of the state
-        (7.0, 91.0, 6.0),
-        (8.0, 90.0, 8.0),
-        (9.0, 81.0, 8.0),
-        (10.0, 80.0, 10.0),
-    ):
-        progress.update(left_bytes, now_s)
-        assert progress.progressed_s == progressed_s and progress.has_begun
-    found = []
-    for number in range(MAX_RESTARTS + 1):
-        for now_s, left_bytes in ((20.0, 50.0), (30.0, 60.0), (40.0, 61.0)):
-            progress.update(left_bytes, now_s + number)
-        found.append(progress.progressed_s)
-    assert found == [40.0, 41.0, 22.0]
+    transfer = StateTransferProgress()
+    transfer.begin(10.0, 100.0, 0.5)
+    assert not transfer.has_begun and transfer.progressed_s == 0.5
+    reported = [
+        (0, False),  # nothing has arrived
+        (90, True),  # the table of chunks
+        (85, False),
+        (81, False),
+        (80, True),  # ten bytes less
+        (60, True),
+        (95, True),  # the transfer restarts
+        (90, False),
+        (1, True),
+        (0, True),  # complete
+        (0, False),
+        (1e9, True),  # restarts again; more bytes than the state has
+        (95, False),
+        (0, True),
+        (100, False),  # not a third time
+        (0, False),
+    ]
+    for second, (left, counts) in enumerate(reported, 1):
+        transfer.update(left, float(second))
+        assert (transfer.progressed_s == second) is counts, (second, left)
+        assert transfer.has_begun is (second > 1)
 
 
 def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:

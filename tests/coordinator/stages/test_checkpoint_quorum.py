@@ -7,13 +7,11 @@ from dataclasses import replace
 from staged_run import StagedRun, state_after, stored
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.verdict import Outcome
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase
 from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.stages.checkpoint_catalog import failed_to_write, is_impossible
 from gridtrain_coordinator.stages.checkpoint_quorum import MAX_CONFIRMED, CheckpointQuorum, ReporterMajority
 from gridtrain_coordinator.stages.whole_state import (
-    find_restart_point,
     latest_whole_state,
     unconfirmed_reason,
 )
@@ -173,14 +171,6 @@ def test_a_later_worker_of_a_stage_cannot_change_its_confirmed_digest() -> None:
     assert known.is_trusted(stored(9, 0, digest="t")[0]) and not known.is_trusted(
         stored(9, 0, digest="false")[0]
     )
-
-
-def test_a_state_in_memory_needs_no_digest() -> None:
-    outcome = Outcome(m.Verdict.ABORT, None, 19, b"h19", state_after(19), frozenset({A}))
-    begin = find_restart_point(
-        SPEC, outcome, 19, {A: STAGES[0]}, {A: (), B: stored(19, 1)}, (0, 1, 2), CheckpointQuorum()
-    )
-    assert begin.outcome is outcome and begin.state_locations.in_memory == {A: 0}
 
 
 def test_an_unconfirmed_whole_state_is_named_unless_its_history_was_abandoned() -> None:

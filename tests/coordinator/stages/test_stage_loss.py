@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 from scripted_coordinator import receivers, sent
 from staged_run import SIX_LAYERS, StagedRun, state_after, stored
 
@@ -15,6 +16,7 @@ from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import DialBackResult, JournalEntry, RecordViolation, RunPhase
 from gridtrain_coordinator.run.journal_recovery import recover_run
+from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
 from gridtrain_coordinator.stages.whole_state import find_restart_point, latest_whole_state
 
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
@@ -385,11 +387,17 @@ def test_the_latest_whole_step_is_chosen_and_none_of_an_abandoned_history() -> N
     assert latest_whole_state(SPEC, forked, 2, before=None) is None
 
 
-def test_a_state_in_memory_counts_with_the_checkpoints_of_the_same_step() -> None:
+@pytest.mark.parametrize("quorum", [(), (CheckpointQuorum(),)], ids=["no digests", "digests"])
+def test_a_state_in_memory_counts_with_the_checkpoints_of_the_same_step(
+    quorum: tuple[CheckpointQuorum, ...],
+) -> None:
+    """It needs no digest."""
     outcome = Outcome(m.Verdict.ABORT, None, 19, b"h19", state_after(19), frozenset({A}))
-    begin = find_restart_point(SPEC, outcome, 19, {A: m.Span(0, 1)}, {A: (), B: stored(19, 1)}, (0, 1, 2))
+    memory, bounds = {A: m.Span(0, 1)}, (0, 1, 2)
+    begin = find_restart_point(SPEC, outcome, 19, memory, {A: (), B: stored(19, 1)}, bounds, *quorum)
     assert begin.outcome is outcome and begin.state_locations.in_memory == {A: 0}
-    assert find_restart_point(SPEC, outcome, 19, {A: m.Span(0, 1)}, {A: (), B: ()}, (0, 1, 2)).outcome is None
+    begin = find_restart_point(SPEC, outcome, 19, memory, {A: (), B: ()}, bounds, *quorum)
+    assert begin.outcome is None
 
 
 def test_a_finish_reported_by_a_non_member_does_not_count() -> None:

@@ -153,14 +153,6 @@ def test_an_unmeasured_worker_counts_as_the_median_and_triggers_no_division() ->
     assert workers.sharing.rebalance_reason([A, B, C], [20, 20, 20], [0, 0, 0]) == ""
 
 
-def test_a_restarted_worker_is_measured_again() -> None:
-    workers = Workers({A: 30.0})
-    workers.compute([40], steps=10)
-    assert workers.sharing.speed(A) == pytest.approx(30.0)
-    workers.sharing.observe(A, {SAMPLES_FIGURE: 4.0, SECONDS_FIGURE: 1.0})
-    assert workers.sharing.speed(A) is None
-
-
 @pytest.mark.parametrize(
     "figures", [{}, {SAMPLES_FIGURE: 5.0}, {SECONDS_FIGURE: 5.0}, {SAMPLES_FIGURE: -1e308}]
 )
@@ -203,7 +195,7 @@ def test_totals_that_cannot_be_measured_are_ignored(samples: float, seconds_s: f
     assert speeds.speed(A) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("last", [(200.0, 40.0), (90.0, 60.0)])
+@pytest.mark.parametrize("last", [(200.0, 40.0), (90.0, 60.0), (4.0, 1.0)])
 def test_a_total_that_has_fallen_means_a_restarted_worker(last: tuple[float, float]) -> None:
     speeds = WorkerSpeeds()
     for number in range(MIN_OBSERVATIONS):

@@ -27,7 +27,7 @@ from gridtrain.core.planning.workload import (
 )
 from gridtrain.errors import ConfigError
 from gridtrain.network.wire.dense_payload import slice_bytes
-from gridtrain.network.wire.sparse_payload import ValueKind, encode, encoded_bytes
+from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
 from gridtrain.runtime.buffers.rounded_buffers import make_dense_buffer
 
@@ -212,19 +212,6 @@ def test_a_message_that_waits_for_its_senders_upload_delays_nobody_on_a_shared_l
 # -- sizes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("values", "kind"), [("fp16", ValueKind.FP16), ("fp32", ValueKind.FP32)])
-def test_the_size_of_a_payload_is_that_of_the_codec(values: str, kind: ValueKind, seed: int) -> None:
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, 10_000))
-    k = int(rng.integers(0, n + 1))
-    indices = np.sort(rng.choice(n, k, replace=False)).astype(np.int64)
-    payload = encode(indices, np.ones(k, np.float32), n=n, kind=kind)
-    assert sparse_payload_bytes(n, k, values) == len(payload), f"seed {seed}: n {n}, k {k}"
-
-
 def test_bytes_are_those_that_the_schedule_sends() -> None:
     load = Workload(ExchangeKind.DENSE, 1_000_000)
     found = cost_model.exchange_cost(load, uniform_network(4, 0.001, 1e8), NO_CPU_COSTS)
@@ -291,10 +278,9 @@ def test_rounding_pays_on_slow_links_only() -> None:
 
 @pytest.mark.parametrize("values", [kind.name.lower() for kind in ValueKind])
 @pytest.mark.parametrize("k", [0, 1, 255, 256, 257, 6029, 25_600])
-def test_all_kinds_of_values_have_the_bytes_that_the_codec_makes(values: str, k: int) -> None:
-    assert sparse_payload_bytes(25_600_000, k, values) == encoded_bytes(
-        k, 25_600_000, ValueKind[values.upper()]
-    )
+@pytest.mark.parametrize("n", [25_600, 25_600_000])
+def test_the_size_of_a_payload_is_that_of_the_codec(values: str, k: int, n: int) -> None:
+    assert sparse_payload_bytes(n, k, values) == encoded_bytes(k, n, ValueKind[values.upper()])
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.TOPK, ExchangeKind.GTOPK])

@@ -56,22 +56,20 @@ def small(kind: ExchangeKind) -> Workload:
     return Workload(kind, 60_000) if kind is ExchangeKind.DENSE else Workload(kind, 1_000_000, 0.01)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kind", RUNNABLE)
-def test_no_other_order_is_faster(kind: ExchangeKind, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seed", "size"),
+    [
+        *((kind, seed, 0) for kind in RUNNABLE for seed in range(6)),
+        (ExchangeKind.GTOPK, 11, 7),
+        (ExchangeKind.DENSE, 13, 7),
+    ],
+)
+def test_no_other_order_is_faster(kind: ExchangeKind, seed: int, size: int) -> None:
     rng = random.Random(seed)
-    network = uneven(rng, rng.choice([3, 4, 5, 6]))
+    network = uneven(rng, size or rng.choice([3, 4, 5, 6]))
     every_s = exhaustive(small(kind), network)
     planned_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0]).order]
     assert planned_s <= min(every_s.values()) * 1.001, f"seed {seed}, P {network.size}"
-
-
-@pytest.mark.parametrize(("kind", "seed"), [(ExchangeKind.GTOPK, 11), (ExchangeKind.DENSE, 13)])
-def test_no_other_order_of_seven_is_faster(kind: ExchangeKind, seed: int) -> None:
-    network = uneven(random.Random(seed), 7)
-    every_s = exhaustive(small(kind), network)
-    planned_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0]).order]
-    assert planned_s <= min(every_s.values()) * 1.001, f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -128,6 +126,24 @@ def test_a_search_tries_a_limited_number_of_orders(
         edges = (estimated[is_urgent] - most - 2 * given) * size * (size - 1).bit_length()
         assert edges <= limit.edges
     assert simulated[True] <= simulated[False] and estimated[True] <= estimated[False]
+
+
+@pytest.mark.parametrize("is_urgent", [False, True])
+@pytest.mark.parametrize("kind", [*RUNNABLE, ExchangeKind.STAR])
+def test_orders_are_searched_from_three_members_up_to_a_limit(
+    kind: ExchangeKind, is_urgent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two members have one order; in a star only the root matters."""
+    limits = rank_order_search.URGENT_SEARCH if is_urgent else rank_order_search.FULL_SEARCH
+    begun: list[int] = []
+    monkeypatch.setattr(
+        rank_order_search, "order_estimator", lambda load, network, cpu: begun.append(network.size)
+    )
+    sizes = (2, 3, limits.searched_peers, limits.searched_peers + 1)
+    for size in sizes:
+        network = uniform_network(size, 0.001, 1e7)
+        next(rank_order_search.search_order(small(kind), network, NO_CPU_COSTS, [0], is_urgent=is_urgent))
+    assert begun == ([] if kind is ExchangeKind.STAR else [*sizes[1:3]])
 
 
 def with_rates(up_Mbit: list[float], alpha_s: float = 0.001) -> NetworkModel:

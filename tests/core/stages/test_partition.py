@@ -347,13 +347,5 @@ def test_invalid_bounds_are_refused(bounds: tuple[int, ...]) -> None:
         partition_at(costs, bounds)
 
 
-def test_many_layers_and_stages_are_partitioned() -> None:
-    rng = random.Random(0)
-    layers = [layer(rng.random(), rng.randint(1, 100), rng.randint(1, 100)) for _ in range(200)]
-    found = best_partition(layers, [Card()] * 16, running=BARE)
-    total_s = sum(each.forward_s + each.backward_s for each in layers)
-    assert total_s / 16 <= found.period_s <= total_s / 16 + 1.0
-
-
 def test_bytes_are_formatted() -> None:
     assert [format_bytes(n) for n in (0, 999, 1000, 8e9, 5e12)] == ["0 B", "999 B", "1 kB", "8 GB", "5 TB"]

@@ -189,13 +189,6 @@ def test_channels_are_distinct() -> None:
     assert len(set(made)) == 4 and all(channel.kind for channel in made)
 
 
-def test_the_latency_of_a_link_delays_the_next_stage() -> None:
-    assert draw_schedule(one_f_one_b(2, 4), hop=1) == (
-        "stage 0    F0  F1   .   .   .  B0  F2  B1  F3   .   .  B2   .  B3\n"
-        "stage 1     .   .  F0  B0  F1  B1   .   .  F2  B2  F3  B3   .   ."
-    )
-
-
 def test_the_documentation_shows_these_schedules() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "pipeline.md").read_text()
     assert f"```\n{draw_schedule(one_f_one_b(3, 4))}\n```" in page
