@@ -10,8 +10,8 @@ signal handlers, and `__main__` run to its end.  A forked module can request pro
 server.
 
 It differs from an executed program in the hash seed, which is the server's, in modules that are loaded
-already, and in its end: modules are not unloaded (`end_of`).  If that matters, and for a part of the tests of the command line, a test executes
-(`pytest.mark.executed`); `make test-all` executes everything.
+already, and in its end, when modules are not unloaded.  If that matters, and for a part of the tests of the
+command line, a test executes (`pytest.mark.executed`); `make test-all` executes everything.
 
 The server is executed once and has no thread.  It does not fork for a caller with other Python settings,
 locale or namespaces.  It forks twice, so that the requesting process, a subreaper for that moment, adopts the
@@ -57,6 +57,9 @@ REQUEST_BYTES = 150_000  # limit of a datagram of a Unix socket
 COMMAND_LINE_BYTES = 8192  # reserved for the command lines of its children, as `ps` shows them
 PR_SET_CHILD_SUBREAPER = 36
 DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+NO_SETTINGS = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
+"""What a forked program obeys, and what torch sets for itself when a test takes the step of an optimizer."""
+
 NAMESPACES = ("net", "mnt", "uts", "pid", "user")
 
 _execute: Any = subprocess._fork_exec  # type: ignore[attr-defined]
@@ -183,8 +186,7 @@ def _variables(environment: list[bytes] | None) -> dict[str, str]:
 def _settings(environment: dict[str, str]) -> dict[str, str]:
     """Variables that an interpreter or a library reads when it starts, and this process's namespaces."""
     read = ("PYTHON", "LC_", "LANG", "CUDA", "TORCH", "LD_")
-    chosen = {name: value for name, value in environment.items() if name.startswith(read)}
-    chosen.pop("PYTHONUNBUFFERED", None)
+    chosen = {n: value for n, value in environment.items() if n.startswith(read) and n not in NO_SETTINGS}
     return chosen | {name: os.readlink(f"/proc/thread-self/ns/{name}") for name in NAMESPACES}
 
 
@@ -219,7 +221,7 @@ def main() -> None:
                 continue
             theirs.close()
             subprocess._fork_exec = Client(ours).fork_exec  # type: ignore[attr-defined]
-        end_of(program)
+        run_and_end(program)
         return
 
 
@@ -312,8 +314,8 @@ def _show_command_line(words: list[str]) -> None:
     ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
 
 
-def end_of(program: list[str]) -> None:
-    """Run the program, and end as the interpreter does, but without unloading torch, which takes 0.3 s of CPU.
+def run_and_end(program: list[str]) -> None:
+    """Run the program and end as the interpreter does, but do not unload torch, which takes 0.3 s of CPU.
 
     Threads are awaited, functions of `atexit` called, and streams flushed.  After an exception or with a
     text as exit code, the interpreter ends the program.

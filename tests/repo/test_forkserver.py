@@ -18,8 +18,10 @@ pytestmark = pytest.mark.integration
 WITHIN_S = 120.0
 
 PROGRAM = """
-import os, signal, sys, time
+import atexit, os, signal, sys, threading, time
 sys.stderr.write("an error\\n")
+atexit.register(print, "from atexit")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("from a thread"))).start()
 import json
 import random
 import torch
@@ -94,7 +96,9 @@ def test_a_forked_program_has_the_environment_of_an_executed_one(
     )
     assert executed.returncode == forked.returncode == 7
     assert executed.stderr == forked.stderr == "an error\n"
-    assert json.loads(forked.stdout) == json.loads(executed.stdout)
+    (said, *last), (expected, *_) = forked.stdout.splitlines(), executed.stdout.splitlines()
+    assert json.loads(said) == json.loads(expected)
+    assert last == ["from a thread", "from atexit"] == executed.stdout.splitlines()[1:]
 
 
 def test_an_exception_ends_a_forked_program(client, program) -> None:
@@ -121,6 +125,16 @@ def test_modules_are_forked_and_may_start_programs(client, program) -> None:
     executed, forked = both(client, *command)
     assert executed.returncode == forked.returncode == 0
     assert executed.stdout == forked.stdout
+
+
+def test_programs_are_forked_after_torch_has_set_variables(client, tmp_path, monkeypatch) -> None:
+    """torch._dynamo does, which the first step of an optimizer imports in the process of the tests."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print('torch' in sys.modules)")
+    with client.forking():
+        done = subprocess.run((sys.executable, program), capture_output=True, text=True, timeout=WITHIN_S)
+    assert done.stdout == "True\n"
 
 
 @pytest.mark.parametrize(
