@@ -3,7 +3,7 @@
     with Client().forking():                         subprocess.Popen((sys.executable, "/path/train.py", ...))
 
 Importing torch and gridtrain takes 2 s of CPU, a fork 10 ms.  Inside `forking`, `subprocess` requests
-`python [-u] /SCRIPT.py ...` and `python [-u] -m gridtrain...` from a server, and executes all other programs.
+`python [-u] SCRIPT.py ...` and `python [-u] -m gridtrain...` from a server, and executes all other programs.
 A forked program is as an executed one: a child of the requesting process, in its process group or in its
 own, with its own pid, argv, environment, working directory and standard streams, no other open file, default
 signal handlers, and `__main__` run to its end.  A forked module can request programs itself: it has its own
@@ -196,7 +196,7 @@ def _program(words: list[str]) -> tuple[list[str], bool] | None:
     program = words[2 if unbuffered else 1 :]
     named = program[:1] == ["-m"] and len(program) > 1 and program[1].startswith("gridtrain")
     script = bool(program) and not program[0].startswith("-") and program[0].endswith(".py")
-    return (program, unbuffered) if named or (script and os.path.isabs(program[0])) else None
+    return (program, unbuffered) if named or script else None
 
 
 # -- in the server -------------------------------------------------------------------------------------
@@ -349,9 +349,9 @@ def run(program: list[str]) -> None:
         return
     sys.argv = program
     sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
-    module.__file__ = program[0]
+    module.__file__ = os.path.abspath(program[0])
     module.__dict__["__cached__"] = None
-    code = compile(Path(program[0]).read_bytes(), program[0], "exec", dont_inherit=True)
+    code = compile(Path(program[0]).read_bytes(), module.__file__, "exec", dont_inherit=True)
     exec(code, module.__dict__)
 
 
