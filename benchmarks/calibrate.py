@@ -1,6 +1,6 @@
 """Measures the CPU costs of the planner's cost model on this machine, in seconds of one core.
 
-    processor        selection and codec of 25.6 M parameters, density 0.001 (fewer with --quick)
+    processor        selection and codec of 25.6 M parameters, density 0.001
     dense            rounding 1 MiB slices, the largest of a ring
     socket           ZeroMQ on loopback, both ends in one process: CPU time, half for each end
     message, wake,   real members, four tiny exchanges with different messages: see `messages_work`
@@ -8,7 +8,7 @@
 
 It prints JSON for predictions.py and paper.py.
 
-Run:  python benchmarks/calibrate.py [--quick]
+Run:  python benchmarks/calibrate.py
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.cells import Link
 from bench.measurement import hosts_of, why_no_link
 from gridtrain.core.collectives.ring import MAX_SLICE_BYTES
 from gridtrain.core.planning.cost_model import exchange_cost
-from gridtrain.core.planning.exchange_facts import parse_workload
+from gridtrain.core.planning.exchange_facts import make_exchange
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import NO_CPU_COSTS, PACKET_BYTES, CpuCosts, Workload, count_messages
 from gridtrain.network.wire.dense_payload import decode_slice, encode_slice
@@ -55,8 +55,8 @@ def least_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
     return best_s
 
 
-def processor_work(parameters: int) -> dict[str, float]:
-    ns = measure_processor(parameters, ENTRIES / parameters)
+def processor_work() -> dict[str, float]:
+    ns = measure_processor(PARAMETERS, ENTRIES / PARAMETERS)
     return {
         "encode_entry_s": 1e-9 * ns["encode_ns"],
         "decode_entry_s": 1e-9 * ns["decode_ns"],
@@ -186,9 +186,9 @@ def packets_work(repeats: int = 8) -> dict[str, float]:
 
 def tiny(what: str) -> Workload:
     name, _, options = what.partition(":")
-    load = parse_workload(name, f"{options},density=0.001", TINY_PARAMETERS, encrypted=False)
-    assert load is not None
-    return load
+    exchange = make_exchange(name, f"{options},density=0.001")
+    assert exchange is not None
+    return Workload.of(exchange, TINY_PARAMETERS, encrypted=False)
 
 
 def ends_of(what: str, members: int) -> float:
@@ -256,15 +256,9 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
         sender.send(payload, copy=False)
 
 
-def measure(*, quick: bool = False) -> CpuCosts:
+def measure() -> CpuCosts:
     """Measure all costs, in half a minute, with messages of two members."""
-    parts = (
-        processor_work(PARAMETERS // 10 if quick else PARAMETERS),
-        dense_work(),
-        socket_work(),
-        messages_work(),
-        packets_work(),
-    )
+    parts = (processor_work(), dense_work(), socket_work(), messages_work(), packets_work())
     return CpuCosts(**{name: value for part in parts for name, value in part.items()})
 
 
@@ -275,8 +269,8 @@ def read_cpu(path: Path) -> CpuCosts:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer parameters")
-    print(json.dumps(asdict(measure(quick=parser.parse_args().quick)), indent=1))
+    parser.parse_args()
+    print(json.dumps(asdict(measure()), indent=1))
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def overlap(options: argparse.Namespace) -> None:
                 least=options.least,
                 always=options.always,
             )
-            steps = run(chosen, options.workers, options.timeout, encrypted=options.encrypted, rate=rate)[0]
+            steps = run(chosen, options.workers, options.timeout, encrypted=False, rate=rate)[0]
             found[overlaps] += steps[DECIDED_STEPS if overlaps and not options.always else WARM_UP_STEPS :]
         without_s, with_s = (median_of(steps, "took_s") for steps in found.values())
         waited_s = sum(median_of(found[False], name) for name in ("waiting_s", "communicating_s"))
@@ -233,11 +233,11 @@ def local_steps(options: argparse.Namespace) -> None:
     for overlaps in (False, True):
         chosen = Options(
             options.n,
-            f"gtopk:density={options.density},values={options.values}",
+            f"gtopk:density={options.density}",
             options.compute,
             options.turns,
             every=options.every,
-            overlap=(options.overlap or options.every) * overlaps,
+            overlap=options.every * overlaps,
         )
         links = {"rate": options.rate, "delay_s": options.delay}
         steps = run(chosen, options.workers, options.timeout, **links)[0]
@@ -386,17 +386,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("dense", "topk", "gtopk"),
     )
     option("--repeats", type=int, default=1)
-    option("--encrypted", action="store_true")
     option = add("local-steps", 4, 1800.0, local_steps)
     option("--n", type=int, default=100_000_000)
     option("--compute", type=float, default=1.0, help="seconds of a local step")
     option("--every", type=int, default=64)
     option("--turns", type=int, default=5)
     option("--density", type=float, default=0.01)
-    option("--values", default="fp16")
     option("--rate", default="20Mbit")
     option("--delay", type=float, default=0.02, help="seconds, one way")
-    option("--overlap", type=int, default=0, metavar="STEPS", help="default: EVERY")
     option = add("paper", 0, 180.0, paper)
     option("--models", nargs="+", choices=MODELS, default=list(MODELS))
     option("--worlds", nargs="+", type=int, choices=(4, 8), default=[4, 8])

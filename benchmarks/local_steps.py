@@ -10,14 +10,12 @@ All settings use the same samples in each step.
 Run:  python benchmarks/local_steps.py                  (about 6 minutes on two idle CPU cores)
       python benchmarks/local_steps.py --only H=16      (settings whose names contain it)
       python benchmarks/local_steps.py --workload gpt-10m --lr 0.0005 --overlap 4 --only H=16 --steps 384
-      python benchmarks/local_steps.py --table          (the latest results as a table)
       python benchmarks/emulated.py local-steps         (share of computing time on slow links)
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,13 +108,9 @@ def main() -> None:
         help="also train local steps with overlap, of STEPS steps or of all",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=record.RESULTS / "local_steps.json")
-    parser.add_argument("--table", action="store_true", help="only print the results in --out")
     options = parser.parse_args()
     if options.steps % ROUND_STEPS:
         parser.error(f"--steps must be a multiple of {ROUND_STEPS}")
-    if options.table:
-        print(table(json.loads(options.out.read_text())["results"]))
-        return
     torch.set_num_threads(1)
     results = []
     for name, chosen in settings(options.workload, options.steps, options.lr, options.overlap).items():

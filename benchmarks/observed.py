@@ -31,16 +31,13 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from accuracy.llama import ByteLlama, with_lora
 from gridtrain.core.group.member_events import SubmitRound
 from gridtrain.core.member.generation import late_submission
 from gridtrain.core.messages import RoundId
-from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
-from gridtrain.tools.demo.text_corpus import load_corpus
 from gridtrain.training.checkpoint import serialization
 from lab.group import say
 
-FEATURES, CLASSES, CONTEXT = 16, 8, 64
+FEATURES, CLASSES = 16, 8
 FOREVER = 100_000_000
 STALL_POLL_S = 0.02
 TOO_LATE = late_submission(SubmitRound(RoundId(0, 0, 0, 0), {})).reason
@@ -67,7 +64,6 @@ class Options:
     """
 
     exchange: str = "dense"
-    model: str = "mlp"
     width: int = 128
     samples: int = 1280
     batch_size: int = 8
@@ -99,32 +95,12 @@ class Points:
         return self._x[index], self._y[index], index
 
 
-class Text:
-    """Samples (bytes, next bytes, index): the first windows of the demo's text."""
-
-    def __init__(self, count: int) -> None:
-        self._windows, self._count = Windows(load_corpus().train, CONTEXT), count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        return *self._windows[index], index
-
-
-def task_of(options: Options) -> tuple[nn.Module, Any]:
+def task_of(options: Options) -> tuple[nn.Module, Points]:
     """Return the model and the samples; the group replaces all initial parameters by the first worker's."""
+    torch.manual_seed(os.getpid())
     width = options.width
-    match options.model:
-        case "gpt":
-            return ByteGPT(seed=os.getpid()), Text(options.samples)
-        case "lora":  # the base must be equal on all workers, the adapters need not be
-            base = ByteLlama(64, 128, layers=2, heads=4, context=CONTEXT, seed=0)
-            return with_lora(base, rank=8, alpha=16.0, seed=os.getpid()), Text(options.samples)
-        case _:
-            torch.manual_seed(os.getpid())
-            layers = [nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-            return nn.Sequential(*layers, nn.Linear(width, CLASSES)), Points(options.samples)
+    layers = [nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES)), Points(options.samples)
 
 
 class AttemptLog:
@@ -159,17 +135,18 @@ def last_step(path: str) -> int:
         return FOREVER
 
 
-def train(grid: gridtrain.Grid, options: Options, task: tuple[nn.Module, Any], asked_s: float = 0.0) -> None:
+def train(
+    grid: gridtrain.Grid, options: Options, task: tuple[nn.Module, Points], asked_s: float = 0.0
+) -> None:
     """Train to the end of the run, or to the step in the file `stop`.
 
     Args:
         asked_s: when the worker asked to join.
     """
     model, data = task
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     exchange = EXCHANGES[options.exchange]
     momentum = 0.0 if getattr(exchange, "momentum", 0.0) else 0.9
-    inner = torch.optim.SGD(trained, lr=0.02, momentum=momentum)
+    inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
     optimizer = grid.optimizer(inner, model, exchange=exchange, wait=options.wait)
     replicated = getattr(optimizer, "replicated", inner)  # with local steps, each worker has its own moments
     attempts = AttemptLog(grid)
@@ -190,7 +167,7 @@ def train(grid: gridtrain.Grid, options: Options, task: tuple[nn.Module, Any], a
         time.sleep(options.compute_s)
         while options.stall and os.path.exists(options.stall):
             time.sleep(STALL_POLL_S)
-        nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        nn.functional.cross_entropy(model(x), y).backward()
         calls = getattr(optimizer, "local_calls", 0)
         attempts.batch = attempts.batch if calls else []
         if calls < getattr(optimizer, "_calls_with_samples", 1):  # not a stand-in batch at the end of a pass

@@ -8,16 +8,15 @@ its authors fitted them, and CPU costs of this machine.  `emulated.py paper` mea
 
 The batches of four models are in the paper's breakdown.  The unit of LSTM-PTB is not given; its batch is
 taken as 100 units.  The paper computes on a P102-100, where selection would run, too; here it is that of a
-CPU, which takes longer, unless --select-ns has the GPU's time.
+CPU, which takes longer.
 
-Run:  python benchmarks/paper.py [--quick] [--cpu FILE]      (FILE: output of calibrate.py)
+Run:  python benchmarks/paper.py [--cpu FILE]      (FILE: output of calibrate.py)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,13 +75,9 @@ def markdown(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a shorter calibration")
     parser.add_argument("--cpu", type=Path, help="output of calibrate.py, instead of measuring now")
-    parser.add_argument("--select-ns", type=float, help="of selection for one parameter, as on a GPU")
     options = parser.parse_args()
-    cpu = read_cpu(options.cpu) if options.cpu else measure(quick=options.quick)
-    if options.select_ns is not None:
-        cpu = replace(cpu, select_parameter_s=options.select_ns * 1e-9)
+    cpu = read_cpu(options.cpu) if options.cpu else measure()
     paper = json.loads(DATA.read_text(encoding="utf-8"))
     found = efficiencies(paper, cpu)
     print(f"Scaling efficiency, paper / predicted ({paper['source']})\n\n{markdown(found)}")

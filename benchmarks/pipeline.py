@@ -2,12 +2,10 @@
 
     runtime    four stages that wait instead of computing (10 ms forward, 20 ms backward a micro-batch), each
                worker on a host with a shaped link; torch on such hosts; and one process alone (needs root)
-    limit      a model that needs four times the memory limit of each of its four workers (needs root)
     memory     peak memory of a stage with and without re-materialization
 
 Run:  python benchmarks/pipeline.py
       python benchmarks/pipeline.py --part runtime --cases lan8 torch alone     (other results do not change)
-      python benchmarks/pipeline.py --table              (the latest results as tables)
 """
 
 from __future__ import annotations
@@ -34,16 +32,6 @@ def runtime_table(found: dict[str, Any]) -> str:
     return record.table(("pipeline", "bubble only", "median", "least", "share of bubble only"), rows)
 
 
-def limit_table(found: dict[str, Any]) -> str:
-    rows = []
-    for row in found["rows"]:
-        cap, peak = (None if row[key] is None else row[key] / 2**20 for key in ("cap_bytes", "peak_bytes"))
-        allowed = "no bound" if cap is None else f"{cap:.0f} MiB"
-        losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
-        rows.append((row["name"], allowed, "refused" if peak is None else f"{peak:.0f} MiB", losses))
-    return record.table(("", "allowed", "peak", "loss, step by step"), rows)
-
-
 def memory_table(found: dict[str, Any]) -> str:
     rows = [
         (row["schedule"], row["rematerialise"], row["kept"], f"{row['peak_bytes'] / 2**20:.0f} MiB")
@@ -53,13 +41,11 @@ def memory_table(found: dict[str, Any]) -> str:
     return record.table(heads, rows)
 
 
-TABLES = {"runtime": runtime_table, "limit": limit_table, "memory": memory_table}
+TABLES = {"runtime": runtime_table, "memory": memory_table}
 
 
 def measured(part: str, options: argparse.Namespace, before: dict[str, Any]) -> dict[str, Any]:
     """Measure a part; `before` are its earlier results, of which those of other cases remain."""
-    if part == "limit":
-        return memory.limit()
     if part == "memory":
         return memory.stages()
     rows = runtime.measure(options.rounds, options.cases)
@@ -75,11 +61,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", nargs="+", choices=runtime.NAMES, default=list(runtime.NAMES))
     parser.add_argument("--json", type=Path, default=record.RESULTS / "pipeline.json")
-    parser.add_argument("--table", action="store_true", help="only print the latest results")
     options = parser.parse_args()
     results: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
     torch.set_num_threads(1)
-    for part in [] if options.table else options.part or list(TABLES):
+    for part in options.part or list(TABLES):
         made = {"date": datetime.date.today().isoformat(), "machine": record.machine()}
         results[part] = measured(part, options, results.get(part, {})) | made
         record.replace(options.json, json.dumps(results, indent=1) + "\n")

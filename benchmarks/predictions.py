@@ -27,7 +27,7 @@ from bench.results import CellResult, Results
 from calibrate import measure, read_cpu
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.exchange_comparison import choose_dense_topology
-from gridtrain.core.planning.exchange_facts import parse_workload
+from gridtrain.core.planning.exchange_facts import make_exchange
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from record import table
@@ -41,8 +41,9 @@ WITHIN, BUSY = 0.15, 0.80
 def load_of(cell: Cell) -> Workload:
     """Return the workload, for Dense() with the topology that the coordinator would choose."""
     name, _, options = cell.exchange_text.partition(":")
-    load = parse_workload(name, options, cell.n, cell.encrypted)
-    assert load is not None, f"{cell.what} is no exchange of gridtrain"
+    exchange = make_exchange(name, options)
+    assert exchange is not None, f"{cell.what} is no exchange of gridtrain"
+    load = Workload.of(exchange, cell.n, cell.encrypted)
     is_open = load.kind is ExchangeKind.DENSE and "topology=" not in options
     if is_open and choose_dense_topology(load, cell.link.workers, network_of(cell), edges=True).is_direct:
         return replace(load, kind=ExchangeKind.DIRECT)

@@ -21,7 +21,7 @@ _RECEIVED, _SENT = 0, 8
 
 
 def memory_bytes(field: str, pid: int | str = "self") -> int:
-    """Return VmRSS, VmData, or VmHWM (the peak since `forget_peak`); 0 after the process's end."""
+    """Return VmRSS, or VmHWM (the peak since `forget_peak`); 0 after the process's end."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(field + ":"):

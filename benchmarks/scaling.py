@@ -1,10 +1,13 @@
 """Compares time and bytes of exchanges for P = 2 to 64 members in the collectives and in the cost model.
 
     collectives in virtual time --+
-                                  +--> results/scaling.json, docs/images/scaling.svg
-    core.planning.cost_model -----+    the model also for 1,000 members
+    core.planning.cost_model -----+--> results/scaling.json, docs/images/scaling.svg
+    results/scaling_measured.json +    the model also for 1,000 members
 
-Both use the CPU costs that calibrate.py has measured (results/cpu.json).  The collectives of
+The third is made by `python -m bench` (dots in the picture).  Its processes share two cores, so with many of
+them the machine is measured.
+
+The first two use the CPU costs that calibrate.py has measured (results/cpu.json).  The collectives of
 `core/collectives` send their messages over simulated links, and each member has its own CPU.  The model
 computes the messages in advance, and includes the work of senders; the time of the vote is the model's in
 both.  All links are equal, and there are no stragglers.
@@ -15,12 +18,14 @@ Run:  PYTHONPATH=../tests python scaling.py [--out FILE] [--picture FILE]
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import record
+from bench.results import Results
 from calibrate import read_cpu
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
@@ -46,6 +51,9 @@ SHOWN = {
     ExchangeKind.GTOPK: "GTopK",
     ExchangeKind.STAR_GTOPK: "GTopK, star",
 }
+MEASURED = {"dense": "ring", "topk": "TopK", "gtopk": "GTopK", "gtopk:topology=star": "GTopK, star"}
+"""The names of the cells that `python -m bench` measured."""
+
 NAMES = SHOWN | {
     ExchangeKind.DIRECT: "direct",
     ExchangeKind.STAR: "dense star",
@@ -99,22 +107,40 @@ def measure(cpu: CpuCosts) -> list[dict[str, Any]]:
     return rows
 
 
+def measured() -> dict[str, list[tuple[float, float, float]]]:
+    """Return (members, seconds with selection, MB that a member sends) of processes, by exchange."""
+    text = (record.RESULTS / "scaling_measured.json").read_text(encoding="utf-8")
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for result in Results.from_json(text).cells:
+        prepare_s = statistics.median(sample.prepare_s or 0.0 for sample in result.clean)
+        sent_bytes = statistics.median(sample.sent_bytes or 0.0 for sample in result.clean)
+        row = (float(result.cell.link.workers), result.median_s + prepare_s, sent_bytes / 1e6)
+        found.setdefault(MEASURED[result.cell.what], []).append(row)
+    return found
+
+
 def chart(rows: Sequence[dict[str, Any]]) -> str:
-    """Draw model and simulation of four exchanges as SVG."""
+    """Draw model, simulation and measurement of four exchanges as SVG."""
+    dots = measured()
 
     def lines(what: str, factor: float) -> tuple[ChartLine, ...]:
         drawn = []
         for name, colour in zip(SHOWN.values(), COLOURS, strict=True):
             own = [row for row in rows if row["exchange"] == name and row["members"] in SIZES]
+            # the mean of a star's members is not what its busiest sends
+            with_dots = what == "s" or name != SHOWN[ExchangeKind.STAR_GTOPK]
+            spots = tuple((p, s if what == "s" else mb) for p, s, mb in dots[name]) if with_dots else ()
             for source, label in (("simulated", ""), ("model", name)):
                 points = tuple((float(row["members"]), factor * row[f"{source}_{what}"]) for row in own)
-                drawn.append(ChartLine(label, points, colour if label else PALE[colour]))
+                shade = colour if label else PALE[colour]
+                drawn.append(ChartLine(label, points, shade, dots=spots if label else ()))
         return tuple(drawn)
 
     return draw_chart(
         "One exchange, 2 to 64 members",
         f"{PARAMETERS // 10**6} M parameters, density {DENSITY}, {BANDWIDTH_BPS * 8 / 1e6:.0f} Mbit/s, "
-        f"{ALPHA_S * 1e3:.0f} ms; dark: cost model, pale: the collectives in virtual time",
+        f"{ALPHA_S * 1e3:.0f} ms; dark: cost model, pale: the collectives in virtual time, "
+        "dots: processes on two cores",
         [
             ChartPanel("Time", "members", "seconds", lines("s", 1.0), log_x=True, log_y=True),
             ChartPanel("Busiest sender", "members", "MB", lines("bytes", 1e-6), log_x=True, log_y=True),

@@ -19,7 +19,6 @@ Run (root):  python benchmarks/sites.py [--cases sites home] [--repeats 5] [--ou
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import statistics
@@ -27,13 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import record
-from gridtrain.tools.bench.bench_group import BenchGroup, BenchSetting, start_group
-from gridtrain.tools.child_processes import CLI_COMMAND, process_environment
+from gridtrain.tools.bench.bench_group import BenchSetting, start_group
+from gridtrain.tools.child_processes import CLI_COMMAND
 from lab.group import LabHosts
 from lab.net import Host, Net
 from lab.ns import LabError, command
@@ -88,35 +87,35 @@ class Outcome:
 
 
 class UnevenHosts(LabHosts):
-    """Hosts with different links, whose workers join one after the other."""
+    """Hosts with different links, whose workers join one after the other.
 
-    def __init__(self, net: Net, case: Case) -> None:
+    Args:
+        state: the coordinator's folder.
+    """
+
+    def __init__(self, net: Net, case: Case, state: Path) -> None:
         super().__init__(net, [])
         make = {"sites": _two_sites, "home": _one_at_home, "thin": _one_thin_upload}[case.name]
         self.workers = make(net, self.hub, [f"worker-{number}" for number in range(1, case.workers + 1)])
-        self.state = Path()
+        self.state = state
 
     def run(
         self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         if MEMBER in argv and who != "worker-1":
-            self._until_joined(int(who.removeprefix("worker-")) - 1, env)
+            self._until_joined(int(who.removeprefix("worker-")) - 1)
         return super().run(who, argv, log, env)
 
-    def status(self, env: Mapping[str, str]) -> dict[str, object]:
+    def status(self) -> dict[str, object]:
         """Return the output of `gridtrain status`.  Raises `LabError`."""
-        argv = [*CLI_COMMAND, "status", "--state", str(self.state), "--json"]
-        host = ["ip", "netns", "exec", self.hub.namespace]
-        done = subprocess.run([*host, *argv], env=dict(env), capture_output=True, timeout=30, check=False)
-        if done.returncode:
-            raise LabError(f"`gridtrain status` failed: {done.stderr.decode(errors='replace')}")
-        status: dict[str, object] = json.loads(done.stdout)
+        text = self.hub.command(*CLI_COMMAND, "status", "--state", str(self.state), "--json")
+        status: dict[str, object] = json.loads(text)
         return status
 
-    def _until_joined(self, count: int, env: Mapping[str, str]) -> None:
+    def _until_joined(self, count: int) -> None:
         until_s = time.monotonic() + JOIN_S
         while time.monotonic() < until_s:
-            workers = self.status(env)["members"]
+            workers = self.status()["members"]
             assert isinstance(workers, list)
             if len(workers) >= count:
                 return
@@ -148,32 +147,23 @@ def _one_thin_upload(net: Net, hub: Host, names: Sequence[str]) -> dict[str, Hos
     return found
 
 
-@contextlib.contextmanager
-def _group(
-    case: Case, order: str, folder: Path
-) -> Iterator[tuple[UnevenHosts, BenchGroup, Mapping[str, str]]]:
-    with Net() as net:
-        hosts = UnevenHosts(net, case)
-        hosts.state = folder / "g" / "hub"
-        setting = BenchSetting(case.exchange, case.workers, case.n, order=order)
-        with start_group(setting, hosts, folder / "g") as group:
-            yield hosts, group, process_environment(folder / "g" / "state")
-
-
 def measure(case: Case, order: str, repeats: int) -> Outcome:
     """Measure one group: exchanges until the coordinator has planned with all measurements, then `repeats`.
 
     Raises `LabError`, `GridtrainError`.
     """
-    with tempfile.TemporaryDirectory(prefix="sites-") as folder, _group(case, order, Path(folder)) as made:
-        hosts, group, env = made
-        until_s = time.monotonic() + PLANNED_S
-        for _ in range(2):
-            group.repeat()
-        while order == "planned" and time.monotonic() < until_s and hosts.status(env)["generation"] == 1:
-            group.repeat()
-        seconds = [group.repeat().seconds for _ in range(repeats)]
-        plan = str(hosts.status(env).get("plan_reason", ""))
+    with tempfile.TemporaryDirectory(prefix="sites-") as text, Net() as net:
+        folder = Path(text, "g")
+        hosts = UnevenHosts(net, case, folder / "hub")
+        setting = BenchSetting(case.exchange, case.workers, case.n, order=order)
+        with start_group(setting, hosts, folder) as group:
+            until_s = time.monotonic() + PLANNED_S
+            for _ in range(2):
+                group.repeat()
+            while order == "planned" and time.monotonic() < until_s and hosts.status()["generation"] == 1:
+                group.repeat()
+            seconds = [group.repeat().seconds for _ in range(repeats)]
+            plan = str(hosts.status().get("plan_reason", ""))
     return Outcome(case, order, tuple(seconds), plan)
 
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import tempfile
 import threading
 import time
 from itertools import count
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -32,21 +30,15 @@ import gridtrain
 import record
 from lab.group import free_port
 from rivals.hosts import Loopback, run_ranks
+from stalls import BATCH_SIZE, ONE_COMPUTE_S, ONE_EVERY, ONE_STALL_S, WARM_UP_BATCHES, Stalls, make_model
 
-WARM_UP_BATCHES = 20
 EXCHANGES: dict[str, Any] = {
     "gtopk": gridtrain.GTopK(density=0.05),
     "local steps": gridtrain.LocalSteps(every=8, exchange=gridtrain.GTopK(density=0.05)),
     "dense": gridtrain.Dense(),
 }
-ONE_COMPUTE_S, ONE_STALL_S, ONE_EVERY = 0.02, 3.0, 40
 HIVEMIND_S = 600.0
 MANY_COMPUTE_S, MANY_STALL_S, MANY_SHARE = 0.05, 3.0, 0.1
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def make_data(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,30 +51,8 @@ def make_data(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.where(noise, torch.randint(0, 10, (size,), generator=dice), labels)
 
 
-class Stalls:
-    """The emulated computation of a worker, and its stalls."""
-
-    def __init__(self, *, every: int = 0, stall_s: float = 0.0, share: float = 0.0, seed: int = 0) -> None:
-        self._every, self._stall_s, self._share, self._dice = every, stall_s, share, Random(seed)
-        self._awake_s = self._next_awake_s() if share else math.inf
-        self._batches = 0
-
-    def _next_awake_s(self) -> float:
-        return self._dice.expovariate(self._share / (self._stall_s * (1 - self._share)))
-
-    def batch(self, compute_s: float) -> None:
-        self._batches += 1
-        time.sleep(compute_s)  # the emulated computation
-        self._awake_s -= compute_s
-        if self._every and self._batches > WARM_UP_BATCHES and self._batches % self._every == 0:
-            time.sleep(self._stall_s)  # the stall
-        if self._awake_s <= 0:
-            time.sleep(self._dice.expovariate(1 / self._stall_s))
-            self._awake_s = self._next_awake_s()
-
-
 def run(
-    exchange: Any, wait: str, stalls: list[Stalls], compute_s: float, data: Any, **batches: Any
+    exchange: Any, wait: str, stalls: list[Stalls], compute_s: float, data: Any, **length: int
 ) -> dict[str, Any]:
     """Train with one worker for each of `stalls`; return seconds, steps, samples and the held-out loss."""
     initial, numbers = make_model(), count()
@@ -97,7 +67,7 @@ def run(
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = grid.optimizer(inner, model, exchange=exchange, wait=wait)
         taken, began_s, ended_s = 0, 0.0, 0.0
-        for inputs, labels in grid.batches(data, **batches):
+        for inputs, labels in grid.batches(data, batch_size=BATCH_SIZE, **length):
             taken += 1
             if taken == WARM_UP_BATCHES:
                 began_s, first = time.monotonic(), grid.step
@@ -132,7 +102,7 @@ def one(steps: int) -> dict[str, Any]:
             stalls = [Stalls() for _ in range(4)]
             if is_stalled:
                 stalls[3] = Stalls(every=ONE_EVERY, stall_s=ONE_STALL_S)
-            seen = run(exchange, wait, stalls, ONE_COMPUTE_S, data, batch_size=8, steps=turns)
+            seen = run(exchange, wait, stalls, ONE_COMPUTE_S, data, steps=turns)
             key = f"{wait}, {'stalled' if is_stalled else 'calm'}"
             seconds[key] = seen["seconds"]
             print(f"{name:12} {key:14} {seen['seconds']:6.1f} s  batches {seen['batches']}", flush=True)
@@ -156,7 +126,7 @@ def many(seeds: int, epochs: int) -> dict[str, Any]:
         ):
             stalls = [Stalls(stall_s=MANY_STALL_S, share=share, seed=100 * seed + i) for i in range(8)]
             exchange = gridtrain.GTopK(density=0.05)
-            seen = run(exchange, wait, stalls, MANY_COMPUTE_S, data, batch_size=8, epochs=epochs, seed=seed)
+            seen = run(exchange, wait, stalls, MANY_COMPUTE_S, data, epochs=epochs, seed=seed)
             by_name[name] = seen
             print(f"seed {seed} {name:5} {seen['seconds']:6.1f} s  loss {seen['loss']:.4f}", flush=True)
         calm, auto = by_name["calm"], by_name["auto"]
@@ -185,8 +155,7 @@ def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
     """Run four workers; return the longest time of the three that do not stall, and the averagings."""
     with tempfile.TemporaryDirectory(prefix="gridtrain-stragglers-") as place:
         common = ["--world", "4", "--master", f"127.0.0.1:{free_port()}", "--batches", str(batches)]
-        common += ["--warm-up", str(WARM_UP_BATCHES), "--compute", str(ONE_COMPUTE_S)]
-        common += ["--stall", str(ONE_STALL_S), "--every", str(ONE_EVERY)] + ["--stalled"] * is_stalled
+        common += ["--stalled"] * is_stalled
         results = [Path(place, f"result-{rank}.json") for rank in range(4)]
         commands = [
             ["-m", "rivals.straggler", "--rank", str(rank), "--out", str(result), *common]

@@ -246,20 +246,6 @@ def overlap(exchange: str, rate: str, field: str, factor: float = 1.0, digits: i
     return value
 
 
-def limit_mib(at: int, *names: str) -> Figure:
-    """Peak memory in `pipeline.py --part limit`: the `at`-th of these rows in ascending order."""
-
-    def value() -> str:
-        peaks = sorted(
-            row["peak_bytes"]
-            for row in result("pipeline")["limit"]["rows"]
-            if row["name"].startswith(names) and row["peak_bytes"]
-        )
-        return f"{peaks[at] / 2**20:.0f}"
-
-    return value
-
-
 def unreached(file: str, workload: str, contender: str, field: str, digits: int) -> Figure:
     """Last held-out loss, or its time, of a run that did not reach the loss."""
 
@@ -343,7 +329,6 @@ FIGURES |= {
 FIGURES |= {
     "powersgd-gpt-loss": unreached("accuracy_gpt_20Mbit", "gpt", "powersgd", "last_loss", 2),
     "powersgd-resnet-s": loss_s("accuracy_20Mbit", "resnet", "powersgd"),
-    "limit-whole-mib": limit_mib(0, "in one piece"),
 }
 _AVERAGED = ", outer lr 1 momentum 0, lr 0.003"
 for _name, _case in (

@@ -5,7 +5,7 @@ of the coordinator's status.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d)")
 _UNIT_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -46,6 +46,19 @@ def shorten(text: str, max_bytes: int) -> str:
 def format_count(count: int, noun: str) -> str:
     """Return a number with its noun in singular or plural, such as "1 worker" and "1,200 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time with its unit, for example "12.5 ms" or "3.2 s"."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def list_first(items: Sequence[str], most: int) -> str:
+    """Return the first `most` items and how many more there are, such as "anna, bert and 3 more"."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
 
 
 def format_age(seconds_s: float) -> str:

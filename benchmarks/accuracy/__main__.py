@@ -9,7 +9,7 @@ Contenders take turns at each rate, each in its own lab.  A run ends when the he
 workload's target, after --steps, or after --limit seconds; then its last loss is reported.  With
 --extrapolate a run ends after --steps, and the number of steps in the file is multiplied by their mean
 duration, because the number does not depend on the link; such figures are marked.  A rival that is not
-installed is left out with a message.  gridtrain does not encrypt, as its rivals do not, unless --encrypted.
+installed is left out with a message.  gridtrain does not encrypt, as its rivals do not.
 """
 
 from __future__ import annotations
@@ -49,18 +49,12 @@ RIVALS = {
     "gloo": ("gloo", "dense"),
     "gloo-adamw": ("gloo", "adamw"),
     "powersgd": ("powersgd", "dense"),
-    "powersgd-adamw": ("powersgd", "adamw"),
-    "hivemind": ("hivemind", "dense"),
-    "hivemind-adamw": ("hivemind", "adamw"),
     "hivemind-local": ("hivemind", "local"),
-    "one": ("gloo", "dense"),
     "one-adamw": ("gloo", "adamw"),
 }
-"""Contender -> (trainer, family of settings).  "one" is one process with the batches of all workers;
-hivemind-local averages the change of as many local steps as local-topk."""
-
-SAME_MEAN = {"hivemind": "gloo", "hivemind-adamw": "one-adamw", "gloo-adamw": "one-adamw"}
-"""Contender -> another one that takes the same steps, because both apply the same mean without rounding."""
+"""Contender -> (trainer, family of settings).  one-adamw is one process with the batches of all workers, so
+that gloo-adamw takes the same steps; hivemind-local averages the change of as many local steps as
+local-topk."""
 
 EARLY_STEPS = {"powersgd": 12}
 """Number of first steps that differ from later ones, if not two: PowerSGD begins with ten dense steps."""
@@ -117,7 +111,7 @@ def summary(
 
 def extrapolated(records: Sequence[dict[str, Any]], short: Run, needed: int) -> Run:
     """Extrapolate a short run to `needed` steps: the first steps as measured, the others with their mean."""
-    early = EARLY_STEPS.get(short.contender.removesuffix("-adamw"), 2)
+    early = EARLY_STEPS.get(short.contender, 2)
     if len(records) < early + 2:
         return short
     first, last = records[early - 1], records[-1]
@@ -167,9 +161,8 @@ def run_rival(
     trainer, family = RIVALS[name]
     extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
     extra += ["--until-loss", str(target_of(options, workload.name)), "--seed", str(seed)]
-    extra += ["--powersgd-rank", str(options.powersgd_rank)]
     world = options.world
-    if name.startswith("one"):
+    if name == "one-adamw":
         world, extra = 1, [*extra, "--batch-size", str(workload.batch_size * world)]
     if family == "local":
         every = str((options.gathered or workload.gathered["local"])[0]).partition("/")[0]
@@ -190,10 +183,8 @@ def run(options: argparse.Namespace, name: str, rate: str, contender: str, seed:
             if contender in RIVALS:
                 run_rival(options, workload, links, contender, folder, seed)
             else:
-                chosen = replace(ours(options, workload, contender), seed=seed, folder=text)
-                run_in_lab(
-                    work, asdict(chosen), options.world, options.limit, encrypted=options.encrypted, **links
-                )
+                chosen = asdict(replace(ours(options, workload, contender), seed=seed, folder=text))
+                run_in_lab(work, chosen, options.world, options.limit, encrypted=False, **links)
         except LabError as error:
             print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
         records = read(folder / "steps.jsonl")
@@ -201,7 +192,9 @@ def run(options: argparse.Namespace, name: str, rate: str, contender: str, seed:
     if options.extrapolate is None or found.seconds is not None:
         return found
     known = steps_of(options.extrapolate)
-    needed = known.get((name, contender)) or known.get((name, SAME_MEAN.get(contender, "")))
+    needed = known.get((name, contender))
+    if needed is None and contender == "gloo-adamw":
+        needed = known.get((name, "one-adamw"))
     return found if needed is None else extrapolated(records, found, needed)
 
 
@@ -226,7 +219,7 @@ def table(runs: Sequence[Run], baseline: str) -> str:
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m accuracy", description=__doc__.splitlines()[0])
-    usual = ("gloo", "gloo-adamw", "powersgd", "hivemind", "dense", "gtopk", "local-topk")
+    usual = ("gloo", "gloo-adamw", "powersgd", "dense", "gtopk", "local-topk")
     parser.add_argument("--workloads", nargs="+", default=["gpt"], choices=sorted(WORKLOADS))
     parser.add_argument("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
     parser.add_argument("--contenders", nargs="+", default=usual, choices=(*RIVALS, *OURS))
@@ -243,11 +236,9 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk; 8/2 means overlap=2"
     )
-    parser.add_argument("--powersgd-rank", type=int, default=2)
     parser.add_argument(
         "--compression", choices=("none", "float16", "int8"), default="float16", help="of hivemind-local"
     )
-    parser.add_argument("--encrypted", action="store_true")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the initial parameters")
     parser.add_argument("--baseline", default="gloo")
     parser.add_argument("--out", type=Path, help="write JSON here")

@@ -15,8 +15,6 @@ from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_
 LABELS = {
     "one-adamw": "one process",
     "gloo-adamw": "gloo, dense",
-    "hivemind-adamw": "hivemind, dense",
-    "local": "gridtrain, LocalSteps",
     "local-topk": "gridtrain, LocalSteps",
 }
 

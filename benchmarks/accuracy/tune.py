@@ -3,7 +3,7 @@
 The best ones are written by hand into accuracy/workloads.py.  Without a network the dense exchanges of
 gridtrain and its rivals do not differ, so the families dense and adamw are those of both.
 
-    dense     SGD with momentum 0.9 on the mean gradient, clipped       gloo, hivemind, PowerSGD, Dense()
+    dense     SGD with momentum 0.9 on the mean gradient, clipped       gloo, PowerSGD, Dense()
     sparse    gTop-k with DGC's momentum 0.9, its sum clipped, SGD      GTopK(), TopK()
     adamw     AdamW on the mean gradient, clipped                       gloo-adamw, Dense()
     local     LocalSteps(H, TopK(d, values="int8")), AdamW
@@ -20,7 +20,6 @@ gridtrain and its rivals do not differ, so the families dense and adamw are thos
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import math
@@ -32,10 +31,10 @@ from typing import Any
 
 import torch
 
+import record
 from accuracy.train import WORKERS, Options, gathered, train_in_process
 from accuracy.workloads import WORKLOADS
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
-from record import table
 
 SGD_RATES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
 ADAMW_RATES = (0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02, 0.03)
@@ -135,7 +134,7 @@ def markdown(tried: Sequence[Trial]) -> str:
         )
         for t in tried
     ]
-    return table((*heads, "least held-out loss", ""), rows)
+    return record.table((*heads, "least held-out loss", ""), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -165,17 +164,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(tried[-1], file=sys.stderr, flush=True)
     print(markdown(tried))
     if options.out is not None:
-        save(options.out, tried)
+        save(options.out, tried, arguments)
 
 
-def save(path: Path, tried: Sequence[Trial]) -> None:
+def save(path: Path, tried: Sequence[Trial], arguments: Sequence[str] | None = None) -> None:
     """Add trials to the file, so that a grid can be searched in parts."""
     before = json.loads(path.read_text())["tried"] if path.exists() else []
     fresh = [asdict(one) for one in tried]
     whole = [one for one in before if one not in fresh] + fresh
     whole.sort(key=lambda one: (one["workload"], one["family"], one["gathered"], one["rate"], one["seed"]))
-    made = {"command": "python -m accuracy.tune", "date": datetime.date.today().isoformat()}
-    path.write_text(json.dumps({**made, "workers": WORKERS, "tried": whole}, indent=1) + "\n")
+    record.write(path, arguments, workers=WORKERS, tried=whole)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 python -m bench --suite goals --out results           every goal, with rivals where they are installed
 python -m bench --cell "gtopk P=4 n=25.6M rate=100Mbit" "gloo/all_gather P=4 n=25.6M rate=100Mbit"
-python -m bench report results/bench.json             the report again from a file
 python -m bench quick                                 what became slower than benchmarks/results/quick.json
 """
 
@@ -20,7 +19,7 @@ from bench.cells import CellError, parse
 from bench.goals import SUITES
 from bench.measurement import Effort, measure_cells
 from bench.report import markdown
-from bench.results import Results, ResultsError
+from bench.results import Results
 from gridtrain._version import __version__
 from gridtrain.errors import GridtrainError
 from rivals.environments import available
@@ -29,8 +28,7 @@ from rivals.environments import available
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
-    parser.add_argument("action", nargs="?", choices=("measure", "report", "quick"), default="measure")
-    parser.add_argument("file", nargs="?", type=Path, help="for report: the JSON file")
+    parser.add_argument("action", nargs="?", choices=("measure", "quick"), default="measure")
     parser.add_argument("--suite", choices=sorted(SUITES), default="goals")
     parser.add_argument(
         "--cell", nargs="+", default=[], metavar="TEXT", help="these cells instead of a suite's"
@@ -48,8 +46,6 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.blocks < 1 or options.repeats < 1:
         parser.error("--blocks and --repeats must be at least 1")
-    if options.action == "report" and options.file is None:
-        parser.error("report needs a file")
     return options
 
 
@@ -81,14 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, date = record.command(arguments), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
     made = {"date": date, "command": command, "software": __version__, "blocks": options.blocks}
     try:
-        if options.action == "report":
-            print(markdown(Results.from_json(options.file.read_text())), end="")
-            return 0
         if options.action == "quick":
             return quick.main(keep=options.keep, command=command, date=date)
         print(markdown(measure(options, made)), end="")
         print(f"written to {options.out}", file=sys.stderr)
-    except (CellError, ResultsError, OSError, GridtrainError) as error:
+    except (CellError, OSError, GridtrainError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     return 0

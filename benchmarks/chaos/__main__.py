@@ -8,13 +8,12 @@ Exit code 1: a guarantee was violated, or no step was committed for 60 s.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import record
 from chaos import report
 from chaos.execution import Plan, execute, possible_kinds
 from chaos.schedule import LASTS_S, draw
@@ -30,7 +29,6 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--rate", default="100Mbit", help="of each worker's link, in each direction")
     parser.add_argument("--exchange", default="dense", choices=("dense", "topk", "gtopk", "local"))
-    parser.add_argument("--model", default="mlp", choices=("mlp", "gpt", "lora"))
     parser.add_argument("--compute", type=float, default=0.02, metavar="SECONDS", help="of each step, waited")
     parser.add_argument("--kinds", default="", help="inject only these, separated by commas")
     parser.add_argument("--loopback", action="store_true", help="without namespaces, cuts and holes")
@@ -60,7 +58,6 @@ def main(argv: list[str]) -> int:
             loopback=bool(missing),
             faults=faults,
             exchange=options.exchange,
-            model=options.model,
             compute_s=options.compute,
         )
         say(f"-- {name}: {plan.workers} workers, {lasts_s:.0f} s, {len(faults)} faults, in {folder / name}")
@@ -72,14 +69,9 @@ def finish(
     options: argparse.Namespace, argv: list[str], missing: str, summaries: dict[str, Any], folder: Path
 ) -> int:
     where = "loopback, capped" if missing else "a namespace for each worker"
-    arguments = {
-        "command": shlex.join(["python", "-m", "chaos", *argv]),
-        "seed": options.seed,
-        "every_s": options.every,
-        "hosts": f"{where}, {options.rate} each way, {options.exchange}, {options.model}",
-    }
-    result = report.whole(arguments, summaries["calm"], summaries["chaos"])
-    (folder / "report.json").write_text(json.dumps(result, indent=1) + "\n")
+    hosts = f"{where}, {options.rate} each way, {options.exchange}"
+    result = report.whole(hosts, summaries["calm"], summaries["chaos"])
+    record.write(folder / "report.json", argv, **result)
     (folder / "report.md").write_text(report.markdown(result))
     say(report.markdown(result))
     say(f"report in {folder}")

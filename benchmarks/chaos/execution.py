@@ -62,7 +62,6 @@ class Plan:
     compute_s: float = 0.02
     width: int = 256
     samples: int = 3000
-    model: str = "mlp"
     planned: str = ""
     waits: bool = False
 
@@ -155,12 +154,7 @@ class Execution(Group):
 
     def _start(self) -> None:
         plan = self._plan
-        options: dict[str, Any] = {
-            "exchange": plan.exchange,
-            "model": plan.model,
-            "wait": "auto",
-            "stop": str(self._stop),
-        }
+        options = {"exchange": plan.exchange, "wait": "auto", "stop": str(self._stop)}
         options |= {"compute_s": plan.compute_s, "width": plan.width, "samples": plan.samples}
         settings = {"GRIDTRAIN_CHECKPOINT_EVERY": "50", "GRIDTRAIN_FAULTS": plan.planned}
         for name in plan.names:

@@ -1,7 +1,6 @@
 """The report of a run under faults beside a calm run, as JSON and Markdown.
 
-A stall is the longest time between two commits that a fault has caused.  The time lost is the sum, over the
-gaps until the next fault, of what exceeds the usual gap.
+A stall is the longest time between two commits that a fault has caused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from chaos.execution import InjectedFault, Plan, RunResult
 from chaos.schedule import OF_COORDINATOR
-from record import table
+from record import command, table
 
 AFTER_S = 2.0
 """Latest begin of a fault's stall after the fault; later gaps come from a returning worker."""
@@ -46,29 +45,25 @@ def summary(plan: Plan, result: RunResult) -> dict[str, Any]:
         "script_starts": sum(len(lines) for lines in record.loaded.values()),
         "faults": dict(Counter(fault.kind for fault in result.injected)),
         "left_out": result.left_out,
-        "by_kind": by_kind(result, statistics.median(gaps_s) if gaps_s else 0.0),
+        "by_kind": by_kind(result),
         "broken": result.broken,
     }
 
 
-def by_kind(result: RunResult, usual_s: float) -> dict[str, dict[str, Any]]:
-    """Return, by kind of fault, all stalls of the survivors, and the median and worst stall and time lost."""
+def by_kind(result: RunResult) -> dict[str, dict[str, Any]]:
+    """Return, by kind of fault, all stalls of the survivors, with the median and the worst."""
     commits_s = result.record.commits_s()
     stalls: dict[str, list[float]] = defaultdict(list)
-    lost: dict[str, list[float]] = defaultdict(list)
     ends_s = [fault.at_s for fault in result.injected[1:]] + [result.end_s]
     for fault, next_s in zip(result.injected, ends_s, strict=False):
         label = label_of(fault, result.injected)
         stalls[label].append(stall_s(commits_s, fault, next_s))
-        lost[label].append(lost_s(commits_s, fault.at_s, next_s, usual_s))
     return {
         kind: {
             "count": len(found),
             "stalls_s": [round(one_s, 3) for one_s in found],
             "stall_median_s": round(statistics.median(found), 3),
             "stall_worst_s": round(max(found), 3),
-            "lost_median_s": round(statistics.median(lost[kind]), 3),
-            "lost_worst_s": round(max(lost[kind]), 3),
         }
         for kind, found in sorted(stalls.items())
     }
@@ -93,31 +88,24 @@ def stall_s(commits_s: Sequence[float], fault: InjectedFault, next_s: float) -> 
     return max((b - a for a, b in gaps if b > fault.at_s and since_s <= a < until_s), default=0.0)
 
 
-def lost_s(commits_s: Sequence[float], at_s: float, next_s: float, usual_s: float) -> float:
-    """Return by how much the long gaps between two faults exceed the usual gap, in all."""
-    gaps = (b - a for a, b in itertools.pairwise(commits_s) if at_s <= (a + b) / 2 < next_s)
-    return sum(gap - usual_s for gap in gaps if gap > 3 * usual_s)
-
-
-def whole(arguments: dict[str, Any], calm: dict[str, Any], chaos: dict[str, Any]) -> dict[str, Any]:
+def whole(hosts: str, calm: dict[str, Any], chaos: dict[str, Any]) -> dict[str, Any]:
     kept = chaos["samples_per_life_s"] / calm["samples_per_life_s"] if calm["samples_per_life_s"] else 0.0
-    return {"arguments": arguments, "kept": round(kept, 4), "calm": calm, "chaos": chaos}
+    return {"hosts": hosts, "kept": round(kept, 4), "calm": calm, "chaos": chaos}
 
 
 def markdown(report: dict[str, Any]) -> str:
-    arguments, calm, chaos = report["arguments"], report["calm"], report["chaos"]
+    calm, chaos = report["calm"], report["chaos"]
     names = ("seconds", "steps", "samples", "life_s", "samples_per_life_s", "usual_step_s", "longest_gap_s")
     compared = [
         (name, str(calm[name]), str(chaos[name])) for name in (*names, "script_starts", "coordinator_starts")
     ]
-    columns = ("stall_median_s", "stall_worst_s", "lost_median_s", "lost_worst_s")
     by_kind = [
-        (kind, row["count"], *(f"{row[name]:.2f}" for name in columns))
+        (kind, row["count"], f"{row['stall_median_s']:.2f}", f"{row['stall_worst_s']:.2f}")
         for kind, row in chaos["by_kind"].items()
     ]
-    heads = ("fault", "times", "stall, median s", "worst", "time lost, median s", "worst")
+    heads = ("fault", "times", "stall, median s", "worst")
     parts = [
-        f"# Chaos\n\n`{arguments['command']}`; {arguments['hosts']}.",
+        f"# Chaos\n\n`{command()}`; {report['hosts']}.",
         table(("", "calm", "chaos"), compared),
         f"Kept: **{100 * report['kept']:.1f} %** of the calm run's samples per second of worker life.",
         table(heads, by_kind),

@@ -2,7 +2,6 @@
 
     python -m lab.volunteers --nat none half all                    what NAT and the relay cost
     python -m lab.volunteers --encryption on off --cap 20Mbit       what CURVE costs
-    python -m lab.volunteers --rate 20Mbit                          slow links instead of workers' limits
 
 Runs of different settings take turns, so that a machine that slows down slows all of them.  The kernel counts
 the bytes of each machine's link from the first measured step to the end, those of relays included.
@@ -21,7 +20,7 @@ from typing import Any
 
 import procfs
 import record
-from gridtrain.tools.demo.recipe import DENSITY, RECIPES, SIZES
+from gridtrain.tools.demo.recipe import RECIPES, SIZES
 from gridtrain.tools.demo.step_records import STEPS_FILE, RecordReader, StepRecord
 from lab.group import NAT, Group, LabHosts, lab_group
 from lab.net import Host, why_not
@@ -73,12 +72,12 @@ def measure(setting: Setting, options: argparse.Namespace, folder: Path) -> dict
     metrics.mkdir(parents=True)
     train = [sys.executable, "-m", "gridtrain.tools.demo.demo_worker", "--exchange", exchange]
     train += ["--steps", str(options.steps), "--measure-every", str(options.steps), "--model", options.model]
-    train += ["--density", str(options.density), "--metrics", str(metrics)]
+    train += ["--metrics", str(metrics)]
     names = [f"worker-{number}" for number in range(1, options.workers + 1)]
-    links = {"rate": options.rate, "limit": options.cap, "nat": nat}
-    with lab_group(names, folder, encrypted=encryption == "on", **links) as group:
+    is_encrypted = encryption == "on"
+    with lab_group(names, folder, encrypted=is_encrypted, limit=options.cap, nat=nat) as group:
         for name in names:
-            group.add(name, train, ["--no-relay"] if options.relay == "hub" else [])
+            group.add(name, train)
         meter = Meter(group, metrics)
         group.finish(options.timeout, meter.tick)
     if [each.step for each in meter.records] != list(range(1, options.steps + 1)):
@@ -115,11 +114,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each setting, taking turns")
-    parser.add_argument("--density", type=float, default=DENSITY)
     parser.add_argument("--model", choices=sorted(SIZES), default="small")
     parser.add_argument("--cap", default="20Mbit", help="each worker's own limits; '' for none")
-    parser.add_argument("--rate", default="", help="of each worker's link; '' for no limit")
-    parser.add_argument("--relay", choices=("members", "hub"), default="members", help="peers that may relay")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of each run")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the figures")
     options = parser.parse_args(arguments)
@@ -145,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{', '.join(setting)}: {error}", file=sys.stderr)
                 return 1
     print(f"{options.workers} workers, model {options.model}, cap {options.cap or 'none'}, ", end="")
-    print(f"links {options.rate or 'without limit'}, {options.steps} steps\n{table(runs)}")
+    print(f"{options.steps} steps\n{table(runs)}")
     results = [{"setting": setting, "runs": found} for setting, found in runs.items()]
     record.write(options.out, arguments, results=results)
     return 0

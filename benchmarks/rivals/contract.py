@@ -1,6 +1,6 @@
 """The interface of a rival: a command line, and a JSON file of each rank.
 
-It imports only the standard library, because each rival's own interpreter runs it, without gridtrain.
+It needs only the standard library, because each rival's own interpreter runs it, without gridtrain.
 
     harness --argv--> python -m rivals.NAME --rank R --world P --master HOST:PORT --interface eth0
                             --op OP --n N --density RHO --repeats 5 --warmup 1 --out FILE    (for each rank)
@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
+
+import record
 
 OPS: dict[str, dict[str, str]] = {
     "gloo": {
@@ -131,10 +133,7 @@ class Result:
     note: str = ""
 
     def write(self, path: Path) -> None:
-        """Write the file atomically."""
-        partial = path.with_name(path.name + ".part")
-        partial.write_text(json.dumps(asdict(self)) + "\n")
-        partial.replace(path)
+        record.replace(path, json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Result:

@@ -1,10 +1,10 @@
 """A worker of `stragglers.py hivemind`: hivemind's optimizer while one training loop stalls.
 
-    python -m rivals.straggler --rank R --world P --master HOST:PORT --out FILE [--stalled] ...
+    python -m rivals.straggler --rank R --world P --master HOST:PORT --batches N --out FILE [--stalled]
 
 The model's shape and the stalls are those of `stragglers.py one`; the data are random.  hivemind's settings
 favour it: the group is complete before the first batch, progress is exchanged often, and its virtual batch
-(`--epoch-batches` of each worker) is so large that matchmaking does not dominate the run without stalls.
+(`EPOCH_BATCHES` of each worker) is so large that matchmaking does not dominate the run without stalls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import nn
 from rivals.contract import Request, leave
 from rivals.hivemind import start_dht
 from rivals.rendezvous import Rendezvous
+from stalls import BATCH_SIZE, ONE_COMPUTE_S, ONE_EVERY, ONE_STALL_S, WARM_UP_BATCHES, Stalls, make_model
 
+EPOCH_BATCHES, MATCHMAKING_S = 40, 0.5
 REFRESH_S = {"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refresh_period": 0.5}
 """Intervals at which a worker requests the others' progress."""
 
@@ -34,19 +36,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stalled", action="store_true", help="the last rank stalls")
     parser.add_argument("--batches", type=int, required=True)
-    parser.add_argument("--warm-up", type=int, required=True)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--epoch-batches", type=int, default=40)
-    parser.add_argument("--compute", type=float, required=True, metavar="SECONDS")
-    parser.add_argument("--stall", type=float, required=True, metavar="SECONDS")
-    parser.add_argument("--every", type=int, required=True, metavar="BATCHES")
-    parser.add_argument("--matchmaking", type=float, default=0.5, metavar="SECONDS")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = make_model()
     request = Request(options.rank, options.world, options.master, "all_reduce", 1, options.out)
     is_stalled = options.stalled and options.rank == options.world - 1
+    stalls = Stalls(every=ONE_EVERY, stall_s=ONE_STALL_S) if is_stalled else Stalls()
     with Rendezvous(request) as group:
         dht = start_dht(request, group)
         optimizer = hivemind.Optimizer(
@@ -54,22 +49,19 @@ def main() -> None:
             run_id="stragglers",
             params=model.parameters(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            batch_size_per_step=options.batch_size,
-            target_batch_size=options.batch_size * options.world * options.epoch_batches,
-            matchmaking_time=options.matchmaking,
+            batch_size_per_step=BATCH_SIZE,
+            target_batch_size=BATCH_SIZE * options.world * EPOCH_BATCHES,
+            matchmaking_time=MATCHMAKING_S,
             averaging_timeout=30.0,
             tracker_opts=REFRESH_S,
         )
         group.exchange(None)
         began_s, began_epoch = 0.0, 0
         for batch in range(1, options.batches + 1):
-            if batch == options.warm_up:
+            if batch == WARM_UP_BATCHES:
                 began_s, began_epoch = time.monotonic(), optimizer.local_epoch
-            time.sleep(options.compute)  # the emulated work of a batch
-            if is_stalled and batch % options.every == 0:
-                time.sleep(options.stall)  # the emulated stall
-            inputs = torch.randn(options.batch_size, 20)
-            labels = torch.randint(0, 10, (options.batch_size,))
+            stalls.batch(ONE_COMPUTE_S)
+            inputs, labels = torch.randn(BATCH_SIZE, 20), torch.randint(0, 10, (BATCH_SIZE,))
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
             optimizer.zero_grad()

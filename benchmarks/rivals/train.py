@@ -8,7 +8,7 @@ There is one process for each rank; rank 0 writes a line for each step to FOLDER
 
     gloo       DistributedDataParallel over gloo, dense
     powersgd   the same with torch's PowerSGD hook (Vogels et al. 2019) with error feedback and warm start
-    hivemind   all members average the gradient of each step, or with --every the change of local steps
+    hivemind   all members average the change of --every local steps
 
 The run ends when the held-out loss is at most --until-loss, or after --steps.
 """
@@ -31,6 +31,7 @@ from procfs import sent_bytes
 from rivals.contract import INTERFACE, TRAINERS, Request, leave
 
 DATA_SEED = 1
+POWERSGD_RANK, POWERSGD_START = 2, 10  # and the step before which it is dense
 
 
 class Loss(nn.Module):
@@ -64,15 +65,15 @@ class Gloo:
         if options.rival == "powersgd":
             state = powerSGD_hook.PowerSGDState(
                 process_group=None,
-                matrix_approximation_rank=options.powersgd_rank,
-                start_powerSGD_iter=options.powersgd_start,
+                matrix_approximation_rank=POWERSGD_RANK,
+                start_powerSGD_iter=POWERSGD_START,
                 use_error_feedback=True,
                 warm_start=True,
             )
             self._parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def backward(self, x_BT: Tensor, y_BT: Tensor) -> float:
-        """Return the loss; except with local steps, each `grad` is then the mean of all ranks."""
+        """Return the loss; each `grad` is then the mean of all ranks, with hivemind only the own one."""
         loss = self._parallel(x_BT, y_BT)
         loss.backward()
         return float(loss)
@@ -93,7 +94,7 @@ class Gloo:
 
 
 class Hivemind:
-    """hivemind's averaging of each step, or after `--every` local steps; its methods are those of `Gloo`."""
+    """hivemind's averaging after `--every` local steps; its methods are those of `Gloo`."""
 
     def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
         from rivals import hivemind as rival
@@ -104,7 +105,7 @@ class Hivemind:
         self._group = self._stack.enter_context(Rendezvous(request))
         self._dht = rival.start_dht(request, self._group)
         self._trained, self._every, self._steps = trained_of(model), options.every, 0
-        self._common = [parameter.detach().clone() for parameter in self._trained] if self._every > 1 else []
+        self._common = [parameter.detach().clone() for parameter in self._trained]
         size = sum(parameter.numel() for parameter in self._trained)
         self._averager = rival.start_averager(
             torch.zeros(size), self._dht, request.world, options.compression
@@ -114,14 +115,12 @@ class Hivemind:
     def backward(self, x_BT: Tensor, y_BT: Tensor) -> float:
         loss = self._workload.loss(self._model, x_BT, y_BT)
         loss.backward()  # type: ignore[no-untyped-call]
-        if self._every == 1:
-            self._average_tensors([p.grad for p in self._trained if p.grad is not None])
         return float(loss)
 
     @torch.no_grad()
     def stepped(self) -> None:
         self._steps += 1
-        if self._every == 1 or self._steps % self._every:
+        if self._steps % self._every:
             return
         changes = [p - common for p, common in zip(self._trained, self._common, strict=True)]
         self._average_tensors(changes)
@@ -214,8 +213,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compression", choices=("none", "float16", "int8"), default="none")
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--batch-size", type=int, help="instead of the workload's")
-    parser.add_argument("--powersgd-rank", type=int, default=2)
-    parser.add_argument("--powersgd-start", type=int, default=10, metavar="STEP", help="dense until it")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

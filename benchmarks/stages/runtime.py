@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gridtrain
 from lab.group import run_in_lab
@@ -42,19 +42,6 @@ Network = dict[str, Any]
 
 def links_of(network: Network) -> dict[str, Any]:
     return {key: network[key] for key in ("rate", "delay_s")}
-
-
-class Samples:
-    """A number for each sample, of which the first stage makes activations, like an embedding."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(1), torch.zeros(1)
 
 
 def model() -> nn.Sequential:
@@ -85,7 +72,8 @@ def work(options: dict[str, Any]) -> dict[str, Any]:
             rematerialise=False,
             init=zeros,
         )
-        samples, steps = Samples(64 * micro_batches), options["steps"] + WARM_UP_STEPS + 1
+        samples = [(torch.zeros(1), torch.zeros(1))] * (64 * micro_batches)  # `model` expands the number
+        steps = options["steps"] + WARM_UP_STEPS + 1
         for inputs, targets in grid.batches(samples, batch_size=micro_batches, steps=steps):
             pipe.step(inputs, targets)
             ends_s.append(time.monotonic())

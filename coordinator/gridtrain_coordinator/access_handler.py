@@ -30,9 +30,6 @@ from gridtrain_coordinator.access.violations import VIOLATIONS_BEFORE_REMOVAL
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
 
-ASK_OWNER = "ask the run's owner for a new invitation; earlier invitations do not admit this worker again"
-ASK_PARDON = "ask the run's owner to lift the ban (gridtrain unban {digits}) and to send a new invitation"
-
 
 class AccessHandler:
     """Handles pending members, orders and violations.
@@ -210,7 +207,7 @@ class AccessHandler:
     ) -> list[io.Effect]:
         effects: list[io.Effect] = []
         for peer, reason in removed:
-            remedy = ASK_PARDON.format(digits=peer.hex()[:12]) if ban else ASK_OWNER
+            remedy = authorization_rules.banned_remedy(peer) if ban else authorization_rules.REMOVED_REMEDY
             effects += self._remove(peer, "kicked", f"was removed from the run: {reason}", remedy, now_s)
         return effects
 

@@ -6,12 +6,12 @@ worker  StatusRequest --> status: bundle {digest, bytes, script}
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.core.messages import MAX_BLOCK_BYTES
 from gridtrain.tools.bundle import Bundle
+from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.run import events as io
 
 MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S = 4, 600.0
@@ -27,7 +27,7 @@ class BundleServer:
         archive = bundle.archive if bundle is not None else b""
         self._bundle = bundle
         self._blocks = [archive[i : i + MAX_BLOCK_BYTES] for i in range(0, len(archive), MAX_BLOCK_BYTES)]
-        self._asked: dict[m.PeerId, deque[float]] = {}
+        self._requests = RequestRate(RATE_WINDOW_S, MAX_ASKERS)
 
     def answer(self, peer: m.PeerId, request: m.BundleRequest, now_s: float) -> list[io.Effect]:
         """Return the requested block, or a refusal."""
@@ -40,7 +40,7 @@ class BundleServer:
         if self._digest() != request.digest or request.index >= len(self._blocks):
             text = f"the run's bundle is {self._bundle.digest}, which differs from the requested bundle"
             return [io.Send(peer, m.Refused("bundle", text, "restart the worker to request this bundle"))]
-        if not self._is_allowed(peer, now_s):
+        if not self._requests.allow(peer, now_s, self._is_too_often):
             minutes = f"{RATE_WINDOW_S / 60:.0f} minutes"
             text = f"a worker may fetch at most {MAX_BUNDLES_PER_WORKER} bundles within {minutes}"
             return [io.Send(peer, m.Refused("too-often", text, "try again later"))]
@@ -58,15 +58,5 @@ class BundleServer:
         assert self._bundle is not None
         return bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
 
-    def _is_allowed(self, peer: m.PeerId, now_s: float) -> bool:
-        """Return whether the rate limit allows this request; count the request if it does."""
-        times_s = self._asked.pop(peer, None) or deque(maxlen=MAX_BUNDLES_PER_WORKER * len(self._blocks))
-        while times_s and times_s[0] <= now_s - RATE_WINDOW_S:
-            times_s.popleft()
-        is_allowed = len(times_s) < MAX_BUNDLES_PER_WORKER * len(self._blocks)
-        if is_allowed:
-            times_s.append(now_s)
-        self._asked[peer] = times_s  # reinserted last, so that the first entry is the least recent
-        if len(self._asked) > MAX_ASKERS:
-            del self._asked[next(iter(self._asked))]
-        return is_allowed
+    def _is_too_often(self, requests: int) -> bool:
+        return requests >= MAX_BUNDLES_PER_WORKER * len(self._blocks)

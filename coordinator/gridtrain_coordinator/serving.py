@@ -28,6 +28,7 @@ from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.endpoint_file import EndpointFile
+from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.bundle import Bundle
 from gridtrain_coordinator.access.authorization import AccessRole, Authorization, recover_authorization
 from gridtrain_coordinator.access_handler import connection_gate
@@ -48,7 +49,7 @@ class Settings:
     Attributes:
         listen: the address to listen on, "tcp://host:port"; port 0 means any free port.
         advertise: the address that workers use; if empty, the address of `listen`.
-        state: the folder of the journal and the keys; None for `default_state(run)`.
+        state: the folder of the journal and the keys; None for `state_directory(run)`.
         unencrypted: whether to leave connections unencrypted; allowed only on this machine, unless
             `benchmark` is set.
         backup_to: a folder for backups of the state; None to make no backups.
@@ -86,12 +87,6 @@ class Settings:
             raise ConfigError(
                 f"min_workers is {self.min_workers}; it must be at least 1", remedy="use --min-workers 1"
             )
-
-
-def default_state(run: str) -> Path:
-    """Return the default folder of the journal and the keys of `run`."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "gridtrain" / run
 
 
 class StopOnSignal:
@@ -140,7 +135,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
         JournalError, TransportError, ConfigError: the coordinator cannot start or continue.
     """
     stop = StopOnSignal()
-    folder = settings.state or default_state(settings.run)
+    folder = settings.state or state_directory(settings.run)
     coordinator, board, endpoint = _open(settings, folder, err)
     with contextlib.closing(board), endpoint.published(folder):
         board.start()

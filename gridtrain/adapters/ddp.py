@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.config import GTopK
-from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo
+from gridtrain.core.collectives.collective import CollectiveComplete, SendTo
 from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
@@ -191,7 +191,7 @@ class GTopKState:
         """Run the collective; return whether any process skips the step."""
         channel = self._channel
         core = buffer.make_collective(channel.rank, channel.world_size, skip)
-        effects = core.start(0.0)
+        effects = core.start()
         while True:
             for effect in effects:
                 match effect:
@@ -205,7 +205,7 @@ class GTopKState:
                         buffer.apply(effect)
             from_rank = min(core.waiting_for())
             head_H, payload = channel.receive(from_rank, most_bytes)
-            effects = core.handle(PayloadReceived(from_rank, _place(head_H), int(head_H[4]), payload), 0.0)
+            effects = core.handle(from_rank, _place(head_H), int(head_H[4]), payload)
 
     def _commit(self) -> None:
         """Commit all buckets of a step or none, because GradScaler skips the whole step if one bucket is

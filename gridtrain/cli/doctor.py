@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.output import mapping, wrap_text
+from gridtrain.cli.output import wrap_text
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,15 +46,14 @@ def doctor(invitation: str, as_json: bool) -> None:
     with the coordinator, and with each of at most three members.  INVITATION may be @FILE or -, as for
     `gridtrain worker`.
     """
-    from gridtrain.cli.worker import _read
-    from gridtrain.core.group.invitation import parse
+    from gridtrain.cli.worker import read_invitation
     from gridtrain.tools.doctor.examination import Examination
     from gridtrain.tools.doctor.findings import FindingLevel, worst_level
 
     began_s = time.monotonic()
     plain = as_json or not sys.stdout.isatty()
     found: list[Finding] = []
-    invited = parse(_read(invitation))
+    invited = read_invitation(invitation)
     limit = _configured_upload_limit(invited)
     examination = Examination(invited, parse_run_status, upload_limit=limit)
     for finding in examination.findings():
@@ -105,13 +104,11 @@ def _show(finding: Finding, plain: bool) -> None:
 
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
     """Read the figures that the prediction needs from a status.  Raises `ConfigError`."""
-    from gridtrain.cli.live_network import network_from_status
-    from gridtrain.core.messages import LedgerSpec, Setup
+    from gridtrain.cli.live_network import facts_of, network_from_status
     from gridtrain.core.planning.exchange_facts import workload_of
     from gridtrain.tools.doctor.speedup_prediction import RunStatus, member_figures, member_shares
 
-    texts = tuple((str(name), str(text)) for name, text in mapping(picture.get("facts")).items())
-    load = workload_of(Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None))
+    load = workload_of(facts_of(picture))
     shares, compute_s = member_shares(picture), member_figures(picture, "computing_s")
     if load is None or not sum(shares) or not compute_s:
         raise ConfigError(

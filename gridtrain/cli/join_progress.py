@@ -7,12 +7,10 @@ Asks the coordinator twice a second, and waits for a coordinator that restarts.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -136,6 +134,6 @@ def print_event_on_stderr(event: str, text: str, fields: dict[str, Any]) -> None
     if sys.stderr.isatty():
         click.echo(text, err=True)
         return
-    ts = datetime.now(UTC).isoformat(timespec="milliseconds")
-    line = {"ts": ts, "level": "info", "event": event, "fields": {"text": text, **fields}}
-    click.echo(json.dumps(line), err=True)
+    from gridtrain_coordinator.log import log_to
+
+    log_to(sys.stderr, "json")("info", event, {"text": text, **fields})

@@ -88,7 +88,6 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
     Raises:
         ConfigError: fewer than two workers are training, or no link between them has been measured.
     """
-    from gridtrain.core.messages import LedgerSpec, Setup
     from gridtrain.core.planning.exchange_facts import local_steps_of, workload_of
     from gridtrain.core.planning.rank_order import LinkMeasurements
 
@@ -114,20 +113,23 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
             f"{format_count(size, 'worker')})",
             remedy="try again when at least two workers are training, or use --link or --network instead",
         )
-    texts = tuple((str(name), str(text)) for name, text in mapping(status.get("facts")).items())
-    setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
-    facts = dict(texts)
-    turn_s, local = _compute_s(status), local_steps_of(setup)
+    facts = facts_of(status)
+    turn_s, local = _compute_s(status), local_steps_of(facts)
     every = local.every if local is not None else 1
     return LiveNetwork(
         network,
-        workload_of(setup),
+        workload_of(facts),
         turn_s / every if turn_s is not None else None,
         f'{network.size} members of "{run}", as measured',
         every,
         _optimizer(facts.get("optimizer", "")),
         _has_momentum(facts.get("exchange", "")),
     )
+
+
+def facts_of(status: Mapping[str, Any]) -> dict[str, str]:
+    """Return the facts of the run that a status describes."""
+    return {str(name): str(text) for name, text in mapping(status.get("facts")).items()}
 
 
 def _optimizer(described: str) -> str:

@@ -407,7 +407,7 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
     exchange."""
     from rich.table import Table
 
-    from gridtrain.core.planning.exchange_comparison import format_seconds
+    from gridtrain.quantities import format_seconds
 
     table = Table()
     table.add_column("workers", justify="right")

@@ -202,7 +202,7 @@ def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
     """Return a table with a row for each stage, including the bytes per step to and from the next stage."""
     from rich.table import Table
 
-    from gridtrain.core.planning.exchange_comparison import format_seconds
+    from gridtrain.quantities import format_seconds
 
     table = Table()
     table.add_column("stage", justify="right")
@@ -243,7 +243,7 @@ def _link(estimate: StepEstimate, stage: int) -> tuple[int, int]:
 def _alternatives(proposal: MicroBatchProposal) -> Table:
     from rich.table import Table
 
-    from gridtrain.core.planning.exchange_comparison import format_seconds
+    from gridtrain.quantities import format_seconds
 
     table = Table()
     for name in ("micro-batches", "samples", "step", "bubble", "of even stages"):

@@ -79,15 +79,14 @@ def client_for(
     invitation: str | None, run: str, state: Path | None
 ) -> Iterator[CoordinatorClient | OperatorClient]:
     """Connect as the operator of this machine's coordinator, or with an invitation."""
-    from gridtrain.cli.worker import _read
-    from gridtrain.core.group.invitation import parse
+    from gridtrain.cli.worker import read_invitation
     from gridtrain.runtime.client.enrollment import enroll
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 
     if invitation is None:
         yield OperatorClient(CoordinatorEndpoint.find(run, state))
         return
-    invited = parse(_read(invitation))
+    invited = read_invitation(invitation)
     with (
         enroll(invited, ANSWER_TIMEOUT_S, unencrypted=not invited.encrypted) as entry,
         entry.connect() as client,

@@ -15,6 +15,7 @@ from gridtrain.cli.option_flags import ALSO_IN_ENVIRONMENT, add_options, resolve
 from gridtrain.errors import ConfigError, GridtrainError
 
 if TYPE_CHECKING:
+    from gridtrain.core.group.invitation import Invitation
     from gridtrain.tools.options import OptionValues
     from gridtrain_worker.agent import Job
 
@@ -83,7 +84,7 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     """Return the job that the words and options describe.  Raises `ConfigError`."""
-    from gridtrain.core.group.invitation import looks_like, parse
+    from gridtrain.core.group.invitation import looks_like
     from gridtrain.core.messages import ADDRESS, NAME
     from gridtrain.network.addresses import parse_explicit_address
     from gridtrain.sdk.reported_figures import check_text
@@ -115,7 +116,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     settings |= {key: text for key in ("data_dir", "cache_limit") if (text := chosen.text(key))}
     return Job(
         command=words,
-        invitation=parse(_read(invitation)),
+        invitation=read_invitation(invitation),
         name=name,
         settings=settings,
         unencrypted=chosen.switch("unencrypted"),
@@ -126,6 +127,14 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
         accept=chosen.text("accept"),
         dry_run=chosen.switch("dry_run"),
     )
+
+
+def read_invitation(text: str) -> Invitation:
+    """Return the invitation that an argument means: itself, @FILE, or - for standard input.  Raises
+    `ConfigError`."""
+    from gridtrain.core.group.invitation import parse
+
+    return parse(_read(text))
 
 
 def _read(text: str) -> str:

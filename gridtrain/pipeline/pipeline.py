@@ -28,7 +28,6 @@ import torch
 from gridtrain.config import Dense
 from gridtrain.core.collectives.activation_transfer import STAGE_SUMMARY_CHANNEL
 from gridtrain.core.collectives.collective import CollectiveComplete
-from gridtrain.core.collectives.direct_allgather import make_allgather
 from gridtrain.core.collectives.subgroup import Subgroup
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.group.round_flags import is_skipped
@@ -337,9 +336,8 @@ class Pipeline:
         )
         summaries = StageSummaryBuffer(layout, plan.rank, summary)
         state.residual.mark_sent(attempt)
-        outcome = round_.complete(
-            STAGE_SUMMARY_CHANNEL, RoundPart(make_allgather(plan.rank, plan.world_size, skip), summaries)
-        )
+        collective = summaries.make_collective(plan.rank, plan.world_size, skip)
+        outcome = round_.complete(STAGE_SUMMARY_CHANNEL, collective, summaries)
         return outcome, _Contribution(attempt, averages, summaries)
 
     def _update_digest(self, buffers: Mapping[Channel, CollectiveBuffer], round_: PipelineRound) -> bytes:
@@ -438,7 +436,7 @@ def _expected_payloads(stage: int, stages: int, micro_batches: int) -> ExpectedP
 
 def _exchange_alone(buffer: CollectiveBuffer, skip: bool) -> bool:
     """Run the exchange of a stage with one replica; return whether the step is skipped."""
-    for effect in buffer.make_collective(0, 1, skip).start(0.0):
+    for effect in buffer.make_collective(0, 1, skip).start():
         if isinstance(effect, CollectiveComplete):
             return is_skipped(effect.flags)
         buffer.apply(effect)  # type: ignore[arg-type]

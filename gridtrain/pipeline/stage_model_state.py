@@ -129,6 +129,18 @@ class StageModelState(ModelState):
             return False  # a standby
         return self._held.places.layout(snapshot).replica_of(snapshot.rank) == 0
 
+    @property
+    def holds_stage(self) -> bool:
+        snapshot, current = self._session.snapshot, self._held.current
+        is_member = snapshot.world_size > 0 and snapshot.is_synced
+        return is_member and current is not None and current.applied == snapshot.applied
+
+    @property
+    def others_wait(self) -> bool:
+        snapshot = self._session.snapshot
+        # In any other phase its replicas may be gone as well.
+        return self._held.places.is_alone(snapshot) or snapshot.phase is not MemberPhase.RUNNING
+
     def export(self, folder: Path) -> None:
         """Write this stage's part of the final model and, for the first stage, the index of all parts."""
         held, stages = self._held.assigned(), self._held.places.latest
@@ -147,6 +159,16 @@ class StageModelState(ModelState):
         log.warning("the run is finished; stage %d of the model is in %s", held.stage, path)
         if base := self._held.base.describe():
             log.warning("the file contains what was trained, without the base (%s)", base)
+
+    def finish_checkpoints(self, timeout_s: float) -> None:
+        super().finish_checkpoints(timeout_s)
+        if self._final_step is not None and self._final_step == self._written_step:
+            out = "OUT.safetensors" if self._held.defined.blueprint.pretrained is None else "OUT"
+            log.warning(
+                "gridtrain export FOLDER %s writes the whole model from the state folders of all stages, "
+                "copied into FOLDER; this worker's is %s",
+                *(out, self._options.folder),
+            )
 
     @property
     def _layers(self) -> Span:
@@ -194,9 +216,8 @@ class StageModelState(ModelState):
         layers, stage = self._held.layers, self._held.stage
         if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
             return
-        is_alone = self._held.places.is_alone(snapshot)
-        if not is_alone and snapshot.phase is MemberPhase.RUNNING:
-            return  # in any other phase its replicas may be gone as well
+        if not self.others_wait:
+            return
         if self._held.places.layers(snapshot) != layers:
             return  # the group has continued with other stages
         if not self._has_checkpoints:
@@ -212,9 +233,13 @@ class StageModelState(ModelState):
             self._held.abort_step()
         # Without the residual, which was sent or is saved apart.
         if self._checkpoints.write_now(layers, self._content(snapshot, {})):
+            is_alone = self._held.places.is_alone(snapshot)
             why = "is held only by this worker" if is_alone else "might not be held by any other worker"
-            text = "stage %d %s: step %d is on this worker's disk; the other workers wait for this worker"
-            log.warning(text, stage, why, snapshot.applied + 1)
+            log.warning(
+                "stage %d %s: step %d is on this worker's disk; unless another one has it, the other workers "
+                "wait for this worker, or continue from earlier checkpoints",
+                *(stage, why, snapshot.applied + 1),
+            )
 
     def _drop_from_checkpoint(self, step: int) -> None:
         self._checkpoints.drop_residual(self._layers, step)

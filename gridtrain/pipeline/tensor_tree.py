@@ -13,7 +13,6 @@ Numbers (bool, int, float) are also sent, but have no gradient.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -174,13 +173,6 @@ class TensorTreeSpec:
     @property
     def gradient_leaves(self) -> tuple[Leaf, ...]:
         return tuple(leaf for leaf in self.leaves if leaf.has_gradient)
-
-    @property
-    def digest(self) -> bytes:
-        """A digest of the spec's text and of the leaves with a gradient, for comparison before the first
-        step."""
-        text = f"{self} {[leaf.has_gradient for leaf in self.leaves]}"
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def payload_bytes(self, samples: int) -> int:
         return sum(leaf.payload_bytes(samples) for leaf in self.leaves)

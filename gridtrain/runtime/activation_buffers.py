@@ -83,12 +83,6 @@ class ActivationSendBuffer:
             raise LocalProtocolError(f"piece {slot.slice} of an activation transfer was sent twice")
         return piece
 
-    def compute_digest(self) -> bytes:
-        return b""
-
-    def make_collective(self, rank: int, world_size: int, flags: int) -> ActivationSender:
-        raise LocalProtocolError("an activation transfer needs a receiving rank; call `make_send` instead")
-
 
 class ActivationReceiveBuffer:
     """The pieces of one activation transfer; `take_buffers` returns the buffers, once.
@@ -133,12 +127,6 @@ class ActivationReceiveBuffer:
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         raise LocalProtocolError("a payload was requested from the receiver of an activation transfer")
-
-    def compute_digest(self) -> bytes:
-        return b""
-
-    def make_collective(self, rank: int, world_size: int, flags: int) -> ActivationReceiver:
-        raise LocalProtocolError("an activation transfer needs a sending rank; call `make_receive` instead")
 
 
 def _split_joined(piece: memoryview, from_rank: int) -> list[memoryview]:

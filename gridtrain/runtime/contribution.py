@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import threading
+from collections import deque
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +24,8 @@ from queue import SimpleQueue
 REPORT_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 4096
 MAX_COUNT = 1 << 63
+MAX_REPEATED_STEPS = 10_000
+"""The steps by which a run may go back without steps being counted twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,21 @@ class ContributionReporter:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self._counted: deque[tuple[int, int]] = deque(maxlen=MAX_REPEATED_STEPS)
         self._steps = self._samples = 0
         self._next_s = float("-inf")
         self._pending: SimpleQueue[Contribution | None] = SimpleQueue()  # None ends the writer's thread
         self._writer: threading.Thread | None = None
 
-    def step_committed(self, samples: int) -> None:
-        """Count a committed step in which this worker had `samples` samples."""
+    def step_committed(self, step: int, samples: int) -> None:
+        """Count a committed step in which this worker had `samples` samples.
+
+        Steps from this one on were lost, and are repeated: they are no longer counted.
+        """
+        while self._counted and self._counted[-1][0] >= step:
+            self._steps -= 1
+            self._samples -= self._counted.pop()[1]
+        self._counted.append((step, samples))
         self._steps += 1
         self._samples += samples
 

@@ -74,6 +74,7 @@ class GroupSession:
             batch.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         is_standby_at_end: whether the run has finished and this worker was not a member at its end.
+        end_reason: then why, as the coordinator says.
         failure: why this worker leaves, if its data cannot be read or its final model cannot be written.
     """
 
@@ -90,7 +91,7 @@ class GroupSession:
         self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
         self._joined: io.TrainerJoined | None = None
         self.is_turn_done = self.is_standby_at_end = self._has_closed = False
-        self.failure = ""
+        self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
         self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
@@ -280,7 +281,7 @@ class GroupSession:
             was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
             if refused.code != "finished" or not (self._is_pipeline or was_running):
                 raise
-            self.is_standby_at_end = True
+            self.is_standby_at_end, self.end_reason = True, refused.reason
 
     def _next_task(self, snapshot: WorkerSnapshot, *, between_batches: bool) -> WorkerTask | None:
         return self.tasks.next_task(
@@ -434,8 +435,9 @@ class GroupSession:
     def end_round(self, outcome: RoundOutcome) -> None:
         """Record the outcome of a round."""
         self.is_turn_done = outcome.is_committed
-        if outcome.is_committed:
-            self._contribution.step_committed(data_ledger.count_samples(self.turn_spans))
+        turn = self._turn
+        if outcome.is_committed and turn is not None and turn.open_round is not None:
+            self._contribution.step_committed(turn.open_round.step, data_ledger.count_samples(turn.spans))
             self._report_contribution(time.monotonic())
 
     def run(
@@ -454,8 +456,12 @@ class GroupSession:
         """
         assert self._turn is not None and self._turn.open_round is not None
         self._early_plan = None
-        open_round = self._turn.open_round
-        return self._outcome_of(lambda: self._loop.step_rounds.run(open_round, buffers, skip, settings))
+        open_round, rounds = self._turn.open_round, self._loop.step_rounds
+        return self._outcome_of(
+            lambda: rounds.await_submitted(
+                rounds.submit(open_round, buffers, skip, settings, is_awaited=True)
+            )
+        )
 
     def _outcome_of(self, run: Callable[[], RoundOutcome]) -> RoundOutcome:
         """Return and record the outcome of a round; if the run ends without this worker, its round is not

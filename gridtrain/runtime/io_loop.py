@@ -67,7 +67,7 @@ from gridtrain.runtime.state_transfer.residual_exchange import ResidualExchange
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 from gridtrain.runtime.state_transfer.state_sender import StateSender
 from gridtrain.runtime.step_plan import StepPlan
-from gridtrain.runtime.step_rounds import REJECTED_EARLIER, StepRounds
+from gridtrain.runtime.step_rounds import StepRounds
 
 log = logging.getLogger("gridtrain")
 
@@ -332,11 +332,8 @@ class IoLoop:
             generation=round_id.generation,
             first_step=generation.first_step,
         )
-        event = self.step_rounds.contribute_nothing(round_id, plan, settings)
-        if event is not None:
+        for event in self.step_rounds.contribute_nothing(round_id, plan, settings):
             self._handle(event)
-            if self.step_rounds.is_current_failed:
-                self._handle(io.RoundFailed(REJECTED_EARLIER))
 
     def _send_heartbeat(self) -> None:
         left_bytes = self.state_receiver.blobs.remaining_bytes(self._core.generation)
@@ -351,13 +348,10 @@ class IoLoop:
 
     def _report_catch_up(self, now_s: float) -> None:
         is_member = self._core.rank_assignment is not None
-        status = self.catch_up.poll(now_s, is_member=is_member, synced=self._core.is_synced)
-        if status is None:
-            return
-        self._send_all(status.requests)
-        if status.event is not None:
-            self._handle(status.event)
-        self.catch_up.show_progress(status, now_s)
+        requests, event = self.catch_up.poll(now_s, is_member=is_member, synced=self._core.is_synced)
+        self._send_all(requests)
+        if event is not None:
+            self._handle(event)
 
     def _handle_transport_event(self, event: TransportEvent) -> None:
         if type(event) is Received:

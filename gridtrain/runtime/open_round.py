@@ -1,6 +1,6 @@
 """An open round: its buffers, and the interface through which a pipeline's training thread uses the round.
 
-add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last part) -> RoundOutcome
+add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last one) -> RoundOutcome
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gridtrain.core.collectives.collective import Collective
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
-from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
+from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, PayloadBuffer
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.step_plan import RoundOutcome
@@ -24,7 +24,7 @@ class RoundPart:
     """A collective of a round, and its buffer."""
 
     collective: Collective
-    buffer: CollectiveBuffer
+    buffer: PayloadBuffer
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class OpenRound:
     """
 
     id: m.RoundId
-    buffers: dict[m.Channel, CollectiveBuffer]
+    buffers: dict[m.Channel, PayloadBuffer]
     voted_buffers: Sequence[CollectiveBuffer | BucketedBuffer] = ()
     settings: bytes = b""
     outcome: RoundOutcome | None = None
@@ -52,7 +52,7 @@ class OpenRound:
     is_absent: bool = False
 
 
-def buffers_of(parts: Mapping[m.Channel, RoundPart]) -> dict[m.Channel, CollectiveBuffer]:
+def buffers_of(parts: Mapping[m.Channel, RoundPart]) -> dict[m.Channel, PayloadBuffer]:
     return {channel: part.buffer for channel, part in parts.items()}
 
 
@@ -109,14 +109,12 @@ class PipelineRound:
         """Return whether any member skips the step in the collective of `channel`, which must be complete."""
         return is_skipped(self._round.completed[channel])
 
-    def complete(self, channel: m.Channel, last: RoundPart) -> RoundOutcome:
+    def complete(self, channel: m.Channel, last: Collective, buffer: CollectiveBuffer) -> RoundOutcome:
         """Add the last collective, on whose buffer the members vote; wait for the outcome and return it."""
         with self._mailbox.condition:
-            self._round.buffers[channel] = last.buffer
-            self._round.voted_buffers = (last.buffer,)
-        self._mailbox.submit_payload(
-            io.AddCollectives(self._round.id, {channel: last.collective}, has_more=False)
-        )
+            self._round.buffers[channel] = buffer
+            self._round.voted_buffers = (buffer,)
+        self._mailbox.submit_payload(io.AddCollectives(self._round.id, {channel: last}, has_more=False))
         return self.end()
 
     def fail(self, reason: str) -> None:

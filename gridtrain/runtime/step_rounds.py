@@ -4,10 +4,10 @@ The core decides which payload is sent to which peer, and whether a round commit
 effects.
 
     training thread                                            I/O thread
-      begin_bucket .. run        --- SubmitRound ------->        core --> payload_to_send, apply_payload
+      begin_bucket .. submit     --- SubmitRound ------->        core --> payload_to_send, apply_payload
       open --> PipelineRound     --- AddCollectives ---->             --> compute_vote_digest
                                                                       --> resolve
-      run, resolve_last          <-- outcome, with the snapshot -- publish_ended
+      await_submitted            <-- outcome, with the snapshot -- publish_ended
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gridtrain.runtime.buffers.collective_buffers import (
     ButterflyBuffer,
     CollectiveBuffer,
     DenseRingBuffer,
+    PayloadBuffer,
 )
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.missed_step import MissedStep
@@ -98,10 +99,10 @@ class StepRounds:
     def begin_bucket(
         self, round_id: m.RoundId, channel: m.Channel, buffer: CollectiveBuffer, skip: bool
     ) -> None:
-        """Submit one bucket of this worker's part of a round; `run` submits the rest."""
+        """Submit one bucket of this worker's part of a round; `submit` submits the rest."""
         snapshot = self._mailbox.read()
         if snapshot.open_round != round_id:
-            return  # `run` will say that the round is over
+            return  # `submit` will say that the round is over
         collective = buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
             if self._missed or (self.current is not None and self.current.is_absent):
@@ -110,17 +111,6 @@ class StepRounds:
                 self.current = OpenRound(round_id, {})
             self.current.buffers[channel] = buffer
         self._mailbox.submit_payload(io.SubmitRound(round_id, {channel: collective}, is_complete=False))
-
-    def run(
-        self,
-        round_id: m.RoundId,
-        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
-        skip: bool,
-        settings: bytes,
-    ) -> RoundOutcome:
-        """Submit this worker's part of a round, wait for the outcome, and return the outcome."""
-        mine = self.submit(round_id, buffers, skip, settings, is_awaited=True)
-        return self.await_submitted(mine)
 
     def submit(
         self,
@@ -175,7 +165,7 @@ class StepRounds:
     def resolve_last(self, timeout_s: float) -> RoundOutcome | None:
         """Return the outcome of the last round to which this worker submitted; None after `timeout_s`.
 
-        A worker calls this method when it leaves after an interruption before or during `run`.  An attempt
+        A worker calls this method when it leaves after an interruption before or during a round.  An attempt
         that was never submitted was not committed.  Unless this worker has voted YES, it votes NO now, so
         that the round can end while other members are in a long computation.
         """
@@ -230,10 +220,10 @@ class StepRounds:
 
     def contribute_nothing(
         self, round_id: m.RoundId, plan: StepPlan, settings: bytes
-    ) -> io.SubmitRound | io.StayPresent | None:
+    ) -> list[io.SubmitRound | io.StayPresent | io.RoundFailed]:
         """Make an empty contribution to a round, unless the trainer has begun to submit.
 
-        Called from the I/O thread.  Returns the event for the core; None if the trainer's part of an earlier
+        Called from the I/O thread.  Returns the events for the core; none if the trainer's part of an earlier
         round is not over yet.
 
         Args:
@@ -242,29 +232,25 @@ class StepRounds:
         """
         with self._mailbox.condition:
             if sum(each.nbytes for each in self._missed) > MOST_MISSED_BYTES or self._make_empty is None:
-                return io.StayPresent(round_id)
+                return [io.StayPresent(round_id)]
             before = self._aborted_absence if plan.attempt else None
             buffers = self._make_empty(plan, before.voted_buffers if before is not None else ())
             if buffers is None:
-                return io.StayPresent(round_id)
+                return [io.StayPresent(round_id)]
             if self.current is not None:
-                return io.StayPresent(round_id) if self.current.id == round_id else None
+                return [io.StayPresent(round_id)] if self.current.id == round_id else []
             channels = buffers_by_channel(buffers)
             is_failed = _was_failed_before(channels.values(), before)
             self.current = OpenRound(
-                round_id, channels, buffers, settings=settings, is_failed=is_failed, is_absent=True
+                round_id, {**channels}, buffers, settings=settings, is_failed=is_failed, is_absent=True
             )
         flag = absent_flag(plan.rank)
         collectives = {
             channel: buffer.make_collective(plan.rank, plan.world_size, flag)
             for channel, buffer in channels.items()
         }
-        return io.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
-
-    @property
-    def is_current_failed(self) -> bool:
-        """Whether the open round cannot commit, because its buffers were used in a failed attempt."""
-        return self.current is not None and self.current.is_failed
+        submitted = io.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
+        return [submitted, io.RoundFailed(REJECTED_EARLIER)] if is_failed else [submitted]
 
     def _end_absent(self, ended: OpenRound, committed: bool, flags: int) -> None:
         """Keep the update of a committed step for the trainer, or the buffers of an aborted attempt."""
@@ -393,7 +379,7 @@ class StepRounds:
             self._record_step(step_update, buffer.n)
 
 
-def _was_failed_before(buffers: Iterable[CollectiveBuffer], before: OpenRound | None) -> bool:
+def _was_failed_before(buffers: Iterable[PayloadBuffer], before: OpenRound | None) -> bool:
     """Return whether any of `buffers` was used in the round `before`, in which a payload was rejected."""
     if before is None or not before.is_failed:
         return False

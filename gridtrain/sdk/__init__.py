@@ -6,7 +6,6 @@ join() --> Grid                 join.py; grid.py: optimizer(), pipeline(), batch
             |-- run_end.py: the last checkpoint and the final model
             |-- ModelState      gridtrain.training, gridtrain.pipeline: checkpoints, residual, export
             |-- GroupSession    gridtrain.runtime: rounds, votes, the I/O thread
-            |-- ReportedFigures reported_figures.py: checks of figures and names
-            '-- device_speed.py: how fast this machine multiplies, to compare it with the members
+            '-- ReportedFigures reported_figures.py: checks of figures and names
 local() --> LocalGroup          local_group.py: coordinator and workers in threads
 """

@@ -31,6 +31,7 @@ from gridtrain.config import Auto, Dense, Exchange, JoinConfig, LocalSteps, Over
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
+from gridtrain.device_speed import device_flops
 from gridtrain.errors import BudgetSpent, ConfigError, DataError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
@@ -62,7 +63,6 @@ from gridtrain.sdk.arguments import (
     to_ints,
     unsupported_scaler_error,
 )
-from gridtrain.sdk.device_speed import device_flops, float32_flops
 from gridtrain.sdk.reported_figures import ReportedFigures
 from gridtrain.sdk.run_end import finish_run
 from gridtrain.sdk.run_facts import run_facts
@@ -77,7 +77,7 @@ from gridtrain.training.data.shards import ShardedDataset
 from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.model_check import TokenCheck, check_values, spread_samples
-from gridtrain.training.model_state import ModelState, WholeModelState
+from gridtrain.training.model_state import ModelState, WholeModelState, device_of
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
 from gridtrain.training.pause import MakeTransport, PauseController, SetRateLimits
@@ -262,7 +262,7 @@ class Grid:
         self._track_scalers()
         self._model_state = WholeModelState(self._session, wrapped, state_options(self._config))
         if self._pauses.is_controlled:  # started by an agent: the owner may compare the workers' speed
-            self._session.report_figures({"float32_flops": float32_flops(model)})
+            self._session.report_figures({"float32_flops": device_flops(device_of(model))})
         return wrapped
 
     def pipeline(

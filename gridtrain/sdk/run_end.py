@@ -24,7 +24,7 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
     """Write the last checkpoint and, if it is this worker's part, the final model; wait for the other
     members."""
     if session.is_standby_at_end:
-        log.warning("the run is finished; at the end this worker held neither the model nor a stage of it")
+        _finish_as_standby(session, model_state)
         return
     exports = model_state.exports
     failed = None
@@ -51,6 +51,17 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
     model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
     if failed is not None:
         raise failed
+
+
+def _finish_as_standby(session: GroupSession, model_state: ModelState) -> None:
+    """End without the other workers; if the run was ended because a stage is missing, keep this worker's."""
+    if not model_state.holds_stage:
+        text = "%s; at the end this worker held neither the model nor a stage of it"
+        log.warning(text, session.end_reason)
+        return
+    log.warning("%s", session.end_reason)
+    model_state.write_final_checkpoint(FINAL_CHECKPOINT_TIMEOUT_S)
+    model_state.finish_checkpoints(FINAL_CHECKPOINT_TIMEOUT_S)
 
 
 def _try_export(session: GroupSession, model_state: ModelState, config: JoinConfig) -> Exception | None:

@@ -169,9 +169,12 @@ class Turns:
             )
             return False
         snapshot = self._session.snapshot
+        others_wait = self._model_state.others_wait
         held = self._model_state.rest(self._pauses.remaining_bytes // 2)
         touched = snapshot.is_modified or snapshot.applied >= 0
-        return self._pauses.pause(held, touched=touched, on_left=self._model_state.save_paused)
+        return self._pauses.pause(
+            held, touched=touched, on_left=self._model_state.save_paused, others_wait=others_wait
+        )
 
     def _is_empty(self, snapshot: WorkerSnapshot) -> bool:
         """Whether no worker has samples in this turn, as in the last turn of a run with a delay."""

@@ -58,7 +58,6 @@ class PreparedState:
         new_residual_N, new_u_N: the residual and u after a commit, without truncated entries; both are None
             if `skip`, and new_u_N is also None without momentum.
         start: the first element of the part; 0 for the whole vector.
-        threshold: the smallest selected magnitude; 0.0 if no entry was selected.
     """
 
     payload: bytes
@@ -67,7 +66,6 @@ class PreparedState:
     new_residual_N: Tensor | None
     new_u_N: Tensor | None
     start: int = 0
-    threshold: float = 0.0
 
 
 class ErrorFeedback:
@@ -157,8 +155,9 @@ class ErrorFeedback:
             self._momentum,
         )
         selected = self._selection(part).select(terms, k, floor)
-        magnitudes_K = np.abs(selected.values_K)
-        if not (magnitudes_K <= limit).all():  # NaN and the largest magnitudes are among the selected values
+        if not (
+            np.abs(selected.values_K) <= limit
+        ).all():  # NaN and the largest magnitudes are among the selected values
             return self.prepare_skip(kind, start=start, n=acc_N.numel())
         made = encode_with_decoded(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
         where_K = selected.where_K
@@ -167,8 +166,7 @@ class ErrorFeedback:
         acc_N.index_add_(0, where_K, _like(made.sparse.values, acc_N), alpha=-1)
         if new_u_N is not None:
             new_u_N.index_fill_(0, where_K, 0.0)
-        threshold = float(magnitudes_K.min()) if magnitudes_K.size else 0.0
-        return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start, threshold)
+        return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start)
 
     def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> PreparedState:
         """Prepare to skip the step: return a state with an empty payload, which does not change on commit.

@@ -29,7 +29,6 @@ TruncatedEntries = tuple[IndexArray, FloatArray]
 """Entries to add to a residual: strictly increasing indices (K,), and non-zero values (K,)."""
 
 _LARGEST = float(np.finfo(np.float32).max)
-_RESERVE_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; glibc retains at most twice as much
 _SAMPLED_FROM = 1 << 13  # the number of magnitudes from which a sample saves time
 _STRIDE = 32
 _MARGIN = (
@@ -69,16 +68,6 @@ class MergeResult:
         remainders = self.truncated_indices & (modulus - 1) if is_power else self.truncated_indices % modulus
         owned = np.flatnonzero(remainders == residue)
         return self.truncated_indices.take(owned), self.truncated_values.take(owned)
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep the memory of freed arrays for the next merge.
-
-    When glibc frees an array larger than 128 KiB, it returns the memory to the system, and the resulting page
-    faults take longer than a merge of 25,600 entries.  The threshold rises to the size of a freed array, so
-    freeing one large array that is never written to is enough.  With other C libraries this has no effect.
-    """
-    np.empty(_RESERVE_BYTES, np.uint8)
 
 
 def largest_summable(world_size: int, growth: float = 1.0) -> float:

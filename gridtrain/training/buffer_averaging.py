@@ -34,12 +34,12 @@ class BufferAveraging:
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model = model
-        self._every = every if model_buffers.has_buffers(model) else 0
+        self._every = every if model_buffers.buffers_of(model) else 0
 
     def describe(self) -> str:
         """Return a description of the buffers and the averaging interval, which must be equal on all
         workers."""
-        text, _ = model_buffers.buffers_digest(self._model)
+        text = model_buffers.describe_buffers(self._model)
         return f"{text}, averaged every {self._every} steps" if self._every else text
 
     def is_due(self, step: int) -> bool:

@@ -30,7 +30,7 @@ from gridtrain.runtime.buffers.rounded_buffers import largest_contribution, make
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
-from gridtrain.sparsify.merge import TruncatedEntries, keep_freed_memory, largest_summable
+from gridtrain.sparsify.merge import TruncatedEntries, largest_summable
 
 NeighboursOf = Callable[[int, int], frozenset[int]]
 """Maps a rank and a world size to the ranks with which that rank exchanges messages."""
@@ -172,8 +172,6 @@ class DenseExchanger:
         if feedback is None and self.keeps_residual:
             feedback = ErrorFeedback(bounds[-1], "cpu")
         self.feedback = feedback
-        if self.keeps_residual:
-            keep_freed_memory()
 
     def open_feedback(self) -> ErrorFeedback | None:
         return self.feedback
@@ -239,7 +237,6 @@ class SparseExchanger:
         self.feedback = feedback or ErrorFeedback(
             bounds[-1], device, exchange.momentum, exchange.chunk, exchange.residual_decay
         )
-        keep_freed_memory()
 
     def open_feedback(self) -> ErrorFeedback:
         return self.feedback

@@ -44,6 +44,7 @@ from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import largest_magnitude
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.turn_start_state import TurnStartState
+from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 log = logging.getLogger("gridtrain")
 
@@ -51,7 +52,7 @@ _VELOCITY = "velocity"
 _ZERO_TIMINGS = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "applying_s"), 0.0)
 
 
-class OuterOptimizer(torch.optim.Optimizer):
+class OuterOptimizer(WrappingOptimizer):
     """Applies a committed update to the parameters; its state is the same on all workers.
 
     Its groups are those of the inner optimizer, so that learning rates are sent and compared as usual; its
@@ -64,22 +65,13 @@ class OuterOptimizer(torch.optim.Optimizer):
         update: the committed update that `step` applies, (n,) float32 or sparse.
     """
 
-    inner: torch.optim.Optimizer
     update: npt.NDArray[np.float32] | SparseVector | None = None
 
     def __init__(self, inner: torch.optim.Optimizer, flat: FlatGradient, exchange: LocalSteps) -> None:
-        self.__setstate__({"inner": inner})  # see WrappingOptimizer
+        self._wrap(inner)
         self._flat = flat
         self._rate, self._momentum = exchange.outer_learning_rate, exchange.outer_momentum
         self._velocity_N = torch.zeros_like(flat.flat_N) if self._momentum else None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
 
     @property
     def state(self) -> Any:  # type: ignore[override]

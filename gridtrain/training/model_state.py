@@ -205,6 +205,11 @@ class ModelState(ABC):
             *(step, snapshot.applied + 1, hint if is_written else ""),
         )
 
+    @property
+    def holds_stage(self) -> bool:
+        """Whether this worker holds a whole stage of the last generation, although it is no member."""
+        return False
+
     def write_final_checkpoint(self, timeout_s: float) -> bool:
         """Begin to write the checkpoint of the last step, if this worker writes checkpoints and has the model
         or a stage.
@@ -241,6 +246,11 @@ class ModelState(ABC):
                 "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
                 self._options.folder,
             )
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether the other workers may have to wait for this worker's state while it is away."""
+        return False
 
     def rest(self, budget_bytes: int) -> CheckpointInfo | None:
         """Transfer the residual before a pause; return the position of the state that stays in memory, or

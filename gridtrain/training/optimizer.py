@@ -444,13 +444,6 @@ class GridOptimizer(WrappingOptimizer):
 
     # -- the replicated state -----------------------------------------------------------------------
 
-    def hyperparameter_digest(self) -> bytes:
-        """Return a 32-byte digest of the hyperparameters (learning rate, weight decay, ...) of all groups.
-
-        The digest is part of every vote, so that a learning rate that differs on one worker is never applied.
-        """
-        return hyperparameters.hyperparameter_digest(self.inner)
-
     def track(self, **trackers: serialization.Stateful) -> None:
         """Add stateful objects, such as schedulers and weight averages, to the replicated state.  Every
         worker must track the same objects, under the same names."""
@@ -540,11 +533,6 @@ class GridOptimizer(WrappingOptimizer):
         """Load the result of `pack`; raise `RemoteProtocolError` if it does not match the model and the
         optimizer."""
         serialization.unpack_state(document, tensors, self.model, self.replicated, self._trackers)
-
-    def residual_state(self) -> dict[str, Tensor]:
-        """Return the residual by name; empty if the exchange keeps none.  It is not part of `state_dict`,
-        because it is not replicated."""
-        return self.residual.state()
 
     @property
     def choices(self) -> Sequence[Exchange]:

@@ -23,7 +23,7 @@ import statistics
 
 import numpy as np
 
-from gridtrain.core.planning.exchange_comparison import format_seconds
+from gridtrain.quantities import format_seconds
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.merge import FloatArray

@@ -143,9 +143,20 @@ class PauseController:
         snapshot = self._session.snapshot
         self._agent.report(state="training", step=snapshot.applied + 1, name=snapshot.name)
 
-    def pause(self, held: CheckpointInfo | None, *, touched: bool, on_left: Callable[[], None]) -> bool:
+    def pause(
+        self,
+        held: CheckpointInfo | None,
+        *,
+        touched: bool,
+        on_left: Callable[[], None],
+        others_wait: bool = False,
+    ) -> bool:
         """Leave the group, and join again when the agent allows it; return False if this worker must not join
-        again.  `on_left` is called when this worker has left.
+        again.
+
+        Args:
+            on_left: a function that is called when this worker has left.
+            others_wait: whether the other workers may have to wait for this worker.
 
         Raises `JoinRefused` if the coordinator refuses the worker, and `CoordinatorUnreachable` if it does
         not answer for `Deadlines.paused_s`.
@@ -153,12 +164,12 @@ class PauseController:
         reason = self._pause_reason()
         hint = " (gridtrain worker resume ends the pause)" if ends_with_resume(reason) else ""
         log.warning("paused by its owner: %s%s", reason, hint)
-        if self._session.pause(reason) > 1:
-            log.warning("the other workers continue without this worker, unless they are paused, too")
-        else:
+        if self._session.pause(reason) <= 1:
             log.warning(
                 "no other worker trains: the run continues when enough workers have joined or resumed"
             )
+        elif not others_wait:
+            log.warning("the other workers continue without this worker, unless they are paused, too")
         self._agent.report(state="paused", reason=reason)
         self._turn_start_bytes, self._is_returning = None, True
         away_since_s, has_returned = time.monotonic(), False

@@ -33,11 +33,6 @@ def is_torch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
     return isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
 
 
-def is_single(values: Tensor) -> bool:
-    """Return whether there is a single value per channel."""
-    return values.dim() > 1 and values.numel() == values.shape[1]
-
-
 class _SingleValueNorm(_BatchNorm):
     """A batch norm within `SingleValueNorms.allow`.  Its `__class__` is the norm's own class, the next base,
     which copies and pickled norms have, and which torch's parametrizations replace."""
@@ -49,7 +44,8 @@ class _SingleValueNorm(_BatchNorm):
         """Do not call the method of the norm's own class, which may refuse subclasses."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not is_single(input) or (not self.training and self.running_mean is not None):
+        is_single = input.dim() > 1 and input.numel() == input.shape[1]  # a single value per channel
+        if not is_single or (not self.training and self.running_mean is not None):
             self.on_several(self, input)
             return super().forward(input)
         self.on_single(self)
@@ -87,6 +83,8 @@ class SingleValueNorms:
     @contextmanager
     def allow(self) -> Iterator[None]:
         norms = [norm for norm in self._norms if is_torch_norm(norm)]
+        own = {type(norm) for norm in norms}  # each registration of a parametrization makes another class
+        self._kinds = {kind: made for kind, made in self._kinds.items() if kind in own}
         for norm in norms:
             self._replace(norm, type(norm))
         try:

@@ -20,7 +20,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
-from gridtrain_coordinator.serving import Settings, default_state
+from gridtrain_coordinator.serving import Settings
 from gridtrain_worker.agent import Job
 
 INVITATION = Invitation("tcp://lab-pc:7700", bytes(range(32)), bytes(range(32, 64)), "mine")
@@ -240,12 +240,11 @@ def test_errors_have_exit_codes(error: GridtrainError, code: int) -> None:
 
 
 def test_journal_and_keys_are_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator's commands read them there."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert default_state("mine") == state_directory("mine") == tmp_path / "gridtrain" / "mine"
+    assert state_directory("mine") == tmp_path / "gridtrain" / "mine"
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_state("a.b") == state_directory("a.b") == tmp_path / ".local/state/gridtrain/a.b"
+    assert state_directory("a.b") == tmp_path / ".local/state/gridtrain/a.b"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 from simulation.virtual_network import LinkProperties, VirtualNetwork
@@ -26,7 +27,6 @@ from gridtrain.core.collectives.collective import (
     CollectiveComplete,
     CollectiveEffect,
     MergePayload,
-    PayloadReceived,
     ReplacePayload,
     SendTo,
     StoreFromRank,
@@ -40,6 +40,15 @@ from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, Dense
 from gridtrain.sparsify.merge import FloatArray
 
 MAX_EVENTS = 1_000_000
+
+
+class Arrival(NamedTuple):
+    """The arguments of `Collective.handle`: a payload on its way."""
+
+    from_rank: int
+    slot: PayloadSlot
+    flags: int
+    payload: Any
 
 
 class CollectiveGroup:
@@ -66,7 +75,7 @@ class CollectiveGroup:
         ]
         self.flags: list[int | None] = [None] * world_size
         self.sent: list[tuple[int, int, PayloadSlot]] = []
-        self.network: VirtualNetwork[int, PayloadReceived] = VirtualNetwork(seed, link)
+        self.network: VirtualNetwork[int, Arrival] = VirtualNetwork(seed, link)
         starts = Random(seed)
         for rank in range(world_size):
             self.network.attach(rank, self._deliver)
@@ -81,10 +90,10 @@ class CollectiveGroup:
         raise AssertionError(f"the exchange is not over after {MAX_EVENTS} events")
 
     def _start(self, rank: int) -> None:
-        self._execute(rank, self.cores[rank].start(self.network.clock.now_s))
+        self._execute(rank, self.cores[rank].start())
 
-    def _deliver(self, src: int, dst: int, message: PayloadReceived) -> None:
-        self._execute(dst, self.cores[dst].handle(message, self.network.clock.now_s))
+    def _deliver(self, src: int, dst: int, message: Arrival) -> None:
+        self._execute(dst, self.cores[dst].handle(*message))
 
     def _execute(self, rank: int, effects: Sequence[CollectiveEffect]) -> None:
         for effect in effects:
@@ -92,9 +101,7 @@ class CollectiveGroup:
                 case SendTo(to_rank, place, flags):
                     payload = self.buffers[rank].payload(place)
                     self.sent.append((rank, to_rank, place))
-                    self.network.send(
-                        rank, to_rank, PayloadReceived(rank, place, flags, payload), len(payload)
-                    )
+                    self.network.send(rank, to_rank, Arrival(rank, place, flags, payload), len(payload))
                 case CollectiveComplete(flags):
                     self.flags[rank] = flags
                 case AddSlice() | StoreSlice() | StoreFromRank() | MergePayload() | ReplacePayload():
@@ -132,13 +139,12 @@ def assert_crash_is_blamed(
 def run_lockstep(cores: Sequence[Collective], *, max_ticks: int = 1000) -> list[list[tuple[int, SendTo]]]:
     """For each tick, (rank, SendTo) of all sent payloads.  A payload is the name of its sender."""
     ticks: list[list[tuple[int, SendTo]]] = []
-    sends = [(rank, send) for rank, core in enumerate(cores) for send in _sends(core.start(0.0))]
+    sends = [(rank, send) for rank, core in enumerate(cores) for send in _sends(core.start())]
     while sends and len(ticks) < max_ticks:
         ticks.append(sends)
         sends = []
         for rank, send in ticks[-1]:
-            arrived = PayloadReceived(rank, send.slot, send.flags, f"from {rank}")
-            effects = cores[send.to_rank].handle(arrived, float(len(ticks)))
+            effects = cores[send.to_rank].handle(rank, send.slot, send.flags, f"from {rank}")
             sends += [(send.to_rank, onward) for onward in _sends(effects)]
     return ticks
 

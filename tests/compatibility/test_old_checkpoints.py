@@ -163,7 +163,7 @@ def test_training_goes_on_from_a_checkpoint(variant: str, tmp_path: Path) -> Non
 
     def work(grid: Any, number: int) -> None:
         def look(step: int, model: Any, optimizer: Any) -> None:
-            seen.append((step, described(model.state_dict()), described(optimizer.residual_state())))
+            seen.append((step, described(model.state_dict()), described(optimizer.residual.state())))
 
         training.train(grid, variant, STEPS, look=look)
         assert grid.finished

@@ -25,18 +25,17 @@ from oldformats.library import (
     Identity,
     Invitation,
     JoinConfig,
-    LedgerSpec,
     RunFile,
-    Setup,
+    canonical_parameters,
     command_line,
-    dataset_digest,
     derive_layer_seed,
     derive_step_seed,
+    describe_dataset,
     describe_optimizer,
+    describe_parameters,
     extend_history,
     invitation_digest,
     known_variables,
-    model_digest,
     parse_invitation,
     pending_member_name,
     permutation,
@@ -176,10 +175,7 @@ def test_a_coordinator_parses_descriptions_of_exchanges_as_before() -> None:
     known = recorded("texts/facts.json")
     assert [plain(Auto.parse(text)) for text in known["exchanges"]] == known["chosen by the coordinator"]
     model = ("model", "1000 parameters in 4 tensors, digest 0123456789ab")
-    setups = [
-        Setup((model, ("exchange", text)), LedgerSpec(1, 0, steps=1), 1, None) for text in known["exchanges"]
-    ]
-    loads = [plain(workload_of(setup)) for setup in setups]
+    loads = [plain(workload_of(dict([model, ("exchange", text)]))) for text in known["exchanges"]]
     assert [load and load[:5] for load in loads] == known["loads"], "before dense values could be rounded"
     assert {load[5] for load in loads if load} == {"fp32"}
 
@@ -187,15 +183,15 @@ def test_a_coordinator_parses_descriptions_of_exchanges_as_before() -> None:
 def test_models_optimizers_and_data_have_the_same_descriptions() -> None:
     known, model, frozen = recorded("texts/facts.json"), tiny_model(), tiny_model()
     next(frozen.parameters()).requires_grad_(False)
-    assert [model_digest(model)[0], model_digest(frozen)[0]] == known["models"]
+    assert [describe_parameters(canonical_parameters(each)) for each in (model, frozen)] == known["models"]
     buffers = [BufferAveraging(each, 100).describe() for each in (model, nn.Linear(1, 1))]
     assert buffers == known["buffers"]
     parameters = list(model.parameters())
     groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}]
     optimizers = [ExactSGD(each, lr=0.25, momentum=0.5) for each in (parameters, groups)]
     assert [describe_optimizer(each) for each in optimizers] == known["optimizers"]
-    assert dataset_digest([(torch.tensor([i / 8]), i) for i in range(40)])[0] == known["data"]
-    assert dataset_digest([object()] * 3)[0] == known["data that differ"]
+    assert describe_dataset([(torch.tensor([i / 8]), i) for i in range(40)]) == known["data"]
+    assert describe_dataset([object()] * 3) == known["data that differ"]
 
 
 # -- options, commands, environment ----------------------------------------------------------------

@@ -197,7 +197,7 @@ ACTIVATIONS = [pytest.param(case, id=case["wire"]) for case in recorded("wire/ac
 def test_activations_travel_as_they_did(case: dict[str, Any]) -> None:
     spec = TensorTreeSpec.of(tree(), 4, wire=WirePrecision(case["wire"]))
     buffers = [bytes(buffer) for buffer in spec.encode(tree(), 4)]
-    assert (str(spec), spec.digest.hex()) == (case["text"], case["digest"])
+    assert str(spec) == case["text"]
     assert [buffer.hex() for buffer in buffers] == case["buffers"]
     outgoing = OutgoingActivations([memoryview(buffer) for buffer in buffers])
     assert bytes(outgoing.payload(PayloadSlot(CollectivePhase(9)))).hex() == case["joined"]

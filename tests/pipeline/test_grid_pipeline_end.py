@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from pipeline_group import Workers, undisturbed
+from pipeline_group import Seen, Workers, undisturbed
 from safetensors.torch import load_file
 
+import gridtrain
+from gridtrain.core.messages import EndRun, OperatorReply, Refused
+from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.training.checkpoint.checkpoint_store import checkpoint_step, list_checkpoints
 from gridtrain.training.checkpoint.model_export import export_model
 from gridtrain.training.checkpoint.remote_store import RemoteStore
 
@@ -25,6 +33,11 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
             workers.add(name)
         workers.finish("anna", "bert")
         whole = workers.assembled()
+    for name in ("anna", "bert"):
+        assert (
+            "gridtrain export FOLDER OUT.safetensors writes the whole model from the state folders of all "
+            f"stages, copied into FOLDER; this worker's is {tmp_path / 'a' / name}"
+        ) in caplog.messages
     done = export_model(tmp_path / "a", tmp_path / "exported.safetensors")
     exported = load_file(tmp_path / "exported.safetensors")
     assert done.step == 12 and all(torch.equal(exported[name], value) for name, value in whole.items())
@@ -73,3 +86,41 @@ def test_checkpoints_that_lost_processes_have_not_uploaded_are_uploaded_later(tm
             workers.add(name)
         workers.finish(*names)
     assert RemoteStore(url).complete(13)
+
+
+class Killed(Exception):
+    """A worker ends as if by SIGKILL."""
+
+
+def test_a_run_whose_only_holder_of_a_stage_was_killed_is_ended_by_its_owner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The waiting worker writes its own stage, whose last step is on no disk."""
+
+    def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        if seen.step == 6 and pipe.stage == 1:
+            workers.kill(seen.name)
+            raise Killed
+
+    answer = Future[OperatorReply | Refused]()
+
+    def take_orders() -> Iterator[Any]:
+        if coordinator.snapshot()["phase"] == "paused" and not answer.running() and not answer.done():
+            yield EndRun(), answer
+
+    with Workers(tmp_path, 2, checkpoint_every=100) as workers:
+        coordinator = workers.group.coordinator
+        workers.after = after
+        workers.add("anna")
+        workers.add("bert")
+        workers.wait(lambda: any(seen.end for seen in workers.seen.values()), ("anna", "bert"))
+        coordinator._dashboard = SimpleNamespace(publish=lambda status: None, take_orders=take_orders)
+        (name,) = (seen.name for seen in workers.seen.values() if not isinstance(seen.end, Killed))
+        workers.finish(name)
+    assert workers.seen[name].end == "finished"
+    missing = "no present worker holds stage 1 of 2 after step 7, and no earlier step has checkpoints of all"
+    assert missing in answer.result().text and "so the model cannot be exported" in answer.result().text
+    (said,) = (each for each in caplog.messages if "its owner has ended it after 7 steps" in each)
+    assert missing in said and "held neither" not in said
+    (folder,) = (tmp_path / name).glob("blocks-000-*")
+    assert [checkpoint_step(path) for path in list_checkpoints(folder)] == [7]

@@ -39,6 +39,7 @@ TABLE: dict[str, str] = {
     "gridtrain.config":              "",
     "gridtrain.extras":              "",
     "gridtrain.quantities":          "",
+    "gridtrain.device_speed":        "torch",
     "gridtrain.core":                "",
     "gridtrain.network":             "gridtrain.core",
     "gridtrain.network.wire":        "gridtrain.core.messages msgpack",
@@ -58,7 +59,7 @@ TABLE: dict[str, str] = {
     "gridtrain.training.checkpoint": f"{TRAINING} fsspec",
     "gridtrain.training.data":       f"{TRAINING} fsspec transformers msgpack pyarrow",
     "gridtrain.pipeline":            f"{TRAINING} gridtrain.extras",
-    "gridtrain.sdk":                 LIBRARY,  # what users hold, above all of these
+    "gridtrain.sdk":                 f"{LIBRARY} gridtrain.device_speed",  # what users hold
     "gridtrain.adapters":            f"{LIBRARY} gridtrain transformers peft trl datasets lightning "
                                      "mlflow wandb",
     "gridtrain.testing":             "gridtrain numpy torch nacl",
@@ -71,7 +72,8 @@ TABLE: dict[str, str] = {
     "gridtrain.tools.demo.small_llama": "torch tokenizers transformers",
     "gridtrain.tools":               "",
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
-    "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file {OPTIONS}",
+    "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file "
+                                     f"gridtrain.runtime.client.worker_naming {OPTIONS}",
     "gridtrain_coordinator.run":     "gridtrain.core gridtrain_coordinator.run",
     "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",
     "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",

@@ -225,11 +225,7 @@ def test_a_submission_is_published_only_for_a_trainer_that_continues(busy: Any, 
     mailbox.publish(WorkerSnapshot(generation=1))
     mailbox.is_stale = False
     round_id = m.RoundId(1, 1, 0, 0)
-    if awaited:
-        rounds.await_submitted = lambda mine: mine
-        mine = rounds.run(round_id, [], False, b"")
-    else:
-        mine = rounds.submit(round_id, [], False, b"")
+    mine = rounds.submit(round_id, [], False, b"", is_awaited=awaited)
     assert mine is rounds.current
     assert mailbox.is_stale == (not awaited)
     assert [type(command) for command in mailbox.take_commands()] == [io.SubmitRound]

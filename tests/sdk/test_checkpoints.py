@@ -186,7 +186,7 @@ def test_a_dense_residual_is_part_of_a_checkpoint(tmp_path: Path, values: str) -
         optimizer = sgd(grid, model, gridtrain.Dense(values=values), lr=0.001)
         residuals = []
         for batch in grid.batches(DATA, global_batch_size=6, steps=STEPS):
-            residuals.append(optimizer.residual_state()["residual"])
+            residuals.append(optimizer.residual.state()["residual"])
             grid._model_state.checkpoints.wait()
             train_batch(model, optimizer, batch)
             if grid.step == until:

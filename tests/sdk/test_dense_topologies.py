@@ -18,7 +18,7 @@ def test_the_chosen_topology_sends_the_scripts_kind_of_values(together: Any, val
         for batch in grid.batches(DATA, batch_size=2, steps=8):
             chosen = grid._session.snapshot.exchange
             train_batch(model, optimizer, batch)
-        has_residual = bool(optimizer.residual_state()["residual"].any())
+        has_residual = bool(optimizer.residual.state()["residual"].any())
         return chosen, tuple(flat(model).tolist()), has_residual
 
     found = together(train, workers=3)

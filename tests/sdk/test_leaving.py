@@ -112,7 +112,7 @@ def training(totals: Totals, exchange: Any, stop: Any) -> Any:
                 assert grid._session.connection.wait(lambda snapshot: snapshot.world_size == 1, WITHIN_S)
             optimizer.step()
         if grid.finished:
-            totals.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
+            totals.residuals[number] = optimizer.residual.state()["residual"].double().numpy()
         return grid.step
 
     return train
@@ -368,13 +368,13 @@ def alone(group: Any, folder: Path, until: int) -> tuple[list[np.ndarray], int]:
             grid._model_state.checkpoints.wait()
             if first < 0:
                 first = grid.step
-                seen.append(optimizer.residual_state()["residual"].numpy())
+                seen.append(optimizer.residual.state()["residual"].numpy())
             if grid.step == until:
                 break
             optimizer.zero_grad()
             model(batch).mean().backward()
             optimizer.step()
-        seen.append(optimizer.residual_state()["residual"].numpy())
+        seen.append(optimizer.residual.state()["residual"].numpy())
     return seen, first
 
 

@@ -53,7 +53,7 @@ def train(grid: gridtrain.Grid, exchange: Any, *, overlap: Any = EAGER, **batche
     optimizer = sgd(grid, model, exchange, lr=0.1, overlap=overlap)
     for batch in grid.batches(DATA, **{"batch_size": 2, "steps": 8, **batches}):
         train_batch(model, optimizer, batch)
-    return digest(model, optimizer), optimizer.residual_state()
+    return digest(model, optimizer), optimizer.residual.state()
 
 
 @pytest.fixture

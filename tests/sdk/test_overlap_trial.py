@@ -79,7 +79,7 @@ def train(grid: gridtrain.Grid, data: list[Tensor], exchange: Any, steps: int, o
         model(batch).backward()
         total += batch.mean(0)
         optimizer.step()
-    residual = optimizer.residual_state().get("residual", torch.zeros(sum(SIZES)))
+    residual = optimizer.residual.state().get("residual", torch.zeros(sum(SIZES)))
     return flat(model), residual, total, optimizer.is_overlapping
 
 

@@ -240,7 +240,7 @@ def test_no_change_is_lost_when_the_exchange_changes(together: Any, monkeypatch:
     def train(grid: gridtrain.Grid, number: int) -> Any:
         loop = Recorded(grid, gridtrain.Auto(density=0.3, values="fp32"), overlap=True)
         loop.run(loop.begin(grid), loop.each)
-        return loop, loop.optimizer.residual_state().get("residual", torch.zeros_like(loop.brought))
+        return loop, loop.optimizer.residual.state().get("residual", torch.zeros_like(loop.brought))
 
     results = together(train, 2, deadlines=replace(BRISK, reshare_s=0.05))
     (first, first_left), (second, second_left) = results

@@ -70,7 +70,7 @@ class PausedGroup:
             with self.changed:
                 self.seen.setdefault(name, []).append((grid.step, grid.world_size))
                 if number == self.owned:
-                    self.residuals += [residual.clone() for residual in optimizer.residual_state().values()]
+                    self.residuals += [residual.clone() for residual in optimizer.residual.state().values()]
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: grid.step <= self.most_step, WITHIN_S)
             train_batch(model, optimizer, batch)

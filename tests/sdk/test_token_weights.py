@@ -98,7 +98,7 @@ class Group:
                 self.gradients.setdefault(step, {})[name] = gradient_N, count
             pieces = []
         self.models[name] = model
-        self.residuals[name] = optimizer.residual_state().get("residual", torch.zeros(5))
+        self.residuals[name] = optimizer.residual.state().get("residual", torch.zeros(5))
 
     def check_equals_one_process(self) -> None:
         """The models are those of one process with the same batches."""

@@ -16,7 +16,7 @@ import pytest
 from defences import DEFENCES, disable_defences
 
 from gridtrain.core import messages as m
-from gridtrain.core.collectives.collective import AddSlice, PayloadReceived, Provenance
+from gridtrain.core.collectives.collective import AddSlice, Provenance
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.commit.attempts import MAX_STALE_MESSAGES, Attempts
 from gridtrain.core.commit.two_phase_commit import (
@@ -174,8 +174,8 @@ def a_nan_in_the_sum() -> Any:
 def a_payload_of_another_rank() -> Any:
     """Rank 0 of three: the payload of rank 2 is due; rank 1 sends it."""
     ring = RingAllReduce(0, 3, slices=1, flags=0)
-    ring.start(0.0)
-    return ring.handle(PayloadReceived(1, m.PayloadSlot(m.CollectivePhase.REDUCE, 0, 2), 0, "mine"), 0.0)
+    ring.start()
+    return ring.handle(1, m.PayloadSlot(m.CollectivePhase.REDUCE, 0, 2), 0, "mine")
 
 
 def a_state(blobs: list[bytes], *, total: int | None = None) -> list[m.StateBlock]:

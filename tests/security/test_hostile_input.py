@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_group import CollectiveGroup
+from collective_group import Arrival, CollectiveGroup
 from defences import disable_defences
 from exchange_buffers import DENSE, ROUNDED, make_buffer
 
@@ -27,7 +27,6 @@ from gridtrain.core.collectives.butterfly import ButterflyExchange
 from gridtrain.core.collectives.collective import (
     CollectiveComplete,
     CollectiveEffect,
-    PayloadReceived,
     SendTo,
 )
 from gridtrain.core.collectives.ring import RingAllReduce
@@ -86,12 +85,12 @@ class HostileGroup(CollectiveGroup):
         self.broken: set[int] = set()
         super().__init__(buffers, seed=seed)
 
-    def _deliver(self, src: int, dst: int, message: PayloadReceived) -> None:
+    def _deliver(self, src: int, dst: int, message: Arrival) -> None:
         for copy in self.spoil(message) if src == self.hostile else [message]:
             if dst in self.broken or dst == self.hostile:
                 return
             try:
-                effects = self.cores[dst].handle(copy, self.network.clock.now_s)
+                effects = self.cores[dst].handle(*copy)
             except RemoteProtocolError as error:
                 assert f"rank {src} sent" in error.reason and error.remedy
                 self.blamed.add(src)
@@ -129,11 +128,11 @@ def state_of(buffer: CollectiveBuffer) -> Any:
     raise AssertionError(type(buffer))
 
 
-def with_payload(message: PayloadReceived, payload: bytes) -> list[PayloadReceived]:
-    return [replace(message, payload=payload)]
+def with_payload(message: Arrival, payload: bytes) -> list[Arrival]:
+    return [message._replace(payload=payload)]
 
 
-def flipped(message: PayloadReceived, random: Random) -> list[PayloadReceived]:
+def flipped(message: Arrival, random: Random) -> list[Arrival]:
     payload = bytearray(message.payload)
     for _ in range(random.randint(1, 4)):
         if payload:
@@ -141,10 +140,10 @@ def flipped(message: PayloadReceived, random: Random) -> list[PayloadReceived]:
     return with_payload(message, bytes(payload))
 
 
-def damaged(kind: str, what: str, random: Random) -> Callable[[PayloadReceived], list[PayloadReceived]]:
+def damaged(kind: str, what: str, random: Random) -> Callable[[Arrival], list[Arrival]]:
     """How the hostile rank changes each message that it should send."""
 
-    def spoil(message: PayloadReceived) -> list[PayloadReceived]:
+    def spoil(message: Arrival) -> list[Arrival]:
         place = message.slot
         if random.random() < 0.5:
             return [message]  # not always, so that the exchange proceeds
@@ -159,7 +158,7 @@ def damaged(kind: str, what: str, random: Random) -> Callable[[PayloadReceived],
                 return [message, message]
             case "elsewhere":
                 other = replace(place, **{random.choice(["hop", "segment", "slice"]): random.randrange(40)})
-                return [replace(message, slot=other)]
+                return [message._replace(slot=other)]
             case "largest":
                 return with_payload(message, largest(kind, message))
         raise AssertionError(what)
@@ -167,7 +166,7 @@ def damaged(kind: str, what: str, random: Random) -> Callable[[PayloadReceived],
     return spoil
 
 
-def largest(kind: str, message: PayloadReceived) -> bytes:
+def largest(kind: str, message: Arrival) -> bytes:
     """Finite, well-formed, and as large as float32 allows."""
     if kind in DENSE:
         return dense_payload(kind, message, float(np.finfo(np.float32).max))
@@ -175,7 +174,7 @@ def largest(kind: str, message: PayloadReceived) -> bytes:
     return encode(np.arange(K), values, n=N, kind=ValueKind.FP16)
 
 
-def dense_payload(kind: str, message: PayloadReceived, value: float) -> bytes:
+def dense_payload(kind: str, message: Arrival, value: float) -> bytes:
     """As long as the payload of `message`, with one value in all elements."""
     values = ROUNDED.get(kind, ValueKind.FP32)
     lengths = (slice_bytes(elements, values) for elements in range(N + 1))
@@ -224,7 +223,7 @@ def test_no_honest_rank_is_blamed_for_values_at_the_bound(kind: str, seeds: Seed
         world_size = random.randint(3, 9)
         hostile = random.randrange(world_size)
 
-        def just_accepted(message: PayloadReceived, world_size: int = world_size) -> list[PayloadReceived]:
+        def just_accepted(message: Arrival, world_size: int = world_size) -> list[Arrival]:
             members = members_behind(kind, message, world_size)
             bound = members * largest_contribution(world_size, ROUNDED.get(kind, ValueKind.FP32))
             factor = 1 + 2.0**-21 if kind in DENSE else 1.0
@@ -239,7 +238,7 @@ def test_no_honest_rank_is_blamed_for_values_at_the_bound(kind: str, seeds: Seed
         assert not group.blamed, f"seed {seed}: {group.blamed} blamed for values within the bounds"
 
 
-def members_behind(kind: str, message: PayloadReceived, world_size: int) -> int:
+def members_behind(kind: str, message: Arrival, world_size: int) -> int:
     place = message.slot
     match place.phase:
         case m.CollectivePhase.REDUCE:
@@ -280,13 +279,13 @@ def test_each_hop_counts_the_members_that_were_merged(world_size: int, core: Any
     mine = [{rank} for rank in range(world_size)]
     queue: list[tuple[int, CollectiveEffect]] = []
     for rank, core in enumerate(cores):
-        queue += [(rank, effect) for effect in core.start(0.0)]
+        queue += [(rank, effect) for effect in core.start()]
     while queue:
         rank, effect = queue.pop(0)
         match effect:
             case SendTo(to_rank, place, flags):
-                arrived = PayloadReceived(rank, place, flags, set(mine[rank]))
-                queue += [(to_rank, e) for e in cores[to_rank].handle(arrived, 0.0)]
+                effects = cores[to_rank].handle(rank, place, flags, set(mine[rank]))
+                queue += [(to_rank, e) for e in effects]
             case CollectiveComplete():
                 assert mine[rank] == set(range(world_size))
             case _:
@@ -510,10 +509,10 @@ class Buggy:
 
     complete = False
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         return []
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+    def handle(self, from_rank: int, slot: m.PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
         raise LocalProtocolError("a local bug")
 
     def waiting_for(self) -> frozenset[int]:

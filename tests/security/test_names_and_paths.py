@@ -17,7 +17,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.sdk.local_group import LocalGroup
-from gridtrain_coordinator.serving import Settings, default_state
+from gridtrain_coordinator.serving import Settings
 
 HOSTILE = [
     *("../../x", "..", ".", "", "/etc/passwd", "a/b", "a\\b", "~", "~root", "$HOME", "-rf", "--help"),
@@ -64,11 +64,6 @@ def test_an_invalid_run_name_is_refused(run: str, base: Path) -> None:
     with pytest.raises(ConfigError, match="valid run name"):
         Invitation("tcp://h:1", bytes(32), bytes(range(32)), run)
     assert not base.exists()
-
-
-@pytest.mark.parametrize("run", [name for name in HOSTILE if RUN_NAME.fullmatch(name)])
-def test_coordinator_and_operator_use_the_same_folder(run: str, base: Path) -> None:
-    assert default_state(run) == state_directory(run) == base / run
 
 
 def test_members_with_such_names_write_only_the_model(

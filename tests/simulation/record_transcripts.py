@@ -196,9 +196,13 @@ class Transcript:
         return [f"#{number} {cls.__module__}.{cls.__qualname__}" for cls, number in self._classes.items()]
 
     def call(self, core: Any, call: str, args: tuple[Any, ...]) -> None:
-        """A core is called with `args`: an event, or none, and the time."""
-        *events, now_s = args
-        self._write(f"c{self._number_of_core(core)} {call} @{now_s!r}")
+        """A core is called with `args`: an event, or none, and the time; a collective without the time."""
+        events: Sequence[Any] = args
+        at = ""
+        if isinstance(core, HAVE_DEADLINES):
+            *events, now_s = args
+            at = f" @{now_s!r}"
+        self._write(f"c{self._number_of_core(core)} {call}{at}")
         for event in events:
             self._write(f"  < {self.form(event)}")
 

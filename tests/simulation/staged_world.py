@@ -25,7 +25,6 @@ from gridtrain.core.collectives.collective import (
     BufferEffect,
     CollectiveComplete,
     CollectiveEffect,
-    PayloadReceived,
     Provenance,
     SendTo,
     StoreFromRank,
@@ -76,18 +75,17 @@ class PipelineStep:
         self._sent: set[int] = set()
         self.complete = False
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         return self._go_on()
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        kind, rank = event.slot.hop, event.from_rank
-        slot = _slot_of(kind)
-        due = (rank, slot) if rank in self._due.get(kind, ()) else None
-        check_expected(f"pipeline, rank {self._rank}", event, due)
-        self._due[kind].discard(rank)
-        self._flags |= event.flags
-        source = Provenance(rank, 1, self._layout.world_size, roundings=0)
-        return [StoreFromRank(rank, event.payload, source), *self._go_on()]
+    def handle(self, from_rank: int, slot: m.PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        kind = slot.hop
+        due = (from_rank, _slot_of(kind)) if from_rank in self._due.get(kind, ()) else None
+        check_expected(f"pipeline, rank {self._rank}", from_rank, slot, due, "no payload")
+        self._due[kind].discard(from_rank)
+        self._flags |= flags
+        source = Provenance(from_rank, 1, self._layout.world_size, roundings=0)
+        return [StoreFromRank(from_rank, payload, source), *self._go_on()]
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset(rank for ranks in self._due.values() for rank in ranks)

@@ -3,7 +3,7 @@
 The planner simulates messages that are listed beforehand (`core.planning.message_schedule`).  Here the
 collectives send them as they run, so that tests can compare the two.
 
-    core.start --> SendTo --> links --> PayloadReceived --> core.handle --> SendTo, work ...
+    core.start --> SendTo --> links --> payload --> core.handle --> SendTo, work ...
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from gridtrain.core.collectives.collective import (
     CollectiveComplete,
     CollectiveEffect,
     MergePayload,
-    PayloadReceived,
     ReplacePayload,
     SendTo,
     StoreFromRank,
@@ -31,6 +30,7 @@ from gridtrain.core.collectives.direct import DirectAllReduce
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.star import DenseStar, SparseStar
 from gridtrain.core.collectives.tree import TreeExchange
+from gridtrain.core.messages import PayloadSlot
 from gridtrain.core.planning.message_schedule import ReceiveWork
 from gridtrain.core.planning.network_model import LinkOccupancy, NetworkModel
 from gridtrain.core.planning.workload import HEADER_BYTES, ExchangeKind, Workload, slice_count
@@ -60,6 +60,10 @@ def make_cores(load: Workload, world_size: int) -> list[Collective]:
             return [SparseStar(rank, world_size, 0) for rank in range(world_size)]
 
 
+Arrival = tuple[int, PayloadSlot, int]
+"""A payload on its way: its sender's rank, its slot and its flags."""
+
+
 @dataclass(slots=True)
 class CollectiveSimulation:
     """One exchange in virtual time.
@@ -78,7 +82,7 @@ class CollectiveSimulation:
     work: WorkTime = lambda work: 0.0
     sent: list[tuple[int, int]] = field(default_factory=list)
     complete_s: dict[int, float] = field(default_factory=dict)
-    _agenda: list[tuple[float, int, int, PayloadReceived, float | None]] = field(default_factory=list)
+    _agenda: list[tuple[float, int, int, Arrival, float | None]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
     _free_s: dict[int, float] = field(default_factory=dict)
     _traffic: LinkOccupancy = field(init=False)
@@ -87,14 +91,14 @@ class CollectiveSimulation:
         """(P,) seconds from the start until each rank has everything."""
         self._traffic = LinkOccupancy(self.network)
         for rank, core in enumerate(self.cores):
-            self._execute(rank, core.start(0.0), 0.0)
+            self._execute(rank, core.start(), 0.0)
         while self._agenda:
             now_s, _, rank, event, not_before_s = heapq.heappop(self._agenda)
             if not_before_s is not None:  # its first byte has arrived
                 arrived_s = self._traffic.arrive(rank, self.payload_bytes, now_s, not_before_s)
                 self._schedule(arrived_s, rank, event, None)
             else:
-                self._execute(rank, self.cores[rank].handle(event, now_s), now_s)
+                self._execute(rank, self.cores[rank].handle(*event, None), now_s)
         return [self.complete_s[rank] for rank in range(len(self.cores))]
 
     def _execute(self, rank: int, effects: Sequence[CollectiveEffect], now_s: float) -> None:
@@ -104,7 +108,7 @@ class CollectiveSimulation:
                 case SendTo(to_rank, slot, flags):
                     self.sent.append((rank, to_rank))
                     reached_s, last_s = self._traffic.depart(rank, to_rank, self.payload_bytes, now_s)
-                    self._schedule(reached_s, to_rank, PayloadReceived(rank, slot, flags, None), last_s)
+                    self._schedule(reached_s, to_rank, (rank, slot, flags), last_s)
                 case CollectiveComplete():
                     self.complete_s[rank] = now_s
                 case AddSlice():
@@ -121,7 +125,7 @@ class CollectiveSimulation:
                     now_s += self.work(ReceiveWork.ADOPT)
         self._free_s[rank] = now_s
 
-    def _schedule(self, at_s: float, rank: int, event: PayloadReceived, not_before_s: float | None) -> None:
+    def _schedule(self, at_s: float, rank: int, event: Arrival, not_before_s: float | None) -> None:
         heapq.heappush(self._agenda, (at_s, next(self._order), rank, event, not_before_s))
 
 

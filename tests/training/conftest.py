@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from thread_groups import one_thread_for_torch  # noqa: F401
 
-from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo
+from gridtrain.core.collectives.collective import CollectiveComplete, SendTo
 from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 
@@ -92,17 +92,17 @@ class PerfectNetwork:
                 match effect:
                     case SendTo(to_rank, place, flags):
                         payload = bytes(sides[rank][0].payload(place))
-                        mail.append((to_rank, PayloadReceived(rank, place, flags, payload)))
+                        mail.append((to_rank, (rank, place, flags, payload)))
                     case CollectiveComplete(flags):
                         skips[rank] = is_skipped(flags)
                     case _:
                         sides[rank][0].apply(effect)
 
         for rank, core in enumerate(cores):
-            execute(rank, core.start(0.0))
+            execute(rank, core.start())
         while mail:
             rank, arrived = mail.popleft()
-            execute(rank, cores[rank].handle(arrived, 0.0))
+            execute(rank, cores[rank].handle(*arrived))
         (skip,) = set(skips)
         return skip
 

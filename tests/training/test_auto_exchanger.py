@@ -68,7 +68,7 @@ def train(
                 model.values.grad = gradient(session.rank, step * calls + call)
                 wrapped.step()
             between(session.rank, step, wrapped)
-        residual = wrapped.residual_state().get("residual", torch.zeros(N))
+        residual = wrapped.residual.state().get("residual", torch.zeros(N))
         return -model.values.detach(), residual, wrapped
 
     return list(network.train(worker))
@@ -93,7 +93,7 @@ def test_no_gradient_is_lost_when_the_exchange_changes(
     left = sum(residual for _, residual, _ in results)
     assert torch.equal(updates[0] + left, brought)
     if schedule[-1] == DENSE:
-        assert all(not wrapped.residual_state() for _, _, wrapped in results), "no residual is left"
+        assert all(not wrapped.residual.state() for _, _, wrapped in results), "no residual is left"
 
 
 @pytest.mark.parametrize("aborts", [(), ((1, 0), (2, 0), (2, 1))])

@@ -259,7 +259,7 @@ def test_a_residual_is_taken_as_the_last_round_leaves_it(settled: RoundOutcome, 
     one.feedback.load({"residual": torch.full((4,), 2.5)})
     residual = WorkerResidual(one, 4)
     attempt = one.prepare_bucket(0, torch.ones(4), plan(0, 1), usable=True)
-    attempt.buffer.make_collective(0, 1, 0).start(0.0)
+    attempt.buffer.make_collective(0, 1, 0).start()
     residual.mark_sent(attempt)
     taken_N = residual.take(lambda: settled)
     assert residual.size == 4 and taken_N is not None and taken_N.tolist() == [left] * 4

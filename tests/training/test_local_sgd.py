@@ -263,12 +263,12 @@ def test_no_part_of_a_change_is_lost(network, exchange, world_size):
         optimizer = wrap(session, model, exchange, torch.optim.SGD([parameter], lr=1.0))
         history = []
         for number in range(rounds):
-            before, anchor, change = optimizer.residual_state()["residual"], flat(model), torch.zeros(n)
+            before, anchor, change = optimizer.residual.state()["residual"], flat(model), torch.zeros(n)
             for step in range(number * EVERY, (number + 1) * EVERY):
                 parameter.grad = integers(step, session.rank, n)
                 change += parameter.grad
                 optimizer.step()
-            after, update = optimizer.residual_state()["residual"], anchor - flat(model)
+            after, update = optimizer.residual.state()["residual"], anchor - flat(model)
             history.append((before, change / world_size, update, after))
         return history
 
@@ -288,7 +288,7 @@ def test_an_abort_keeps_the_residual_and_the_change(network):
         begin, seen = session.begin, []
 
         def look():
-            seen.append((optimizer.residual_state()["residual"], flat(model), optimizer._flat.flat_N.clone()))
+            seen.append((optimizer.residual.state()["residual"], flat(model), optimizer._flat.flat_N.clone()))
             return begin()
 
         session.begin = look
@@ -322,7 +322,7 @@ def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange,
         optimizer = wrap(session, model, exchange, inner, outer_momentum=0.5)
         for step in range(EVERY):
             train_step(model, optimizer, 10 * step + session.rank)
-        before, residual = replica_digest(model, optimizer.replicated), optimizer.residual_state()
+        before, residual = replica_digest(model, optimizer.replicated), optimizer.residual.state()
         for step in range(EVERY):
             backward(model, 900 + 10 * step + session.rank)
             if session.rank == 1 and step == at:
@@ -331,7 +331,7 @@ def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange,
             optimizer.zero_grad()
         assert optimizer.last_skipped and optimizer.skipped_steps == 1
         assert replica_digest(model, optimizer.replicated) == before, "all are back at the anchor"
-        assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual_state().items())
+        assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual.state().items())
         assert bool(inner.state_dict()["state"]) == (session.rank != 1), "its moments were not finite"
         for step in range(EVERY):
             train_step(model, optimizer, 70 * step + session.rank)
@@ -455,7 +455,7 @@ def test_a_run_continues_from_a_checkpoint_as_without_the_restart(network):
     again = small_model()
     resumed = wrap(network().session(), again, GTopK(density=0.2), outer_momentum=0.9)
     resumed.unpack(document, tensors)
-    resumed.residual.load(optimizer.residual_state())
+    resumed.residual.load(optimizer.residual.state())
     for step in range(50, 50 + 2 * EVERY):
         train_step(model, optimizer, step)
         train_step(again, resumed, step)

@@ -15,6 +15,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training import optimizer as optimizer_module
 from gridtrain.training.checkpoint.flat_gradient import finish_queued_work
+from gridtrain.training.checkpoint.hyperparameters import hyperparameter_digest
 from gridtrain.training.checkpoint.serialization import replica_digest
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.optimizer import GridOptimizer
@@ -308,12 +309,12 @@ def test_no_gradient_is_lost(network, exchange, world_size):
         u, history = torch.zeros(n), []
         for _ in range(8):
             gradient = torch.randn(n, generator=rng) * torch.exp2(torch.randint(-8, 8, (n,), generator=rng))
-            before = optimizer.residual_state()
+            before = optimizer.residual.state()
             u = before["u"] * exchange.momentum + gradient * (samples[session.rank] / sum(samples))
             parameter.grad = gradient
             optimizer.step()
             history.append(
-                (before["residual"], u, parameter.grad.clone(), optimizer.residual_state()["residual"])
+                (before["residual"], u, parameter.grad.clone(), optimizer.residual.state()["residual"])
             )
         return history
 
@@ -340,7 +341,7 @@ def test_the_part_that_a_decay_drops_is_counted_and_reported(network):
         for gradient in ([8.0, 4, -2, 0], [0.0, 0, 0, 16], [math.nan, 0, 0, 0]):
             parameter.grad = torch.tensor(gradient)
             optimizer.step()
-            residuals.append(optimizer.residual_state()["residual"].tolist())
+            residuals.append(optimizer.residual.state()["residual"].tolist())
         return residuals, session.notes[-1]["decayed_mass"]
 
     ((residuals, dropped),) = network(samples=[1], aborts={(1, 0)}).train(worker)
@@ -355,7 +356,7 @@ def test_an_abort_keeps_the_residual_and_retries_the_same_gradient(network):
         begin, seen = session.begin, []
 
         def begin_and_look():
-            seen.append((optimizer.residual_state(), [p.grad.clone() for p in model.parameters()]))
+            seen.append((optimizer.residual.state(), [p.grad.clone() for p in model.parameters()]))
             return begin()
 
         session.begin = begin_and_look
@@ -400,14 +401,14 @@ def test_one_bad_gradient_skips_the_step_on_all(network, exchange, bad):
         model = small_model()
         optimizer = GridOptimizer(sgd(model, weight_decay=0.1), model, exchange, session)
         train_step(model, optimizer, session.rank)
-        before, residual = replica_digest(model, optimizer), optimizer.residual_state()
+        before, residual = replica_digest(model, optimizer), optimizer.residual.state()
         backward(model, session.rank)
         if session.rank == 1:
             model[2].bias.grad[1] = bad
         optimizer.step()
         assert optimizer.last_skipped and optimizer.skipped_steps == 1
         assert replica_digest(model, optimizer) == before
-        assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual_state().items())
+        assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual.state().items())
         optimizer.zero_grad()
         train_step(model, optimizer, session.rank)
         assert not optimizer.last_skipped and optimizer.skipped_steps == 1
@@ -434,7 +435,7 @@ def test_a_step_with_different_learning_rates_never_commits(network):
 
 def test_the_settings_digest_depends_on_every_plain_field():
     def of(**options):
-        return wrap(lambda m: sgd(m, **options)).hyperparameter_digest()
+        return hyperparameter_digest(sgd(small_model(), **options))
 
     assert of() == of()
     assert len({of(), of(lr=0.2), of(weight_decay=0.1), of(momentum=0.9), of(lr=torch.tensor(0.3))}) == 5
@@ -551,11 +552,11 @@ def test_residuals_are_saved_separately(network):
     train_step(model, wrapped, 0)
     twin = copy.deepcopy(model)
     other = GridOptimizer(sgd(twin), twin, GTopK(density=0.1, momentum=0.9), network().session())
-    other.residual.load(wrapped.residual_state())
+    other.residual.load(wrapped.residual.state())
     train_step(model, wrapped, 1)
     train_step(twin, other, 1)
     assert same(model, twin)
-    assert wrap(sgd).residual_state() == {}
+    assert wrap(sgd).residual.state() == {}
 
 
 # -- times ------------------------------------------------------------------------------------------

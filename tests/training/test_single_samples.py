@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -85,6 +87,21 @@ def test_norms_with_a_forward_of_their_own_are_left_to_torch(norm: nn.Module) ->
             assert norm(torch.ones(2, 3), torch.zeros(3))[0].tolist() == [[0.0] * 3] * 2
             with pytest.raises(ValueError, match="more than 1 value per channel"):
                 norm(torch.ones(1, 3), scale=torch.ones(3))
+
+
+def test_classes_of_removed_parametrizations_are_released() -> None:
+    norm, classes = nn.BatchNorm1d(8), []
+    batches = single_sample_batches(norm)
+    for _ in range(3):
+        parametrizations.weight_norm(norm, dim=0)
+        with batches.allow():
+            norm(torch.randn(1, 8))
+        classes.append(weakref.ref(type(norm)))
+        parametrize.remove_parametrizations(norm, "weight")
+    with batches.allow():
+        norm(torch.randn(1, 8))
+    gc.collect()
+    assert [made() for made in classes] == [None] * 3
 
 
 def test_the_argument_of_a_norm_may_be_named() -> None:

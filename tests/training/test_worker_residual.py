@@ -38,7 +38,7 @@ def a_round() -> tuple[Exchanger, ExchangeAttempt]:
     sparse = make_exchanger(GTopK(density=0.25, momentum=0.0), (0, 4), torch.device("cpu"))
     plan = StepPlan(step=0, attempt=0, rank=0, world_size=1, samples=1, total_samples=1)
     attempt = sparse.prepare_bucket(0, GRADIENT_N, plan, usable=True)
-    for effect in attempt.buffer.make_collective(0, 1, int(attempt.skip)).start(0.0):
+    for effect in attempt.buffer.make_collective(0, 1, int(attempt.skip)).start():
         if not isinstance(effect, CollectiveComplete):
             attempt.buffer.apply(effect)
     return sparse, attempt

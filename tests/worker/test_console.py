@@ -169,8 +169,8 @@ def test_in_a_json_log_the_lines_of_the_script_are_json_too() -> None:
 def test_a_tally_is_written_once_a_second_and_read_back(tmp_path: Path) -> None:
     tally = ContributionReporter(tmp_path / "now.json")
     assert tally.is_due(0.0)
-    tally.step_committed(32)
-    tally.step_committed(0)
+    tally.step_committed(1, 32)
+    tally.step_committed(2, 0)
     tally.report(0.0, last=True, step=7, run_samples=64, sent_bytes=10, received_bytes=20, world_size=2)
     assert not tally.is_due(REPORT_INTERVAL_S - 0.1) and tally.is_due(REPORT_INTERVAL_S)
     found = Contribution.read(tmp_path / "now.json")
@@ -326,3 +326,13 @@ def test_the_error_that_ends_the_process_is_json_too() -> None:
     JsonConsole(out).report_error("no", 4)
     line = json.loads(out.getvalue())
     assert (line["level"], line["fields"]) == ("error", {"text": "no", "exit_code": 4})
+
+
+def test_steps_that_a_run_repeats_are_counted_once(tmp_path: Path) -> None:
+    """A pipeline returns from step 5 to step 3, and this worker has other samples the second time."""
+    tally = ContributionReporter(tmp_path / "now.json")
+    for step, samples in ((1, 10), (2, 10), (3, 10), (4, 10), (3, 7), (4, 0), (5, 7)):
+        tally.step_committed(step, samples)
+    tally.report(0.0, step=6, run_samples=68, sent_bytes=0, received_bytes=0, world_size=2, last=True)
+    found = Contribution.read(tmp_path / "now.json")
+    assert found is not None and (found.steps, found.samples, found.share) == (5, 34, 0.5)

@@ -321,16 +321,8 @@ def _run(
                 tell(f"{job.name} stopped by {_signal_name(signals.first)}")
                 return 128 + signals.first
             if enforcer.is_stopping or (code == 0 and not enforcer.has_ended_script):
-                if code == 0 and stats.is_empty:
-                    tell(
-                        "the script has ended without a step: the run has no step left, or the script does "
-                        "not call gridtrain.join()"
-                    )
-                elif code == 0 and not enforcer.is_stopping and _is_running(entry):
-                    tell(
-                        f"the script has ended after step {stats.step}, before the run; start this worker "
-                        "again to contribute more"
-                    )
+                if code == 0 and (text := _describe_early_end(entry, enforcer, stats)):
+                    tell(text)
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
                 why = enforcer.decision.text() or "now"
@@ -358,6 +350,21 @@ def _run(
             if signals.wait(pause_s):
                 return 128 + signals.first
         return 128 + signals.first if signals.first else 0
+
+
+def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: ContributionStats) -> str:
+    """Return what the end of a script without an error means; "" if it was to end."""
+    if stats.is_empty:
+        return (
+            "the script has ended without a step: the run has no step left, or the script does not call "
+            "gridtrain.join()"
+        )
+    if enforcer.is_stopping or not _is_running(entry):
+        return ""
+    return (
+        f"the script has ended after step {stats.step}, before the run; start this worker again to "
+        "contribute more"
+    )
 
 
 def _is_running(entry: Enrollment) -> bool:

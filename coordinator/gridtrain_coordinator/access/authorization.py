@@ -16,7 +16,6 @@ changes are returned as journal entries, which the caller writes before it sends
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -25,6 +24,7 @@ from typing import Any
 from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import invitation_digest
 from gridtrain_coordinator.access import authorization_rules as rules
+from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord, exceeds_limit
 from gridtrain_coordinator.run.events import JournalEntry
 
@@ -129,7 +129,7 @@ class Authorization:
         self._removed: dict[m.PeerId, _Removal] = {}
         self._violations = ViolationLog()
         self._recent_enrolments: list[tuple[float, str]] = []  # (time, address range)
-        self._joins: dict[m.PeerId, deque[float]] = {}
+        self._joins = RequestRate(rules.JOIN_WINDOW_S, rules.MAX_JOINERS)
 
     def access_role(self, key: m.PeerId, wall_s: float) -> AccessRole:
         """Return the current role of `key`; called at each handshake and for each message.
@@ -196,16 +196,7 @@ class Authorization:
 
         The caller refuses other attempts with `TOO_MANY_JOINS`.
         """
-        joins = self._joins.pop(peer, None) or deque(maxlen=rules.MAX_JOINS_PER_WORKER)
-        while joins and joins[0] <= now_s - rules.JOIN_WINDOW_S:
-            joins.popleft()
-        allowed = not rules.exceeds_join_rate(len(joins))
-        if allowed:
-            joins.append(now_s)
-        self._joins[peer] = joins  # reinserted last, so that the first entry is the least recent
-        if len(self._joins) > rules.MAX_JOINERS:
-            del self._joins[next(iter(self._joins))]
-        return allowed
+        return self._joins.allow(peer, now_s, rules.exceeds_join_rate)
 
     def _is_member(self, key: m.PeerId) -> bool:
         if rules.is_banned(key, self._banned):

@@ -107,22 +107,24 @@ TOO_MANY_JOINS = m.Refused(
 )
 
 
+REMOVED_REMEDY = (
+    "ask the run's owner for a new invitation; earlier invitations do not admit this worker again"
+)
+
+
+def banned_remedy(key: m.PeerId) -> str:
+    digits = key.hex()[:12]
+    return f"ask the run's owner to lift the ban (gridtrain unban {digits}) and to send a new invitation"
+
+
 def removed_refusal(reason: str) -> m.Refused:
     """Return the refusal for a removed key whose invitation is older than the removal."""
-    return m.Refused(
-        "kicked",
-        f"this worker was removed from the run: {reason}",
-        "ask the run's owner for a new invitation; earlier invitations do not admit this worker again",
-    )
+    return m.Refused("kicked", f"this worker was removed from the run: {reason}", REMOVED_REMEDY)
 
 
 def banned_refusal(key: m.PeerId, reason: str) -> m.Refused:
-    digits = key.hex()[:12]
-    return m.Refused(
-        "banned",
-        f"the run's owner has banned this worker's key {digits}: {reason}",
-        f"ask the run's owner to lift the ban (gridtrain unban {digits}) and to send a new invitation",
-    )
+    text = f"the run's owner has banned this worker's key {key.hex()[:12]}: {reason}"
+    return m.Refused("banned", text, banned_remedy(key))
 
 
 # -- entries of the journal: each raises `TypeError` or `ValueError` ----------------------------------

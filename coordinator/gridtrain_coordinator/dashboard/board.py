@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gridtrain.core.planning.exchange_facts import workload_of
 from gridtrain.quantities import format_worker_state
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
 from gridtrain_coordinator.dashboard.history import History, Point, shortened
 from gridtrain_coordinator.dashboard.straggler import find_straggler
-from gridtrain_coordinator.dashboard.topology_graph import build_graph, parse_load
+from gridtrain_coordinator.dashboard.topology_graph import build_graph
 
 MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
@@ -145,7 +146,7 @@ class Board:
         self.updated_s = at_s
         self.access = sanitize.tree(status.get("door", {}), 6)
         facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in status.get("facts", {}).items()}
-        run_load = parse_load(facts)
+        run_load = workload_of(facts)
         members = [entry for entry in status["members"] if isinstance(entry, Mapping)]
         self._count_bytes(members, int(status["step"]), status, run_load)
         self._staged = int(status.get("stages", 1)) > 1

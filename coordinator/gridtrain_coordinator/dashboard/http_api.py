@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
 from importlib.resources import files
 from typing import Any
@@ -276,9 +276,9 @@ def _packaged(*path: str) -> bytes:
 
 
 def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
-    content: Sequence[bytes] = (_packaged("static", name),)
+    content = _packaged("static", name)
 
     async def serve(request: Request) -> Response:
-        return Response(content[0], media_type=STATIC[name])
+        return Response(content, media_type=STATIC[name])
 
     return serve

@@ -6,6 +6,7 @@ server is imported only if there is a dashboard.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,17 +26,15 @@ if TYPE_CHECKING:
     from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
 
 
+@dataclass(frozen=True, slots=True)
 class DashboardStartup:
     """A dashboard that listens, or the reason why there is no dashboard."""
 
-    def __init__(
-        self, service: DashboardService | None, address: str, token: str, failure: str, warning: str
-    ) -> None:
-        self.service = service
-        self.address = address
-        self._token = token
-        self._failure = failure
-        self._warning = warning
+    service: DashboardService | None = None
+    address: str = ""
+    token: str = ""
+    warning: str = ""
+    failure: str = ""
 
     def start(self) -> None:
         if self.service is not None:
@@ -48,11 +47,11 @@ class DashboardStartup:
     def startup_lines(self, *, is_terminal: bool) -> list[str]:
         """Return the lines to print for the owner; they contain the token only on a terminal."""
         if self.service is None:
-            return [f"  no dashboard:        {self._failure}"] if self._failure else []
-        key = f"#token={self._token}" if is_terminal else ""
+            return [f"  no dashboard:        {self.failure}"] if self.failure else []
+        key = f"#token={self.token}" if is_terminal else ""
         return [
             f"  in a browser:        {self.address}{key}",
-            *([f"  {self._warning}"] if self._warning else []),
+            *([f"  {self.warning}"] if self.warning else []),
         ]
 
 
@@ -62,13 +61,13 @@ def open_dashboard(address: DashboardAddress | None, folder: Path, log: Log) -> 
     Raises `ConfigError` if the dashboard cannot be opened although the owner requested it explicitly.
     """
     if address is None:
-        return DashboardStartup(None, "", "", "", "")
+        return DashboardStartup()
     try:
         return _open(address, folder, log)
     except ConfigError as error:
         if address.is_required:
             raise
-        return DashboardStartup(None, "", "", f"{error.reason}; {error.remedy}", "")
+        return DashboardStartup(failure=f"{error.reason}; {error.remedy}")
 
 
 def _open(address: DashboardAddress, folder: Path, log: Log) -> DashboardStartup:
@@ -86,4 +85,4 @@ def _open(address: DashboardAddress, folder: Path, log: Log) -> DashboardStartup
             "OPEN TO THE NETWORK: anyone who reaches this port can see the run; the token is not encrypted"
         )
     service = DashboardService(bound, token, log, allowed_hosts=address.allowed_hosts)
-    return DashboardStartup(service, page, token, "", warning)
+    return DashboardStartup(service, page, token, warning)

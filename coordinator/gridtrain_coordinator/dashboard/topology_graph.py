@@ -11,8 +11,6 @@ from typing import Any
 
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.group.rank_layout import RankLayout
-from gridtrain.core.messages import LedgerSpec, Setup
-from gridtrain.core.planning.exchange_facts import workload_of
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import LocalProtocolError
 from gridtrain_coordinator.dashboard import sanitize
@@ -29,11 +27,6 @@ TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
     ExchangeKind.STAR: ("star", star.neighbours),
     ExchangeKind.STAR_GTOPK: ("star", star.neighbours),
 }
-
-
-def parse_load(facts: Mapping[str, str]) -> Workload | None:
-    """Return the workload of the run's exchange; None if the facts do not describe it."""
-    return workload_of(Setup(tuple(facts.items()), LedgerSpec(size=1, seed=0, steps=1), 1, None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 
 An entry consists of a kind and a JSON body, which this module does not interpret.  One connection locks the
 file exclusively, because two coordinators on one journal could reach two verdicts.  It uses WAL mode with
-synchronous=FULL: when `append` returns, the entry survives SIGKILL and power loss.
+synchronous=FULL: when `append_all` returns, the entries survive SIGKILL and power loss.
 
 Each entry contains a digest over itself and the digest before it.  The digests are checked when the journal
 is opened, so that a flipped bit cannot change a verdict.  A file that is refused is left unchanged.
@@ -164,10 +164,6 @@ class JournalStore:
             term = (last or 0) + 1
             self._insert("term", {"term": term})
         return term
-
-    def append(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Make one entry durable."""
-        self.append_all([(kind, body)])
 
     def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Make several entries durable together (in one transaction), or none.

@@ -100,23 +100,33 @@ class Departures:
         note = LogEvent("warning", "refused", {"peer": peer.hex()[:12], "code": code, "reason": reason})
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
-    def refuse_late(self, peer: m.PeerId) -> list[Effect]:
-        reason = f'the run "{self._run.name}" is finished'
+    def refuse_late(self, peer: m.PeerId, why: str = "") -> list[Effect]:
+        reason = f'the run "{self._run.name}" is finished' + (f": {why}" if why else "")
         return self.refuse(peer, "finished", reason, "ask the run's owner for the result")
 
-    def finish_run(self) -> list[Effect]:
-        """Finish the run: notify the members, and refuse all other workers."""
+    def finish_run(self, incomplete: str = "") -> list[Effect]:
+        """Finish the run: notify the members, and refuse all other workers.
+
+        Args:
+            incomplete: why no worker can write the model, in which case all workers are refused; "" if the
+                first members can.
+        """
         run = self._run
         reason = f"{format_count(len(run.member_list), 'worker')} reached the end of the run"
         if run.is_ending and not (run.members and run.members <= run.finished_members):
             reason = f"its owner has ended it after {format_count(run.highest_step, 'step')}"
         reason += run.skipped_steps.ending(run.highest_step)
+        if incomplete:
+            reason += f"; {incomplete}"
+            run.record_missing_model(f"the final model was not written: {incomplete}")
         effects: list[Effect] = [
             run.enter_phase(RunPhase.FINISHED, reason),
             LogEvent("info", "finished", {"reason": reason}),
         ]
+        ending = run.members if not incomplete else frozenset()
+        why = reason if incomplete else ""
         for peer in list(run.workers):
-            effects += [run.phase_message(peer)] if peer in run.members else self.refuse_late(peer)
+            effects += [run.phase_message(peer)] if peer in ending else self.refuse_late(peer, why)
         return effects
 
     def _remove(self, worker: Worker, reason: str, *, is_voluntary: bool = False) -> list[Effect]:

@@ -249,6 +249,8 @@ class Membership:
         run.end_early()
         self._settled_reason, self._cached_deadline_s = None, None
         effects = self._log_events(self._advance(now_s), now_s)
+        if run.is_finished and run.missing_model:
+            return effects, f'the run "{run.name}" is finished; {run.missing_model}'
         if run.is_finished:
             paused = run.paused_workers.describe_end()
             return effects, f'the run "{run.name}" is finished; it had no members{paused}'
@@ -560,6 +562,8 @@ class Membership:
     def _begin_view_change(self, now_s: float) -> list[Effect]:
         run, view_change = self.run, self.run.view_change
         if (run.members or run.is_ending) and run.members <= run.finished_members:
+            if run.partition.is_pipeline and not run.members:
+                return self._pipeline_recovery.end_without_members()
             return self._departures.finish_run()
         if run.members and not run.present_members:
             return self._freeze_phase.await_members(now_s)

@@ -26,7 +26,7 @@ from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.placement import LiveStates, PlacementResult, StagePlacement
-from gridtrain_coordinator.stages.whole_state import RestartPoint, find_restart_point
+from gridtrain_coordinator.stages.whole_state import RestartPoint, end_reason, find_restart_point
 
 
 class PipelineRecovery:
@@ -93,7 +93,7 @@ class PipelineRecovery:
             return []
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
-            return self._pause(str(result))
+            return self._end_incomplete(restart, last) if run.is_ending else self._pause(str(result))
         effects: list[Effect] = []
         if outcome is None or restart.outcome is not outcome:
             effects = self._roll_back(last, restart.outcome.applied, is_certain=outcome is not None)
@@ -212,6 +212,23 @@ class PipelineRecovery:
         return [Send(peer, notice) for peer in peers]
 
     # -- end of the run ----------------------------------------------------------------------------
+
+    def end_without_members(self) -> list[Effect]:
+        """End the run by its owner's order while no worker is a member."""
+        run = self._run
+        if not run.highest_step or not run.workers:
+            return self._departures.finish_run()
+        last = run.highest_step - 1
+        return self._end_incomplete(self._find_restart_point(None, last, {}), last)
+
+    def _end_incomplete(self, restart: RestartPoint, last: int) -> list[Effect]:
+        """End the run by its owner's order although the present workers cannot hold all stages of one state.
+
+        They are refused like workers that come too late, but with the reason, and keep what they have.
+        """
+        self._run.record_step(last + 1)
+        self._run.view_change.reset()
+        return self._departures.finish_run(end_reason(restart))
 
     def _is_finished(self, outcome: Outcome) -> bool:
         """Return whether the last step of the run is committed, and no stage of its state is lost.

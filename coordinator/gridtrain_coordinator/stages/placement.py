@@ -25,7 +25,12 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
-from gridtrain_coordinator.stages.whole_state import RestartPoint, locate_state, too_few_reason
+from gridtrain_coordinator.stages.whole_state import (
+    RestartPoint,
+    locate_state,
+    lost_state_reason,
+    too_few_reason,
+)
 
 LiveStates = Mapping[m.PeerId, m.Span]
 """The layers of each worker's state in memory, by worker."""
@@ -137,7 +142,7 @@ class StagePlacement:
             self._too_few_since_s = None
         reason = "" if has_enough else too_few_reason(stages, len(peers), restart.last_step_locations)
         if restart.outcome is None:
-            return reason if len(peers) < stages else restart.reason
+            return lost_state_reason(restart, stages, len(peers))
         if restart.outcome.applied < 0 and not has_enough:
             return reason  # no step is lost by waiting for all workers
         try:
@@ -189,7 +194,7 @@ class StagePlacement:
     def _is_waiting_for_rejoin(self, now_s: float) -> bool:
         """Return whether to wait for a worker to come back, which would make the repartition unnecessary."""
         since_s = self._too_few_since_s = now_s if self._too_few_since_s is None else self._too_few_since_s
-        if now_s >= since_s + self._run.limits.recut_s:
+        if self._run.is_ending or now_s >= since_s + self._run.limits.recut_s:
             return False
         self._run.view_change.wait_until(since_s + self._run.limits.recut_s)
         return True

@@ -57,9 +57,14 @@ def locate_state(
 
 def missing_stages(locations: StateLocations, bounds: Sequence[int]) -> list[int]:
     """Return the stages with a layer that no worker holds."""
-    gaps = uncovered_spans([span for spans in locations.held_spans.values() for span in spans], bounds[-1])
-    lost = {n for n, span in enumerate(stage_spans(bounds)) if any(overlap_layers(span, gap) for gap in gaps)}
-    return sorted(lost - set(locations.initial_stages))
+    lost = _incomplete_stages([span for spans in locations.held_spans.values() for span in spans], bounds)
+    return [stage for stage in lost if stage not in locations.initial_stages]
+
+
+def _incomplete_stages(spans: Sequence[m.Span], bounds: Sequence[int]) -> list[int]:
+    """Return the stages of which `spans` lack a layer."""
+    gaps = uncovered_spans(spans, bounds[-1])
+    return [n for n, span in enumerate(stage_spans(bounds)) if any(overlap_layers(span, gap) for gap in gaps)]
 
 
 def latest_whole_state(
@@ -103,6 +108,7 @@ class RestartPoint:
     Attributes:
         outcome: the outcome that names the state; None if there is no state.
         reason: the reason why there is no state; empty if there is a state.
+        remedy: how the run continues nevertheless; empty if there is a state.
         state_locations: the workers that hold the state.
         last_step_locations: the workers that hold the state of the last committed step.
     """
@@ -110,6 +116,7 @@ class RestartPoint:
     outcome: Outcome | None
     state_locations: StateLocations
     reason: str = ""
+    remedy: str = ""
     last_step_locations: StateLocations = field(default_factory=StateLocations)
 
 
@@ -138,16 +145,18 @@ def find_restart_point(
     before, history = (outcome.applied, outcome.history) if outcome is not None else (None, None)
     earlier = latest_whole_state(spec, reported, bounds[-1], before, history, quorum)
     if earlier is None:
-        reason = missing_stages_reason(len(bounds) - 1, lost, last)
-        reason += unconfirmed_reason(spec, reported, bounds[-1], last)
-        return RestartPoint(None, locations, reason, last_step_locations=locations)
+        at = last
+        if outcome is None:
+            lost, at = most_complete_state(spec, reported, bounds, last)
+        reason = missing_stages_reason(len(bounds) - 1, lost, at)
+        remedy = REMEDY + unconfirmed_reason(spec, reported, bounds[-1], last)
+        return RestartPoint(None, locations, reason, remedy, last_step_locations=locations)
     return RestartPoint(earlier, locate_state(earlier, {}, reported, bounds), last_step_locations=locations)
 
 
 def too_few_reason(stages: int, here: int, locations: StateLocations) -> str:
     """Explain why the run waits for more workers."""
-    held = set(locations.in_memory.values())
-    present = f"{format_count(here, 'worker')} {'is' if here == 1 else 'are'} present"
+    held, present = set(locations.in_memory.values()), _present_text(here)
     if not held:
         return f"the model has {stages} stages, and {present}"
     empty = next((stage for stage in range(stages) if stage not in held), stages - 1)
@@ -158,22 +167,68 @@ def too_few_reason(stages: int, here: int, locations: StateLocations) -> str:
     )
 
 
+def _present_text(here: int) -> str:
+    return f"{format_count(here, 'worker')} {'is' if here == 1 else 'are'} present"
+
+
+def lost_state_reason(restart: RestartPoint, stages: int, here: int) -> str:
+    """Explain why a run waits that has no state to continue from."""
+    few = f"; {_present_text(here)}, but {stages} are needed" if here < stages else ""
+    return f"{restart.reason}{few}; {restart.remedy}"
+
+
+REMEDY = (
+    "training continues when a worker comes that holds it, in memory or in its --state-dir; if there is "
+    "none, end this run with gridtrain finish, and start a new one with another --state"
+)
+"""How a run continues of whose state a stage is missing."""
+
+
 def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str:
-    """Explain why the run waits although there are enough workers."""
+    """Explain which stages are missing, so that the run waits."""
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
         f"no present worker holds {which} of {stages} after step {applied + 1}, and no earlier step has "
-        "checkpoints of all stages; training continues when a worker that holds the state comes back (if "
-        "none has it any more, start a new run with another --state)"
+        "checkpoints of all stages"
     )
 
 
-def unconfirmed_reason(spec: m.LedgerSpec, reported: ReportedCheckpoints, layers: int, last: int) -> str:
-    """Describe a whole state that is reported but not confirmed; return "" if there is none."""
+def end_reason(restart: RestartPoint) -> str:
+    """Explain why a run that its owner ends at this point writes no model."""
+    if restart.outcome is None:
+        return f"{restart.reason}, so the model cannot be exported, unless another state folder has it"
+    if restart.outcome.applied < 0:
+        return "no step was committed"
+    return (
+        "too few workers are present for all stages of the model; gridtrain export writes that of step "
+        f"{restart.outcome.applied + 1} from the checkpoints of all stages, copied into one folder"
+    )
+
+
+def most_complete_state(
+    spec: m.LedgerSpec, reported: ReportedCheckpoints, bounds: Sequence[int], last: int
+) -> tuple[list[int], int]:
+    """Return what is missing of the state on disk that lacks the fewest stages, and its last step.
+
+    If no state lacks only some of the stages, these are all stages and `last`.
+    """
+    states = _reported_spans(spec, reported).items()
+    found = [(lost, at[0]) for at, spans in states if (lost := _incomplete_stages(spans, bounds))]
+    every = list(range(len(bounds) - 1))
+    return min([*found, (every, last)], key=lambda each: (len(each[0]), -each[1]))
+
+
+def _reported_spans(spec: m.LedgerSpec, reported: ReportedCheckpoints) -> dict[StateId, list[m.Span]]:
     spans: dict[StateId, list[m.Span]] = {}
     for checkpoints in reported.values():
         for x in checkpoints:
             spans.setdefault(state_id(spec, x), []).append(x.layers)
+    return spans
+
+
+def unconfirmed_reason(spec: m.LedgerSpec, reported: ReportedCheckpoints, layers: int, last: int) -> str:
+    """Describe a whole state that is reported but not confirmed; return "" if there is none."""
+    spans = _reported_spans(spec, reported)
     steps = [at[0] + 1 for at, theirs in spans.items() if not uncovered_spans(theirs, layers)]
     step = max((step for step in steps if step <= last + 1), default=0)
     if not step:

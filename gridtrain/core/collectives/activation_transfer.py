@@ -13,17 +13,18 @@ kind, index) identifies one transfer: `group` combines the numbers of both stage
 
 from __future__ import annotations
 
+from typing import Any
+
 from gridtrain.core.collectives.collective import (
     CollectiveComplete,
     CollectiveEffect,
-    PayloadReceived,
     Provenance,
     SendTo,
     StoreSlice,
     check_expected,
 )
 from gridtrain.core.messages import MAX_STAGES, Channel, CollectivePhase, PayloadSlot
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 STAGE_SUMMARY_KIND = 16
 """`Channel.kind` of the all-gather in which each member sends a summary of its stage's step."""
@@ -48,7 +49,7 @@ class ActivationSender:
         self._label = f"activation transfer, rank {rank}, sender"
         self.complete = False
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         self.complete = True
         slots = (
             PayloadSlot(CollectivePhase.ACTIVATION, hop=self._pieces, slice=piece)
@@ -56,8 +57,8 @@ class ActivationSender:
         )
         return [*(SendTo(self._to_rank, slot, 0) for slot in slots), CollectiveComplete(0)]
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        check_expected(self._label, event, None, "no payload, because this rank only sends")
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        check_expected(self._label, from_rank, slot, None, "no payload, because this rank only sends")
         return []
 
     def waiting_for(self) -> frozenset[int]:
@@ -76,25 +77,25 @@ class ActivationReceiver:
         self._missing: set[int] = set()
         self.complete = False
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         return []
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        slot = event.slot
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
         if self._pieces is None:
             self._pieces = slot.hop
             self._missing = set(range(min(slot.hop, MAX_PIECES)))
         due = PayloadSlot(CollectivePhase.ACTIVATION, hop=self._pieces, slice=slot.slice)
         is_missing = slot.slice in self._missing
-        check_expected(self._label, event, (self._from_rank, due) if is_missing else None, "no such slice")
-        if event.flags:
+        expected = (self._from_rank, due) if is_missing else None
+        check_expected(self._label, from_rank, slot, expected, "no such slice")
+        if flags:
             raise RemoteProtocolError(
-                f"{self._label}: rank {event.from_rank} sent a slice with flags",
-                remedy="disconnect the peer; a correct peer of the same version never sends this message",
+                f"{self._label}: rank {from_rank} sent a slice with flags",
+                remedy=NEVER_SENT,
             )
         self._missing.discard(slot.slice)
-        provenance = Provenance(event.from_rank, 1, self._world_size, roundings=0)
-        stored = StoreSlice(self._pieces, slot.slice, event.payload, provenance)
+        provenance = Provenance(from_rank, 1, self._world_size, roundings=0)
+        stored = StoreSlice(self._pieces, slot.slice, payload, provenance)
         if self._missing:
             return [stored]
         self.complete = True

@@ -14,10 +14,11 @@ all-gather has only one hop, in which each rank sends its payload to every other
 
 from __future__ import annotations
 
+from typing import Any
+
 from gridtrain.core.collectives.collective import (
     CollectiveBase,
     CollectiveEffect,
-    PayloadReceived,
     SendTo,
     StoreFromRank,
 )
@@ -47,17 +48,17 @@ class AllGather(CollectiveBase):
         # Each origin's payload that has not arrived: (sender, slot).
         self._missing = {origin: self._arrival(origin) for origin in range(world_size) if origin != rank}
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         sends = self._forward(self._rank, self._own_flags)
         return sends if self._missing else sends + self._completed()
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        origin = event.slot.segment
-        self._check(event, self._missing.get(origin), "no further payload of this origin")
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        origin = slot.segment
+        self._check(from_rank, slot, self._missing.get(origin), "no further payload of this origin")
         del self._missing[origin]
-        self._flags |= event.flags
-        stored = StoreFromRank(origin, event.payload, self._provenance(event, contributors=1, roundings=1))
-        effects = [stored, *self._forward(origin, event.flags)]
+        self._flags |= flags
+        stored = StoreFromRank(origin, payload, self._provenance(from_rank, contributors=1, roundings=1))
+        effects = [stored, *self._forward(origin, flags)]
         return effects if self._missing else effects + self._completed()
 
     def waiting_for(self) -> frozenset[int]:

@@ -5,7 +5,7 @@ it never reads the contents of a payload.  The values are in a collective buffer
 (`gridtrain.runtime.buffers`), which the loop owns.  The loop executes effects strictly in the order in which
 they are returned, so `MergePayload` followed by `SendTo` sends the merged payload.
 
-       PayloadReceived                      effects, in order
+         a payload                          effects, in order
     wire ------------> Collective.handle ------------------> loop: buffer.apply(effect)
                                                                    transport.send(buffer.payload(slot))
 
@@ -22,19 +22,6 @@ from typing import Any, Protocol
 
 from gridtrain.core.messages import PayloadSlot
 from gridtrain.errors import RemoteProtocolError
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadReceived:
-    """A payload of this round and channel arrived from `from_rank`; collectives handle no other events."""
-
-    from_rank: int
-    slot: PayloadSlot
-    flags: int
-    payload: Any
-
-
-# -- effects -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +113,20 @@ CollectiveEffect = SendTo | BufferEffect | CollectiveComplete
 
 
 class Collective(Protocol):
-    """One exchange of a round on one channel, as seen by one member.
-
-    `handle` raises `RemoteProtocolError` for a payload that cannot belong to this collective (a wrong sender
-    for the slot, an impossible slot, or the same slot twice), and holds a payload that arrives early.
-    """
+    """One exchange of a round on one channel, as seen by one member."""
 
     complete: bool
 
-    def start(self, now_s: float) -> list[CollectiveEffect]: ...
+    def start(self) -> list[CollectiveEffect]: ...
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]: ...
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        """Process a payload of this round and channel; hold it if it arrives early.
+
+        Raises:
+            RemoteProtocolError: the payload cannot belong to this collective: a wrong sender for the slot, an
+                impossible slot, or the same slot twice.
+        """
+        ...
 
     def waiting_for(self) -> frozenset[int]:
         """Return the ranks whose payloads are awaited."""
@@ -166,14 +156,15 @@ class CollectiveBase:
 
     def _check(
         self,
-        event: PayloadReceived,
+        from_rank: int,
+        slot: PayloadSlot,
         due: tuple[int, PayloadSlot] | None,
         otherwise: str = "no further payload",
     ) -> None:
-        check_expected(self._label, event, due, otherwise)
+        check_expected(self._label, from_rank, slot, due, otherwise)
 
-    def _provenance(self, event: PayloadReceived, contributors: int, roundings: int) -> Provenance:
-        return Provenance(event.from_rank, contributors, self._world_size, roundings)
+    def _provenance(self, from_rank: int, contributors: int, roundings: int) -> Provenance:
+        return Provenance(from_rank, contributors, self._world_size, roundings)
 
     def _completed(self) -> list[CollectiveEffect]:
         self.complete = True
@@ -181,7 +172,7 @@ class CollectiveBase:
 
 
 def check_expected(
-    core: str, event: PayloadReceived, due: tuple[int, PayloadSlot] | None, otherwise: str = "no payload"
+    core: str, from_rank: int, slot: PayloadSlot, due: tuple[int, PayloadSlot] | None, otherwise: str
 ) -> None:
     """Raise `RemoteProtocolError` unless the payload is the expected one.
 
@@ -190,13 +181,13 @@ def check_expected(
         due: (sender's rank, slot) of the expected payload; None if no payload is expected.
         otherwise: description of the expectation in the error message if `due` is None.
     """
-    if not _is_expected(event, due):
+    if not _is_expected(from_rank, slot, due):
         expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"
         raise RemoteProtocolError(
-            f"{core}: rank {event.from_rank} sent {event.slot}; expected {expected}",
+            f"{core}: rank {from_rank} sent {slot}; expected {expected}",
             remedy="disconnect the peer; only a faulty or hostile peer sends a repeated or impossible slot",
         )
 
 
-def _is_expected(event: PayloadReceived, due: tuple[int, PayloadSlot] | None) -> bool:
-    return (event.from_rank, event.slot) == due
+def _is_expected(from_rank: int, slot: PayloadSlot, due: tuple[int, PayloadSlot] | None) -> bool:
+    return (from_rank, slot) == due

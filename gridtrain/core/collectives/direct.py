@@ -21,11 +21,12 @@ slice is complete.  A retry starts from the beginning, because it repeats only t
 
 from __future__ import annotations
 
+from typing import Any
+
 from gridtrain.core.collectives.collective import (
     AddSlice,
     CollectiveBase,
     CollectiveEffect,
-    PayloadReceived,
     SendTo,
     StoreSlice,
 )
@@ -75,9 +76,9 @@ class DirectAllReduce(CollectiveBase):
             for slot in (_contribution_slot(rank, i), _sum_slot(sender, i))
         }
         self._turns = [0] * slices  # by slice of this rank's segment: number of parts added
-        self._early: dict[tuple[int, int], PayloadReceived] = {}  # by (slice, sender)
+        self._early: dict[tuple[int, int], Any] = {}  # payloads by (slice, sender)
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         if not self._missing:
             return self._completed()
         return [
@@ -86,33 +87,33 @@ class DirectAllReduce(CollectiveBase):
             for owner in self._others
         ]
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        key, slot = (event.from_rank, event.slot), event.slot
-        self._check(event, key if key in self._missing else None)
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        key = (from_rank, slot)
+        self._check(from_rank, slot, key if key in self._missing else None)
         if slot.phase is CollectivePhase.REDUCE:
-            self._check_length(event)
+            self._check_length(from_rank, slot, payload)
         self._missing.remove(key)
-        self._flags |= event.flags
+        self._flags |= flags
         effects: list[CollectiveEffect]
         if slot.phase is CollectivePhase.REDUCE:
-            self._early[slot.slice, event.from_rank] = event
+            self._early[slot.slice, from_rank] = payload
             effects = self._add(slot.slice)
         else:
-            provenance = self._provenance(event, self._world_size, roundings=self._world_size)
-            effects = [StoreSlice(slot.segment, slot.slice, event.payload, provenance)]
+            provenance = self._provenance(from_rank, self._world_size, roundings=self._world_size)
+            effects = [StoreSlice(slot.segment, slot.slice, payload, provenance)]
         return effects if self._missing else effects + self._completed()
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset(sender for sender, _ in self._missing)
 
-    def _check_length(self, event: PayloadReceived) -> None:
+    def _check_length(self, from_rank: int, slot: PayloadSlot, payload: Any) -> None:
         """Raise `RemoteProtocolError` if the payload is too long to be held until its turn.
 
         A payload may have up to 64 MiB; the buffer checks the exact length only when it adds the payload.
         """
-        if self._most_bytes is not None and len(event.payload) > self._most_bytes:
+        if self._most_bytes is not None and len(payload) > self._most_bytes:
             raise RemoteProtocolError(
-                f"{self._label}: rank {event.from_rank} sent {len(event.payload)} bytes for {event.slot}; "
+                f"{self._label}: rank {from_rank} sent {len(payload)} bytes for {slot}; "
                 f"a slice of this segment has at most {self._most_bytes} bytes",
                 remedy="disconnect the peer; all members of a run train the same model",
             )
@@ -121,11 +122,11 @@ class DirectAllReduce(CollectiveBase):
         """Add the parts that have arrived, in rank order; after the last one, send the sum."""
         effects: list[CollectiveEffect] = []
         while self._turns[index] < len(self._others):
-            event = self._early.pop((index, self._others[self._turns[index]]), None)
-            if event is None:
+            sender = self._others[self._turns[index]]
+            if (index, sender) not in self._early:
                 return effects
-            provenance = self._provenance(event, contributors=1, roundings=1)
-            effects.append(AddSlice(self._rank, index, event.payload, provenance))
+            provenance = self._provenance(sender, contributors=1, roundings=1)
+            effects.append(AddSlice(self._rank, index, self._early.pop((index, sender)), provenance))
             self._turns[index] += 1
         return effects + [SendTo(rank, _sum_slot(self._rank, index), self._flags) for rank in self._others]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gridtrain.core.collectives.collective import (
     CollectiveBase,
     CollectiveEffect,
     MergePayload,
-    PayloadReceived,
     ReplacePayload,
     SendTo,
 )
@@ -57,17 +57,17 @@ class HopExchange(CollectiveBase):
         super().__init__(name, rank, world_size, flags)
         self._hops = list(hops)  # the first one is the current one
         self._awaited = {hop.slot: (hop.partner, hop.slot) for hop in self._hops if hop.is_receiver}
-        self._arrived: dict[PayloadSlot, PayloadReceived] = {}
+        self._arrived: dict[PayloadSlot, tuple[int, Any]] = {}  # flags and payload
         self._started = False
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         self._started = True
         return self._begin_hop() + self._advance()
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        self._check(event, self._awaited.get(event.slot))
-        del self._awaited[event.slot]
-        self._arrived[event.slot] = event
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        self._check(from_rank, slot, self._awaited.get(slot))
+        del self._awaited[slot]
+        self._arrived[slot] = (flags, payload)
         return self._advance() if self._started else []
 
     def waiting_for(self) -> frozenset[int]:
@@ -79,9 +79,9 @@ class HopExchange(CollectiveBase):
         while self._hops and (not self._hops[0].is_receiver or self._hops[0].slot in self._arrived):
             hop = self._hops.pop(0)
             if hop.is_receiver:
-                event = self._arrived.pop(hop.slot)
-                self._flags |= event.flags
-                effects.append(self._take(hop, event))
+                flags, payload = self._arrived.pop(hop.slot)
+                self._flags |= flags
+                effects.append(self._take(hop, payload))
             effects += self._begin_hop()
         return effects
 
@@ -92,8 +92,8 @@ class HopExchange(CollectiveBase):
         hop = self._hops[0]
         return [SendTo(hop.partner, hop.slot, self._flags)] if hop.is_sender else []
 
-    def _take(self, hop: Hop, event: PayloadReceived) -> CollectiveEffect:
-        provenance = self._provenance(event, hop.contributors, hop.roundings)
+    def _take(self, hop: Hop, payload: Any) -> CollectiveEffect:
+        provenance = self._provenance(hop.partner, hop.contributors, hop.roundings)
         if hop.owner_modulus:
-            return MergePayload(event.payload, hop.owner_modulus, self._rank % hop.owner_modulus, provenance)
-        return ReplacePayload(event.payload, provenance)
+            return MergePayload(payload, hop.owner_modulus, self._rank % hop.owner_modulus, provenance)
+        return ReplacePayload(payload, provenance)

@@ -23,17 +23,18 @@ total exists only after all ranks further around the ring, including rank 1, hav
 
 from __future__ import annotations
 
+from typing import Any
+
 from gridtrain.core.collectives.collective import (
     AddSlice,
     CollectiveBase,
     CollectiveEffect,
-    PayloadReceived,
     Provenance,
     SendTo,
     StoreSlice,
 )
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 _MISSING_REDUCE, _MISSING_GATHER, _MISSING_NOTHING = range(3)
 """The messages of a slice that a rank has not received, as encoded in RESUME: both, only GATHER, none."""
@@ -89,7 +90,7 @@ class RingAllReduce(CollectiveBase):
                 for slice_ in range(slices):
                     self._due[segment, slice_] = first(segment, slice_)
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         if self._world_size == 1:
             return self._completed()
         if self.attempt:
@@ -108,20 +109,19 @@ class RingAllReduce(CollectiveBase):
         again.received = bytes(again._lack(segment, slice_) for segment, slice_ in again._keys())
         return again
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        slot = event.slot
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
         if slot.phase is CollectivePhase.RESUME:
-            return self._resume(event)
+            return self._resume(from_rank, slot, payload)
         key = (slot.segment, slot.slice)
         due = self._due.get(key)
         left = (self._rank - 1) % self._world_size
-        self._check(event, None if due is None else (left, due), "no further payload of this slice")
+        self._check(from_rank, slot, None if due is None else (left, due), "no further payload of this slice")
         last_hop = self._world_size - 2
         effects: list[CollectiveEffect] = []
         match slot.phase:
             case CollectivePhase.REDUCE:
-                flags = self._own_flags | event.flags
-                effects.append(AddSlice(*key, event.payload, self._ring_provenance(event, slot.hop + 1)))
+                flags |= self._own_flags
+                effects.append(AddSlice(*key, payload, self._ring_provenance(from_rank, slot.hop + 1)))
                 if slot.hop < last_hop:
                     onward = PayloadSlot(CollectivePhase.REDUCE, slot.hop + 1, *key)
                     self._due[key] = self._gather_due(*key)
@@ -130,9 +130,8 @@ class RingAllReduce(CollectiveBase):
                     del self._due[key]
                 effects += self._forward(onward, flags)
             case _:  # GATHER: `_check` accepts nothing else
-                flags = event.flags
-                provenance = self._ring_provenance(event, self._world_size)
-                effects.append(StoreSlice(*key, event.payload, provenance))
+                provenance = self._ring_provenance(from_rank, self._world_size)
+                effects.append(StoreSlice(*key, payload, provenance))
                 if slot.hop < last_hop:
                     effects += self._forward(PayloadSlot(CollectivePhase.GATHER, slot.hop + 1, *key), flags)
                 del self._due[key]
@@ -154,19 +153,19 @@ class RingAllReduce(CollectiveBase):
             return _MISSING_NOTHING
         return _MISSING_REDUCE if due.phase is CollectivePhase.REDUCE else _MISSING_GATHER
 
-    def _resume(self, event: PayloadReceived) -> list[CollectiveEffect]:
+    def _resume(self, from_rank: int, slot: PayloadSlot, payload: Any) -> list[CollectiveEffect]:
         """Handle the right neighbour's RESUME: send the messages that it lacks and this rank has."""
         right = (self._rank + 1) % self._world_size
         is_awaited = self.attempt > 0 and self._right_lacks is None
         due = (right, PayloadSlot(CollectivePhase.RESUME)) if is_awaited else None
-        self._check(event, due, "no RESUME")
-        keys, lacks = self._keys(), bytes(event.payload)
+        self._check(from_rank, slot, due, "no RESUME")
+        keys, lacks = self._keys(), bytes(payload)
         if len(lacks) != len(keys) or max(lacks) > _MISSING_NOTHING:
             raise RemoteProtocolError(
                 f"{self._label}: RESUME from rank {right} has {len(lacks)} bytes with values up to "
                 f"{max(lacks, default=0)}; it must have {len(keys)} bytes with values up to "
                 f"{_MISSING_NOTHING}",
-                remedy="disconnect the peer; a correct peer of the same version never sends this message",
+                remedy=NEVER_SENT,
             )
         self._right_lacks = lacks
         effects: list[CollectiveEffect] = []
@@ -223,9 +222,9 @@ class RingAllReduce(CollectiveBase):
     def _gather_due(self, segment: int, slice_: int) -> PayloadSlot:
         return PayloadSlot(CollectivePhase.GATHER, (self._rank - segment) % self._world_size, segment, slice_)
 
-    def _ring_provenance(self, event: PayloadReceived, contributors: int) -> Provenance:
+    def _ring_provenance(self, from_rank: int, contributors: int) -> Provenance:
         """Return the provenance of a partial sum, in which each addition has rounded once."""
-        return self._provenance(event, contributors, roundings=contributors)
+        return self._provenance(from_rank, contributors, roundings=contributors)
 
     def _to_right(self, slot: PayloadSlot, flags: int) -> SendTo:
         return SendTo((self._rank + 1) % self._world_size, slot, flags)

@@ -21,11 +21,12 @@ vectors of all members except the slowest.
 
 from __future__ import annotations
 
+from typing import Any
+
 from gridtrain.core.collectives.collective import (
     AddSlice,
     CollectiveBase,
     CollectiveEffect,
-    PayloadReceived,
     ReplacePayload,
     SendTo,
     StoreFromRank,
@@ -55,7 +56,7 @@ class _Star(CollectiveBase):
         senders = range(1, world_size) if rank == ROOT else (ROOT,)
         self._missing = {(sender, index) for sender in senders for index in range(slices)}
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
+    def start(self) -> list[CollectiveEffect]:
         if self._rank == ROOT:
             return [] if self._missing else self._completed()
         return [SendTo(ROOT, self._slot(self._rank, i), self._flags) for i in range(self._slices)]
@@ -63,13 +64,13 @@ class _Star(CollectiveBase):
     def waiting_for(self) -> frozenset[int]:
         return frozenset(sender for sender, _ in self._missing)
 
-    def _accept(self, event: PayloadReceived) -> None:
+    def _accept(self, from_rank: int, slot: PayloadSlot, flags: int) -> None:
         """Check that the payload is expected, and take its flags into account."""
-        key = (event.from_rank, event.slot.slice)
-        due = (event.from_rank, self._slot(*key)) if key in self._missing else None
-        self._check(event, due)
+        key = (from_rank, slot.slice)
+        due = (from_rank, self._slot(*key)) if key in self._missing else None
+        self._check(from_rank, slot, due)
         self._missing.remove(key)
-        self._flags |= event.flags
+        self._flags |= flags
 
     def _send_result(self, index: int) -> list[CollectiveEffect]:
         slot = self._slot(ROOT, index)
@@ -88,13 +89,13 @@ class SparseStar(_Star):
     def __init__(self, rank: int, world_size: int, flags: int) -> None:
         super().__init__(rank, world_size, 1, flags)
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        self._accept(event)
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        self._accept(from_rank, slot, flags)
         if self._rank != ROOT:
-            provenance = self._provenance(event, contributors=self._world_size, roundings=2)
-            return [ReplacePayload(event.payload, provenance), *self._completed()]
-        provenance = self._provenance(event, contributors=1, roundings=1)
-        stored = StoreFromRank(event.from_rank, event.payload, provenance)
+            provenance = self._provenance(from_rank, contributors=self._world_size, roundings=2)
+            return [ReplacePayload(payload, provenance), *self._completed()]
+        provenance = self._provenance(from_rank, contributors=1, roundings=1)
+        stored = StoreFromRank(from_rank, payload, provenance)
         return [stored] if self._missing else [stored, *self._send_result(0), *self._completed()]
 
 
@@ -107,15 +108,15 @@ class DenseStar(_Star):
         super().__init__(rank, world_size, slices, flags)
         self._missing_parts = [world_size - 1] * slices  # the root's, by slice
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        self._accept(event)
-        index, effects = event.slot.slice, list[CollectiveEffect]()
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        self._accept(from_rank, slot, flags)
+        index, effects = slot.slice, list[CollectiveEffect]()
         if self._rank != ROOT:
-            provenance = self._provenance(event, self._world_size, roundings=self._world_size)
-            effects.append(StoreSlice(0, index, event.payload, provenance))
+            provenance = self._provenance(from_rank, self._world_size, roundings=self._world_size)
+            effects.append(StoreSlice(0, index, payload, provenance))
         else:
-            provenance = self._provenance(event, contributors=1, roundings=1)
-            effects.append(AddSlice(0, index, event.payload, provenance))
+            provenance = self._provenance(from_rank, contributors=1, roundings=1)
+            effects.append(AddSlice(0, index, payload, provenance))
             self._missing_parts[index] -= 1
             if not self._missing_parts[index]:
                 effects += self._send_result(index)

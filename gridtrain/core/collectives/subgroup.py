@@ -1,7 +1,7 @@
 """A collective among some of a generation's ranks, which are numbered 0, 1, .. within the collective.
 
     ranks (2, 3) of 4          inner, rank 1 of 2: SendTo(0) ----> SendTo(2)
-    rank 3                     PayloadReceived(from 0) <---------- PayloadReceived(from 2)
+    rank 3                     handle(from 0) <------------------- a payload from 2
                                a payload of any other rank violates the protocol
 
 The replicas of a stage exchange their gradients in a subgroup (`core.group.rank_layout`).
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gridtrain.core.collectives.collective import (
     Collective,
     CollectiveComplete,
     CollectiveEffect,
-    PayloadReceived,
     SendTo,
 )
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.core.messages import PayloadSlot
+from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 
 class Subgroup:
@@ -33,17 +34,17 @@ class Subgroup:
         self._within = {rank: index for index, rank in enumerate(self._ranks)}
         self.complete = False
 
-    def start(self, now_s: float) -> list[CollectiveEffect]:
-        return self._to_global_ranks(self._inner.start(now_s))
+    def start(self) -> list[CollectiveEffect]:
+        return self._to_global_ranks(self._inner.start())
 
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        sender = self._within.get(event.from_rank)
+    def handle(self, from_rank: int, slot: PayloadSlot, flags: int, payload: Any) -> list[CollectiveEffect]:
+        sender = self._within.get(from_rank)
         if sender is None:
             raise RemoteProtocolError(
-                f"rank {event.from_rank} sent {event.slot} to an exchange among only the ranks {self._ranks}",
-                remedy="disconnect the peer; a correct peer of the same version never sends this message",
+                f"rank {from_rank} sent {slot} to an exchange among only the ranks {self._ranks}",
+                remedy=NEVER_SENT,
             )
-        return self._to_global_ranks(self._inner.handle(replace(event, from_rank=sender), now_s))
+        return self._to_global_ranks(self._inner.handle(sender, slot, flags, payload))
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset(self._ranks[rank] for rank in self._inner.waiting_for())

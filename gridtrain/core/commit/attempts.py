@@ -28,7 +28,6 @@ from gridtrain.core.collectives.collective import (
     Collective,
     CollectiveComplete,
     CollectiveEffect,
-    PayloadReceived,
     SendTo,
 )
 from gridtrain.core.collectives.ring import RingAllReduce
@@ -62,7 +61,7 @@ from gridtrain.core.group.member_events import (
 )
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import absent_flag, is_absent
-from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 
 ABORTS_BEFORE_FREEZE = 2
 
@@ -84,7 +83,6 @@ MAX_STEPS_AHEAD = 1
 Step s + 1 begins only after step s is committed, which requires the votes of all members.
 """
 
-_REMEDY = "disconnect the peer; a correct peer of the same version never sends this message"
 
 AttemptMessage = m.Data | m.Vote | m.Decision
 
@@ -193,7 +191,7 @@ class Attempts:
             raise LocalProtocolError(
                 f"a part of round {self.next_round} was begun while {self.open_attempt.round_id} is open"
             )
-        return self._add(collectives, now_s) + self._replay_all(now_s)
+        return self._add(collectives) + self._replay_all(now_s)
 
     def submit(
         self,
@@ -227,7 +225,7 @@ class Attempts:
             self._collectives |= collectives
             effects = self.advance(Failed(failure), now_s)
         else:
-            effects = [*self._add(collectives, now_s), *self._check_complete()]
+            effects = [*self._add(collectives), *self._check_complete()]
         return effects + self._replay_all(now_s)
 
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
@@ -240,9 +238,9 @@ class Attempts:
         if not self._has_more:
             raise LocalProtocolError(f"round {event.round} was extended after its last collective")
         self._has_more = event.has_more
-        return [*self._add(event.collectives, now_s), *self._check_complete(), *self._replay_all(now_s)]
+        return [*self._add(event.collectives), *self._check_complete(), *self._replay_all(now_s)]
 
-    def deliver_data(self, rank: int, data: m.Data, now_s: float) -> list[MemberEffect] | None:
+    def deliver_data(self, rank: int, data: m.Data) -> list[MemberEffect] | None:
         """Process a payload for a collective of the open attempt.
 
         Return None without processing the payload if it belongs to no such collective; the caller then passes
@@ -256,7 +254,7 @@ class Attempts:
             return None
         if data.round != attempt.round_id:
             return None
-        return self._advance_collective(collective, rank, data, now_s)
+        return self._advance_collective(collective, rank, data)
 
     def receive(
         self, peer: m.PeerId, message: AttemptMessage, nbytes: int, now_s: float
@@ -371,14 +369,14 @@ class Attempts:
         early.messages.append((message, nbytes))
         early.nbytes += nbytes
 
-    def _add(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
+    def _add(self, collectives: Mapping[m.Channel, Collective]) -> list[AttemptEffect]:
         if not self._collectives:
             self.flags = 0
         self._collectives |= collectives
         return [
             effect
             for channel, collective in collectives.items()
-            for effect in self._translate(channel, collective.start(now_s))
+            for effect in self._translate(channel, collective.start())
         ]
 
     def _replay_all(self, now_s: float) -> list[AttemptEffect]:
@@ -404,7 +402,7 @@ class Attempts:
             raise RemoteProtocolError(
                 f"rank {rank} has sent {self._stale_messages[peer]} messages of past rounds; at most "
                 f"{MAX_STALE_MESSAGES} could have been in flight",
-                remedy=_REMEDY,
+                remedy=NEVER_SENT,
             )
 
     def _handle_late(self, peer: m.PeerId, message: AttemptMessage) -> list[AttemptEffect]:
@@ -432,14 +430,12 @@ class Attempts:
                     raise RemoteProtocolError(
                         f"rank {rank} sent data for {channel}, which is not one of the "
                         f"{len(self._collectives)} channels of round {self._current_round}",
-                        remedy=_REMEDY,
+                        remedy=NEVER_SENT,
                     )
-                return list(self._advance_collective(collective, rank, message, now_s))
+                return list(self._advance_collective(collective, rank, message))
 
-    def _advance_collective(
-        self, collective: Collective, rank: int, data: m.Data, now_s: float
-    ) -> list[MemberEffect]:
-        effects = collective.handle(PayloadReceived(rank, data.slot, data.flags, data.payload), now_s)
+    def _advance_collective(self, collective: Collective, rank: int, data: m.Data) -> list[MemberEffect]:
+        effects = collective.handle(rank, data.slot, data.flags, data.payload)
         translated = self._translate(data.channel, effects)
         return translated + self._check_complete() if collective.complete else translated
 
@@ -541,7 +537,7 @@ def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
             f"rank {from_rank} is at step {there.step + 1}, attempt {there.attempt + 1}; no member can be "
             f"past step {here.step + 1 + MAX_STEPS_AHEAD} while this member is at step {here.step + 1}, nor "
             f"past attempt {ABORTS_BEFORE_FREEZE}",
-            remedy=_REMEDY,
+            remedy=NEVER_SENT,
         )
 
 
@@ -550,7 +546,7 @@ def _check_early_limits(from_rank: int, messages: int, nbytes: int) -> None:
         raise RemoteProtocolError(
             f"rank {from_rank} has sent {messages} early messages of {nbytes} bytes; at most "
             f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes are held for one member",
-            remedy=_REMEDY,
+            remedy=NEVER_SENT,
         )
 
 

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 
 from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.messages import RoundId, Verdict
-from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 
 ROOT = 0
 EMPTY_HISTORY = bytes(32)
-_REMEDY = "disconnect the peer; a correct peer of the same version never sends this message"
 
 
 def extend_history(history: bytes, digest: bytes) -> bytes:
@@ -237,7 +236,7 @@ class TwoPhaseCommit:
         earlier = self._votes.get(vote.rank)
         if earlier is not None and not _is_same_vote(earlier, vote):
             raise RemoteProtocolError(
-                f"rank {vote.rank} changed its vote in round {self.round_id}", remedy=_REMEDY
+                f"rank {vote.rank} changed its vote in round {self.round_id}", remedy=NEVER_SENT
             )
         self._votes[vote.rank] = vote
         if not vote.yes:
@@ -266,7 +265,7 @@ class TwoPhaseCommit:
         if verdict is Verdict.COMMIT and self.vote is not True:
             raise RemoteProtocolError(
                 f"rank {rank} sent COMMIT of round {self.round_id} without the YES of rank {self.rank}",
-                remedy=_REMEDY,
+                remedy=NEVER_SENT,
             )
         self.verdict = verdict
         return [Decided(verdict, reason)]
@@ -276,7 +275,7 @@ def check_vote(from_rank: int, rank: int) -> None:
     """Raise `RemoteProtocolError` if the vote was sent to a member that is not the root."""
     if not _counts_votes(rank):
         raise RemoteProtocolError(
-            f"rank {from_rank} sent its vote to rank {rank}; the root is rank {ROOT}", remedy=_REMEDY
+            f"rank {from_rank} sent its vote to rank {rank}; the root is rank {ROOT}", remedy=NEVER_SENT
         )
 
 
@@ -284,7 +283,7 @@ def check_decision(from_rank: int, rank: int) -> None:
     """Raise `RemoteProtocolError` if the decision was not sent by the root, or was sent to the root."""
     if not _decides(from_rank, rank):
         raise RemoteProtocolError(
-            f"rank {from_rank} sent a decision to rank {rank}; only rank {ROOT} decides", remedy=_REMEDY
+            f"rank {from_rank} sent a decision to rank {rank}; only rank {ROOT} decides", remedy=NEVER_SENT
         )
 
 

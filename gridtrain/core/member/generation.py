@@ -390,7 +390,7 @@ class Generation:
         """
         if self.phase is MemberPhase.FROZEN:
             return []
-        effects = self.attempts.deliver_data(rank, data, now_s)
+        effects = self.attempts.deliver_data(rank, data)
         if effects is None:  # not of the open attempt: dropped, held, or a violation
             peer = self.rank_assignment.members[rank].peer
             return self._process_effects(self.attempts.receive(peer, data, nbytes, now_s), now_s)

@@ -36,9 +36,7 @@ from gridtrain.core.group.member_events import (
     StoreResidualBlock,
 )
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.errors import RemoteProtocolError
-
-_REMEDY = "disconnect the peer; a correct peer of the same version never sends this message"
+from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 
 def residual_recipients(rank: int, world_size: int, stages: int = 1) -> tuple[int, ...]:
@@ -168,7 +166,7 @@ class ResidualTransfer:
         if received is not None and received.is_complete:
             raise RemoteProtocolError(
                 f"peer {peer.hex()[:8]} sent its residual of generation {assignment.generation} twice",
-                remedy=_REMEDY,
+                remedy=NEVER_SENT,
             )
         reason = self._rejection_reason(block, applied, is_synced)
         if reason:
@@ -238,5 +236,5 @@ def _check_recipient(assignment: RankAssignment, peer: m.PeerId) -> None:
         raise RemoteProtocolError(
             f"rank {rank} sent its residual to rank {assignment.rank} of {assignment.world_size}; only its "
             "neighbours in the ring may receive it",
-            remedy=_REMEDY,
+            remedy=NEVER_SENT,
         )

@@ -19,7 +19,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group.member_events import DeliverMean, MemberEffect, Send
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 MeanKey = tuple[int, int]
 WEIGHTS_INDEX = 2**31 - 1
@@ -159,7 +159,7 @@ def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int)
     if is_wrong:
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} to rank {rank}; rank {ROOT} computes averages",
-            remedy="disconnect the peer; a correct peer of the same version never sends this message",
+            remedy=NEVER_SENT,
         )
 
 

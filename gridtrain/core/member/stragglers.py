@@ -34,7 +34,7 @@ from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
-from gridtrain.errors import RemoteProtocolError
+from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 QUORUM = 0.5
 """Smallest share of the samples of a full step with which the step continues; with less the group waits."""
@@ -365,5 +365,5 @@ def _check_message(from_rank: int, rank: int, message: m.Waiting | m.ProceedWith
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} with {size} bytes of settings to rank {rank}; "
             f"only rank {ROOT} sends requests and receives reports, with at most {MAX_SETTINGS_BYTES} bytes",
-            remedy="disconnect the peer; a correct peer of the same version never sends this message",
+            remedy=NEVER_SENT,
         )

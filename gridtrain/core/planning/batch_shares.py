@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from gridtrain.core.messages import PeerId
+from gridtrain.quantities import list_first
 
 SAMPLES_FIGURE = "computed_samples"
 SECONDS_FIGURE = "computed_s"
@@ -110,12 +111,12 @@ class WorkerSpeeds:
         if not measured:
             why = "too little computing was measured to compare speeds"
             return BatchShares(counts, f"{total} samples in even shares: {why}{exceeded}")
-        shown = ", ".join(
+        shares = [
             f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
-            for peer, name, count in list(zip(peers, names, counts, strict=True))[:MAX_NAMED_WORKERS]
-        )
-        more = f" and {len(peers) - MAX_NAMED_WORKERS} more" if len(peers) > MAX_NAMED_WORKERS else ""
-        return BatchShares(counts, f"{total} samples shared by measured speed: {shown}{more}{exceeded}")
+            for peer, name, count in zip(peers, names, counts, strict=True)
+        ]
+        shown = list_first(shares, MAX_NAMED_WORKERS)
+        return BatchShares(counts, f"{total} samples shared by measured speed: {shown}{exceeded}")
 
     def rebalance_reason(self, peers: Sequence[PeerId], current: Sequence[int], most: Sequence[int]) -> str:
         """Return the reason for a new generation with different shares.
@@ -179,11 +180,7 @@ def _exceeded_limits(names: Sequence[str], counts: Sequence[int], most: Sequence
         for name, count, limit in zip(names, counts, most, strict=True)
         if 0 < limit < count
     ]
-    if not above:
-        return ""
-    more = f" and {len(above) - MAX_NAMED_WORKERS} more" if len(above) > MAX_NAMED_WORKERS else ""
-    shown = ", ".join(above[:MAX_NAMED_WORKERS])
-    return f"; too few workers for max_batch_size: {shown}{more}"
+    return f"; too few workers for max_batch_size: {list_first(above, MAX_NAMED_WORKERS)}" if above else ""
 
 
 def _share_limits(total: int, most: Sequence[int]) -> list[int]:

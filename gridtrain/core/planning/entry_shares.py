@@ -21,12 +21,11 @@ from gridtrain.core.planning.rank_order import (
     MIN_SPEEDUP,
     LinkMeasurements,
     format_rate,
-    format_time,
     with_entry_shares,
 )
 from gridtrain.core.planning.rank_order_search import best_order, simulated_exchange_s
 from gridtrain.core.planning.workload import CpuCosts, Workload
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, format_seconds, list_first
 
 MIN_ENTRIES_SHARE = WHOLE_SHARE // 16
 """The smallest share: with less, a member's gradient would reach the model very late."""
@@ -111,12 +110,12 @@ def choose_entry_shares(
     usual_Bps = median(rate for peer, rate in up_Bps.items() if peer not in thin)
     listed = [
         f"{names[peer]} {share / WHOLE_SHARE:.0%} of k (upload {format_rate(up_Bps[peer])})"
-        for peer, share in list(chosen.items())[:MAX_LISTED]
+        for peer, share in chosen.items()
     ]
-    more = [f"{len(chosen) - MAX_LISTED} more"] if len(chosen) > MAX_LISTED else []
     reason = (
-        f"fewer entries for slow uploads (usual upload {format_rate(usual_Bps)}): {', '.join(listed + more)}"
-        f"; {format_time(with_s)} per exchange instead of {format_time(without_s)}, predicted"
+        f"fewer entries for slow uploads (usual upload {format_rate(usual_Bps)}): "
+        f"{list_first(listed, MAX_LISTED)}; {format_seconds(with_s)} per exchange instead of "
+        f"{format_seconds(without_s)}, predicted"
     )
     return EntryShares(chosen, reason)
 

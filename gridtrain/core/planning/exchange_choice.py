@@ -36,7 +36,6 @@ from gridtrain.core.planning.exchange_comparison import (
     estimate_exchange,
     fastest_estimate,
     format_exchange,
-    format_seconds,
     recommend_exchange,
 )
 from gridtrain.core.planning.exchange_facts import (
@@ -54,7 +53,7 @@ from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.rank_order import MIN_SPEEDUP, DEFAULT_LINK_Bps
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, format_seconds
 
 FIRST_STEP_FIGURE = "first_computed_s"
 """Name of a figure in a heartbeat: the compute time, in seconds, of the batch whose gradient waits for the
@@ -112,6 +111,7 @@ class ExchangeChoice:
     _setup: Setup | None = None
     _named: Exchange | Auto | None = None  # by the script; parsed once, because every heartbeat needs it
     _local: LocalStepsFacts | None = None
+    _parameters: int = 0  # 0: unknown
     _alternative_text: str = ""  # names an exchange that is faster, but not enough to change
     _first_report_s: float | None = None  # when the first member reported its compute time
     _all_reported_s: float | None = None  # when all members had reported, or the wait for reports ended
@@ -126,7 +126,9 @@ class ExchangeChoice:
         """
         is_direct = chosen == DIRECT_DENSE
         self.dense_topology = DenseTopology(True, "direct, as in the journal") if is_direct else RING_TOPOLOGY
-        self._setup, self._named, self._local = setup, exchange_of(setup), local_steps_of(setup)
+        facts = dict(setup.facts) if setup is not None else {}
+        self._setup, self._named, self._local = setup, exchange_of(facts), local_steps_of(facts)
+        self._parameters = parameter_count(facts)
         text = OPEN_DENSE if is_direct else chosen
         self.chosen = next((each for each in self._candidates() if each.describe() == text), None)
         self.reason = f"{text}, as in the journal" if self.chosen else ""
@@ -178,12 +180,12 @@ class ExchangeChoice:
     @property
     def workload(self) -> Workload | None:
         """The workload of a round; None if it is unknown or no exchange has been chosen yet."""
-        exchange, parameters = self.chosen or self._named, parameter_count(self._setup)
-        if exchange is None or isinstance(exchange, Auto) or parameters < 1:
+        exchange = self.chosen or self._named
+        if exchange is None or isinstance(exchange, Auto) or self._parameters < 1:
             return None
         if self.dense_topology.is_direct and isinstance(exchange, Dense) and exchange.topology == "auto":
             exchange = replace(exchange, topology="direct")
-        return Workload.of(exchange, parameters)
+        return Workload.of(exchange, self._parameters)
 
     @property
     def is_sparse(self) -> bool:
@@ -201,8 +203,7 @@ class ExchangeChoice:
         """Return the exchanges that may be chosen; empty if the script specifies an exchange."""
         if not isinstance(self._named, Auto):
             return ()
-        parameters = max(1, parameter_count(self._setup))
-        return self._named.exchanges(parameters, local_steps=self._local is not None)
+        return self._named.exchanges(max(1, self._parameters), local_steps=self._local is not None)
 
     # -- topology of a dense exchange --------------------------------------------------------------
 
@@ -368,7 +369,7 @@ class ExchangeChoice:
 
         In groups of at most `MAX_ORDERED_MEMBERS` each candidate is estimated with its best order of ranks.
         """
-        count, cpu = parameter_count(self._setup), CpuCosts()
+        count, cpu = self._parameters, CpuCosts()
         assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_s, DEFAULT_LINK_Bps)
         overlapped = self._local.overlapped / self._local.every if self._local is not None else 0.0
         estimates: list[ExchangeEstimate] = []

@@ -21,6 +21,7 @@ from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_seconds
 
 DENSE_PREFERENCE_MARGIN = 0.10
 """A dense exchange is preferred if its step takes at most this share longer than the fastest step."""
@@ -314,8 +315,10 @@ def choose_dense_topology(
     ring_s = best_order(ring, network, CpuCosts(), range(size), is_urgent=is_urgent).exchange_s
     direct_s = exchange_cost(direct, network, CpuCosts(), max_messages=SIMULATED_MESSAGES).exchange_s
     if direct_s < ring_s:
-        return DenseTopology(True, f"direct: {direct_s * 1e3:.3g} ms, around a ring {ring_s * 1e3:.3g} ms")
-    reason = f"around a ring: {ring_s * 1e3:.3g} ms, direct {direct_s * 1e3:.3g} ms"
+        return DenseTopology(
+            True, f"direct: {format_seconds(direct_s)}, around a ring {format_seconds(ring_s)}"
+        )
+    reason = f"around a ring: {format_seconds(ring_s)}, direct {format_seconds(direct_s)}"
     return DenseTopology(False, reason, direct_s / ring_s)
 
 
@@ -336,10 +339,3 @@ def format_exchange(each: ExchangeEstimate) -> str:
     if each.load.kind.is_sparse:
         kind += f" at density {each.load.density:g}"
     return f"{kind} every {each.local_steps} steps" if each.local_steps > 1 else kind
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a time with its unit, for example "12.5 ms" or "3.2 s"."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

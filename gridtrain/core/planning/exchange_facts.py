@@ -10,6 +10,7 @@ text never changes: `describe()` writes it and this module reads it.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from gridtrain.config import AUTO_TEXT, Auto, Dense, Exchange, GTopK, TopK
@@ -60,12 +61,12 @@ def parse_exchange(text: str) -> Exchange | Auto | None:
     return make_exchange(found[1], found[2]) if found is not None else None
 
 
-def exchange_of(setup: Setup | None) -> Exchange | Auto | None:
+def exchange_of(facts: Mapping[str, str]) -> Exchange | Auto | None:
     """Return the exchange that the script specifies.
 
     Returns `Auto` if the coordinator chooses the exchange, and None if the exchange is unknown.
     """
-    return parse_exchange(dict(setup.facts).get("exchange", "")) if setup is not None else None
+    return parse_exchange(facts.get("exchange", ""))
 
 
 class LocalStepsFacts(NamedTuple):
@@ -80,41 +81,31 @@ class LocalStepsFacts(NamedTuple):
     overlapped: int
 
 
-def local_steps_of(setup: Setup | None) -> LocalStepsFacts | None:
+def local_steps_of(facts: Mapping[str, str]) -> LocalStepsFacts | None:
     """Return the local steps that the script specifies; None if it does not use `LocalSteps`."""
-    text = dict(setup.facts).get("exchange", "") if setup is not None else ""
-    found = _LOCAL_STEPS.fullmatch(text)
+    found = _LOCAL_STEPS.fullmatch(facts.get("exchange", ""))
     if found is None:
         return None
     every = max(1, int(found[1]))
     return LocalStepsFacts(every, every if found[2] == "True" else min(every, int(found[2] or 0)))
 
 
-def parameter_count(setup: Setup | None) -> int:
+def parameter_count(facts: Mapping[str, str]) -> int:
     """Return the model's number of parameters; 0 if it is unknown."""
-    found = _PARAMETERS.match(dict(setup.facts).get("model", "")) if setup is not None else None
+    found = _PARAMETERS.match(facts.get("model", ""))
     return int(found[1]) if found is not None else 0
 
 
-def workload_of(setup: Setup | None) -> Workload | None:
+def workload_of(facts: Mapping[str, str]) -> Workload | None:
     """Return the workload that the facts of a run describe.
 
     Returns None if the exchange or the number of parameters is unknown, or if no exchange has been chosen
     yet.
     """
-    exchange, parameters = exchange_of(setup), parameter_count(setup)
+    exchange, parameters = exchange_of(facts), parameter_count(facts)
     if exchange is None or isinstance(exchange, Auto) or parameters < 1:
         return None
     return Workload.of(exchange, parameters)
-
-
-def parse_workload(name: str, options: str, parameters: int, encrypted: bool = True) -> Workload | None:
-    """Return the workload of an exchange (see `make_exchange`) for a model of `parameters` parameters.
-
-    Returns None if the exchange does not exist.
-    """
-    exchange = make_exchange(name, options)
-    return Workload.of(exchange, parameters, encrypted) if exchange is not None else None
 
 
 def name_direct(text: str) -> str:

@@ -30,7 +30,7 @@ from gridtrain.core.planning.rank_order_search import (
     simulated_exchange_s,
 )
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, messages_by_pair
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, format_seconds
 
 MIN_SPEEDUP = 1.2
 """Start a generation with another order only if the exchange is predicted to be this many times as fast."""
@@ -332,7 +332,7 @@ def compare_rank_orders(
         return ""
     return (
         f"links have changed: another order makes an exchange {now_s / found.exchange_s:.2f} times as fast "
-        f"({format_time(found.exchange_s)} instead of {format_time(now_s)}, predicted)"
+        f"({format_seconds(found.exchange_s)} instead of {format_seconds(now_s)}, predicted)"
     )
 
 
@@ -397,35 +397,33 @@ _NOT_SEARCHED = "the order is not optimized"
 
 def _gain(found: RankOrderEstimate) -> str:
     faster = found.exchange_s < found.join_order_s
-    return f" instead of {format_time(found.join_order_s)} in join order" if faster else ", as in join order"
+    return (
+        f" instead of {format_seconds(found.join_order_s)} in join order" if faster else ", as in join order"
+    )
 
 
 def _latency_reason(found: RankOrderEstimate) -> str:
     size = len(found.order)
     if size > MAX_SEARCHED_PEERS:
         return f"ring of {size} in join order: above {MAX_SEARCHED_PEERS} members the order is not optimized"
-    took = f"the smallest exchange takes {format_time(found.exchange_s)}"
+    took = f"the smallest exchange takes {format_seconds(found.exchange_s)}"
     return f"ring of {size} ordered by round trip: {took}{_gain(found)}"
 
 
 def _reason(load: Workload, network: NetworkModel, found: RankOrderEstimate, has_rates: bool) -> str:
     order = found.order
     shape = f"{_TOPOLOGY_NAMES.get(load.kind, 'star')} of {len(order)}"
-    text = f"{shape} ordered by predicted time: {format_time(found.exchange_s)} per exchange{_gain(found)}"
+    text = f"{shape} ordered by predicted time: {format_seconds(found.exchange_s)} per exchange{_gain(found)}"
     if len(order) > MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
         text = (
             f"{shape} in join order: above {MAX_SEARCHED_PEERS} members {_NOT_SEARCHED}; "
-            f"{format_time(found.exchange_s)} per exchange"
+            f"{format_seconds(found.exchange_s)} per exchange"
         )
     if not has_rates:
         return f"{text} (no rate has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed)"
     ordered = network.reordered(order)
     thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in messages_by_pair(load, len(order)))
     return f"{text}; its slowest link is {format_rate(thin_Bps)}, rank {src} to {dst}"
-
-
-def format_time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def format_rate(rate_Bps: float) -> str:

@@ -17,7 +17,7 @@ from itertools import pairwise, permutations
 from statistics import median
 
 from gridtrain.core.messages import PeerId, Setup
-from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.stages.rank_placement import PairCost
 from gridtrain.core.stages.repartition import (
     MAX_ORDERED_LAYERS,
     MAX_ORDERED_WORKERS,
@@ -37,8 +37,6 @@ SPEED_STEP = math.sqrt(2.0)
 MAX_MEDIAN_RATIO = 2.0**10
 """Largest ratio between a card's speed and the median, in both directions, because workers report their own
 speeds."""
-
-PairCost = Callable[[PeerId, PeerId], float]
 
 
 def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
@@ -61,13 +59,8 @@ def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
 def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
     """Return the memory that each stage of this partition needs, in bytes."""
     assert setup.model is not None
-    stages = len(cuts) - 1
-    costs = StageCostModel(
-        layers_of(setup.model),
-        [Card()] * stages,
-        uniform_network(stages, 0.0, math.inf),
-        execution_settings_of(setup.model),
-    )
+    cards = [Card()] * (len(cuts) - 1)
+    costs = StageCostModel(layers_of(setup.model), cards, None, execution_settings_of(setup.model))
     return [costs.memory(n, *ends).total for n, ends in enumerate(pairwise(cuts))]
 
 

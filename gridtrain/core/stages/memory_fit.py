@@ -6,10 +6,9 @@ Each proposed change has been checked with the same costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.errors import ConfigError
@@ -26,7 +25,7 @@ def smallest_shortfall(
 
     A negative shortfall means that this number of bytes is free.
     """
-    costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
+    costs = StageCostModel(layers, cards, None, running)
 
     def lack(stage: int, start: int, stop: int) -> float:
         limit = cards[stage].memory_bytes
@@ -41,18 +40,12 @@ def smallest_shortfall(
     return cuts, lacking
 
 
-def find_fitting_partition(
-    costs: StageCostModel, may_be: Callable[[int, int], bool] = lambda start, stop: True
-) -> tuple[int, ...] | None:
-    """Return the cuts of a partition that fits into the memory of all cards, or None if no partition fits.
-
-    Args:
-        may_be: returns whether a stage may have the layers from `start` to `stop` - 1.
-    """
+def find_fitting_partition(costs: StageCostModel) -> tuple[int, ...] | None:
+    """Return the cuts of a partition that fits into the memory of all cards, or None if no partition fits."""
     limits = [card.memory_bytes for card in costs.cards]
 
     def room(stage: int, start: int, stop: int) -> float:
-        fits = may_be(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
+        fits = costs.can_be_stage(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
         return 0.0 if fits else math.inf
 
     def least(stage: int, start: int, stop: int) -> float:
@@ -65,18 +58,13 @@ def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSetti
     """Return whether a partition fits into the memory of all cards."""
     if len(cards) > len(layers):
         return False
-    return (
-        find_fitting_partition(
-            StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
-        )
-        is not None
-    )
+    return find_fitting_partition(StageCostModel(layers, cards, None, running)) is not None
 
 
 def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> ConfigError:
     """Return an error that names the stage with too little memory and the sufficient changes."""
     cuts, _ = smallest_shortfall(layers, cards, running)
-    costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
+    costs = StageCostModel(layers, cards, None, running)
 
     def lack(stage: int) -> float:
         return costs.memory(stage, cuts[stage], cuts[stage + 1]).total - cards[stage].memory_bytes

@@ -23,10 +23,10 @@ layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from gridtrain.core.planning.network_model import NetworkModel, uniform_network
+from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts, bottleneck_cuts_within
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, PartitionCost, StageCostModel
 from gridtrain.errors import ConfigError
@@ -39,18 +39,19 @@ def best_partition(
     running: ExecutionSettings | None = None,
     *,
     slack: float = 0.0,
-    may_be: Callable[[int, int], bool] = lambda start, stop: True,
 ) -> PartitionCost:
     """Find the best partition of `layers` into one stage for each of `cards`, in their order.
+
+    Each stage has a layer that is trained, unless no layer is known to be.
 
     Args:
         network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.
         slack: the share by which the period may exceed the shortest period if the fullest card then has more
             free memory; measured times are not exact anyway.
-        may_be: returns whether a stage may have the layers from `start` to `stop` - 1.
 
     Raises:
-        ConfigError: there are more cards than layers, or no partition fits (see `memory_fit`).
+        ConfigError: there are more cards than layers or than trained layers, or no partition fits (see
+            `memory_fit`).
     """
     from gridtrain.core.stages import memory_fit
 
@@ -60,17 +61,22 @@ def best_partition(
             f"{len(layers)} layers cannot be divided into {len(cards)} stages",
             remedy="use at most as many stages as layers, or divide the model into smaller layers",
         )
-    costs = StageCostModel(layers, cards, network or uniform_network(len(cards), 0.0, math.inf), running)
-    some = memory_fit.find_fitting_partition(costs, may_be)
+    trained = sum(each.trainable > 0 for each in layers)
+    if 0 < trained < len(cards):
+        raise ConfigError(
+            f"{len(layers)} layers, of which {trained} are trained, cannot be divided into {len(cards)} "
+            "stages: each stage must have a trainable layer",
+            remedy=f"use at most {trained} stages, or divide the model into smaller layers",
+        )
+    costs = StageCostModel(layers, cards, network, running)
+    some = memory_fit.find_fitting_partition(costs)
     if some is None:
         raise memory_fit.shortage_text(layers, cards, running)
-    fastest, fastest_s = _fastest_cuts(costs, may_be, some)
-    return partition_at(costs, _emptiest_cuts(costs, may_be, fastest, fastest_s * (1 + slack)))
+    fastest, fastest_s = _fastest_cuts(costs, some)
+    return partition_at(costs, _emptiest_cuts(costs, fastest, fastest_s * (1 + slack)))
 
 
-def _fastest_cuts(
-    costs: StageCostModel, may_be: Callable[[int, int], bool], known: Sequence[int]
-) -> tuple[Sequence[int], float]:
+def _fastest_cuts(costs: StageCostModel, known: Sequence[int]) -> tuple[Sequence[int], float]:
     """Return the cuts with the shortest period, and that period in seconds.
 
     Args:
@@ -80,7 +86,7 @@ def _fastest_cuts(
     count, stages = len(costs.layers), len(costs.cards)
 
     def time_s(stage: int, start: int, stop: int) -> float:
-        fits = may_be(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
+        fits = costs.can_be_stage(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
         return costs.time_s(stage, start, stop) if fits else math.inf
 
     def least_s(stage: int, start: int, stop: int) -> float:
@@ -94,9 +100,7 @@ def _fastest_cuts(
     return fastest, fastest_s
 
 
-def _emptiest_cuts(
-    costs: StageCostModel, may_be: Callable[[int, int], bool], known: Sequence[int], bound_s: float
-) -> Sequence[int]:
+def _emptiest_cuts(costs: StageCostModel, known: Sequence[int], bound_s: float) -> Sequence[int]:
     """Return the cuts that leave the fullest card the most free memory, with a period of at most `bound_s`.
 
     Args:
@@ -107,8 +111,9 @@ def _emptiest_cuts(
 
     def fill(stage: int, start: int, stop: int) -> float:
         total = costs.total_bytes(stage, start, stop)
-        slow = total > limits[stage] or costs.time_s(stage, start, stop) > bound_s or not may_be(start, stop)
-        return math.inf if slow else total / scale[stage]
+        fits = costs.can_be_stage(start, stop) and total <= limits[stage]
+        is_fast = costs.time_s(stage, start, stop) <= bound_s
+        return total / scale[stage] if fits and is_fast else math.inf
 
     def least_fill(stage: int, start: int, stop: int) -> float:
         slow = costs.compute_s(stage, start, stop) > bound_s

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gridtrain.core.planning.exchange_comparison import format_seconds
 from gridtrain.core.planning.svg_elements import FAINT, INK, svg_page, svg_text
 from gridtrain.core.stages.memory_fit import format_layers
 from gridtrain.core.stages.stage_cost import Layer, StageCost
 from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_seconds
 
 BAR = 24
 MOST_NAMES = 44

@@ -24,6 +24,7 @@ from gridtrain.core.messages import PeerId, Span
 from gridtrain.core.planning.batch_shares import BatchShares, divide_samples
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.errors import LocalProtocolError
+from gridtrain.quantities import format_seconds, list_first
 
 PairCost = Callable[[PeerId, PeerId], float]
 """Returns the round trip between two peers in seconds, the same for both orders of the peers."""
@@ -240,14 +241,12 @@ def _improve_by_links(
     loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
     count = math.factorial(len(loose)) * math.factorial(layout.replicas) ** (layout.stages - 1)
     if count <= MAX_ENUMERATED:
-        return min(
-            _enumerate_placements(layout, placed, loose), key=lambda tried: placement_cost_s(tried, cost_s)
-        )
+        return min(_enumerate_placements(placed, loose), key=lambda tried: placement_cost_s(tried, cost_s))
     return _improve_by_swaps(layout, placed, pinned, cost_s)
 
 
 def _enumerate_placements(
-    layout: RankLayout, placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
+    placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
 ) -> Iterator[list[list[PeerId]]]:
     """Yield all placements; stage 0 is not permuted, because the numbering of pipelines does not matter."""
     for others in permutations([placed[s][r] for s, r in loose]):
@@ -323,13 +322,9 @@ def _reason(
         f"{name(peer)} gets stage {layout.stage_of(order.index(peer))} from {name(order[source])}"
         for peer, source in sources.items()
     ]
-    text += "; " + (_abbreviate(moves) if moves else "no worker needs to receive a state")
-    return f"{text}; standby: {_abbreviate([name(peer) for peer in standbys])}" if standbys else text
-
-
-def _abbreviate(items: Sequence[str]) -> str:
-    more = f" and {len(items) - MAX_NAMED_WORKERS} more" if len(items) > MAX_NAMED_WORKERS else ""
-    return ", ".join(items[:MAX_NAMED_WORKERS]) + more
+    text += "; " + (list_first(moves, MAX_NAMED_WORKERS) if moves else "no worker needs to receive a state")
+    names = list_first([name(peer) for peer in standbys], MAX_NAMED_WORKERS)
+    return f"{text}; standby: {names}" if standbys else text
 
 
 def _improvement_text(
@@ -342,8 +337,8 @@ def _improvement_text(
     if layout.world_size < 3 or not fast_s < slow_s:
         return "; no other order suits the links better"
     return (
-        f"; ordered by links: {fast_s * 1e3:.3g} ms along a pipeline and a group of replicas instead of "
-        f"{slow_s * 1e3:.3g} ms"
+        f"; ordered by links: {format_seconds(fast_s)} along a pipeline and a group of replicas instead of "
+        f"{format_seconds(slow_s)}"
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from typing import TypeVar
 
 from gridtrain.core.messages import MAX_CHECKPOINT_SOURCES, PeerId, Setup, Span, StagedModel
@@ -118,7 +118,7 @@ def check_setup(setup: Setup) -> None:
     layers_of(model)
     execution_settings_of(model)
     for span in stage_spans(model.cuts) if model.blocks else ():
-        if not has_trainable_check(model)(span.start, span.stop):
+        if not any(block.trainable_bytes for block in model.blocks[span.start : span.stop]):
             raise ConfigError(
                 f"the stage of layers {span.start} to {span.stop - 1} has no trainable parameters",
                 remedy="use different boundaries or fewer stages",
@@ -291,18 +291,10 @@ def partition_for(
     if asked not in known:
         layers, running = layers_of(model), execution_settings_of(model)
         try:
-            known[asked] = partition.best_partition(
-                layers, cards, None, running, slack=TIME_TOLERANCE, may_be=has_trainable_check(model)
-            )
+            known[asked] = partition.best_partition(layers, cards, None, running, slack=TIME_TOLERANCE)
         except ConfigError as error:
             known[asked] = error
     return known[asked]
-
-
-def has_trainable_check(model: StagedModel) -> Callable[[int, int], bool]:
-    """Return a predicate: whether layers `start` to `stop` - 1 have trainable parameters."""
-    trained = list(accumulate((block.trainable_bytes for block in model.blocks), initial=0))
-    return lambda start, stop: trained[stop] > trained[start]
 
 
 def _by_held_position(members: Sequence[PeerId], holds: HeldSpans) -> list[PeerId]:
@@ -338,9 +330,7 @@ def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bo
     layers, running = layers_of(setup.model), execution_settings_of(setup.model)
     stages = min(stages, len(layers))
     few, more = (
-        partition.best_partition(
-            layers, [Card()] * count, None, running, may_be=has_trainable_check(setup.model)
-        ).period_s
+        partition.best_partition(layers, [Card()] * count, None, running).period_s
         for count in (len(cuts) - 1, stages)
     )
     return more * MIN_SPEEDUP <= few

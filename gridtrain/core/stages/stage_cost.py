@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
-from gridtrain.core.planning.network_model import NetworkModel
+from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.stages.schedule import Schedule, fill_drain, one_forward_one_backward
 from gridtrain.errors import ConfigError
 
@@ -245,16 +245,20 @@ class StageCostModel:
     """Computes the time and memory of a stage from prefix sums, because a search asks for many stages.
 
     A stage consists of layers `start` to `stop` - 1 on card `stage`.
+
+    Args:
+        network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.
     """
 
     def __init__(
         self,
         layers: Sequence[Layer],
         cards: Sequence[Card],
-        network: NetworkModel,
+        network: NetworkModel | None,
         running: ExecutionSettings,
     ) -> None:
         self.layers, self.cards, self.running = layers, cards, running
+        network = network or uniform_network(len(cards), 0.0, math.inf)
         if len(cards) != network.size:
             raise ConfigError(
                 f"there are {len(cards)} cards, but the network has {network.size} ranks",
@@ -267,6 +271,7 @@ class StageCostModel:
         self._parameters = _sums(each.parameter_bytes for each in layers)
         self._trainable = _sums(each.trainable for each in layers)
         self._kept = _sums(each.kept_bytes for each in layers)
+        self._trained = _sums(each.trainable > 0 for each in layers)
         inputs = [running.input_bytes, *(each.output_bytes for each in layers)]
         self._inputs = _sums(inputs)
         works = [
@@ -283,6 +288,11 @@ class StageCostModel:
         self._messages_s = [number * running.message_s for number in sides]
         self._forward_Bps = [path_Bps(stage, stage + 1) for stage in range(stages - 1)]
         self._backward_Bps = [path_Bps(stage + 1, stage) for stage in range(stages - 1)]
+
+    def can_be_stage(self, start: int, stop: int) -> bool:
+        """Return whether one of the layers is trained, as each stage needs; True if none of the model is
+        known to be."""
+        return not self._trained[-1] or self._trained[stop] > self._trained[start]
 
     def forward_s(self, stage: int, start: int, stop: int) -> float:
         return self._seconds(self._forward[stop] - self._forward[start], stage)

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
-from gridtrain.core.planning.exchange_comparison import format_seconds
 from gridtrain.core.planning.network_model import LinkOccupancy, NetworkModel, uniform_network
 from gridtrain.core.stages import partition
 from gridtrain.core.stages.schedule import Action, ActionKind, ahead_for, divide_samples
@@ -31,6 +29,7 @@ from gridtrain.core.stages.stage_cost import (
     StageCostModel,
 )
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_seconds
 
 MOST_MICRO_BATCHES = 256
 """The largest number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
@@ -107,7 +106,6 @@ def propose_micro_batches(
     *,
     cuts: Sequence[int] | None = None,
     numbers: Sequence[int] = (),
-    near: float = STEP_TIME_TOLERANCE,
     slack: float = 0.0,
     ahead: float | None = None,
 ) -> MicroBatchProposal:
@@ -117,7 +115,6 @@ def propose_micro_batches(
         running: the settings; `samples`, `micro_batches` and the `ahead` of 1F1B are replaced.
         cuts: the partition if it is fixed; None to use the best partition for each number.
         numbers: the numbers of micro-batches to compare; by default `micro_batch_candidates`.
-        near: the share by which a step with fewer micro-batches may be slower than the fastest step.
         slack: see `partition.best_partition`.
         ahead: the `ahead` of 1F1B if it is fixed; None to choose it.
 
@@ -135,15 +132,13 @@ def propose_micro_batches(
     refused: list[ConfigError] = []
     for number in sorted(set(numbers)) or micro_batch_candidates(batch):
         try:
-            tried.append(
-                _best_for_count(layers, cards, network, running, batch, number, cuts, near, slack, ahead)
-            )
+            tried.append(_best_for_count(layers, cards, network, running, batch, number, cuts, slack, ahead))
         except ConfigError as error:
             refused.append(error)
     if not tried:
         raise refused[-1]
     fastest = min(tried, key=lambda each: each.step_s)
-    chosen = next(each for each in tried if each.step_s <= fastest.step_s * (1 + near))
+    chosen = next(each for each in tried if each.step_s <= fastest.step_s * (1 + STEP_TIME_TOLERANCE))
     return MicroBatchProposal(chosen, tuple(tried), _reason(chosen, tried, batch, refused))
 
 
@@ -165,7 +160,6 @@ def _best_for_count(
     batch: int,
     number: int,
     cuts: Sequence[int] | None,
-    near: float,
     slack: float,
     fixed: float | None,
 ) -> StepEstimate:
@@ -188,7 +182,7 @@ def _best_for_count(
                 break  # each larger `ahead` needs more memory
             found.append(estimate_step(layers, cards, network, further, batch, cut))
     fastest_s = min(each.step_s for each in found)
-    return next(each for each in found if each.step_s <= fastest_s * (1 + near))
+    return next(each for each in found if each.step_s <= fastest_s * (1 + STEP_TIME_TOLERANCE))
 
 
 def _partition_for(
@@ -200,9 +194,7 @@ def _partition_for(
     slack: float,
 ) -> PartitionCost:
     if cuts is None:
-        return partition.best_partition(
-            layers, cards, network, running, slack=slack, may_be=_has_trainable_check(layers, len(cards))
-        )
+        return partition.best_partition(layers, cards, network, running, slack=slack)
     cut = partition.partition_at(StageCostModel(layers, cards, network, running), cuts)
     for index, stage in enumerate(cut.stages):
         if stage.memory.total > stage.card.memory_bytes:
@@ -212,25 +204,6 @@ def _partition_for(
                 remedy="use a different partition or more micro-batches",
             )
     return cut
-
-
-def _has_trainable_check(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
-    """Return a predicate: whether layers `start` to `stop` - 1 include a trainable layer.  If no layer is
-    known to be trainable, the function allows any stage.
-
-    Raises:
-        ConfigError: there are fewer trainable layers than stages.
-    """
-    before = list(accumulate((layer.trainable > 0 for layer in layers), initial=0))
-    if not before[-1]:
-        return lambda start, stop: True
-    if before[-1] < stages <= len(layers):
-        raise ConfigError(
-            f"{len(layers)} layers, of which {before[-1]} are trained, cannot be divided into {stages} "
-            "stages: each stage must have a trainable layer",
-            remedy=f"use at most {before[-1]} stages, or divide the model into smaller layers",
-        )
-    return lambda start, stop: before[stop] > before[start]
 
 
 def _ahead_for_slowest_hop(cut: PartitionCost, network: NetworkModel) -> float:

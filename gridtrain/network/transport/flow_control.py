@@ -37,6 +37,7 @@ from gridtrain.network.transport.interface import (
     Transport,
     TransportEvent,
     TransportViolation,
+    not_connected_error,
 )
 from gridtrain.network.transport.send_queue import BULK_MESSAGES, DEFAULT_LIMIT_BYTES
 from gridtrain.network.transport.wrapping_transport import WrappingTransport
@@ -152,9 +153,7 @@ class FlowControlTransport(WrappingTransport):
             return
         account = self._accounts.get(peer)
         if account is None:
-            raise TransportError(
-                f"peer {peer.hex()[:8]} is not connected", remedy="wait for the peer's PeerUp before sending"
-            )
+            raise not_connected_error(peer)
         frames = codec.encode(message) if frames is None else frames
         nbytes = sum(map(len, frames))
         if not account.waiting and fits_window(account.unacknowledged_bytes, nbytes, self._window_bytes):

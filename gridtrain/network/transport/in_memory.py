@@ -38,6 +38,8 @@ from gridtrain.network.transport.interface import (
     TrafficCounters,
     TransportEvent,
     allow_all,
+    not_connected_error,
+    own_key_error,
 )
 from gridtrain.network.transport.rate_limiter import UploadLimiter
 from gridtrain.network.transport.send_queue import QueuedMessage, SendQueue, is_bulk
@@ -235,10 +237,7 @@ class MemoryTransport:
 
     def dial(self, peer: PeerId, address: str) -> None:
         if peer == self.me:
-            raise TransportError(
-                f"cannot dial {address}: the peer's key is our own key",
-                remedy="remove this worker from the list of peers",
-            )
+            raise own_key_error(address)
         with self._locked_alive():
             if self._connected_locked(peer) or self._revive_locked(peer):
                 return
@@ -284,10 +283,7 @@ class MemoryTransport:
         message, nbytes = _decode_copy(codec.encode(message) if frames is None else frames)
         with self._locked_alive():
             if not self._connected_locked(peer):
-                raise TransportError(
-                    f"peer {peer.hex()[:8]} is not connected",
-                    remedy="wait for the peer's PeerUp before sending",
-                )
+                raise not_connected_error(peer)
             now_s = time.monotonic()
             kind = type(message).__name__
             self._send_queue.put(QueuedMessage(peer, kind, message, nbytes, is_bulk(message), now_s))

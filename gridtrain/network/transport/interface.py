@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from gridtrain.core.messages import Message, PeerId
+from gridtrain.errors import TransportError
 
 Frames = list[bytes | memoryview]
 """An encoded message: its header, and the payload if it has one."""
@@ -121,6 +122,19 @@ class TrafficCounters:
     def count_received(self, kind: str, nbytes: int) -> None:
         self.received_bytes[kind] = self.received_bytes.get(kind, 0) + nbytes
         self.received_messages[kind] = self.received_messages.get(kind, 0) + 1
+
+
+def not_connected_error(peer: PeerId) -> TransportError:
+    return TransportError(
+        f"peer {peer.hex()[:8]} is not connected", remedy="wait for the peer's PeerUp before sending"
+    )
+
+
+def own_key_error(address: str) -> TransportError:
+    return TransportError(
+        f"cannot dial {address}: the peer's key is our own key",
+        remedy="remove this worker from the list of peers",
+    )
 
 
 class Transport(Protocol):

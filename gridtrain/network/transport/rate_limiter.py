@@ -1,14 +1,13 @@
-"""Rate caps for upload and download, and flood detection.  Pure: sizes and times are passed as arguments.
+"""The rate cap for upload, and flood detection.  Pure: sizes and times are passed as arguments.
 
-upload     UploadLimiter: a message is sent when its last byte would have left a link with the capped rate.
-           There are no bursts, so a capped worker on a fast network behaves like a worker with a slow link.
+A message is sent when its last byte would have left a link with the capped rate.  There are no bursts, so a
+capped worker on a fast network behaves like a worker with a slow link.
 
-             bulk A queued        bulk B queued
-             |---- A's bytes ----|-------- B's bytes --------|
-                                 A is sent                   B is sent      -> time
+    bulk A queued        bulk B queued
+    |---- A's bytes ----|-------- B's bytes --------|
+                        A is sent                   B is sent      -> time
 
-download   over sockets, `receive_queue.ReceiveQueue`; in memory, DownloadLimiter: a message is delivered
-           at once, and no more is read for as long as a link with the capped rate would take to transfer it
+`receive_queue.ReceiveQueue` has the cap for download.
 """
 
 from __future__ import annotations
@@ -81,28 +80,6 @@ class UploadLimiter:
             cost_s = nbytes / self.rate_Bps
             self.control_free_s = max(now_s, self.control_free_s) + cost_s
             self._bulk_free_s = max(now_s, self._bulk_free_s) + cost_s
-
-
-class DownloadLimiter:
-    """The download cap: a message is delivered at once, and no more until the virtual link is free again.
-
-    Args:
-        rate_Bps: the cap in bytes per second; None for no cap.
-    """
-
-    def __init__(self, rate_Bps: float | None) -> None:
-        self._rate_Bps = rate_Bps
-        self.free_s = float("-inf")
-        """The time from which more may be read."""
-
-    def can_read(self, now_s: float) -> bool:
-        return now_s >= self.free_s
-
-    def charge(self, nbytes: int, now_s: float) -> None:
-        """Account for bytes that were delivered now."""
-        if self._rate_Bps is not None:
-            start_s = max(self.free_s, now_s - MAX_LATENESS_S)
-            self.free_s = start_s + nbytes / self._rate_Bps
 
 
 FLOOD_MESSAGES, FLOOD_MESSAGES_per_s = 20_000, 2_000.0

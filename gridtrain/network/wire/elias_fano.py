@@ -21,9 +21,6 @@ IndexArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 _GROUP = 8
-_REMEDY = (
-    "disconnect the peer, and check that all members of the run use the same exchange and gridtrain version"
-)
 
 
 def section_bytes(k: int, n: int) -> tuple[int, int]:
@@ -104,20 +101,27 @@ def _unpack(low: ByteArray, k: int, width: int) -> IndexArray:
     return fields.view(np.int64).reshape(-1)[:k]
 
 
-def _invalid(reason: str) -> RemoteProtocolError:
-    return RemoteProtocolError(reason, remedy=_REMEDY)
+def invalid_payload(reason: str) -> RemoteProtocolError:
+    """Return the error for a payload that no correct member of the run sends."""
+    return RemoteProtocolError(
+        reason,
+        remedy="disconnect the peer, and check that all members of the run use the same exchange and "
+        "gridtrain version",
+    )
 
 
 def _check_padding(name: str, section: ByteArray, width: int) -> None:
     if width % 8 and section[-1] >> (width % 8):
-        raise _invalid(f"the padding after the {name} bits of a sparse payload is not zero")
+        raise invalid_payload(f"the padding after the {name} bits of a sparse payload is not zero")
 
 
 def _check_popcount(ones: int, k: int) -> None:
     if ones != k:
-        raise _invalid(f"the high bits of a sparse payload contain {ones} entries; its header specifies {k}")
+        raise invalid_payload(
+            f"the high bits of a sparse payload contain {ones} entries; its header specifies {k}"
+        )
 
 
 def _check_order(indices_K: IndexArray, n: int) -> None:
     if indices_K.size and (indices_K[-1] >= n or not (indices_K[1:] > indices_K[:-1]).all()):
-        raise _invalid(f"sparse indices must be strictly increasing and below {n}")
+        raise invalid_payload(f"sparse indices must be strictly increasing and below {n}")

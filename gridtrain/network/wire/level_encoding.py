@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.wire import elias_fano
+from gridtrain.network.wire.elias_fano import invalid_payload
 
 FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
@@ -31,9 +31,6 @@ ByteArray = npt.NDArray[np.uint8]
 _BLOCK_SHIFT = 6  # a block has 2**6 times as many indices as the low bits of an index distinguish
 _EXPONENT_MIN = -126  # of a scale; all rounded values are then multiples of float32's smallest subnormal
 _NOT_SENT = 255  # in place of a level
-_REMEDY = (
-    "disconnect the peer, and check that all members of the run use the same exchange and gridtrain version"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ def _check_levels(tops_B: IndexArray, words_B: npt.NDArray[np.int16], code: Leve
     good = np.where(tops_B < 0, words_B == 0, (words_B >= least) & (words_B <= most) & (tops_B >= top))
     if not good.all():
         first = int(np.argmin(good))
-        raise _invalid(
+        raise invalid_payload(
             f"{code.name} values have the largest level {tops_B[first]} and scale {words_B[first]} in block "
             f"{first}; the level must be {top} to {len(code.levels) - 1} and the scale {least} to {most}, "
             "or -1 and 0 if it is empty"
@@ -131,11 +128,7 @@ def _check_levels(tops_B: IndexArray, words_B: npt.NDArray[np.int16], code: Leve
 
 def _check_padding(padding: ByteArray, code: LevelCode) -> None:
     if padding.any():
-        raise _invalid(f"the padding after the {code.name} values of a sparse payload is not zero")
-
-
-def _invalid(reason: str) -> RemoteProtocolError:
-    return RemoteProtocolError(reason, remedy=_REMEDY)
+        raise invalid_payload(f"the padding after the {code.name} values of a sparse payload is not zero")
 
 
 def _block_shift(k: int, n: int) -> int:

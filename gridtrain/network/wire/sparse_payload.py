@@ -20,8 +20,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import LocalProtocolError
 from gridtrain.network.wire import elias_fano, value_encoding
+from gridtrain.network.wire.elias_fano import invalid_payload
 from gridtrain.network.wire.value_encoding import EncodedValues, ValueKind
 
 __all__ = [
@@ -157,21 +158,15 @@ def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.floa
 # -- decode -----------------------------------------------------------------------------------
 
 
-def _invalid(reason: str) -> RemoteProtocolError:
-    return RemoteProtocolError(
-        reason,
-        remedy="disconnect the peer, and check that all members of the run use the same exchange and "
-        "gridtrain version",
-    )
-
-
 def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) -> tuple[int, int]:
     """Return (K, exponent) after checking the header against the generation's settings and the length.
 
     Nothing is allocated before this check.
     """
     if data.nbytes < _HEADER.size:
-        raise _invalid(f"a sparse payload has {data.nbytes} bytes; its header alone has {_HEADER.size} bytes")
+        raise invalid_payload(
+            f"a sparse payload has {data.nbytes} bytes; its header alone has {_HEADER.size} bytes"
+        )
     k, exponent, sent_kind = _HEADER.unpack_from(data)
     _check_kind(sent_kind, kind)
     _check_entries(k, max_entries, n)
@@ -181,19 +176,21 @@ def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) ->
 
 def _check_kind(sent_kind: int, kind: ValueKind) -> None:
     if sent_kind != kind:
-        raise _invalid(
+        raise invalid_payload(
             f"a sparse payload has value kind {sent_kind}; this generation uses {kind} ({kind.name})"
         )
 
 
 def _check_entries(k: int, max_entries: int, n: int) -> None:
     if k > min(max_entries, n):
-        raise _invalid(f"a sparse payload has {k} of {n} entries; at most {min(max_entries, n)} are allowed")
+        raise invalid_payload(
+            f"a sparse payload has {k} of {n} entries; at most {min(max_entries, n)} are allowed"
+        )
 
 
 def _check_length(payload_bytes: int, k: int, n: int, kind: ValueKind) -> None:
     expected = encoded_bytes(k, n, kind)
     if payload_bytes != expected:
-        raise _invalid(
+        raise invalid_payload(
             f"a sparse payload has {payload_bytes} bytes; {k} {kind.name} entries of {n} take {expected}"
         )

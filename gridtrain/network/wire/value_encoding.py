@@ -21,8 +21,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.wire import level_encoding
+from gridtrain.network.wire.elias_fano import invalid_payload
 
 FloatArray = npt.NDArray[np.float32]
 IndexArray = npt.NDArray[np.int64]
@@ -47,10 +47,6 @@ SCALE_BLOCK = 256
 _Q_MIN, _Q_MAX = 64, 127  # the largest |q| of a block
 _BLOCK_EXPONENT_MIN = -149  # q = 1 is then float32's smallest subnormal, and all values are exact
 _BLOCK_EXPONENT_MAX = 127 - 6  # q = 64 is then in float32's last binade
-
-_REMEDY = (
-    "disconnect the peer, and check that all members of the run use the same exchange and gridtrain version"
-)
 
 
 class ValueKind(IntEnum):
@@ -146,18 +142,14 @@ def decode_values(
     return values_K
 
 
-def _invalid(reason: str) -> RemoteProtocolError:
-    return RemoteProtocolError(reason, remedy=_REMEDY)
-
-
 def _check_unscaled(exponent: int, kind: ValueKind) -> None:
     if exponent != 0:
-        raise _invalid(f"the scale exponent of {kind.name.lower()} values is {exponent}; it must be 0")
+        raise invalid_payload(f"the scale exponent of {kind.name.lower()} values is {exponent}; it must be 0")
 
 
 def _check_finite(values_K: FloatArray) -> None:
     if not np.isfinite(values_K).all():
-        raise _invalid("a payload contains infinite or NaN values")
+        raise invalid_payload("a payload contains infinite or NaN values")
 
 
 def _times_power(values: FloatArray, exponent: int) -> FloatArray:
@@ -221,7 +213,7 @@ def _read_fp16(raw: npt.NDArray[np.uint16], exponent: int) -> FloatArray:
     widened = fp16_bits_to_float32(raw)
     values = _times_power(widened, exponent)
     if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == widened).all():
-        raise _invalid(f"fp16 values with scale exponent {exponent} are too fine for float32")
+        raise invalid_payload(f"fp16 values with scale exponent {exponent} are too fine for float32")
     return values
 
 
@@ -231,7 +223,7 @@ def _check_scale(top_bits: int, exponent: int) -> None:
     if not zeros_only and not (
         _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX
     ):
-        raise _invalid(
+        raise invalid_payload(
             f"fp16 values have the largest magnitude {top_bits:#06x} and scale exponent {exponent}; the "
             f"magnitude must be {_TOP_BITS_MIN:#06x} to {_TOP_BITS_MAX:#06x} (2^14 <= |v| < 2^15) and the "
             f"exponent {_EXPONENT_MIN} to {_EXPONENT_MAX}"
@@ -298,7 +290,7 @@ def _check_blocks(tops: npt.NDArray[np.int16], exponents: npt.NDArray[np.int32])
     good = ((tops == 0) & (exponents == 0)) | (in_range & canonical & (tops <= _Q_MAX))
     if not good.all():
         first = int(np.argmin(good))
-        raise _invalid(
+        raise invalid_payload(
             f"int8 values have the largest magnitude {tops[first]} and scale exponent {exponents[first]} in "
             f"block {first}; the magnitude must be {_Q_MIN} to {_Q_MAX} and the exponent "
             f"{_BLOCK_EXPONENT_MIN} to {_BLOCK_EXPONENT_MAX}"

@@ -1,4 +1,4 @@
-"""The interface of collective buffers, and the buffers of the ring, the all-gather and the butterfly.
+"""The interfaces of collective buffers, and the buffers of the ring, the all-gather and the butterfly.
 
 A buffer applies the effects of a collective.  It checks each payload against the locally known n, k, kind and
 world size before using it.  A buffer does not commit anything, and is dropped as a whole when its round
@@ -61,18 +61,8 @@ _DENSE_ROUNDING = 1.0 + 2.0**-20
 encoded values see `value_encoding.ROUNDING_FACTORS`."""
 
 
-class CollectiveBuffer(Protocol):
+class PayloadBuffer(Protocol):
     """The interface of a collective's data for the I/O loop."""
-
-    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
-        """Return the collective whose effects this buffer applies.
-
-        Args:
-            rank: this member's rank.
-            world_size: the number of members.
-            flags: flags of this member's contribution (`core.group.round_flags`); with any flag it is empty.
-        """
-        ...
 
     def apply(self, effect: BufferEffect) -> None:
         """Apply an effect of the collective.
@@ -84,6 +74,20 @@ class CollectiveBuffer(Protocol):
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         """Return the payload to send for this slot.  The payload is read-only and is not a copy."""
+        ...
+
+
+class CollectiveBuffer(PayloadBuffer, Protocol):
+    """The interface of an exchange's data, on whose update the members can vote."""
+
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
+        """Return the collective whose effects this buffer applies.
+
+        Args:
+            rank: this member's rank.
+            world_size: the number of members.
+            flags: flags of this member's contribution (`core.group.round_flags`); with any flag it is empty.
+        """
         ...
 
     def compute_digest(self) -> bytes:
@@ -163,15 +167,17 @@ class DenseRingBuffer:
                 values = self._received_values(segment, slice_, payload, source)
                 view = self._slice_view(segment, slice_)
                 np.add(view, values, out=view)
-                self._mark_written(
-                    segment, slice_, final=source.contributors + 1 == source.world_size, checked=False
-                )
+                self._mark_written(segment, slice_, final=self._is_last(segment, source), checked=False)
             case StoreSlice(segment, slice_, payload, source):
                 values = self._received_values(segment, slice_, payload, source)
                 self._slice_view(segment, slice_)[:] = values
                 self._mark_written(segment, slice_, final=True, checked=True)
             case _:
-                raise _unexpected_effect("RingAllReduce", effect)
+                raise _unexpected_effect("a dense exchange", effect)
+
+    def _is_last(self, segment: int, source: Provenance) -> bool:
+        """Return whether a slice of the segment is final after the payload of `source` has been added."""
+        return source.contributors + 1 == source.world_size
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         if slot.phase is CollectivePhase.RESUME:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gridtrain.core.collectives.collective import AddSlice, BufferEffect, Collective
+from gridtrain.core.collectives.collective import Collective, Provenance
 from gridtrain.core.collectives.direct import DirectAllReduce, count_slices
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 
@@ -26,12 +26,5 @@ class DirectBuffer(DenseRingBuffer):
         most = max(self._slice_view(rank, slice_).size for slice_ in range(self.slices))
         return DirectAllReduce(rank, self._world_size, self.slices, flags, self._payload_bytes(most))
 
-    def apply(self, effect: BufferEffect) -> None:
-        match effect:
-            case AddSlice(segment, slice_, payload, source):
-                values = self._received_values(segment, slice_, payload, source)
-                self._slice_view(segment, slice_)[:] += values
-                last = (segment - 1) % self._world_size  # the rank whose part is added last, as in the ring
-                self._mark_written(segment, slice_, final=source.rank == last, checked=False)
-            case _:
-                super().apply(effect)
+    def _is_last(self, segment: int, source: Provenance) -> bool:
+        return source.rank == (segment - 1) % self._world_size  # parts are added in the order of a ring

@@ -8,12 +8,11 @@ DenseStarBuffer   DenseStar     a vector (n,) float32, summed in place
 from __future__ import annotations
 
 from gridtrain.core.collectives.collective import (
-    AddSlice,
     BufferEffect,
     Collective,
+    Provenance,
     StoreFromRank,
 )
-from gridtrain.core.collectives.ring import count_slices
 from gridtrain.core.collectives.star import DenseStar, SparseStar
 from gridtrain.core.collectives.tree import TreeExchange
 from gridtrain.network.wire.sparse_payload import SparseVector
@@ -79,20 +78,12 @@ class DenseStarBuffer(DenseRingBuffer):
 
     is_one_segment = True
     is_resumable = False
-    slices_of = staticmethod(count_slices)
 
     def _new_collective(self, rank: int, flags: int) -> Collective:
         return DenseStar(rank, self._world_size, self.slices, flags)
 
-    def apply(self, effect: BufferEffect) -> None:
-        match effect:
-            case AddSlice(segment, slice_, payload, source):
-                self._slice_view(segment, slice_)[:] += self._received_values(
-                    segment, slice_, payload, source
-                )
-                self._mark_written(segment, slice_, final=False, checked=False)  # others may follow
-            case _:
-                super().apply(effect)
+    def _is_last(self, segment: int, source: Provenance) -> bool:
+        return False  # others may follow
 
 
 SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {

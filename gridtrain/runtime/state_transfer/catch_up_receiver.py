@@ -36,6 +36,7 @@ CAUGHT_UP_STEPS = 2
 """Largest number of steps by which a worker that has caught up may be behind its update source.  The
 remaining updates arrive while the generation forms."""
 
+PROGRESS_INTERVAL_S = 2.0
 MOST_PENDING_BYTES = 4 << 30
 MAX_UPDATES_PER_WORK = 64
 
@@ -287,8 +288,7 @@ class CatchUpReceiver:
 class ProgressBar:
     """Logs the progress of a catch-up at intervals."""
 
-    def __init__(self, every_s: float = 2.0) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._next_s = 0.0
         self._last_text = ""
 
@@ -302,7 +302,7 @@ class ProgressBar:
         """
         if now_s < self._next_s and not over:
             return
-        self._next_s = now_s + self._every_s
+        self._next_s = now_s + PROGRESS_INTERVAL_S
         text = "this worker has the state of the last step" if over else progress_line(progress)
         if text != self._last_text:
             self._last_text = text

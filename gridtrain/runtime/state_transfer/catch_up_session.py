@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
@@ -26,23 +25,6 @@ from gridtrain.runtime.state_transfer.catch_up_receiver import (
 
 CAUGHT_UP_REPEAT_S = 1.0
 """Interval at which `CaughtUp` is repeated until the membership view names this worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUpStatus:
-    """The result of `poll`.
-
-    Attributes:
-        requests: the requests to send to sources.
-        event: the event for the core, or None.
-        progress: the value of `CatchUpReceiver.progress`.
-        is_complete: whether the trainer's model has reached the membership view's step and history.
-    """
-
-    requests: PeerRequests
-    event: io.CaughtUp | io.CatchUpFailed | None
-    progress: tuple[int, int, int, int]
-    is_complete: bool
 
 
 class CatchUpSession:
@@ -141,10 +123,12 @@ class CatchUpSession:
         """Whether this worker is catching up."""
         return self._receiver is not None
 
-    def poll(self, now_s: float, *, is_member: bool, synced: bool) -> CatchUpStatus | None:
-        """Advance the catch-up; return its status.
+    def poll(
+        self, now_s: float, *, is_member: bool, synced: bool
+    ) -> tuple[PeerRequests, io.CaughtUp | io.CatchUpFailed | None]:
+        """Advance the catch-up; return the requests to send to sources, and the event for the core or None.
 
-        Returns None if this worker is not catching up, or if it is now a member that holds the state.
+        The catch-up ends if this worker is a member that holds the state.
 
         Args:
             now_s: the current time.
@@ -154,10 +138,10 @@ class CatchUpSession:
         with self._mailbox.condition:
             receiver = self._receiver
             if receiver is None:
-                return None
+                return [], None
             if synced and is_member:
                 self._receiver = None
-                return None
+                return [], None
             requests = receiver.tick(now_s)
             if not is_member or receiver.idle_key is None or receiver.idle_key != self._last_progress[0]:
                 self._last_progress = (receiver.idle_key, now_s)
@@ -169,12 +153,8 @@ class CatchUpSession:
             if receiver.failure:
                 self._receiver = None
                 self._blobs.clear()
-            event = self._event(receiver, now_s, is_member)
-            return CatchUpStatus(requests, event, receiver.progress, receiver.has_reached_target)
-
-    def show_progress(self, status: CatchUpStatus, now_s: float) -> None:
-        """Log the progress at intervals."""
-        self._progress_bar.show(status.progress, now_s, over=status.is_complete)
+            self._progress_bar.show(receiver.progress, now_s, over=receiver.has_reached_target)
+            return requests, self._event(receiver, now_s, is_member)
 
     def _event(
         self, receiver: CatchUpReceiver, now_s: float, is_member: bool

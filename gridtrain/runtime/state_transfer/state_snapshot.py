@@ -250,7 +250,6 @@ class SnapshotReceiver:
         self._buffer = BlockBuffer((0, 0))  # the shared and the private part
         self._digests: list[bytes] = []
         self._now_s = 0.0
-        self.bytes_by_source: dict[m.PeerId, int] = {}
 
     @property
     def applied(self) -> int | None:
@@ -342,7 +341,6 @@ class SnapshotReceiver:
                 remedy=_REMEDY,
             )
         self._buffer.store(block.index, data)
-        self.bytes_by_source[peer] = self.bytes_by_source.get(peer, 0) + expected
         return self._request_blocks()
 
     @property

@@ -76,13 +76,11 @@ class BarrierServer:
             )
         return reports
 
-    def release(self, word: str) -> float:
-        """Send `word` to all members, which then continue; return the time of the monotonic clock."""
-        now_s = time.monotonic()
+    def release(self, word: str) -> None:
+        """Send `word` to all members, which then continue."""
         for handle in self._lines:
             with contextlib.suppress(BrokenPipeError):  # the next wait detects that the member has ended
                 handle.sendall(word.encode() + b"\n")
-        return now_s
 
     def _read(self, handle: socket.socket) -> list[MemberReport]:
         if handle is self._listener:

@@ -248,10 +248,5 @@ def read_curve(exchange: str, label: str, folder: Path) -> LossCurve:
             remedy=f"see the logs in {folder}",
         )
     last = records[-1]
-    sent = mean_sent(folder) or {
-        "data": float(last.sent.data),
-        "votes": float(last.sent.votes),
-        "control": float(last.sent.control),
-    }
     times_s = {name: getattr(last.times, name) for name in ("compute", "select", "communicate", "wait")}
-    return LossCurve(exchange, label, measurements, last.step, last.seconds, sent, times_s)
+    return LossCurve(exchange, label, measurements, last.step, last.seconds, mean_sent(folder), times_s)

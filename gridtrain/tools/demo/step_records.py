@@ -111,8 +111,6 @@ def write_sent(folder: Path, worker: str, sent: SentBytes) -> None:
 
 
 def mean_sent(folder: Path) -> dict[str, float]:
-    """Return the mean over the workers that wrote their totals; {} if no worker did."""
+    """Return the mean over the workers, which have written their totals."""
     totals = [json.loads(path.read_text()) for path in sorted(folder.glob(SENT_GLOB))]
-    if not totals:
-        return {}
     return {field.name: sum(t[field.name] for t in totals) / len(totals) for field in fields(SentBytes)}

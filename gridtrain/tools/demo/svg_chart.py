@@ -33,12 +33,13 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A polyline in data units with its label; `notes` are (index of a point, text)."""
+    """A polyline in data units with its label; `notes` are (index of a point, text), `dots` are separate."""
 
     label: str
     points: tuple[Point, ...]
     colour: str
     notes: tuple[tuple[int, str], ...] = ()
+    dots: tuple[Point, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,14 @@ class AxisScale:
         return self.start_px + (value - low) / (high - low) * (self.stop_px - self.start_px)
 
 
-def nice_ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten that enclose [low, high].
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Return about six multiples of 1, 2 or 5 times a power of ten that enclose [low, high].
 
     nice_ticks(2.1, 3.9) == [2.0, 2.5, 3.0, 3.5, 4.0]
     """
     if high <= low:
         high = low + (abs(low) or 1.0)
-    raw = (high - low) / max(1, about - 1)
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = min((m * power for m in (1, 2, 5, 10)), key=lambda candidate: abs(math.log(candidate / raw)))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -125,8 +126,8 @@ class _PanelRenderer:
     y_ticks: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        xs = [x for line in self.panel.lines for x, _ in line.points]
-        ys = [y for line in self.panel.lines for _, y in line.points]
+        points = [point for line in self.panel.lines for point in (*line.points, *line.dots)]
+        xs, ys = [x for x, _ in points], [y for _, y in points]
         ys += [self.panel.reference_line[0]] if self.panel.reference_line else []
         low_x = min(xs) if self.panel.log_x else 0.0
         self.x_ticks = log_ticks(low_x, max(xs)) if self.panel.log_x else nice_ticks(0.0, max(xs))
@@ -147,13 +148,13 @@ class _PanelRenderer:
                 f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2.2" '
                 'stroke-linejoin="round" stroke-linecap="round"/>'
             )
+        parts += [
+            self._dot(self.x(x), self.y(y), line.colour) for line in self.panel.lines for x, y in line.dots
+        ]
         for line, curve in zip(self.panel.lines, curves, strict=True):
             for index, note in line.notes:
                 x, y = curve[index]
-                parts.append(
-                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{line.colour}" stroke="#FFFFFF" '
-                    'stroke-width="1.5"/>'
-                )
+                parts.append(_dot(x, y, line.colour))
                 self.occupied.append((x - 6, y - 6, x + 6, y + 6))
                 parts.append(self._place_label(_around((x, y), note), note, line.colour, "normal", curves))
         for line, curve in zip(self.panel.lines, curves, strict=True):
@@ -161,6 +162,13 @@ class _PanelRenderer:
                 self._place_label(_along(curve, line.label), line.label, line.colour, "bold", curves)
             )
         return parts
+
+    def _dot(self, x: float, y: float, colour: str) -> str:
+        """Return a dot at pixels (x, y), which labels avoid."""
+        self.occupied.append((x - 6, y - 6, x + 6, y + 6))
+        return (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}" stroke="#FFFFFF" stroke-width="1.5"/>'
+        )
 
     def _axes(self) -> list[str]:
         panel, right, bottom = self.panel, self.left + PANEL_WIDTH, TOP + PANEL_HEIGHT
@@ -212,7 +220,12 @@ class _PanelRenderer:
             for b_left, b_top, b_right, b_bottom in self.occupied
         )
         on_lines = sum(left <= x <= right and top <= y <= bottom for c in curves for x, y in _dense(c))
-        return 1000 * outside + 20 * hits + on_lines
+        return 1000 * outside + 60 * hits + on_lines
+
+
+def _dot(x: float, y: float, colour: str) -> str:
+    edge = 'stroke="#FFFFFF" stroke-width="1.5"'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}" {edge}/>'
 
 
 def _around(at: Point, text: str) -> list[Point]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.network.transport.identity import Identity
 from gridtrain.tools.doctor.findings import Finding, failure, ok
 
 RESOLVE_TIMEOUT_S = 4.0
@@ -120,8 +119,3 @@ def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> F
     if any(error.errno in _UNREACHABLE_ERRNOS for error in errors):
         fix = "check this machine's network, and whether the address belongs to another network"
     return failure("port", f"{where} cannot be reached: {why}", fix)
-
-
-def invitation_identity(invitation: Invitation) -> Identity:
-    """Return the key pair of the invitation."""
-    return Identity.from_secret(invitation.token)

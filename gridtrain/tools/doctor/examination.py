@@ -15,7 +15,7 @@ from typing import Any
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.network.transport.identity import claim_identity
+from gridtrain.network.transport.identity import Identity, claim_identity
 from gridtrain.quantities import format_count
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
 from gridtrain.runtime.client.invitation_store import InvitationStore
@@ -86,6 +86,7 @@ class Examination:
             yield machine_check.check_python()
             yield machine_check.check_memory()
             yield machine_check.check_disk(self._invitation.run)
+            yield machine_check.check_tcp()
             yield from self._connection_findings()
             of_torch, flops = torch.findings(self._until_s)
             yield from of_torch
@@ -104,9 +105,7 @@ class Examination:
             if finding.level is FindingLevel.FAILURE:
                 return
         try:
-            with DoctorProbe(
-                self._invitation, connection_check.invitation_identity(self._invitation)
-            ) as probe:
+            with DoctorProbe(self._invitation, Identity.from_secret(self._invitation.token)) as probe:
                 finding = self._greeting_finding(probe)
                 if finding.level is not FindingLevel.FAILURE:
                     self._request_status(probe)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.extras import install_command
+from gridtrain.network.transport.zmq.congestion_control import slow_restart
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.runtime.host_memory import free_memory_bytes
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
@@ -31,7 +32,7 @@ MOST_SKEW_s = 5.0
 POLL_S = 0.05
 
 TORCH_PROBE = """
-import json, time
+import json
 def at(stage): print(json.dumps({"at": stage}), flush=True)
 at("import")
 try:
@@ -54,16 +55,8 @@ if torch.cuda.is_available():
 elif torch.backends.mps.is_available():
     device = "mps"
 at("product")
-n = 2048 if device != "cpu" else 512
-a = torch.ones(n, n, device=device)
-wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize, "cpu": lambda: None}[device]
-(a @ a).sum().item()
-least, ends = float("inf"), time.perf_counter() + 0.2
-while (began := time.perf_counter()) < ends or least == float("inf"):
-    b = a @ a
-    wait()
-    least = min(least, time.perf_counter() - began)
-found |= {"device": device, "flops": 2 * n**3 / least}
+from gridtrain.device_speed import device_flops
+found |= {"device": device, "flops": device_flops(torch.device(device))}
 print(json.dumps(found))
 """
 """The program that the other process runs.
@@ -253,6 +246,16 @@ def check_disk(run: str) -> Finding:
             "disk", text, "free space on the disk, or choose another folder with --state-dir", free_bytes=free
         )
     return ok("disk", text, free_bytes=free)
+
+
+def check_tcp(control: str | None = None) -> Finding:
+    """Check whether TCP is slow after pauses; tests pass what `slow_restart` returns."""
+    control = slow_restart() if control is None else control
+    if control:
+        fix = "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0 (and in /etc/sysctl.d, to keep it)"
+        text = f"TCP ({control}) starts slowly after each pause: sparse exchanges take up to twice as long"
+        return warning("tcp", text, fix, control=control)
+    return ok("tcp", "TCP keeps its speed in pauses, as far as this system says")
 
 
 def check_clock(theirs_s: float | None, ours_s: float) -> Finding:

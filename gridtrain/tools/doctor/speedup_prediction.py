@@ -35,7 +35,7 @@ class RunStatus:
         compute_s: the compute times of a step, by rank, of the members that report them.
         shares: the samples of a step, by rank.
         global_batch_size: the samples of a step; None if each worker brings its own samples.
-        flops: the speeds that members report, measured as in `machine_check.TORCH_PROBE`.
+        flops: the speeds that members report, measured by `device_flops`.
     """
 
     network: NetworkModel | None

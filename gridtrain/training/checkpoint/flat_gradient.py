@@ -49,18 +49,15 @@ def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(zip(canonical_names([name for name, _ in named]), (p for _, p in named), strict=True))
 
 
-def model_digest(
-    model: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]] | None = None
-) -> tuple[str, bytes]:
-    """Return a description and a digest of the parameters' names, shapes, dtypes and requires_grad, not of
-    their values; `parameters` restricts it to some of them."""
-    parameters = canonical_parameters(model) if parameters is None else parameters
+def describe_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> str:
+    """Return the numbers of parameters, and a digest of their names, shapes, dtypes and requires_grad, not of
+    their values."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()
     trainable = sum(p.numel() for _, p in parameters if p.requires_grad)
     frozen = sum(p.numel() for _, p in parameters) - trainable
     also = f" (and {frozen} frozen)" if frozen else ""
-    return f"{trainable} parameters{also} in {len(parameters)} tensors, digest {digest.hex()[:12]}", digest
+    return f"{trainable} parameters{also} in {len(parameters)} tensors, digest {digest[:12]}"
 
 
 class FlatGradient:

@@ -27,7 +27,7 @@ from gridtrain.config import BASES
 from gridtrain.core.messages import BASE_FACT, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.quantities import format_bytes
-from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, model_digest
+from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, describe_parameters
 
 FROZEN_KEY = "frozen"
 """Key of a checkpoint's document: the names of the parameters that are not trained.  Those that are not among
@@ -196,9 +196,9 @@ class FrozenBase:
         return ((BASE_FACT, self.describe()),) if self._named else ()
 
     def describe_model(self) -> str:
-        """Return the description of the model that must be equal on all workers (see `model_digest`)."""
-        compared = state_parameters(self._model) if self.rule == "any" else None
-        return model_digest(self._model, compared)[0]
+        """Return the description of the model that must be equal on all workers."""
+        compared = state_parameters if self.rule == "any" else canonical_parameters
+        return describe_parameters(compared(self._model))
 
     def check_unchanged(self, part: nn.Module | None = None) -> None:
         """Raise `ConfigError` if the values, or those in a part of the model, have changed since the digest

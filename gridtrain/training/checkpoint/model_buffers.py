@@ -34,17 +34,12 @@ def float_buffers(model: nn.Module) -> list[Tensor]:
     return _buffers_of_type(model, floating=True)
 
 
-def has_buffers(model: nn.Module) -> bool:
-    return bool(buffers_of(model))
-
-
-def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
-    """Return a description and a digest of the buffers' names, shapes and dtypes, not of their values."""
+def describe_buffers(model: nn.Module) -> str:
+    """Return the number of buffers, and a digest of their names, shapes and dtypes, not of their values."""
     named = buffers_of(model)
     lines = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
-    text = f"{len(named)} tensor{'s' * (len(named) > 1)}, digest {digest.hex()[:12]}" if named else "none"
-    return text, digest
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()
+    return f"{len(named)} tensor{'s' * (len(named) > 1)}, digest {digest[:12]}" if named else "none"
 
 
 def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gridtrain.errors import BudgetSpent, DataError
-from gridtrain.network.transport.rate_limiter import DownloadLimiter
+from gridtrain.network.transport.rate_limiter import MAX_LATENESS_S
 from gridtrain.quantities import format_bytes
 
 PIECE_S = 0.1
@@ -50,9 +50,9 @@ class FetchMeter:
         self._fields = _array_of(self._memory)
         self.limit(None, math.inf)
         self._reader = 0
-        self._limiter = DownloadLimiter(None)
         self._charged_bytes, self._charged_s = self._received_bytes, self._clock()
         self._Bps = math.inf
+        self._free_s = -math.inf  # when a link with the limit's rate has transferred all that was received
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_fields"}
@@ -91,7 +91,7 @@ class FetchMeter:
             BudgetSpent: no byte is left of the budget.
         """
         self._follow_limit()
-        while (wait_s := self._limiter.free_s - self._clock()) > 0:
+        while (wait_s := self._free_s - self._clock()) > 0:
             self._sleep(min(wait_s, 1.0))
             self._follow_limit()
         if (left := self._left_bytes) < 1:
@@ -131,13 +131,15 @@ class FetchMeter:
     def _follow_limit(self) -> None:
         if (rate_Bps := float(self._fields[_DOWNLOAD_BPS])) != self._Bps:
             self._Bps, self._charged_bytes, self._charged_s = rate_Bps, self._received_bytes, self._clock()
-            self._limiter = DownloadLimiter(None if rate_Bps == math.inf else rate_Bps)
+            self._free_s = -math.inf
         self._charge()
 
     def _charge(self) -> None:
         """Account for what this worker has received since the last call, in whatever way and at any time."""
         now_s, received_bytes = self._clock(), self._received_bytes
-        self._limiter.charge(max(0, received_bytes - self._charged_bytes), self._charged_s)
+        if self._Bps < math.inf:
+            start_s = max(self._free_s, self._charged_s - MAX_LATENESS_S)
+            self._free_s = start_s + max(0, received_bytes - self._charged_bytes) / self._Bps
         self._charged_bytes, self._charged_s = received_bytes, now_s
 
     @property

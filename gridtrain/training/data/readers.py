@@ -63,7 +63,7 @@ def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
             )
         if isinstance(dataset, ShardedDataset):  # comparing samples would open many shards
             return len(dataset), dataset.description
-        return len(dataset) if hasattr(dataset, "__len__") else 0, sampler.dataset_digest(dataset)[0]
+        return len(dataset) if hasattr(dataset, "__len__") else 0, sampler.describe_dataset(dataset)
     if length is None:
         length = _declared_length(dataset)
     if length < 1:

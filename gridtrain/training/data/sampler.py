@@ -30,7 +30,7 @@ from gridtrain.core.commit.shard_leases import locate, split_at_shards
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError
 from gridtrain.training.checkpoint.nested_values import tensor_bytes
-from gridtrain.training.data.shards import ShardedDataset
+from gridtrain.training.data.shards import ShardedDataset, random_order
 
 DIGEST_SAMPLES = 16
 collate = default_collate
@@ -42,14 +42,8 @@ of one process (`gridtrain.local`)."""
 
 @lru_cache(maxsize=2)  # a step with re-queued positions may touch two passes
 def permutation(size: int, seed: int, pass_number: int) -> npt.NDArray[np.int64]:
-    """Return the order of the samples in one pass over the data: (size,) int64, read only.
-
-    The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
-    """
-    words = [seed & 0xFFFFFFFF, seed >> 32, pass_number & 0xFFFFFFFF, pass_number >> 32]
-    order = np.random.RandomState(words).permutation(size).astype(np.int64)
-    order.flags.writeable = False
-    return order
+    """Return the order of the samples in one pass over the data; see `random_order`."""
+    return random_order(size, seed, pass_number)
 
 
 def sample_indices(spec: LedgerSpec, spans: Sequence[Span], dataset: Any = None) -> list[int]:
@@ -123,8 +117,8 @@ class GridSampler(Sampler[list[int]]):
 # -- do all workers have the same data? ------------------------------------------------------------
 
 
-def dataset_digest(dataset: Any) -> tuple[str, bytes]:
-    """Return a description and a 32-byte digest of a data set's length and of up to 16 evenly spaced samples.
+def describe_dataset(dataset: Any) -> str:
+    """Return a description of a data set: its length, and a digest for which up to 16 samples are read.
 
     Each sample is read twice, with different random numbers that are the same on all workers.  If the two
     readings differ (random augmentation), or a sample contains something other than tensors, arrays, numbers,
@@ -148,9 +142,9 @@ def dataset_digest(dataset: Any) -> tuple[str, bytes]:
     total = hashlib.blake2b(str(size).encode(), digest_size=32)
     samples = _samples_digest(dataset, size)
     if samples is None:
-        return f"{size} samples (contents not compared)", total.digest()
+        return f"{size} samples (contents not compared)"
     total.update(samples)
-    return f"{size} samples, digest {total.hexdigest()[:12]}", total.digest()
+    return f"{size} samples, digest {total.hexdigest()[:12]}"
 
 
 def _samples_digest(dataset: Any, size: int) -> bytes | None:

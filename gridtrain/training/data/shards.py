@@ -39,8 +39,16 @@ Order = npt.NDArray[np.int64]
 
 @lru_cache(maxsize=8)
 def permute(count: int, seed: int, pass_number: int, part: int) -> Order:
-    """Return an order of `count` samples of one part of the data: (count,) int64, read only."""
-    words = [seed & 0xFFFFFFFF, seed >> 32, pass_number & 0xFFFFFFFF, pass_number >> 32, part]
+    """Return an order of `count` samples of one part of the data; see `random_order`."""
+    return random_order(count, seed, pass_number, part)
+
+
+def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
+    """Return an order of `count` samples: (count,) int64, read only.
+
+    The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
+    """
+    words = [seed & 0xFFFFFFFF, seed >> 32, pass_number & 0xFFFFFFFF, pass_number >> 32, *part]
     order = np.random.RandomState(words).permutation(count).astype(np.int64)
     order.flags.writeable = False
     return order

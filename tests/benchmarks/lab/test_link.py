@@ -7,12 +7,12 @@ import shutil
 import socket
 import struct
 import sys
-import threading
 import time
 from ctypes import addressof, create_string_buffer
 from pathlib import Path
 
 import pytest
+from lab_transfer import send
 
 from gridtrain.errors import ConfigError
 from lab import delay, link, ns
@@ -138,21 +138,7 @@ def test_a_router_delays_both_ways(shaped_net: Net) -> None:
 def test_a_rate_holds_beside_a_delay(shaped_net: Net) -> None:
     anna, bert = shaped_net.host("anna"), shaped_net.host("bert")
     bert.shape(down="20Mbit", delay_s=0.005)
-    nbytes = 1_250_000
-    with bert.listen() as waiting:
-        outgoing = anna.dial(bert.address, waiting.getsockname()[1])
-        incoming, _ = waiting.accept()
-    pump = threading.Thread(target=outgoing.sendall, args=(bytes(nbytes),))
-    with outgoing, incoming:
-        incoming.settimeout(30)
-        began_s = time.perf_counter()
-        pump.start()
-        left = nbytes
-        while left:
-            left -= len(incoming.recv(1 << 16))
-        took_s = time.perf_counter() - began_s
-        pump.join()
-    assert 0.85 * 0.5 < took_s < 1.6 * 0.5
+    assert 0.85 * 0.5 < send(anna, bert, 1_250_000) < 1.6 * 0.5
 
 
 def longer_than_mtu(host: Host) -> bool:

@@ -11,12 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import IO
 
 import pytest
+from lab_transfer import DEADLINE_S, send
 
 from gridtrain.network.transport.rate_limiter import parse_rate
 from lab import net as lab_net
@@ -25,27 +25,6 @@ from lab.net import Net
 from lab.ns import LabError
 
 BENCHMARKS = Path(lab_net.__file__).parents[1]
-DEADLINE_S = 30.0
-
-
-def send(sender: lab_net.Host, receiver: lab_net.Host, nbytes: int, address: str = "") -> float:
-    """Send zeros; return the seconds from the arrival of the first byte to that of the last."""
-    with receiver.listen() as listener:
-        port = listener.getsockname()[1]
-        outgoing = sender.dial(address or receiver.address, port)
-        incoming, _ = listener.accept()
-    pump = threading.Thread(target=lambda: (outgoing.sendall(bytes(nbytes)), outgoing.close()))
-    with incoming:
-        incoming.settimeout(DEADLINE_S)
-        pump.start()
-        left, began_s = nbytes - len(incoming.recv(1)), time.perf_counter()
-        while left:
-            data = incoming.recv(1 << 16)
-            assert data, f"the connection ended with {left} bytes missing"
-            left -= len(data)
-        took_s = time.perf_counter() - began_s
-    pump.join()
-    return took_s
 
 
 def wait_for_line(pipe: IO[str] | None) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from lab_transfer import send
 
 from lab import volunteers
 from lab.group import LabHosts
@@ -40,15 +41,7 @@ def test_the_table_shows_all_settings() -> None:
 def test_bytes_are_counted_on_the_link(net: Net) -> None:
     anna, bert = net.host("anna"), net.host("bert")
     before = {host: volunteers.sent_bytes(host) for host in (anna, bert)}
-    with bert.listen() as listener:
-        outgoing = anna.dial(bert.address, listener.getsockname()[1])
-        incoming, _ = listener.accept()
-    with outgoing, incoming:
-        incoming.settimeout(30)
-        outgoing.sendall(bytes(100_000))
-        left = 100_000
-        while left:
-            left -= len(incoming.recv(1 << 16))
+    send(anna, bert, 100_000)
     assert 100_000 < volunteers.sent_bytes(anna) - before[anna] < 110_000
     assert volunteers.sent_bytes(bert) - before[bert] < 10_000, "acknowledgements"
 

@@ -58,7 +58,7 @@ from gridtrain.tools.options.option_table import OTHER_VARIABLES, known_variable
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint.checkpoint_store import read as read_checkpoint
 from gridtrain.training.checkpoint.checkpoint_store import read_header as read_checkpoint_head
-from gridtrain.training.checkpoint.flat_gradient import model_digest
+from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, describe_parameters
 from gridtrain.training.checkpoint.hyperparameters import (
     hyperparameter_digest,
     hyperparameter_lines,
@@ -76,7 +76,7 @@ from gridtrain.training.checkpoint.serialization import (
 )
 from gridtrain.training.checkpoint.serialization import initial_digest as initial_digest
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
-from gridtrain.training.data.sampler import dataset_digest, permutation, value_digest
+from gridtrain.training.data.sampler import describe_dataset, permutation, value_digest
 from gridtrain.training.residual_departure import load_left_residual as pick_up_residual
 from gridtrain_coordinator.access.authorization import recover_authorization as recover_door
 from gridtrain_coordinator.dashboard.listen_address import load_token as dashboard_token
@@ -145,16 +145,18 @@ __all__ = [
     "WirePrecision",
     "access_of_journal",
     "ask_agent",
+    "canonical_parameters",
     "capture_state",
     "choose_residual",
     "command_line",
     "content_digest",
     "dashboard_token",
-    "dataset_digest",
     "decode_sparse",
     "derive_layer_seed",
     "derive_step_seed",
+    "describe_dataset",
     "describe_optimizer",
+    "describe_parameters",
     "encode_sparse",
     "export_model",
     "extend_history",
@@ -166,7 +168,6 @@ __all__ = [
     "invitation_digest",
     "is_skipped",
     "known_variables",
-    "model_digest",
     "model_tensors",
     "operator_identity",
     "optimizer_settings",

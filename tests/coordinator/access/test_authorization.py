@@ -424,7 +424,7 @@ def test_records_of_joins_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     access = Authorization(open_to_all=True)
     for number in range(1000):
         access.allow_join(number.to_bytes(32, "big"), float(number))
-    assert len(access._joins) == 100
+    assert len(access._joins._times_s) == 100
 
 
 # -- each defence, and the attack that succeeds without it -----------------------------------------

@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_earlier_backups(tmp_path: Path, monkeypatch: pytest.
     store = running(tmp_path / "state")
     backups = Backups(tmp_path / "backups", tmp_path / "state")
     backups.make(store, 0.0)
-    store.append("state", {})
+    store.append_all([("state", {})])
 
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -141,7 +141,7 @@ from gridtrain_coordinator.journal import backups
 from gridtrain_coordinator.journal.store import JournalStore
 state, folder, left = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 store = JournalStore.open(state / "journal.sqlite")
-store.append("state", {"n": left})
+store.append_all([("state", {"n": left})])
 def dies(frame, event, arg):
     global left
     left -= frame.f_code.co_filename == backups.__file__

@@ -33,7 +33,9 @@ def write_journal(path: Path) -> list[StoredEntry]:
     store.identity()
     store.next_term()
     for number in range(40):
-        store.append("generation", {"term": 1, "generation": number, "verdict": "ABORT", "note": "x" * 200})
+        store.append_all(
+            [("generation", {"term": 1, "generation": number, "verdict": "ABORT", "note": "x" * 200})]
+        )
     entries = store.entries()
     store.close()
     return entries
@@ -112,7 +114,7 @@ def test_a_torn_wal_after_sigkill_loses_only_its_end(path: Path, damage: str) ->
         "import os, signal, sys; from gridtrain_coordinator.journal.store import JournalStore\n"
         "s = JournalStore.open(sys.argv[1])\n"
         "s.identity(); s.next_term()\n"
-        "for n in range(30): s.append('state', {'state': 'training', 'n': n})\n"
+        "for n in range(30): s.append_all([('state', {'state': 'training', 'n': n})])\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", script, str(path)], timeout=60)
@@ -175,13 +177,13 @@ def test_a_read_only_folder_is_an_error(path: Path) -> None:
 
 def test_an_append_that_does_not_fit_changes_nothing(path: Path) -> None:
     store = JournalStore.open(path)
-    store.append("state", {"n": 1})
+    store.append_all([("state", {"n": 1})])
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(JournalFull, match="the disk is full"):
         store.append_all([("state", {"n": 2}), ("state", {"note": "x" * 50_000})])
     store._connection.execute("PRAGMA max_page_count = 100000")
-    store.append("state", {"n": 3})
+    store.append_all([("state", {"n": 3})])
     assert [entry.body["n"] for entry in store.entries()] == [1, 3]
     store.close()
     assert [entry.body["n"] for entry in JournalStore.open(path).entries()] == [1, 3], (

@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 def test_entries_are_read_as_they_were_written(path: Path) -> None:
     store = JournalStore.open(path)
     assert store.next_term() == 1
-    store.append("run", {"facts": {"model": "120576 parameters"}})
+    store.append_all([("run", {"facts": {"model": "120576 parameters"}})])
     store.append_all([("generation", GENERATION), ("state", {"state": "training"})])
     store.close()
 
@@ -68,7 +68,7 @@ def test_every_start_has_a_new_term_and_the_same_key(path: Path) -> None:
 def test_a_term_entry_of_the_core_does_not_count_twice(path: Path) -> None:
     store = JournalStore.open(path)
     term = store.next_term()
-    store.append("term", {"term": term, "run": "default"})
+    store.append_all([("term", {"term": term, "run": "default"})])
     assert store.next_term() == term + 1
 
 
@@ -77,7 +77,7 @@ import os, signal, sys
 from gridtrain_coordinator.journal.store import JournalStore
 store = JournalStore.open(sys.argv[1])
 store.next_term()
-store.append("state", {"state": "training"})
+store.append_all([("state", {"state": "training"})])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -101,15 +101,15 @@ def test_entries_of_one_call_become_durable_together_or_not_at_all(path: Path) -
     with pytest.raises(JournalError, match="rejected"):
         store.append_all([("state", {"state": "training"}), ("gossip", {})])
     assert store.entries() == []
-    store.append("state", {"state": "paused"})  # the store is still usable
+    store.append_all([("state", {"state": "paused"})])  # the store is still usable
     assert len(store.entries()) == 1
 
 
 def test_a_journalled_verdict_never_changes(path: Path) -> None:
     store = JournalStore.open(path)
-    store.append("generation", GENERATION)
+    store.append_all([("generation", GENERATION)])
     with pytest.raises(JournalError):
-        store.append("generation", {**GENERATION, "verdict": "COMMIT"})
+        store.append_all([("generation", {**GENERATION, "verdict": "COMMIT"})])
     for change in ("UPDATE journal SET body = '{}'", "DELETE FROM journal"):
         with pytest.raises(sqlite3.IntegrityError, match="append-only"):
             store._connection.execute(change)
@@ -118,7 +118,7 @@ def test_a_journalled_verdict_never_changes(path: Path) -> None:
 
 def test_generations_can_be_read_as_a_table(path: Path) -> None:
     store = JournalStore.open(path)
-    store.append("generation", GENERATION)
+    store.append_all([("generation", GENERATION)])
     row = store._connection.execute(
         "SELECT term, generation, step, verdict, digest FROM generations"
     ).fetchone()
@@ -157,7 +157,7 @@ def test_a_journal_of_the_first_version_is_migrated(path: Path) -> None:
     assert store.identity().public == store.key() != b"i" * 32
     assert store.next_term() == 2
     with pytest.raises(JournalError):
-        store.append("generation", {**GENERATION, "verdict": "COMMIT"})
+        store.append_all([("generation", {**GENERATION, "verdict": "COMMIT"})])
     for change in ("UPDATE journal SET body = '{}'", "DELETE FROM journal"):
         with pytest.raises(sqlite3.IntegrityError, match="append-only"):
             store._connection.execute(change)
@@ -182,7 +182,7 @@ def test_an_old_and_a_new_journal_have_one_schema(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["invitation", "enrolled", "expelled", "pardoned", "strike"])
 def test_entries_of_access_control_are_stored(path: Path, kind: str) -> None:
     store = JournalStore.open(path)
-    store.append(kind, {"peer": "ab" * 32})
+    store.append_all([(kind, {"peer": "ab" * 32})])
     store.close()
     assert [(entry.kind, entry.body) for entry in JournalStore.open(path).entries()] == [
         (kind, {"peer": "ab" * 32})
@@ -276,13 +276,13 @@ def test_an_append_to_a_full_disk_is_refused(path: Path) -> None:
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(JournalError, match="disk is full"):
-        store.append("state", {"note": "x" * 10_000})
+        store.append_all([("state", {"note": "x" * 10_000})])
     assert store.entries() == []
 
 
 def test_a_journal_can_be_in_memory() -> None:
     store = JournalStore.open(":memory:")
     assert store.next_term() == 1
-    store.append("generation", GENERATION)
+    store.append_all([("generation", GENERATION)])
     assert [entry.kind for entry in store.entries()] == ["term", "generation"]
     assert store.identity() == store.identity() != JournalStore.open(":memory:").identity()

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from scripted_coordinator import receivers, sent
-from staged_run import StagedRun, state_after, stored
+from staged_run import SIX_LAYERS, StagedRun, state_after, stored
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -180,6 +180,98 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     run.join(D)
     view = run.view
     assert view.applied == 9 and run.roster == "a d" and run.standbys == "c"
+
+
+def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> None:
+    """Also of one that waits for further workers, and whose former members are all restarted."""
+    run = StagedRun(3, A, B, C)
+    run.lose(B)
+    run.report(A, C, applied=12, history=b"h12", ledger=state_after(12))
+    assert run.core.reason == (
+        "no present worker holds stage 1 of 3 after step 13, and no earlier step has checkpoints of all "
+        "stages; 2 workers are present, but 3 are needed; training continues when a worker comes that holds "
+        "it, in memory or in its --state-dir; if there is none, end this run with gridtrain finish, and "
+        "start a new one with another --state"
+    )
+    assert m.RunStateUpdate("paused", run.core.reason) in sent(run.seen, to=A)
+    trained(run, 12)
+    run.checkpoints |= {A: (*stored(9, 0), *stored(12, 0)), C: (*stored(9, 2), *stored(12, 2)), D: ()}
+    for peer in (A, C):
+        run.say(peer, m.Leave("Ctrl-C"))
+    for peer in (A, C, D):
+        run.join(peer)
+    assert run.core.reason.startswith("no present worker holds stage 1 of 3 after step 13, and no earlier")
+
+
+# -- the owner ends a run of which a stage is missing ------------------------------------------------
+
+
+def end(run: StagedRun) -> str:
+    effects, answer = run.core.end_run(run.now_s)
+    run.keep(effects)
+    return answer
+
+
+MISSING = (
+    "no present worker holds stage 1 of 2 after step 13, and no earlier step has checkpoints of all stages, "
+    "so the model cannot be exported, unless another state folder has it"
+)
+
+
+def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
+    run = StagedRun(2, A, B)
+    run.lose(B)
+    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    run.join(C)
+    assert run.core.phase is RunPhase.PAUSED
+    assert end(run) == f'the run "r" is finished; the final model was not written: {MISSING}'
+    assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers
+    reason = f'the run "r" is finished: its owner has ended it after 13 steps; {MISSING}'
+    for peer in (A, C):
+        (refused,) = sent(run.effects, m.Refused, to=peer)
+        assert (refused.code, refused.reason) == ("finished", reason)
+    assert run.core.snapshot(run.now_s)["alert"] == f"the final model was not written: {MISSING}"
+    journal = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
+    assert recover_run(journal).is_finished, "also after a restart"
+
+
+def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> None:
+    """The journal says that no worker held the model when the coordinator stopped after step 13."""
+    entries = [(e.kind, e.body) for e in StagedRun(2, A, B).seen if isinstance(e, JournalEntry)]
+    entries.append(("state", {"state": "waiting", "reason": "", "reached": 13}))
+    run = StagedRun(2, recovered=recover_run(entries), term=2, start=False)
+    run.checkpoints[A] = stored(12, 0)
+    run.join(A), run.join(C)
+    assert not run.core.run.members and MISSING.partition(", so")[0] in run.core.reason
+    assert MISSING in end(run)
+    assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers
+
+
+def test_the_owner_ends_a_run_that_waits_for_a_stage_and_has_an_earlier_step() -> None:
+    """The survivor has too little memory for both stages of step 10, which are on its disk."""
+    model = m.StagedModel((0, 1, 2), (m.LayerCosts(4, 4),) * 2, copies=1.0, micro_batches=8)
+    run = StagedRun(2, A, B, model=model, memory={A: 12, B: 12})
+    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
+    run.lose(B)
+    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    assert run.core.phase is RunPhase.PAUSED
+    assert end(run).endswith(
+        "too few workers are present for all stages of the model; gridtrain export writes that of step 10 "
+        "from the checkpoints of all stages, copied into one folder"
+    )
+    assert run.core.phase is RunPhase.FINISHED
+
+
+def test_a_run_that_its_owner_ends_is_repartitioned_at_once() -> None:
+    run = StagedRun(2, A, B, model=replace(SIX_LAYERS, cuts=(0, 1, 2), blocks=SIX_LAYERS.blocks[:2]))
+    run.say(A, m.StageCheckpointList(stored(12, 0, 1)))
+    run.lose(B)
+    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    assert run.core.phase is RunPhase.PAUSED and "after 15 s" in run.core.reason
+    end(run)
+    assert run.roster == "a" and run.view.applied == 12
+    run.ready()
+    assert run.core.phase is RunPhase.FINISHED and not run.core.run.missing_model
 
 
 def test_a_returning_member_with_its_state_in_memory_ends_the_pause_without_a_rollback() -> None:

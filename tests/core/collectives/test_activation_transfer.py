@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from collective_group import Arrival
 
 from gridtrain.core import messages as m
 from gridtrain.core.collectives import ring
@@ -17,7 +18,7 @@ from gridtrain.core.collectives.activation_transfer import (
     stage_channel,
 )
 from gridtrain.core.collectives.allgather import AllGather
-from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo, StoreSlice
+from gridtrain.core.collectives.collective import CollectiveComplete, SendTo, StoreSlice
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.subgroup import Subgroup, neighbours_within
 from gridtrain.core.commit.attempts import Attempts, StepCommitted
@@ -49,10 +50,10 @@ def transfer(buffers: list[bytes], limit_bytes: int = 1 << 30, seed: int = 0) ->
         ActivationReceiveBuffer(limit_bytes),
     )
     collective = receiver.make_receive(1, 0, 2)
-    sends = [e for e in sender.make_send(0, 1).start(0.0) if isinstance(e, SendTo)]
+    sends = [e for e in sender.make_send(0, 1).start() if isinstance(e, SendTo)]
     random.Random(seed).shuffle(sends)
     for send in sends:
-        for effect in collective.handle(PayloadReceived(0, send.slot, 0, sender.payload(send.slot)), 0.0):
+        for effect in collective.handle(0, send.slot, 0, sender.payload(send.slot)):
             if isinstance(effect, StoreSlice):
                 receiver.apply(effect)
     assert collective.complete
@@ -99,7 +100,7 @@ def test_slices_that_do_not_match_the_header_are_refused(table: bytes, pieces: l
     with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for i, payload in enumerate(payloads):
             slot = PayloadSlot(CollectivePhase.ACTIVATION, hop=len(payloads), slice=i)
-            for effect in collective.handle(PayloadReceived(0, slot, 0, payload), 0.0):
+            for effect in collective.handle(0, slot, 0, payload):
                 if isinstance(effect, StoreSlice):
                     buffer.apply(effect)
 
@@ -119,9 +120,7 @@ def test_slices_that_do_not_match_the_header_are_refused(table: bytes, pieces: l
 )
 def test_a_single_slice_with_a_wrong_header_is_refused(piece: bytes) -> None:
     buffer = ActivationReceiveBuffer(1 << 20)
-    effects = buffer.make_receive(1, 0, 2).handle(
-        PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), 0, piece), 0.0
-    )
+    effects = buffer.make_receive(1, 0, 2).handle(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), 0, piece)
     with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for effect in effects:
             if isinstance(effect, StoreSlice):
@@ -133,51 +132,41 @@ def test_a_single_slice_with_a_wrong_header_is_refused(piece: bytes) -> None:
     [([], 1), ([125_000], 1), ([MAX_JOINED_BYTES - 24, 8], 1), ([MAX_JOINED_BYTES], 2)],
 )
 def test_small_buffers_are_one_message(lengths: list[int], messages: int) -> None:
-    sends = ActivationSendBuffer([memoryview(bytes(n)) for n in lengths]).make_send(0, 1).start(0.0)
+    sends = ActivationSendBuffer([memoryview(bytes(n)) for n in lengths]).make_send(0, 1).start()
     assert len([effect for effect in sends if isinstance(effect, SendTo)]) == messages
 
 
 @pytest.mark.parametrize(
     "arrived",
     [
-        PayloadReceived(
-            2, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), 0, b""
-        ),  # of another rank
-        PayloadReceived(
-            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b""
-        ),  # the same one twice
-        PayloadReceived(
+        Arrival(2, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), 0, b""),  # of another rank
+        Arrival(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b""),  # the same one twice
+        Arrival(
             0, PayloadSlot(CollectivePhase.ACTIVATION, hop=3, slice=1), 0, b""
         ),  # of more slices than announced
-        PayloadReceived(
-            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=2), 0, b""
-        ),  # beyond the last
-        PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, hop=2, slice=1), 0, b""),
-        PayloadReceived(
+        Arrival(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=2), 0, b""),  # beyond the last
+        Arrival(0, PayloadSlot(CollectivePhase.ALL_GATHER, hop=2, slice=1), 0, b""),
+        Arrival(
             0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), 1, b""
         ),  # an activation transfer does not skip
     ],
 )
-def test_a_slice_that_is_not_due_is_refused(arrived: PayloadReceived) -> None:
+def test_a_slice_that_is_not_due_is_refused(arrived: Arrival) -> None:
     collective = ActivationReceiver(1, 0, 3)
-    collective.handle(
-        PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b""), 0.0
-    )
+    collective.handle(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b"")
     with pytest.raises(RemoteProtocolError):
-        collective.handle(arrived, 0.0)
+        collective.handle(*arrived)
     assert not collective.complete and collective.waiting_for() == {0}
 
 
 def test_a_sender_receives_nothing_and_the_number_of_slices_is_bounded() -> None:
     with pytest.raises(RemoteProtocolError):
-        ActivationSender(0, 1, 1).handle(
-            PayloadReceived(1, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), 0, b""), 0.0
-        )
+        ActivationSender(0, 1, 1).handle(1, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), 0, b"")
     collective = ActivationReceiver(1, 0, 2)
     with pytest.raises(RemoteProtocolError):
-        collective.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=0), 0, b""), 0.0)
+        collective.handle(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=0), 0, b"")
     huge = ActivationReceiver(1, 0, 2)
-    huge.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2**31 - 1), 0, b""), 0.0)
+    huge.handle(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2**31 - 1), 0, b"")
     assert len(huge._missing) < MAX_PIECES
 
 
@@ -199,13 +188,13 @@ def test_each_pair_of_stages_has_channels_of_its_own() -> None:
 def test_a_subgroup_sends_only_to_its_own_ranks(make: Any) -> None:
     ranks = (3, 5, 8)
     cores = {rank: Subgroup(make(i, len(ranks)), ranks) for i, rank in enumerate(ranks)}
-    wire = [(rank, effect) for rank, core in cores.items() for effect in core.start(0.0)]
+    wire = [(rank, effect) for rank, core in cores.items() for effect in core.start()]
     while wire:
         rank, effect = wire.pop(0)
         if isinstance(effect, SendTo):
             assert effect.to_rank in ranks and effect.to_rank != rank
-            arrived = PayloadReceived(rank, effect.slot, effect.flags, b"")
-            wire += [(effect.to_rank, e) for e in cores[effect.to_rank].handle(arrived, 0.0)]
+            effects = cores[effect.to_rank].handle(rank, effect.slot, effect.flags, b"")
+            wire += [(effect.to_rank, e) for e in effects]
         elif not isinstance(effect, CollectiveComplete):
             assert effect.provenance.rank in ranks
     assert all(core.complete for core in cores.values())
@@ -214,7 +203,7 @@ def test_a_subgroup_sends_only_to_its_own_ranks(make: Any) -> None:
 def test_a_payload_from_outside_a_subgroup_is_refused() -> None:
     core = Subgroup(AllGather(0, 2, 0), (4, 5))
     with pytest.raises(RemoteProtocolError, match=r"exchange among only the ranks \(4, 5\)"):
-        core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), 0, b""), 0.0)
+        core.handle(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), 0, b"")
 
 
 def test_neighbours_within_a_subgroup() -> None:

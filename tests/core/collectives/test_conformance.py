@@ -19,6 +19,7 @@ from random import Random
 import numpy as np
 import pytest
 from collective_group import (
+    Arrival,
     CollectiveGroup,
     DenseInputs,
     SparseInputs,
@@ -28,7 +29,7 @@ from collective_group import (
 )
 
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
-from gridtrain.core.collectives.collective import Collective, CollectiveComplete, PayloadReceived
+from gridtrain.core.collectives.collective import Collective, CollectiveComplete
 from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import RemoteProtocolError
@@ -223,7 +224,7 @@ def test_when_a_rank_is_lost_no_other_completes_and_all_wait_for_it(kind: Kind, 
 def test_one_rank_is_complete_at_once(kind: Kind) -> None:
     (buffer,) = kind.buffers(kind.inputs(np.random.default_rng(1), 1))
     core = buffer.make_collective(0, 1, flags=SKIP)
-    assert core.start(0.0) == [CollectiveComplete(1)]
+    assert core.start() == [CollectiveComplete(1)]
     assert core.complete and core.waiting_for() == frozenset() == kind.neighbours(0, 1)
 
 
@@ -240,10 +241,10 @@ def test_a_payload_outside_the_schedule_is_refused(kind: Kind, world_size: int) 
     slots = [PayloadSlot(*slot) for slot in product(CollectivePhase, range(4), beyond, (-1, 0, slices))]
     for rank in range(world_size):
         core = kind.buffers(inputs)[rank].make_collective(rank, world_size, flags=0)
-        core.start(0.0)
+        core.start()
         for from_rank, slot in product(range(world_size + 1), slots):
             if (from_rank, rank, slot) not in sent:
-                assert_refused(core, PayloadReceived(from_rank, slot, 0, b""))
+                assert_refused(core, Arrival(from_rank, slot, 0, b""))
 
 
 @every_kind
@@ -254,7 +255,7 @@ def test_no_payload_is_accepted_twice(kind: Kind, seeds) -> None:
         inputs = kind.inputs(np.random.default_rng(seed), random.randint(2, 9))
         group = kind.group(inputs, seed)
         length = len(completed_group(kind, inputs, seed).sent)
-        received: list[tuple[int, PayloadReceived]] = []
+        received: list[tuple[int, Arrival]] = []
         for _ in range(random.randint(1, 2 * length)):
             if group.network.idle:
                 break
@@ -264,10 +265,10 @@ def test_no_payload_is_accepted_twice(kind: Kind, seeds) -> None:
             assert_refused(group.cores[rank], message)
 
 
-def assert_refused(core: Collective, message: PayloadReceived) -> None:
+def assert_refused(core: Collective, message: Arrival) -> None:
     """The error names the sender's rank.  `pytest.raises` would take most of the time."""
     try:
-        core.handle(message, 1.0)
+        core.handle(*message)
     except RemoteProtocolError as error:
         assert f"rank {message.from_rank} sent" in str(error)
     else:

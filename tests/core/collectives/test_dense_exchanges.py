@@ -15,7 +15,6 @@ from gridtrain.core.collectives import direct, star
 from gridtrain.core.collectives.collective import (
     AddSlice,
     CollectiveComplete,
-    PayloadReceived,
     Provenance,
     SendTo,
     StoreSlice,
@@ -76,9 +75,9 @@ def test_the_schedule_of_three_ranks(collective, schedule):
 @pytest.mark.parametrize(("collective", "owned"), [(RingAllReduce, 1), (DirectAllReduce, 0)])
 def test_slices_do_not_wait_for_each_other(collective, owned):
     core = collective(0, 2, slices=2, flags=0)
-    core.start(0.0)
+    core.start()
     for slice_ in (1, 0):
-        effects = core.handle(PayloadReceived(1, reduce(owned, slice_), 0, "x"), 0.0)
+        effects = core.handle(1, reduce(owned, slice_), 0, "x")
         assert effects[1] == SendTo(1, gather(owned, slice_), 0)
 
 
@@ -95,9 +94,9 @@ def test_a_transcript_of_rank_0_of_a_ring_of_three():
     whole = Provenance(2, contributors=3, world_size=3, roundings=3)
 
     def receive(slot, skip=False):
-        return ring.handle(PayloadReceived(2, slot, skip, f"{slot.phase.name} {slot.segment}"), 0.0)
+        return ring.handle(2, slot, skip, f"{slot.phase.name} {slot.segment}")
 
-    assert ring.start(0.0) == [SendTo(1, reduce(0), 0)]
+    assert ring.start() == [SendTo(1, reduce(0), 0)]
     assert receive(reduce(2), skip=True) == [  # rank 2 skips: its flag is forwarded
         AddSlice(2, 0, "REDUCE 2", Provenance(2, contributors=1, world_size=3, roundings=1)),
         SendTo(1, reduce(2, hop=1), 1),
@@ -120,18 +119,18 @@ def test_a_transcript_of_rank_0_of_a_ring_of_three():
 
 def test_a_skipping_rank_of_a_ring_flags_all_that_it_forwards():
     ring = RingAllReduce(0, 3, slices=1, flags=SKIP)
-    assert ring.start(0.0) == [SendTo(1, reduce(0), 1)]
-    effects = ring.handle(PayloadReceived(2, reduce(2), 0, "x"), 0.0)
+    assert ring.start() == [SendTo(1, reduce(0), 1)]
+    effects = ring.handle(2, reduce(2), 0, "x")
     assert effects[1] == SendTo(1, reduce(2, hop=1), 1)
 
 
 def test_a_repeated_slot_is_refused_with_the_expected_one():
     ring = RingAllReduce(0, 3, slices=1, flags=0)
-    event = PayloadReceived(2, reduce(2), 0, "x")
-    ring.start(0.0)
-    ring.handle(event, 0.0)
+    event = (2, reduce(2), 0, "x")
+    ring.start()
+    ring.handle(*event)
     with pytest.raises(RemoteProtocolError, match=r"expected PayloadSlot.*GATHER.* from rank 2"):
-        ring.handle(event, 0.0)
+        ring.handle(*event)
 
 
 # -- direct ----------------------------------------------------------------------------------------
@@ -143,12 +142,12 @@ def test_a_transcript_of_rank_1_of_a_direct_exchange_of_four():
     whole = {rank: Provenance(rank, contributors=4, world_size=4, roundings=4) for rank in range(4)}
 
     def receive(from_rank, slot, skip=False):
-        return core.handle(PayloadReceived(from_rank, slot, skip, f"{slot.phase.name} {from_rank}"), 0.0)
+        return core.handle(from_rank, slot, skip, f"{slot.phase.name} {from_rank}")
 
     def added(rank):
         return AddSlice(1, 0, f"REDUCE {rank}", Provenance(rank, contributors=1, world_size=4, roundings=1))
 
-    assert core.start(0.0) == [SendTo(rank, reduce(rank), 0) for rank in (2, 3, 0)]
+    assert core.start() == [SendTo(rank, reduce(rank), 0) for rank in (2, 3, 0)]
     assert receive(3, reduce(1), skip=True) == []
     assert receive(2, reduce(1)) == [added(2), added(3)]
     assert receive(2, gather(2)) == [StoreSlice(2, 0, "GATHER 2", whole[2])]
@@ -163,10 +162,10 @@ def test_a_transcript_of_rank_1_of_a_direct_exchange_of_four():
 def test_an_early_payload_is_no_longer_than_its_slice():
     """Early payloads are stored undecoded, so many of 64 MiB could fill the memory."""
     core = DirectBuffer(np.ones(8, np.float32), 3).make_collective(0, 3, flags=0)
-    core.start(0.0)
+    core.start()
     with pytest.raises(RemoteProtocolError, match=r"rank 2 sent 12 bytes .* at most 8"):
-        core.handle(PayloadReceived(2, reduce(0), 0, bytes(12)), 0.0)
-    assert core.handle(PayloadReceived(2, reduce(0), 0, bytes(8)), 0.0) == []
+        core.handle(2, reduce(0), 0, bytes(12))
+    assert core.handle(2, reduce(0), 0, bytes(8)) == []
 
 
 def test_a_direct_exchange_has_the_bits_of_a_ring(seeds):
@@ -230,9 +229,9 @@ def test_a_star_adds_parts_on_arrival_and_sends_complete_slices():
     core = DenseStar(0, 3, slices=2, flags=0)
 
     def receive(from_rank, slice_, payload):
-        return core.handle(PayloadReceived(from_rank, to_root(from_rank, slice_), 0, payload), 0.0)
+        return core.handle(from_rank, to_root(from_rank, slice_), 0, payload)
 
-    assert core.start(0.0) == []
+    assert core.start() == []
     assert receive(2, 0, "2a") == [AddSlice(0, 0, "2a", Provenance(2, 1, 3, 1))]
     assert receive(1, 1, "1b") == [AddSlice(0, 1, "1b", Provenance(1, 1, 3, 1))]
     assert receive(1, 0, "1a") == [
@@ -247,10 +246,10 @@ def test_a_star_adds_parts_on_arrival_and_sends_complete_slices():
 
 def test_a_transcript_of_a_member_of_a_dense_star():
     core = DenseStar(1, 2, slices=2, flags=0)
-    assert core.start(0.0) == [SendTo(0, to_root(1, 0), 0), SendTo(0, to_root(1, 1), 0)]
+    assert core.start() == [SendTo(0, to_root(1, 0), 0), SendTo(0, to_root(1, 1), 0)]
     whole = Provenance(0, contributors=2, world_size=2, roundings=2)
-    assert core.handle(PayloadReceived(0, from_root(1), 0, "b"), 0.0) == [StoreSlice(0, 1, "b", whole)]
-    assert core.handle(PayloadReceived(0, from_root(0), 0, "a"), 0.0) == [
+    assert core.handle(0, from_root(1), 0, "b") == [StoreSlice(0, 1, "b", whole)]
+    assert core.handle(0, from_root(0), 0, "a") == [
         StoreSlice(0, 0, "a", whole),
         CollectiveComplete(0),
     ]

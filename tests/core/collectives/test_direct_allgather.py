@@ -1,12 +1,12 @@
 """All-gather of stage summaries: one hop for few members, a tree for many."""
 
 import pytest
+from collective_group import Arrival
 
 from gridtrain.core.collectives.allgather import neighbours as tree_neighbours
 from gridtrain.core.collectives.collective import (
     CollectiveComplete,
     CollectiveEffect,
-    PayloadReceived,
     SendTo,
     StoreFromRank,
 )
@@ -22,9 +22,9 @@ from gridtrain.errors import RemoteProtocolError
 def hops_after(last: int, world_size: int) -> int:
     """Time from the start of rank `last` until all are complete; a message takes 1."""
     cores = [make_allgather(rank, world_size, rank == last) for rank in range(world_size)]
-    early: list[PayloadReceived] = []
+    early: list[Arrival] = []
     done: dict[int, int] = {}
-    in_flight: list[tuple[int, int, PayloadReceived]] = []  # (time, receiver, payload)
+    in_flight: list[tuple[int, int, Arrival]] = []  # (time, receiver, payload)
 
     def carry_out(now: int, rank: int, effects: list[CollectiveEffect]) -> None:
         for effect in effects:
@@ -33,21 +33,21 @@ def hops_after(last: int, world_size: int) -> int:
                 done[rank] = now
             if isinstance(effect, SendTo):
                 assert effect.to_rank in neighbours(rank, world_size)
-                arrived = PayloadReceived(rank, effect.slot, effect.flags, effect.slot.segment)
+                arrived = Arrival(rank, effect.slot, effect.flags, effect.slot.segment)
                 in_flight.append((now + 1, effect.to_rank, arrived))
 
     for now in (0, 100):
         starting = [rank for rank in range(world_size) if (rank == last) is (now == 100)]
         for rank in starting:
-            carry_out(now, rank, cores[rank].start(0.0))
+            carry_out(now, rank, cores[rank].start())
         for message in early:  # received before the round was open
-            carry_out(now, last, cores[last].handle(message, 0.0))
+            carry_out(now, last, cores[last].handle(*message))
         while in_flight:
             when, to, arrived = in_flight.pop(0)
             if to == last and now == 0:
                 early.append(arrived)
             else:
-                carry_out(when, to, cores[to].handle(arrived, 0.0))
+                carry_out(when, to, cores[to].handle(*arrived))
     return max(done.values()) - 100 if len(done) == world_size else -1
 
 
@@ -67,18 +67,18 @@ def test_few_ranks_are_fully_connected_and_many_use_the_tree() -> None:
 def test_a_transcript_of_rank_1_of_three() -> None:
     core = make_allgather(1, 3, flags=0)
     slot = PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1)
-    assert core.start(0.0) == [SendTo(0, slot, 0), SendTo(2, slot, 0)]
-    (stored,) = core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), 0, "two"), 0.0)
+    assert core.start() == [SendTo(0, slot, 0), SendTo(2, slot, 0)]
+    (stored,) = core.handle(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), 0, "two")
     assert isinstance(stored, StoreFromRank) and (stored.rank, stored.payload) == (2, "two")
     assert core.waiting_for() == {0}
-    assert core.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), 1, "nil"), 0.0)[
-        -1
-    ] == CollectiveComplete(1)
+    assert core.handle(0, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), 1, "nil")[-1] == CollectiveComplete(
+        1
+    )
     assert core.complete
 
 
 def test_no_rank_sends_for_another_one() -> None:
     core = make_allgather(1, 3, flags=0)
-    core.start(0.0)
+    core.start()
     with pytest.raises(RemoteProtocolError, match="rank 2"):
-        core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), 0, "nil"), 0.0)
+        core.handle(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), 0, "nil")

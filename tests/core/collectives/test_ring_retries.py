@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from collective_group import CollectiveGroup, random_vectors
 
-from gridtrain.core.collectives.collective import PayloadReceived, SendTo
+from gridtrain.core.collectives.collective import SendTo
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import RemoteProtocolError
@@ -95,9 +95,9 @@ def test_interrupted_retries_preserve_the_skip_and_end_with_the_same_bits(make, 
 def test_a_resume_without_a_payload_that_must_have_arrived_is_refused():
     """Rank 0 of 3 has the total of segment 2, so rank 1 must have received the partial sum of rank 0."""
     ring = RingAllReduce(0, 3, slices=1, flags=0)
-    ring.start(0.0)
-    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), 0, "partial"), 0.0)
-    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.GATHER, 1, 2), 0, "total"), 0.0)
+    ring.start()
+    ring.handle(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), 0, "partial")
+    ring.handle(2, PayloadSlot(CollectivePhase.GATHER, 1, 2), 0, "total")
     for resume_state, words in (
         (bytes([2, 1, 0]), "although its total"),
         (bytes([2, 0, 2]), "never sent"),  # rank 1 starts segment 1 itself
@@ -106,18 +106,18 @@ def test_a_resume_without_a_payload_that_must_have_arrived_is_refused():
         (bytes([2, 1, 3]), "up to 3"),
     ):
         again = ring.next_attempt()
-        assert again.start(0.0) == [SendTo(2, PayloadSlot(CollectivePhase.RESUME), 0)]
+        assert again.start() == [SendTo(2, PayloadSlot(CollectivePhase.RESUME), 0)]
         assert again.received == bytes([1, 0, 2])
         with pytest.raises(RemoteProtocolError, match=words):
-            again.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), 0, resume_state), 0.0)
+            again.handle(1, PayloadSlot(CollectivePhase.RESUME), 0, resume_state)
     again = ring.next_attempt()
-    resume = PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), 0, bytes([0, 1, 2]))
-    assert again.handle(resume, 0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), 0)]
-    effects = again.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 1, 1), 0, "partial"), 0.0)
+    resume = (1, PayloadSlot(CollectivePhase.RESUME), 0, bytes([0, 1, 2]))
+    assert again.handle(*resume) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), 0)]
+    effects = again.handle(2, PayloadSlot(CollectivePhase.REDUCE, 1, 1), 0, "partial")
     assert effects[1:] == [SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), 0)], (
         "forwarded on arrival, as in the first attempt"
     )
     with pytest.raises(RemoteProtocolError, match="expected no RESUME"):
-        again.handle(resume, 0.0)
+        again.handle(*resume)
     with pytest.raises(RemoteProtocolError, match="expected no RESUME"):
-        ring.handle(resume, 0.0)  # the first attempt has nothing to resume
+        ring.handle(*resume)  # the first attempt has nothing to resume

@@ -13,7 +13,6 @@ from gridtrain.core.collectives.butterfly import ButterflyExchange
 from gridtrain.core.collectives.collective import (
     CollectiveComplete,
     MergePayload,
-    PayloadReceived,
     Provenance,
     ReplacePayload,
     SendTo,
@@ -133,10 +132,10 @@ def test_a_transcript_of_rank_1_of_a_butterfly_of_six_whose_partners_are_ahead()
     core = ButterflyExchange(1, 6, flags=0)
 
     def receive(from_rank, phase, hop, payload, skip=False):
-        return core.handle(PayloadReceived(from_rank, PayloadSlot(phase, hop), skip, payload), 0.0)
+        return core.handle(from_rank, PayloadSlot(phase, hop), skip, payload)
 
     assert receive(0, CollectivePhase.SWAP, 0, "0's") == []  # before this rank started
-    assert core.start(0.0) == []
+    assert core.start() == []
     assert receive(3, CollectivePhase.SWAP, 1, "2+3's", skip=True) == []  # two hops ahead
     assert core.waiting_for() == {5} and not core.complete
     assert receive(5, CollectivePhase.FOLD, 0, "5's") == [
@@ -153,9 +152,9 @@ def test_a_transcript_of_rank_1_of_a_butterfly_of_six_whose_partners_are_ahead()
 
 def test_a_transcript_of_rank_5_of_a_butterfly_of_six_which_is_folded():
     core = ButterflyExchange(5, 6, flags=0)
-    assert core.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.FOLD), 0)]
+    assert core.start() == [SendTo(1, PayloadSlot(CollectivePhase.FOLD), 0)]
     assert core.waiting_for() == {1}
-    effects = core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.UNFOLD), 1, "all"), 0.0)
+    effects = core.handle(1, PayloadSlot(CollectivePhase.UNFOLD), 1, "all")
     assert effects == [
         ReplacePayload("all", Provenance(1, contributors=6, world_size=6, roundings=4)),
         CollectiveComplete(1),
@@ -175,12 +174,12 @@ def from_root(hop=0):
 
 def test_a_transcript_of_rank_2_of_a_tree_of_six():
     core = TreeExchange(2, 6, flags=0)
-    assert core.start(0.0) == [] and core.waiting_for() == {3}
-    assert core.handle(PayloadReceived(3, to_root(), 1, "3's"), 0.0) == [
+    assert core.start() == [] and core.waiting_for() == {3}
+    assert core.handle(3, to_root(), 1, "3's") == [
         MergePayload("3's", 1, 0, Provenance(3, contributors=1, world_size=6, roundings=1)),
         SendTo(0, to_root(1), 1),
     ]
-    assert core.handle(PayloadReceived(0, from_root(1), 1, "all"), 0.0) == [
+    assert core.handle(0, from_root(1), 1, "all") == [
         ReplacePayload("all", Provenance(0, contributors=6, world_size=6, roundings=4)),
         SendTo(3, from_root(), 1),
         CollectiveComplete(1),
@@ -190,11 +189,9 @@ def test_a_transcript_of_rank_2_of_a_tree_of_six():
 
 def test_a_transcript_of_the_root_of_a_star():
     core = SparseStar(0, 3, flags=0)
-    assert core.start(0.0) == [] and core.waiting_for() == {1, 2}
-    assert core.handle(PayloadReceived(2, to_root(rank=2), 1, "2's"), 0.0) == [
-        StoreFromRank(2, "2's", Provenance(2, 1, 3, 1))
-    ]
-    assert core.handle(PayloadReceived(1, to_root(rank=1), 0, "1's"), 0.0) == [
+    assert core.start() == [] and core.waiting_for() == {1, 2}
+    assert core.handle(2, to_root(rank=2), 1, "2's") == [StoreFromRank(2, "2's", Provenance(2, 1, 3, 1))]
+    assert core.handle(1, to_root(rank=1), 0, "1's") == [
         StoreFromRank(1, "1's", Provenance(1, 1, 3, 1)),
         SendTo(1, from_root(), 1),
         SendTo(2, from_root(), 1),
@@ -205,8 +202,8 @@ def test_a_transcript_of_the_root_of_a_star():
 
 def test_a_transcript_of_a_member_of_a_star():
     core = SparseStar(2, 3, flags=SKIP)
-    assert core.start(0.0) == [SendTo(0, to_root(rank=2), 1)]
-    assert core.handle(PayloadReceived(0, from_root(), 1, "all"), 0.0) == [
+    assert core.start() == [SendTo(0, to_root(rank=2), 1)]
+    assert core.handle(0, from_root(), 1, "all") == [
         ReplacePayload("all", Provenance(0, contributors=3, world_size=3, roundings=2)),
         CollectiveComplete(1),
     ]
@@ -244,12 +241,12 @@ def test_the_update_of_a_star_has_the_k_largest_entries_of_the_sum_of_all_select
 def test_the_tree_of_one_payload(origin, world_size, expected):
     """Sender and receiver of the origin's payload at each hop."""
     cores = [AllGather(rank, world_size, 0) for rank in range(world_size)]
-    pending = [(origin, send) for send in cores[origin].start(0.0) if isinstance(send, SendTo)]
+    pending = [(origin, send) for send in cores[origin].start() if isinstance(send, SendTo)]
     steps = []
     while pending:
         sender, send = pending.pop(0)
         steps.append((send.slot.hop, f"{sender} -> {send.to_rank}"))
-        effects = cores[send.to_rank].handle(PayloadReceived(sender, send.slot, 0, "p"), 0.0)
+        effects = cores[send.to_rank].handle(sender, send.slot, 0, "p")
         pending += [(send.to_rank, onward) for onward in effects if isinstance(onward, SendTo)]
     last = max(hop for hop, _ in steps)
     assert expected == "\n".join(
@@ -267,14 +264,14 @@ def test_a_transcript_of_rank_1_of_an_all_gather_of_four():
     def stored(rank, sender):
         return StoreFromRank(rank, f"of {rank}", Provenance(sender, 1, world_size=4, roundings=1))
 
-    assert core.start(0.0) == [SendTo(0, slot(0, 1), 0), SendTo(3, slot(1, 1), 0)]
-    assert core.handle(PayloadReceived(3, slot(1, 0), 0, "of 0"), 0.0) == [stored(0, 3)]
-    assert core.handle(PayloadReceived(2, slot(0, 2), 1, "of 2"), 0.0) == [
+    assert core.start() == [SendTo(0, slot(0, 1), 0), SendTo(3, slot(1, 1), 0)]
+    assert core.handle(3, slot(1, 0), 0, "of 0") == [stored(0, 3)]
+    assert core.handle(2, slot(0, 2), 1, "of 2") == [
         stored(2, 2),
         SendTo(3, slot(1, 2), 1),  # the flag of rank 2
     ]
     assert core.waiting_for() == {3} and not core.complete
-    assert core.handle(PayloadReceived(3, slot(1, 3), 0, "of 3"), 0.0) == [
+    assert core.handle(3, slot(1, 3), 0, "of 3") == [
         stored(3, 3),
         CollectiveComplete(1),
     ]

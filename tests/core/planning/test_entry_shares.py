@@ -128,7 +128,7 @@ def test_of_two_slow_uploads_the_slower_sends_less() -> None:
 def test_the_reason_names_only_some_of_many() -> None:
     chosen = choose([*[FAST] * 16, *[SLOW] * 12], Workload(ExchangeKind.TOPK, 25_600_000, 0.001))
     assert len(chosen.shares) == 12
-    assert chosen.reason.count("worker-") == MAX_LISTED and f", {12 - MAX_LISTED} more;" in chosen.reason
+    assert chosen.reason.count("worker-") == MAX_LISTED and f" and {12 - MAX_LISTED} more;" in chosen.reason
     assert " more" not in choose([*[FAST] * 8, *[SLOW] * MAX_LISTED]).reason
 
 

@@ -144,12 +144,12 @@ def test_the_facts_have_the_chosen_exchange_within_local_steps() -> None:
     assert choice.is_auto and choice.workload is None
     chosen_for_turns(choice, 20, 10.0)
     assert choice.effective_setup is not None
-    text = dict(choice.effective_setup.facts)["exchange"]
-    assert text == LocalSteps(32, choice.chosen, overlap=True).describe()
-    assert exchange_of(choice.effective_setup) == choice.chosen
-    assert local_steps_of(choice.effective_setup) == local_steps_of(choice._setup) == (32, 32)
-    assert local_steps_of(setup_of()) is None and local_steps_of(None) is None
-    assert local_steps_of(local(7)._setup) == (7, False)
+    facts = dict(choice.effective_setup.facts)
+    assert facts["exchange"] == LocalSteps(32, choice.chosen, overlap=True).describe()
+    assert exchange_of(facts) == choice.chosen
+    assert local_steps_of(facts) == choice._local == (32, 32)
+    assert local_steps_of(dict(setup_of().facts)) is None and local_steps_of({}) is None
+    assert local(7)._local == (7, False)
 
 
 def test_the_choice_waits_for_figures_of_all_workers_and_for_a_rate() -> None:
@@ -257,7 +257,7 @@ def test_a_named_exchange_leaves_nothing_to_choose() -> None:
     assert not exchanging.choose_first(
         PEERS[:2], dict.fromkeys(PEERS[:2], 1.0), uniform_network(2, 0.0, 1e6), 0.0
     )
-    assert exchange_of(None) is None
+    assert exchange_of({}) is None
 
 
 def test_dense_is_chosen_for_a_model_of_unknown_size() -> None:
@@ -272,7 +272,7 @@ def test_seconds_per_sample_are_read_from_figures() -> None:
     assert seconds_per_sample({"computed_samples": 40.0, "computed_s": 2.0}) == 0.05
     for odd in ({}, {"computed_samples": 4.0}, {"computed_samples": float("nan"), "computed_s": 1.0}):
         assert seconds_per_sample(odd) == 0.0
-    assert parameter_count(setup_of(5)) == 5
+    assert parameter_count(dict(setup_of(5).facts)) == 5
 
 
 @pytest.mark.parametrize("exchange", Auto().exchanges(RESNET50))
@@ -285,7 +285,7 @@ def test_every_exchange_of_auto_has_an_estimate(exchange: Exchange) -> None:
 def test_no_heartbeat_parses_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every heartbeat asks whether the coordinator chooses the exchange."""
     choice = opened()
-    monkeypatch.setattr(exchange_choice, "exchange_of", lambda setup: pytest.fail("the facts were parsed"))
+    monkeypatch.setattr(exchange_choice, "exchange_of", lambda facts: pytest.fail("the facts were parsed"))
     assert choice.is_auto and choice.is_open and choice.workload is None
 
 

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from rank_orders import plan_rank_order, reorder_reason
 
-from gridtrain.core.messages import LedgerSpec, PeerId, Setup
+from gridtrain.core.messages import PeerId
 from gridtrain.core.planning import message_schedule
 from gridtrain.core.planning.exchange_facts import workload_of
 from gridtrain.core.planning.rank_order import (
@@ -25,9 +25,8 @@ LOAD = Workload(ExchangeKind.GTOPK, 25_600_000)
 SLOW, FAST = 2.5e6, 125e6
 
 
-def setup(exchange: str, model: str = "25600000 parameters in 3 tensors, digest 3f") -> Setup:
-    facts = (("model", model), ("exchange", exchange))
-    return Setup(facts, LedgerSpec(size=10, seed=0, epochs=1, steps=None), 1, None)
+def facts(exchange: str, model: str = "25600000 parameters in 3 tensors, digest 3f") -> dict[str, str]:
+    return {"model": model, "exchange": exchange}
 
 
 @pytest.mark.parametrize(
@@ -64,13 +63,13 @@ def setup(exchange: str, model: str = "25600000 parameters in 3 tensors, digest 
     ],
 )
 def test_the_exchange_is_read_from_the_facts(exchange: str, load: Workload | None) -> None:
-    assert workload_of(setup(exchange)) == load
+    assert workload_of(facts(exchange)) == load
 
 
 def test_facts_without_a_size_give_no_workload() -> None:
-    assert workload_of(None) is None
-    assert workload_of(setup("Dense()", model="many parameters")) is None
-    assert workload_of(setup("Dense()", model="0 parameters")) is None
+    assert workload_of({}) is None
+    assert workload_of(facts("Dense()", model="many parameters")) is None
+    assert workload_of(facts("Dense()", model="0 parameters")) is None
 
 
 def all_pairs(slow: tuple[PeerId, ...] = (), rtt_s: float = 0.001) -> LinkMeasurements:

@@ -20,6 +20,7 @@ from gridtrain.core.stages.stage_cost import (
     Layer,
     PartitionCost,
     ScheduleKind,
+    StageCost,
     StageCostModel,
 )
 from gridtrain.errors import ConfigError
@@ -172,6 +173,10 @@ def fullest(found: PartitionCost) -> float:
     return max(stage.memory.total / (stage.card.memory_bytes if limited else 1.0) for stage in found.stages)
 
 
+def has_trained_layer(layers: list[Layer], stage: StageCost) -> bool:
+    return any(each.trainable for each in layers[stage.start : stage.stop])
+
+
 def test_no_partition_is_better(seeds: Seeds) -> None:
     outcomes = {"partitioned": 0, "refused": 0, "decided by memory": 0}
     for seed in seeds(1500):
@@ -180,6 +185,8 @@ def test_no_partition_is_better(seeds: Seeds) -> None:
         slack = rng.choice((0.0, 0.0, 0.1))
         costs = StageCostModel(layers, cards, network, running)
         every = [partition_at(costs, bounds) for bounds in all_bounds(len(layers), len(cards))]
+        if any(each.trainable for each in layers):
+            every = [one for one in every if all(has_trained_layer(layers, s) for s in one.stages)]
         fitting = [one for one in every if all(s.memory.total <= s.card.memory_bytes for s in one.stages)]
         assert fits(layers, cards, running) is bool(fitting), f"seed {seed}"
         if not fitting:

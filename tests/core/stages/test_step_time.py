@@ -9,6 +9,7 @@ import pytest
 from timetable import timetable
 
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
+from gridtrain.core.stages import step_time
 from gridtrain.core.stages.partition import partition_at
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.core.stages.step_time import StepEstimate, estimate_step, propose_micro_batches
@@ -94,13 +95,17 @@ def proposed(
 
 
 def test_without_overhead_many_micro_batches_are_proposed() -> None:
-    proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64, near=0.0)
-    assert proposal.micro_batches == 64
-    near = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64)
-    assert near.micro_batches == 64 and near.chosen.step_s == pytest.approx(67 * 0.006)
-    assert (
-        propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64, near=0.10).micro_batches == 22
-    )  # of 3 samples
+    proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64)
+    assert proposal.micro_batches == 64 and proposal.chosen.step_s == pytest.approx(67 * 0.006)
+
+
+@pytest.mark.parametrize(("tolerance", "micro_batches"), [(0.0, 64), (0.10, 22)])  # 22 of 3 samples
+def test_a_nearly_as_fast_step_has_fewer_micro_batches(
+    tolerance: float, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_time, "STEP_TIME_TOLERANCE", tolerance)
+    proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64)
+    assert proposal.micro_batches == micro_batches
 
 
 def test_the_proposal_is_among_the_fastest_alternatives() -> None:

@@ -170,7 +170,7 @@ class AttemptRecorder:
             of=plan.world_size,
             samples=self.batch if plan.samples else [],  # without samples the batch is a placeholder
             loss=self.loss,
-            residual=digest_of(self._optimizer.residual_state().values()),
+            residual=digest_of(self._optimizer.residual.state().values()),
         )
         chosen = (self._options.die_step, self._options.die_rank, self._options.die_of)
         if (plan.step, plan.rank, plan.world_size) == chosen:

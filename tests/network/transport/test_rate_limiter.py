@@ -8,7 +8,6 @@ from gridtrain.core.messages import Ping, StateBlock
 from gridtrain.errors import ConfigError, TransportError
 from gridtrain.network.transport.rate_limiter import (
     MAX_LATENESS_S,
-    DownloadLimiter,
     UploadLimiter,
     parse_rate,
 )
@@ -71,21 +70,6 @@ def test_control_goes_at_once_and_is_paid_for_by_later_bulk():
 
 def test_no_cap_is_no_wait():
     assert UploadLimiter(None).schedule_bulk(10**12, queued_s=1.0, now_s=2.0) == 2.0
-    meter = DownloadLimiter(None)
-    meter.charge(10**12, now_s=1.0)
-    assert meter.can_read(1.0)
-
-
-# -- the download debt ---------------------------------------------------------------------------
-
-
-def test_a_message_is_delivered_then_its_time_is_waited_for():
-    meter = DownloadLimiter(1000.0)
-    assert meter.can_read(5.0)
-    meter.charge(500, now_s=5.0)
-    assert not meter.can_read(5.4)
-    assert meter.free_s == pytest.approx(5.5 - MAX_LATENESS_S)
-    assert meter.can_read(5.5)
 
 
 # -- the outbox ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 from defences import disable_defences
@@ -41,6 +41,7 @@ class Exchange:
         self.now_s = 0.0
         self.block_s: dict[m.PeerId, float] = {}  # of slow sources; infinite: sends its table and no block
         self.sent_s: dict[m.PeerId, float] = {}
+        self.bytes_by_source: Counter[m.PeerId] = Counter()  # of the blocks that were stored
         for peer in self.senders:
             self.requests.extend(self.receiver.source_up(peer))
 
@@ -70,7 +71,10 @@ class Exchange:
             case m.SnapshotDigests():
                 self.requests.extend(self.receiver.receive_table(peer, answer, self.now_s))
             case m.SnapshotBlock():
+                before = self.receiver.progress[0]
                 self.requests.extend(self.receiver.receive_block(peer, answer, self.now_s))
+                if self.receiver.progress[0] > before:
+                    self.bytes_by_source[peer] += len(answer.payload)
             case _:
                 self.requests.extend(self.receiver.source_down(peer))
 
@@ -86,7 +90,7 @@ def test_sources_share_the_blocks() -> None:
     exchange = Exchange(a=snapshot(b"anna's"), b=snapshot(b"bert's"), c=snapshot(b"carl's"))
     exchange.finish()
     assert exchange.receiver.applied == 5 and exchange.receiver.history == HISTORY
-    sent = exchange.receiver.bytes_by_source
+    sent = exchange.bytes_by_source
     own, common = exchange.receiver.take_parts()
     assert (bytes(own), bytes(common)) == (b"anna's", COMMON)
     assert set(sent) == {A, B, C} and min(sent.values()) >= 2 * BLOCK_BYTES
@@ -105,7 +109,7 @@ def test_a_lost_source_is_replaced_and_no_block_is_requested_twice(source: bytes
     assert bytes(common) == COMMON and bytes(own) in (b"anna's", b"bert's own")
     if source == A:
         assert bytes(own) == b"bert's own" or received_blocks == 12
-    assert sum(exchange.receiver.bytes_by_source.values()) <= len(COMMON) + 20
+    assert sum(exchange.bytes_by_source.values()) <= len(COMMON) + 20
 
 
 @pytest.mark.parametrize("source", [A, B])
@@ -118,7 +122,7 @@ def test_a_very_slow_source_delays_a_snapshot_by_its_timeout(source: bytes, bloc
     assert exchange.now_s <= BLOCK_TIMEOUT_S + 4.0
     own, common = exchange.receiver.take_parts()
     assert bytes(common) == COMMON and bytes(own) == (b"bert's" if source == A else b"anna's")
-    assert exchange.receiver.bytes_by_source.get(source, 0) <= BLOCK_BYTES
+    assert exchange.bytes_by_source.get(source, 0) <= BLOCK_BYTES
 
 
 @pytest.mark.parametrize("source", [A, B])
@@ -149,7 +153,7 @@ def test_equally_slow_sources_are_awaited() -> None:
     exchange = Exchange(a=snapshot(), b=snapshot())
     exchange.block_s = {A: 15.0, B: 20.0}
     exchange.finish(turns=2000)
-    assert all(count > 3 * BLOCK_BYTES for count in exchange.receiver.bytes_by_source.values())
+    assert all(count > 3 * BLOCK_BYTES for count in exchange.bytes_by_source.values())
 
 
 def test_the_only_remaining_source_is_used_however_slow_it_is() -> None:
@@ -170,7 +174,7 @@ def test_the_table_of_the_majority_is_used() -> None:
     exchange = Exchange(a=snapshot(common=bytes(other)), b=snapshot(), c=snapshot())
     exchange.finish()
     assert bytes(exchange.receiver.take_parts()[1]) == COMMON
-    assert A not in exchange.receiver.bytes_by_source
+    assert A not in exchange.bytes_by_source
 
 
 def test_of_two_steps_the_later_one_is_used() -> None:
@@ -243,7 +247,7 @@ def test_after_the_loss_of_all_sources_only_differing_blocks_are_requested_again
         own, received = exchange.receiver.take_parts()
         assert (bytes(own), bytes(received), exchange.receiver.applied) == (b"bert's", common, applied)
         lengths = [exchange.receiver._buffer.layout.place(index).nbytes for index in reused]
-        assert exchange.receiver.bytes_by_source[B] == len(COMMON) + 6 - sum(lengths)
+        assert exchange.bytes_by_source[B] == len(COMMON) + 6 - sum(lengths)
 
 
 @pytest.mark.parametrize("common", [COMMON[: 3 * BLOCK_BYTES + 5], COMMON + bytes(BLOCK_BYTES), b""])
@@ -258,7 +262,7 @@ def test_equal_blocks_of_a_state_of_another_length_are_reused(common: bytes) -> 
     exchange.finish()
     assert bytes(exchange.receiver.take_parts()[1]) == common
     if common:
-        assert exchange.receiver.bytes_by_source[B] <= max(0, len(common) - 3 * BLOCK_BYTES)
+        assert exchange.bytes_by_source[B] <= max(0, len(common) - 3 * BLOCK_BYTES)
 
 
 def test_a_block_that_differs_from_the_table_is_refused() -> None:

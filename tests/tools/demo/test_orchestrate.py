@@ -24,7 +24,7 @@ from gridtrain.tools.demo.orchestrator import (
     training_command,
     worker_commands,
 )
-from gridtrain.tools.demo.step_records import STEPS_FILE, SentBytes, StepRecord, StepTimes
+from gridtrain.tools.demo.step_records import STEPS_FILE, SentBytes, StepRecord, StepTimes, write_sent
 
 FOREVER = "import time; time.sleep(600)"
 
@@ -237,6 +237,7 @@ def test_the_workers_commands_are_those_of_a_user(tmp_path: Path, monkeypatch: p
 def test_a_curve_has_the_measured_steps(tmp_path: Path) -> None:
     records = [record(1), record(2, held_out=2.5), record(3), record(4, held_out=2.25)]
     (tmp_path / STEPS_FILE).write_text("".join(r.to_line() for r in records))
+    write_sent(tmp_path, "101", SentBytes(400, 0, 0))
 
     curve = read_curve("gtopk", "gTop-k", tmp_path)
 

@@ -77,6 +77,7 @@ def test_a_machine_that_can_join_has_no_failures(coordinator: LiveCoordinator) -
         "python": "ok",
         "memory": levels(found)["memory"],  # depends on this machine
         "disk": "ok",
+        "tcp": levels(found)["tcp"],  # depends on this kernel
         "name": "ok",
         "port": "ok",
         "invitation": "ok",
@@ -333,6 +334,12 @@ def test_little_memory_and_a_wrong_clock_are_warnings() -> None:
     assert machine_check.check_clock(100.0, 99.0).level is FindingLevel.OK
     behind = machine_check.check_clock(100.0, 40.0)
     assert (behind.level, behind.text) == (FindingLevel.WARNING, "60.0 s behind the coordinator's")
+
+
+def test_a_kernel_that_forgets_the_window_in_a_pause_is_a_warning() -> None:
+    found = machine_check.check_tcp("cubic")
+    assert found.level is FindingLevel.WARNING and "tcp_slow_start_after_idle=0" in found.fix
+    assert machine_check.check_tcp("").level is FindingLevel.OK
 
 
 # -- the prediction ----------------------------------------------------------------------------------

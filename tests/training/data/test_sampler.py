@@ -11,7 +11,7 @@ from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError
 from gridtrain.training.data.sampler import (
     GridSampler,
-    dataset_digest,
+    describe_dataset,
     fetch_batch,
     permutation,
     sample_indices,
@@ -77,15 +77,11 @@ def test_a_data_loader_uses_the_sampler():
 # -- digests -----------------------------------------------------------------------------------------
 
 
-def text_of(dataset):
-    return dataset_digest(dataset)[0]
-
-
 def test_equal_data_have_equal_digests():
     a = TensorDataset(torch.arange(100.0), torch.arange(100))
     b = TensorDataset(torch.arange(100.0), torch.arange(100))
-    assert dataset_digest(a) == dataset_digest(b)
-    assert text_of(a).startswith("100 samples, digest ")
+    assert describe_dataset(a) == describe_dataset(b)
+    assert describe_dataset(a).startswith("100 samples, digest ")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +102,7 @@ def test_equal_data_have_equal_digests():
     ids=lambda dataset: f"{len(dataset)} x {dataset[0]!r}",
 )
 def test_different_data_have_different_digests(other):
-    assert dataset_digest(other)[1] != dataset_digest([(0.0, 0)] * 100)[1]
+    assert describe_dataset(other) != describe_dataset([(0.0, 0)] * 100)
 
 
 class Augmented:
@@ -119,8 +115,7 @@ class Augmented:
 
 @pytest.mark.parametrize("dataset", [Augmented(), [object()] * 40, [(1, [object()])] * 40])
 def test_a_data_set_that_cannot_be_compared_is_described_by_its_length(dataset):
-    assert text_of(dataset) == "40 samples (contents not compared)"
-    assert dataset_digest(dataset) == dataset_digest(Augmented())
+    assert describe_dataset(dataset) == "40 samples (contents not compared)"
 
 
 def test_describing_the_data_draws_no_random_numbers():
@@ -133,11 +128,11 @@ def test_describing_the_data_draws_no_random_numbers():
     seed()
     expected = draw()
     seed()
-    dataset_digest(Augmented())
+    describe_dataset(Augmented())
     assert draw() == expected
 
 
 @pytest.mark.parametrize("dataset", [[], iter([1, 2]), 5])
 def test_data_that_cannot_be_shared_are_refused(dataset):
     with pytest.raises(ConfigError, match=r"map-style|at least 1"):
-        dataset_digest(dataset)
+        describe_dataset(dataset)

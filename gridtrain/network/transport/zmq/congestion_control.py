@@ -1,23 +1,29 @@
-"""Chooses a connection's TCP congestion control if the kernel's default is bbr (decisions 0037, 0049).
+"""Chooses a connection's TCP congestion control if the kernel's default is bbr (decisions 0037, 0049, 0092).
 
-    connected --bbr, round trip <= 15 ms-> cubic --repeated losses--> bbr, for the rest of the connection
-        +------ otherwise: the kernel's choice
+    connected --bbr, round trip <= 15 ms--> cubic --a pause--> bbr --1 s without a pause--> cubic ...
+        |                                     `--repeated losses--> bbr, for the rest of the connection
+        `------ otherwise: the kernel's choice
 
 bbr pauses for 0.2 s every 10 s to measure the round trip again, and underestimates a link on which payloads
-have gaps between them.  cubic interprets each lost packet as a sign of a full queue.  If cubic itself fills
-the queue, many packets are lost at once, every other second with several connections on one link, but the
-window is then large.  On a link that loses a share p of its packets, the window remains at about 1.2 /
-sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore losses are considered only while the window is
-small, and the monitor counts the intervals of a quarter of a second in which such a loss occurred.
+have short gaps between them.  cubic forgets its window in a pause: after about 0.25 s without data the kernel
+starts again with 10 segments (net.ipv4.tcp_slow_start_after_idle, RFC 2861), so that a sparse payload after
+each computation takes several round trips.  Also, cubic interprets each lost packet as a sign of a full
+queue.  If cubic itself fills the queue, many packets are lost at once, every other second with several
+connections on one link, but the window is then large.  On a link that loses a share p of its packets, the
+window remains at about 1.2 / sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore losses are
+considered only while the window is small, and the monitor counts the intervals of a quarter of a second in
+which such a loss occurred.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import struct
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 SHORT_LINK_RTT_S = 0.015
 """The largest round trip for which cubic is chosen.  If such a link loses packets, cubic is slow for about 2
@@ -26,6 +32,13 @@ s, until the losses are detected."""
 LOOKS, BAD_LOOKS = 20, 6
 MIN_SEGMENTS = 200
 """The smallest number of segments between two observations; fewer segments do not characterize the link."""
+
+PAUSE_SEGMENTS = 10
+"""Fewer segments than this between two observations, less than the window with which the kernel starts
+again, are a pause."""
+
+BUSY_LOOKS = 4
+"""The number of observations without a pause after which cubic is chosen again."""
 
 FULL_QUEUE_SEGMENTS = 100
 """A window of at least this size means that the link loses less than one packet in 7,000."""
@@ -37,27 +50,40 @@ _COUNTS = 1 << 32
 """The value at which the kernel's counters wrap around, which is after 6 TB, or half a day at 1 Gbit/s."""
 
 
-@dataclass(slots=True)
-class LossMonitor:
-    """Detects repeated losses on a connection from the kernel's counters, read about four times a second."""
+_SETTINGS = Path("/proc/sys/net/ipv4")
 
+
+@dataclass(slots=True)
+class SendMonitor:
+    """Chooses between cubic and bbr from the kernel's counters, read about four times a second.
+
+    Args:
+        restarts: whether the kernel forgets cubic's window in a pause.
+    """
+
+    restarts: bool = True
+    is_lossy: bool = False
+    counted: int = 0
     segments: int = 0
     retransmitted: int = 0
+    busy_looks: int = BUSY_LOOKS
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=LOOKS))
 
-    def record(self, segments: int, retransmitted: int, window: int) -> bool:
-        """Record the kernel's counters; return whether the link loses packets repeatedly.
+    def record(self, segments: int, retransmitted: int, window: int) -> str:
+        """Record the kernel's counters; return the congestion control that suits the connection.
 
         Args:
             segments: the kernel's count of segments sent.
             retransmitted: the kernel's count of segments retransmitted.
             window: the current congestion window in segments.
         """
-        if (segments - self.segments) % _COUNTS < MIN_SEGMENTS:
-            return False
-        self.recent.append(retransmitted != self.retransmitted and window < FULL_QUEUE_SEGMENTS)
-        self.segments, self.retransmitted = segments, retransmitted
-        return sum(self.recent) >= BAD_LOOKS
+        has_paused = (segments - self.segments) % _COUNTS < PAUSE_SEGMENTS
+        self.busy_looks, self.segments = 0 if has_paused else self.busy_looks + 1, segments
+        if (segments - self.counted) % _COUNTS >= MIN_SEGMENTS:
+            self.recent.append(retransmitted != self.retransmitted and window < FULL_QUEUE_SEGMENTS)
+            self.counted, self.retransmitted = segments, retransmitted
+            self.is_lossy = sum(self.recent) >= BAD_LOOKS
+        return "bbr" if self.is_lossy or (self.restarts and self.busy_looks < BUSY_LOOKS) else "cubic"
 
 
 def preferred_control(control: str, round_trip_s: float) -> str:
@@ -65,25 +91,40 @@ def preferred_control(control: str, round_trip_s: float) -> str:
     return "cubic" if control == "bbr" and round_trip_s <= SHORT_LINK_RTT_S else ""
 
 
-def choose_control(connection: socket.socket) -> bool:
-    """Choose the initial congestion control.
-
-    Returns True if cubic was set instead of bbr, in which case losses should be watched.
-    """
+def choose_control(connection: socket.socket) -> SendMonitor | None:
+    """Choose the initial congestion control; return a monitor if cubic was set instead of bbr, else None."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
         if control := preferred_control(control_of(connection), _read_info(connection, _MIN_RTT_AT)[0] / 1e6):
             _set_control(connection, control)
-            return True
-    return False
+            return SendMonitor(restarts=_restarts_after_idle())
+    return None
 
 
-def watch_losses(connection: socket.socket, losses: LossMonitor) -> bool:
-    """Switch back to bbr if the link loses packets repeatedly; return whether it was switched."""
+def revise_control(connection: socket.socket, monitor: SendMonitor) -> None:
+    """Observe the connection, and switch between cubic and bbr if the other one now suits it."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
-        if losses.record(*_read_info(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT)):
-            _set_control(connection, "bbr")
-            return True
-    return False
+        control = monitor.record(*_read_info(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT))
+        if control != control_of(connection):
+            _set_control(connection, control)
+
+
+@functools.cache
+def _restarts_after_idle() -> bool:
+    with contextlib.suppress(OSError):
+        return (_SETTINGS / "tcp_slow_start_after_idle").read_text().strip() != "0"
+    return True
+
+
+def slow_restart(settings: Path = _SETTINGS) -> str:
+    """Return the name of the kernel's default congestion control if it loses its window in a pause, else "".
+
+    "" also if it is unknown.  bbr keeps its estimate of the link.
+    """
+    with contextlib.suppress(OSError):
+        control = (settings / "tcp_congestion_control").read_text().strip()
+        restarts = (settings / "tcp_slow_start_after_idle").read_text().strip() != "0"
+        return control if restarts and not control.startswith("bbr") else ""
+    return ""
 
 
 def control_of(connection: socket.socket) -> str:

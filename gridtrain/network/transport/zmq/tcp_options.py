@@ -58,7 +58,7 @@ class TcpConnection:
         self.fd = fd
         self.remote = remote
         self._ports = ports
-        self._loss_monitor: congestion_control.LossMonitor | None = None
+        self._send_monitor: congestion_control.SendMonitor | None = None
 
     @classmethod
     def identify(cls, fd: int, ports: Set[int] | None = None) -> TcpConnection | None:
@@ -105,19 +105,21 @@ class TcpConnection:
     def choose_congestion_control(self) -> None:
         """Choose the congestion control of a new connection; see `congestion_control`."""
         with self._duplicate() as duplicate:
-            if duplicate is not None and congestion_control.choose_control(duplicate):
-                self._loss_monitor = congestion_control.LossMonitor()
+            if duplicate is not None:
+                self._send_monitor = congestion_control.choose_control(duplicate)
 
-    def watch_losses(self) -> None:
+    def revise_congestion_control(self) -> None:
         """Revise the choice of `choose_congestion_control` if necessary.
 
         This method must be called several times a second.
         """
-        if self._loss_monitor is None:
+        if self._send_monitor is None:
             return
         with self._duplicate() as duplicate:
-            if duplicate is not None and congestion_control.watch_losses(duplicate, self._loss_monitor):
-                self._loss_monitor = None
+            if duplicate is not None:
+                congestion_control.revise_control(duplicate, self._send_monitor)
+                if self._send_monitor.is_lossy:
+                    self._send_monitor = None
 
     @contextlib.contextmanager
     def _duplicate(self) -> Iterator[socket.socket | None]:
@@ -137,13 +139,14 @@ def buffer_bytes_to_request(wmem_max_bytes: int, grows_to_bytes: int) -> int:
 
 
 def keep_freed_pages() -> None:
-    """Let the C library reuse the memory of received messages instead of returning it to the system.
+    """Let the C library reuse the memory of received messages and of merges.
 
-    glibc returns each freed block above a threshold to the system.  The kernel then has to provide 256 empty
-    pages for every received slice, which takes a tenth of the CPU time of a dense round.  The threshold is
-    the size of the largest block that was freed in this way, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD),
-    so this function allocates and frees one large block.  `bytes` gets zeroed pages from the system (calloc)
-    and never writes to the block, so the block takes no memory.
+    glibc returns each freed block above a threshold to the system.  The kernel then has to provide empty
+    pages: 256 for every received slice, which takes a tenth of the CPU time of a dense round, and those of a
+    merge, which takes longer than merging 25,600 entries.  The threshold is the size of the largest block
+    that was freed in this way, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD), so this function allocates and
+    frees one large block.  `bytes` gets zeroed pages from the system (calloc) and never writes to the block,
+    so the block takes no memory.
     """
     block = bytes(_FREED_BYTES)
     del block

@@ -47,6 +47,8 @@ from gridtrain.network.transport.interface import (
     TrafficCounters,
     TransportEvent,
     TransportViolation,
+    not_connected_error,
+    own_key_error,
 )
 from gridtrain.network.transport.rate_limiter import FLOOD_BYTES, FLOOD_MESSAGES, UploadLimiter
 from gridtrain.network.transport.receive_queue import ReceiveQueue
@@ -143,10 +145,7 @@ class ZeroMQTransport:
 
     def dial(self, peer: PeerId, address: str) -> None:
         if peer == self.me:
-            raise TransportError(
-                f"cannot dial {address}: the peer's key is our own key",
-                remedy="remove this worker from the list of peers",
-            )
+            raise own_key_error(address)
         self._require_encryption("dial", address)
         if peer in self._connections:
             return
@@ -165,7 +164,7 @@ class ZeroMQTransport:
         connections = self._connections.get(peer, [])
         self._router_full_s = math.inf  # the full queue may have been this connection's
         for queued in self._send_queue.drain_control(peer):
-            if not (connections and self._write(connections[0], queued)):
+            if not (connections and self._write(connections[0], queued.kind, queued.body, queued.nbytes)):
                 break  # the peer does not read
         self._dialer.give_up(peer)
         for connection in self._connections.pop(peer, []):
@@ -182,16 +181,13 @@ class ZeroMQTransport:
 
     def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
         if peer not in self._connections:
-            raise TransportError(
-                f"peer {peer.hex()[:8]} is not connected", remedy="wait for the peer's PeerUp before sending"
-            )
+            raise not_connected_error(peer)
         frames = codec.encode(message) if frames is None else frames
-        nbytes, now_s = self._wire_bytes(frames), time.monotonic()
-        queued = QueuedMessage(peer, type(message).__name__, frames, nbytes, is_bulk(message), now_s)
+        kind, nbytes, now_s = type(message).__name__, self._wire_bytes(frames), time.monotonic()
         can_bypass = self._send_queue.limiter.rate_Bps is None and self._send_queue.is_empty()
-        if can_bypass and self._try_write(self._connections[peer][0], queued, now_s):
+        if can_bypass and self._try_write(self._connections[peer][0], kind, frames, nbytes, now_s):
             return  # the usual case
-        self._send_queue.put(queued)
+        self._send_queue.put(QueuedMessage(peer, kind, frames, nbytes, is_bulk(message), now_s))
         self._flush(now_s)
 
     def set_rate_limits(self, upload_Bps: float | None, download_Bps: float | None) -> None:
@@ -328,7 +324,7 @@ class ZeroMQTransport:
         for connections in self._connections.values():
             for connection in connections:
                 if connection.tcp is not None:
-                    connection.tcp.watch_losses()
+                    connection.tcp.revise_congestion_control()
         dialled = [dial.connection for dial in self._dialer if dial.connection is not None]
         hoarders: list[Connection | None] = [one for one in dialled if one.is_hoarding()]
         for hoarder in [*hoarders, *self._listener.find_hoarders()]:
@@ -345,29 +341,32 @@ class ZeroMQTransport:
         if self._send_queue.is_empty():
             return
         while (queued := self._send_queue.take(now_s)) is not None:
-            if not self._try_write(self._connections[queued.peer][0], queued, now_s):
+            connection = self._connections[queued.peer][0]
+            if not self._try_write(connection, queued.kind, queued.body, queued.nbytes, now_s):
                 self._send_queue.put_back(queued)
 
-    def _try_write(self, connection: Connection, queued: QueuedMessage[Frames], now_s: float) -> bool:
+    def _try_write(
+        self, connection: Connection, kind: str, frames: Frames, nbytes: int, now_s: float
+    ) -> bool:
         """Write a message with `_write`, and record since when the ROUTER has been full."""
-        taken = self._write(connection, queued)
+        taken = self._write(connection, kind, frames, nbytes)
         if connection.outgoing is None:
             self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)
         return taken
 
-    def _write(self, connection: Connection, queued: QueuedMessage[Frames]) -> bool:
+    def _write(self, connection: Connection, kind: str, frames: Frames, nbytes: int) -> bool:
         """Write a message; return False if libzmq's queue is full.
 
         If the connection is closed, all messages queued for the peer are dropped, and True is returned.
         """
         try:
-            taken = sockets.write(connection.socket, queued.body, connection.routing_id)
+            taken = sockets.write(connection.socket, frames, connection.routing_id)
         except zmq.ZMQError:  # EHOSTUNREACH: the connection is closed, but its monitor was not read yet
-            self._send_queue.clear_peer(queued.peer)
+            self._send_queue.clear_peer(connection.peer)
             self._listener.mark_lost(connection)
             return True
         if taken:
-            self.traffic.count_sent(queued.kind, queued.nbytes)
+            self.traffic.count_sent(kind, nbytes)
         return taken
 
     # -- receiving -----------------------------------------------------------------------------

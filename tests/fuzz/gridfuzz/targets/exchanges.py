@@ -17,7 +17,6 @@ from gridtrain.core.collectives.collective import (
     Collective,
     CollectiveComplete,
     CollectiveEffect,
-    PayloadReceived,
     SendTo,
 )
 from gridtrain.core.collectives.direct import DirectAllReduce
@@ -96,7 +95,7 @@ def run(data: bytes) -> bool:
         core = (AllGather, ButterflyExchange, TreeExchange, SparseStar)[kind - 1](rank, world_size, 0)
     due, sent = expected(kind, rank, world_size, slices), 0
     awaited = len(due)
-    sent += _check(core.start(0.0), rank, world_size, completes=not due)
+    sent += _check(core.start(), rank, world_size, completes=not due)
     for _ in range(256):
         if source.empty:
             break
@@ -107,16 +106,16 @@ def run(data: bytes) -> bool:
                 "a payload is due from a rank that is not in `waiting_for`",
             )
             due.remove(arrival)
-            effects = core.handle(PayloadReceived(*arrival, source.byte(), b"x"), 1.0)
+            effects = core.handle(*arrival, source.byte(), b"x")
             sent += _check(effects, rank, world_size, completes=not due)
             continue
-        wrong = _wrong(source, world_size, due)
+        from_rank, slot = _wrong(source, world_size, due)
         try:
-            effects = core.handle(wrong, 1.0)
+            effects = core.handle(from_rank, slot, 0, b"wrong")
         except RemoteProtocolError:
             continue  # that it changed nothing is visible later
-        must((wrong.from_rank, wrong.slot) in due, f"a payload that was not due is accepted: {wrong}")
-        due.remove((wrong.from_rank, wrong.slot))
+        must((from_rank, slot) in due, f"a payload that was not due is accepted: {slot} of {from_rank}")
+        due.remove((from_rank, slot))
         sent += _check(effects, rank, world_size, completes=not due)
     must(core.complete == (not due), "complete with a missing payload, or incomplete with all")
     if not due:
@@ -125,7 +124,7 @@ def run(data: bytes) -> bool:
     return awaited > 0 and not due
 
 
-def _wrong(source: Source, world_size: int, due: Due) -> PayloadReceived:
+def _wrong(source: Source, world_size: int, due: Due) -> tuple[int, PayloadSlot]:
     if due and source.one_in(2):
         sender, place = source.choice(due)
         sender = source.choice((sender, (sender + 1) % world_size, world_size))
@@ -139,7 +138,7 @@ def _wrong(source: Source, world_size: int, due: Due) -> PayloadReceived:
             source.below(world_size + 1),
             PayloadSlot(source.choice(list(CollectivePhase)), *numbers),
         )
-    return PayloadReceived(sender, place, 0, b"wrong")
+    return sender, place
 
 
 def _check(effects: Sequence[CollectiveEffect], rank: int, world_size: int, completes: bool) -> int:

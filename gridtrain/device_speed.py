@@ -1,8 +1,4 @@
-"""Measures the floating-point operations per second of the model's device, to compare a newcomer with the
-members.
-
-It times the same product as `gridtrain.tools.doctor.machine_check.TORCH_PROBE`.
-"""
+"""Measures the floating-point operations per second of a device, to compare a newcomer with the members."""
 
 from __future__ import annotations
 
@@ -10,20 +6,14 @@ import math
 import time
 
 import torch
-from torch import nn
 
 MEASURE_DURATION_S = 0.1
 CPU_SIZE, DEVICE_SIZE = 512, 2048
 
 
-def float32_flops(model: nn.Module) -> float:
-    """Return the float32 operations per second of the model's device, measured with products of square
-    matrices; takes `MEASURE_DURATION_S` and a warm-up."""
-    return device_flops(next((p.device for p in model.parameters()), torch.device("cpu")))
-
-
 def device_flops(device: torch.device) -> float:
-    """Return the float32 operations per second of a device; see `float32_flops`."""
+    """Return the float32 operations per second of a device, measured with products of square matrices; takes
+    `MEASURE_DURATION_S` and a warm-up."""
     n = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
     least_s, ends_s = math.inf, time.perf_counter() + MEASURE_DURATION_S
     with torch.no_grad():

@@ -1,0 +1,40 @@
+"""Counts the latest requests of each key, for limits such as so many joins in a minute.
+
+times_s    41.2  55.0  58.3 | now      those within the window count; another one counts if it is allowed
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from gridtrain.core.messages import PeerId
+
+
+class RequestRate:
+    """The times of requests within the last `window_s` seconds.
+
+    Args:
+        max_keys: the number of keys that are remembered; the least recent one is forgotten first.
+    """
+
+    def __init__(self, window_s: float, max_keys: int) -> None:
+        self._window_s, self._max_keys = window_s, max_keys
+        self._times_s: dict[PeerId, deque[float]] = {}
+
+    def allow(self, key: PeerId, now_s: float, is_too_often: Callable[[int], bool]) -> bool:
+        """Return whether a request is allowed now; count it if it is.
+
+        Args:
+            is_too_often: a function of the number of requests within the window.
+        """
+        times_s = self._times_s.pop(key, None) or deque()
+        while times_s and times_s[0] <= now_s - self._window_s:
+            times_s.popleft()
+        is_allowed = not is_too_often(len(times_s))
+        if is_allowed:
+            times_s.append(now_s)
+        self._times_s[key] = times_s  # reinserted last, so that the first entry is the least recent
+        if len(self._times_s) > self._max_keys:
+            del self._times_s[next(iter(self._times_s))]
+        return is_allowed
