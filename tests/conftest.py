@@ -125,6 +125,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[CLIENT].close()
 
 
+@pytest.fixture
+def client(pytestconfig: pytest.Config) -> forkserver.Client:
+    """Of the server that forks the programs of all tests."""
+    return pytestconfig.stash[CLIENT]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Around fixtures, too."""

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from group_snapshot import snapshot_of
-from threaded_workers import ThreadedWorkers
+from threaded_group import ThreadedGroup
 
 import gridtrain
-from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.tools.demo.small_llama import small_llama
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-adapters")
@@ -24,7 +24,6 @@ peft = pytest.importorskip("peft", reason="peft is not installed: make test-adap
 from gridtrain.adapters.hugging_face import GridTrainer  # noqa: E402  it needs transformers
 
 WORKERS, STEPS, AT, CONTEXT = 3, 6, 2, 16
-WITHIN_S = 60.0
 LEARNED = 20  # steps after which the group knows how long a step takes
 
 
@@ -69,15 +68,15 @@ def test_the_others_wait_for_an_evaluation_and_all_stay_equal(models, tmp_path) 
             optimizer.zero_grad()
             steps[number] = grid.step
 
-    with LocalGroup(min_workers=WORKERS) as group:
-        workers = ThreadedWorkers(group, work, WORKERS, tmp_path)
+    with ThreadedGroup(tmp_path, workers=WORKERS) as group:
+        group.start_all(work)
         for event in (evaluating, *computed[1:]):
             assert event.wait(WITHIN_S)
         members = snapshot_of(group)["members"]
         assert steps == dict.fromkeys(range(WORKERS), AT), "nobody goes on without the one that evaluates"
         assert len(members) == WORKERS, "and nobody is excluded"
         over.set()
-        workers.finish()
+        group.finish()
     assert steps == dict.fromkeys(range(WORKERS), STEPS)
     first, *others = map(adapters, models)
     assert all(torch.equal(first, other) for other in others)
@@ -103,8 +102,9 @@ def test_with_wait_auto_the_others_go_on_and_all_are_equal_at_the_end(models, tm
             if grid.step >= LEARNED + 3:
                 ahead[number].set()
 
-    with LocalGroup(min_workers=WORKERS) as group:
-        ThreadedWorkers(group, work, WORKERS, tmp_path).finish()
+    with ThreadedGroup(tmp_path, workers=WORKERS) as group:
+        group.start_all(work)
+        group.finish()
     first, *others = map(adapters, models)
     assert all(torch.equal(first, other) for other in others)
 
@@ -164,8 +164,9 @@ def test_a_trainer_that_stops_early_leaves_and_the_others_finish(best, models, t
         trainer.train()
         finished[folder] = grid.finished, trainer.state.global_step
 
-    with LocalGroup(min_workers=WORKERS) as group:
-        ThreadedWorkers(group, work, WORKERS, tmp_path).finish()
+    with ThreadedGroup(tmp_path, workers=WORKERS) as group:
+        group.start_all(work)
+        group.finish()
     (early,) = stopped
     assert finished.pop(early) == (False, AT)
     assert list(finished.values()) == [(True, STEPS)] * 2

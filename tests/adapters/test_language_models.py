@@ -15,12 +15,11 @@ import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
-from threaded_workers import ThreadedWorkers
+from threaded_group import ThreadedGroup
 
 import gridtrain
 from gridtrain.cli.main import cli
 from gridtrain.errors import ConfigError
-from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.tools.demo.small_llama import small_llama
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.checkpoint.pretrained import adapter_facts
@@ -92,8 +91,10 @@ def train(models, tmp_path: Path, *, learning_rate: float = 0.05) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    with LocalGroup(min_workers=len(models)) as group:
-        ThreadedWorkers(group, work, len(models), tmp_path, checkpoint_every=2).finish()
+    with ThreadedGroup(tmp_path, workers=len(models)) as group:
+        for number in range(len(models)):
+            group.start(work, checkpoint_every=2, state_dir=str(tmp_path / f"worker-{number}"))
+        group.finish()
 
 
 def logits(model) -> torch.Tensor:

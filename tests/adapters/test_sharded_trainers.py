@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from threaded_workers import WITHIN_S, ThreadedWorkers
+from brisk import WITHIN_S
+from threaded_group import ThreadedGroup
 from torch.utils.data import IterableDataset
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.tools.demo.small_llama import small_llama
 from gridtrain.training.data.shard_files import ShardCache
 from gridtrain.training.data.shard_index import build_index, write_index
@@ -111,8 +111,9 @@ def test_a_trainer_reads_by_shards(
         models[number] = trainer.model
         assert trainer.state.global_step == STEPS
 
-    with LocalGroup(min_workers=WORKERS) as group:
-        ThreadedWorkers(group, work, WORKERS, tmp_path).finish()
+    with ThreadedGroup(tmp_path, workers=WORKERS) as group:
+        group.start_all(work)
+        group.finish()
     first, second = (
         torch.cat([p.detach().flatten() for p in models[n].parameters()]) for n in range(WORKERS)
     )
@@ -168,12 +169,13 @@ def test_samples_that_a_trainer_cannot_collate_are_shown(
         trainer_of(kind, tmp_path, grid=grid, grid_options=options, train_dataset=data).train()
 
     with (
-        LocalGroup(min_workers=1) as group,
+        ThreadedGroup(tmp_path, workers=1) as group,
         pytest.raises(
             ConfigError, match="makes no batch of samples such as " + ("tensor" if pack else "'a line")
         ) as caught,
     ):
-        ThreadedWorkers(group, work, 1, tmp_path).finish()
+        group.start_all(work)
+        group.finish()
     assert "decode=" in caught.value.remedy
 
 

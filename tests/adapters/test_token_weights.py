@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from threaded_workers import WITHIN_S, ThreadedWorkers
+from brisk import WITHIN_S
+from threaded_group import ThreadedGroup
 
 import gridtrain
-from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.tools.demo.small_llama import small_llama
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-adapters")
@@ -65,8 +65,9 @@ def test_two_trainers_are_one_process_with_all_tokens(tmp_path: Path, monkeypatc
         all_made.wait(WITHIN_S)  # training reads that state
         trainer.train()
 
-    with LocalGroup(min_workers=2) as group:
-        ThreadedWorkers(group, work, 2, tmp_path).finish()
+    with ThreadedGroup(tmp_path, workers=2) as group:
+        group.start_all(work)
+        group.finish()
     inner = torch.optim.SGD(first.parameters(), lr=RATE)
     first.train()
     for step in range(STEPS):

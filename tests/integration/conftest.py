@@ -57,7 +57,7 @@ class Program:
     """
 
     def __init__(
-        self, name: str, argv: tuple[str, ...], changed: threading.Condition, *, state: Path
+        self, name: str, argv: tuple[str, ...], changed: threading.Condition, *, state: Path, **variables: str
     ) -> None:
         self.name = name
         self.lines: list[Line] = []
@@ -70,7 +70,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment() | {"XDG_STATE_HOME": str(state)},
+            env=environment() | {"XDG_STATE_HOME": str(state)} | variables,
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         self._errors = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
@@ -223,16 +223,19 @@ class Group:
         shows: str = "",
         flags: tuple[str, ...] = (),
         script: Path = SCRIPT,
+        hash_seed: str = "",
         **options: Any,
     ) -> Program:
         """Start a worker; `options` are those of `scripts/train.py`, `more_runs` those of further runs.
 
         `shows`: an invitation other than the group's; `flags`: further flags of `gridtrain worker`.
+        `hash_seed`: one that differs from that of all forked programs, so that this worker is executed.
         """
+        variables = {"PYTHONHASHSEED": hash_seed} if hash_seed else {}
         runs = [json.dumps(run) for run in (options, *more_runs)]
         agent = (*CLI, "worker", shows or self.invitation(), "--name", name, "--export-dir", str(self.folder))
         argv = (*agent, *flags, "--", sys.executable, str(script), *runs)
-        self.workers[name] = Program(name, argv, self._changed, state=self.folder)
+        self.workers[name] = Program(name, argv, self._changed, state=self.folder, **variables)
         return self.workers[name]
 
     def invitation(self) -> str:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ pytestmark = pytest.mark.integration
 WITHIN_S = 120.0
 
 PROGRAM = """
-import os, signal, sys, time
+import atexit, os, signal, sys, threading, time
 sys.stderr.write("an error\\n")
+atexit.register(print, "from atexit")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("from a thread"))).start()
 import json
 import random
-import torch
 
 def of(it: random.Random) -> None: ...
 
@@ -32,6 +32,7 @@ if sys.argv[1:] == ["waits"]:
     print("ready", flush=True)
     while True:
         time.sleep(0.1)  # `signal.pause` would miss a signal that comes just before it
+import torch
 print(json.dumps({
     "argv": sys.argv,
     "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals()],
@@ -56,13 +57,6 @@ sys.exit(7)
 """
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[forkserver.Client]:
-    client = forkserver.Client()
-    yield client
-    client.close()
-
-
 @pytest.fixture
 def program(tmp_path: Path) -> str:
     path = tmp_path / "program.py"
@@ -70,7 +64,7 @@ def program(tmp_path: Path) -> str:
     return str(path)
 
 
-def both(client: forkserver.Client, *command: str, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+def both(client: Any, *command: str, **options: Any) -> list[subprocess.CompletedProcess[str]]:
     """Run a command executed, and forked."""
     done = []
     for way in (forkserver.executing(), client.forking()):
@@ -88,13 +82,16 @@ def both(client: forkserver.Client, *command: str, **options: Any) -> list[subpr
 def test_a_forked_program_has_the_environment_of_an_executed_one(
     client, program, tmp_path, flags, options
 ) -> None:
+    program = "program.py" if flags else program  # a path relative to the working directory, too
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SOME": "words", "PYTHONUNBUFFERED": ""}
     executed, forked = both(
         client, sys.executable, *flags, program, "a b", "--c", env=environment, cwd=tmp_path, **options
     )
     assert executed.returncode == forked.returncode == 7
     assert executed.stderr == forked.stderr == "an error\n"
-    assert json.loads(forked.stdout) == json.loads(executed.stdout)
+    (said, *last), (expected, *_) = forked.stdout.splitlines(), executed.stdout.splitlines()
+    assert json.loads(said) == json.loads(expected)
+    assert last == ["from a thread", "from atexit"] == executed.stdout.splitlines()[1:]
 
 
 def test_an_exception_ends_a_forked_program(client, program) -> None:
@@ -123,6 +120,16 @@ def test_modules_are_forked_and_may_start_programs(client, program) -> None:
     assert executed.stdout == forked.stdout
 
 
+def test_programs_are_forked_after_torch_has_set_variables(client, tmp_path, monkeypatch) -> None:
+    """torch._dynamo does, which the first step of an optimizer imports in the process of the tests."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print('torch' in sys.modules)")
+    with client.forking():
+        done = subprocess.run((sys.executable, program), capture_output=True, text=True, timeout=WITHIN_S)
+    assert done.stdout == "True\n"
+
+
 @pytest.mark.parametrize(
     ("command", "environment"),
     [
@@ -135,9 +142,10 @@ def test_modules_are_forked_and_may_start_programs(client, program) -> None:
     ids=str,
 )
 def test_a_program_for_another_interpreter_is_executed(
-    client, program, command, environment, monkeypatch
+    client, tmp_path, command, environment, monkeypatch
 ) -> None:
-    words = [program if word == "PROGRAM" else word for word in command]
+    (tmp_path / "program.py").touch()
+    words = [str(tmp_path / "program.py") if word == "PROGRAM" else word for word in command]
     monkeypatch.setattr(client, "_ask", lambda *_: pytest.fail("it was forked"))
     with client.forking():
         subprocess.run(

@@ -48,7 +48,7 @@ def train(
     progress: Progress,
     *,
     late: bool,
-    width: int = 160_000,
+    width: int = 40_000,
     explicit: bool = False,
     adam: bool = False,
     shrinks: bool = False,

@@ -155,8 +155,8 @@ def test_a_newcomer_receives_the_scale(new_group: Any, late: bool) -> None:
 def test_a_newcomer_continues_at_the_others_step(new_group: Any) -> None:
     """It receives parameters, momentum, schedule and step number; from then on the bits are the same.
 
-    worker-0   0 1 2 3 4 5 ........ n   n+1 ... 599
-    worker-1         joins here ----^   n+1 ... 599
+    worker-0   0 1 2 3 4 5 ........ n   n+1 ... 59
+    worker-1         joins here ----^   n+1 ... 59
     """
     come = threading.Event()
 
@@ -170,7 +170,7 @@ def test_a_newcomer_continues_at_the_others_step(new_group: Any) -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
         grid.track(scheduler=scheduler)
         seen = {}
-        for batch in grid.batches(DATA, batch_size=2, steps=600):
+        for batch in grid.batches(DATA, batch_size=2, steps=60):
             seen[grid.step] = (grid.world_size, scheduler.last_epoch, digest(model, optimizer))
             train_batch(model, optimizer, batch)
             scheduler.step()
@@ -185,10 +185,10 @@ def test_a_newcomer_continues_at_the_others_step(new_group: Any) -> None:
         group.start(train)
         first, second = group.result(0), group.result(1)
     joined_at = min(second)
-    assert joined_at >= 5 and list(second) == list(range(joined_at, 600)) and list(first) == list(range(600))
+    assert joined_at >= 5 and list(second) == list(range(joined_at, 60)) and list(first) == list(range(60))
     assert second[joined_at][1] == joined_at, "the scheduler's state arrived, too"
     assert {step: first[step][1:] for step in second} == {step: seen[1:] for step, seen in second.items()}
-    assert (first[0][0], first[599][0]) == (1, 2)
+    assert (first[0][0], first[59][0]) == (1, 2)
 
 
 # -- busy, or hung -------------------------------------------------------------------------------------

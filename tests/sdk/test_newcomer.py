@@ -88,11 +88,13 @@ def join(address: str, invited: Invitation | None = None, **options: str) -> Gri
 # -- the invitation ----------------------------------------------------------------------------------------
 
 
-def test_a_script_with_neither_agent_nor_invitation_is_refused() -> None:
-    done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()")
+def test_a_script_with_neither_agent_nor_invitation_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import gridtrain; gridtrain.join()")
+    done = run(sys.executable, str(script))
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "gridtrain: <string>, line 1: ConfigError: no invitation was given, so it is unknown which run "
+        "gridtrain: train.py, line 1: ConfigError: no invitation was given, so it is unknown which run "
         "to join -> start the script with `gridtrain worker INVITATION -- python train.py`, or pass the "
         'invitation: gridtrain.join("gridtrain1:...")'
     )
@@ -387,7 +389,6 @@ def test_a_script_that_raises_ends_with_its_traceback(
     assert (tmp_path / "anna" / "final.safetensors").exists()
 
 
-@pytest.mark.executed
 def test_a_refused_script_ends_with_one_sentence(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
     """A mistake in the script's own calls ends in one sentence, too, with and without an agent."""
     script = tmp_path / "train.py"

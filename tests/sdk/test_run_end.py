@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -196,83 +196,74 @@ def test_the_reason_for_leaving_says_how_the_script_ended(
         assert said[0] == reason
 
 
-def test_the_place_of_an_error_is_in_the_script_and_not_in_a_library(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "from torch.utils._pytree import tree_map\n"
-        "from gridtrain.config import exchange_of\n"
-        "from gridtrain.runtime.process_hooks import install_error_hook\n"
-        "install_error_hook()\n"
-        "tree_map(exchange_of, ['fast'])\n"
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert done.stderr.startswith('gridtrain: train.py, line 5: ConfigError: exchange is "fast", which is')
+@pytest.fixture
+def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a script with the hooks of a worker's process to its end; its own first line is the third."""
+
+    def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "train.py"
+        script.write_text(HOOKS + code)
+        words = [sys.executable, str(script), *arguments]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+    return run
 
 
-def test_a_damaged_file_of_weights_is_named_as_such(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import pathlib, safetensors.torch, sys, torch\n"
-        "from gridtrain.runtime.process_hooks import install_error_hook\n"
-        "install_error_hook()\n"
-        "path = pathlib.Path(sys.argv[1])\n"
-        "safetensors.torch.save_file({'weight': torch.ones(100)}, path)\n"
-        "path.write_bytes(path.read_bytes()[:200])\n"
-        "safetensors.torch.load_file(path)\n"
-    )
-    words = [sys.executable, script, tmp_path / "model.safetensors"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("Traceback")
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("gridtrain: train.py, line 7: a safetensors file is damaged or incomplete -> ")
+HOOKS = """from gridtrain.runtime import process_hooks as hooks
+hooks.install_error_hook(), hooks.install_sigterm_handler()
+"""
+LIBRARY = """from torch.utils._pytree import tree_map
+from gridtrain.config import exchange_of
+tree_map(exchange_of, ['fast'])
+"""
+DAMAGED = """import pathlib, safetensors.torch, sys, torch
+path = pathlib.Path(sys.argv[1])
+safetensors.torch.save_file({'weight': torch.ones(100)}, path)
+path.write_bytes(path.read_bytes()[:200])
+safetensors.torch.load_file(path)
+"""
+SINGLE = "train.py, line 4: a batch has a single sample, with which"
+REFUSED = "from gridtrain.errors import ConfigError, JoinRefused\nraise "
 
 
-@pytest.mark.parametrize("layer", ["torch.nn.SyncBatchNorm(3)", "torch.jit.script(torch.nn.BatchNorm1d(3))"])
-def test_a_layer_that_cannot_train_on_a_single_sample_is_explained(tmp_path: Path, layer: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "from gridtrain.runtime.process_hooks import install_error_hook\n"
-        "install_error_hook()\n"
-        f"{layer}(torch.ones(1, 3))\n"
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("Traceback")
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("gridtrain: train.py, line 4: a batch has a single sample, with which")
-    assert "-> use batch sizes that leave no batch with one sample" in last
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        (LIBRARY, 2, 'train.py, line 5: ConfigError: exchange is "fast", which is'),
+        (f"{REFUSED}ConfigError('wrong')", 2, "train.py, line 4: ConfigError: wrong"),
+        (
+            f"{REFUSED}JoinRefused('banned', 'this worker is banned', remedy='ask the owner')",
+            4,
+            "train.py, line 4: JoinRefused: this worker is banned -> ask the owner",
+        ),
+        (DAMAGED, 1, "train.py, line 7: a safetensors file is damaged or incomplete -> "),
+        ("import torch\ntorch.nn.SyncBatchNorm(3)(torch.ones(1, 3))", 1, SINGLE),
+        ("import torch\ntorch.jit.script(torch.nn.BatchNorm1d(3))(torch.ones(1, 3))", 1, SINGLE),
+    ],
+    ids=["in a library", "wrong settings", "refused", "damaged weights", "single sample", "scripted"],
+)
+def test_an_error_ends_a_script_with_its_code_and_a_sentence(
+    run_script: Any, tmp_path: Path, code: str, exit_code: int, said: str
+) -> None:
+    """A traceback is printed before only if the error is another library's."""
+    done = run_script(code, str(tmp_path / "model.safetensors"))
+    assert done.returncode == exit_code
+    *traceback, last = done.stderr.splitlines()
+    assert last.startswith(f"gridtrain: {said}")
+    assert traceback[:1] == (["Traceback (most recent call last):"] if exit_code == 1 else [])
+    assert "batch with one sample" in last or "single sample" not in last
 
 
-def test_a_script_that_sigterm_ends_outside_of_with_says_so() -> None:
-    script = (
+@pytest.mark.integration
+def test_a_script_that_sigterm_ends_outside_of_with_says_so(run_script: Any) -> None:
+    done = run_script(
         "import atexit, os, signal\n"
-        "from gridtrain.runtime import process_hooks as hooks\n"
-        "hooks.install_sigterm_handler()\n"
         "atexit.register(lambda: print(hooks.describe_end(hooks.uncaught_error())))\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (143, "")
     assert done.stdout == "the training script was stopped (SIGTERM)\n"
-
-
-def test_a_refused_script_ends_with_the_documented_code() -> None:
-    script = (
-        "from gridtrain.errors import ConfigError, JoinRefused\n"
-        "from gridtrain.runtime.process_hooks import install_error_hook\n"
-        "install_error_hook()\n"
-        "raise {}"
-    )
-    ends = {
-        'JoinRefused("banned", "this worker is banned", remedy="ask the owner")': 4,
-        'ConfigError("wrong")': 2,
-    }
-    for raised, code in ends.items():
-        done = subprocess.run(
-            [sys.executable, "-c", script.format(raised)], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == code
-        assert done.stderr.startswith("gridtrain: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

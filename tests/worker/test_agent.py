@@ -504,14 +504,16 @@ print("ready", flush=True)
 
 
 @pytest.fixture
-def agent(invitation: Invitation) -> Iterator[StartAgent]:
+def agent(invitation: Invitation, tmp_path: Path) -> Iterator[StartAgent]:
     """Start an agent; return when its script has printed "ready"."""
     started: list[subprocess.Popen[str]] = []
+    program = tmp_path / "agent.py"
+    program.write_text(AGENT)
 
     def start(code: str, **options: object) -> subprocess.Popen[str]:
         job = {"command": python(code), "invitation": invitation.text(), **options}
         process = subprocess.Popen(
-            python(AGENT),
+            (sys.executable, str(program)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

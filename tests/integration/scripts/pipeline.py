@@ -3,6 +3,8 @@
     python pipeline.py '{"batch_size": 4, "epochs": 1, "dies_at": 8, "stage": 1}'
 
 `dies_at`: the worker of the last replica of `stage` kills itself as it begins this step.
+`gated_step`: it waits before this step, once, until there is a byte in the FIFO `step_gate`.
+`steps` in the place of `epochs`; `step_s`: the duration of a step's "computing".
 """
 
 from __future__ import annotations
@@ -52,8 +54,13 @@ def main(options: dict[str, Any]) -> None:
         micro_batches=2,
         exchange=exchange,
     )
-    for x, y, ids in grid.batches(Numbered(), batch_size=options["batch_size"], epochs=options["epochs"]):
+    until = {name: options[name] for name in ("epochs", "steps") if name in options}
+    for x, y, ids in grid.batches(Numbered(), batch_size=options["batch_size"], **until):
         step = grid.step
+        if step == options.get("gated_step") and (gate_path := options.pop("step_gate", None)):
+            with grid.evaluation(), open(gate_path, "rb", buffering=0) as gate:
+                say("at gate", step=step)
+                gate.read(1)
         replicas = grid.world_size // options.get("stages", 2)
         last = grid.rank == (pipe.stage + 1) * replicas - 1 if pipe.stage is not None else False
         if step == options.get("dies_at") and pipe.stage == options["stage"] and last and grid.world_size > 2:
@@ -64,6 +71,7 @@ def main(options: dict[str, Any]) -> None:
             say("aborted", step=step)
         else:
             say("step", step=step, loss=loss, stage=pipe.stage, samples=ids.tolist())
+            time.sleep(options.get("step_s", 0.0))
     state = serialization.replica_digest(pipe.module, pipe.optimizer).hex() if pipe.stage is not None else ""
     say("end", stage=pipe.stage, digest=state)
 

@@ -273,6 +273,7 @@ store.put(folder, remote_store.MODEL_PART, "anna")
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("at", [".safetensors", "model.json"])
 def test_an_upload_that_was_killed_is_completed_by_the_next_attempt(
     at: str, store: RemoteStore, tmp_path: Path
@@ -280,7 +281,9 @@ def test_an_upload_that_was_killed_is_completed_by_the_next_attempt(
     uploads = Uploads(store, tmp_path / "anna")
     uploads.add(10)
     path = save(tmp_path / "anna", 20)
-    command = [sys.executable, "-c", KILLED, str(path), f"file://{tmp_path}/storage", at]
+    script = tmp_path / "upload.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(path), f"file://{tmp_path}/storage", at]
     done = subprocess.run(command, timeout=WITHIN_S)
     assert done.returncode == -signal.SIGKILL
     assert list((tmp_path / "storage" / "step-00000020").iterdir()), "it was killed in the middle"
