@@ -95,7 +95,8 @@ class ContributionReporter:
     def step_committed(self, step: int, samples: int) -> None:
         """Count a committed step in which this worker had `samples` samples.
 
-        Steps from this one on were lost, and are repeated: they are no longer counted.
+        Steps from this one on that this process has counted were lost, and are repeated: they are no longer
+        counted.
         """
         while self._counted and self._counted[-1][0] >= step:
             self._steps -= 1

@@ -73,7 +73,8 @@ class GroupSession:
         on_turn_begun: a function that is called with this worker's rank and the step before the loop gets the
             batch.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
-        is_standby_at_end: whether the run has finished and this worker was not a member at its end.
+        is_standby_at_end: whether the coordinator refused this worker because the run has finished: it was on
+            standby, or the run was ended without a model.
         end_reason: then why, as the coordinator says.
         failure: why this worker leaves, if its data cannot be read or its final model cannot be written.
     """

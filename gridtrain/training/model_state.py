@@ -207,7 +207,7 @@ class ModelState(ABC):
 
     @property
     def holds_stage(self) -> bool:
-        """Whether this worker holds a whole stage of the last generation, although it is no member."""
+        """Whether this worker is a member that holds its whole stage after the last step that it knows."""
         return False
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pipeline_group import Seen, Workers, undisturbed
+from pipeline_group import LOSING, Seen, Workers, undisturbed
 from safetensors.torch import load_file
 
 import gridtrain
@@ -108,7 +109,7 @@ def test_a_run_whose_only_holder_of_a_stage_was_killed_is_ended_by_its_owner(
         if coordinator.snapshot()["phase"] == "paused" and not answer.running() and not answer.done():
             yield EndRun(), answer
 
-    with Workers(tmp_path, 2, checkpoint_every=100) as workers:
+    with Workers(tmp_path, 2, checkpoint_every=100, deadlines=replace(LOSING, regather_s=0.5)) as workers:
         coordinator = workers.group.coordinator
         workers.after = after
         workers.add("anna")

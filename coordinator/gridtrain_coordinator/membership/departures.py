@@ -100,8 +100,9 @@ class Departures:
         note = LogEvent("warning", "refused", {"peer": peer.hex()[:12], "code": code, "reason": reason})
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
-    def refuse_late(self, peer: m.PeerId, why: str = "") -> list[Effect]:
-        reason = f'the run "{self._run.name}" is finished' + (f": {why}" if why else "")
+    def refuse_late(self, peer: m.PeerId) -> list[Effect]:
+        missing = f"; {self._run.missing_model}" if self._run.missing_model else ""
+        reason = f'the run "{self._run.name}" is finished{missing}'
         return self.refuse(peer, "finished", reason, "ask the run's owner for the result")
 
     def finish_run(self, incomplete: str = "") -> list[Effect]:
@@ -124,9 +125,8 @@ class Departures:
             LogEvent("info", "finished", {"reason": reason}),
         ]
         ending = run.members if not incomplete else frozenset()
-        why = reason if incomplete else ""
         for peer in list(run.workers):
-            effects += [run.phase_message(peer)] if peer in ending else self.refuse_late(peer, why)
+            effects += [run.phase_message(peer)] if peer in ending else self.refuse_late(peer)
         return effects
 
     def _remove(self, worker: Worker, reason: str, *, is_voluntary: bool = False) -> list[Effect]:

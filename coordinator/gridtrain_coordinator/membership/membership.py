@@ -241,7 +241,8 @@ class Membership:
         """End the run by its owner's order; return the effects, and the answer to the owner.
 
         The members finish the open step or drop it, take on the same state, and are told that the run is
-        finished.  The order is not in the journal: after a restart the run continues.
+        finished; a pipeline of which a stage is missing may end without a model.  The order is not in the
+        journal: after a restart the run continues.
         """
         run = self.run
         if run.is_finished:
@@ -260,6 +261,8 @@ class Membership:
                 f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
                 "worker with a checkpoint has come; repeat the order if the coordinator restarts before then"
             )
+        if pending := self._pipeline_recovery.describe_pending_end():
+            return effects, f'the run "{run.name}" {pending}'
         return effects, (
             f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} write the '
             f"last checkpoints and the model, and all workers exit{run.skipped_steps.ending()}"

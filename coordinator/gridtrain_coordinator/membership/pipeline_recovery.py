@@ -2,7 +2,8 @@
 
     all reports received --> every stage is held in memory or on disk -----> the next generation
                              no, but that of an earlier step on disks -----> rollback, the next generation
-                             neither --------------------------------------> PAUSED, until a worker comes
+                             neither --------------------------------------> PAUSED, until a worker comes;
+                                      ended by its owner: FINISHED without a model after `regather_s`
     fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the present workers, if it fits
     generation installed --> workers without a rank are on standby, and are notified
 
@@ -42,6 +43,8 @@ class PipelineRecovery:
     ) -> None:
         self._run, self._departures = run, departures
         self._view_installer, self._placement, self._checkpoints = view_installer, placement, checkpoints
+        self._incomplete_since_s: float | None = None
+        self._incomplete_reason = ""
 
     # -- the next generation -----------------------------------------------------------------------
 
@@ -93,7 +96,7 @@ class PipelineRecovery:
             return []
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
-            return self._end_incomplete(restart, last) if run.is_ending else self._pause(str(result))
+            return self._await_end(restart, last, str(result), now_s)
         effects: list[Effect] = []
         if outcome is None or restart.outcome is not outcome:
             effects = self._roll_back(last, restart.outcome.applied, is_certain=outcome is not None)
@@ -144,6 +147,7 @@ class PipelineRecovery:
 
     def _install(self, outcome: Outcome, result: PlacementResult, now_s: float) -> list[Effect]:
         placement, bounds = result
+        self._incomplete_since_s = None
         self._placement.adopt_partition(bounds)
         placement = self._checkpoints.add_digests(placement, outcome)
         effects = self._view_installer.install(outcome, now_s, placement=placement)
@@ -220,6 +224,33 @@ class PipelineRecovery:
             return self._departures.finish_run()
         last = run.highest_step - 1
         return self._end_incomplete(self._find_restart_point(None, last, {}), last)
+
+    def describe_pending_end(self) -> str:
+        """Return when and why a run that its owner has ended ends without a model; "" if that is not so."""
+        if self._incomplete_since_s is None:
+            return ""
+        return (
+            f"ends in {self._run.limits.regather_s:g} s without a model, unless workers with the missing "
+            f"part come before: {self._incomplete_reason}"
+        )
+
+    def _await_end(self, restart: RestartPoint, last: int, reason: str, now_s: float) -> list[Effect]:
+        """Pause the run; if its owner has ended it, end it after `regather_s` if it still cannot continue.
+
+        Without a present worker the run stays paused, because its members may all come back.
+        """
+        run = self._run
+        if not run.is_ending or not run.eligible_workers():
+            self._incomplete_since_s = None
+            return self._pause(reason)
+        if self._incomplete_since_s is None:
+            self._incomplete_since_s = now_s
+        self._incomplete_reason = end_reason(restart)
+        until_s = self._incomplete_since_s + run.limits.regather_s
+        if now_s >= until_s:
+            return self._end_incomplete(restart, last)
+        run.view_change.shorten_deadline(until_s)
+        return self._pause(reason)
 
     def _end_incomplete(self, restart: RestartPoint, last: int) -> list[Effect]:
         """End the run by its owner's order although the present workers cannot hold all stages of one state.

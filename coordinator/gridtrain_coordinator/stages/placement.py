@@ -194,7 +194,7 @@ class StagePlacement:
     def _is_waiting_for_rejoin(self, now_s: float) -> bool:
         """Return whether to wait for a worker to come back, which would make the repartition unnecessary."""
         since_s = self._too_few_since_s = now_s if self._too_few_since_s is None else self._too_few_since_s
-        if self._run.is_ending or now_s >= since_s + self._run.limits.recut_s:
+        if now_s >= since_s + self._run.limits.recut_s:
             return False
         self._run.view_change.wait_until(since_s + self._run.limits.recut_s)
         return True

@@ -196,11 +196,12 @@ def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str
 def end_reason(restart: RestartPoint) -> str:
     """Explain why a run that its owner ends at this point writes no model."""
     if restart.outcome is None:
-        return f"{restart.reason}, so the model cannot be exported, unless another state folder has it"
+        unless = "unless state folders have all stages of one step"
+        return f"{restart.reason}, so the model cannot be exported, {unless}"
     if restart.outcome.applied < 0:
         return "no step was committed"
     return (
-        "too few workers are present for all stages of the model; gridtrain export writes that of step "
+        "the present workers do not hold all stages of the model; gridtrain export writes that of step "
         f"{restart.outcome.applied + 1} from the checkpoints of all stages, copied into one folder"
     )
 
@@ -210,10 +211,12 @@ def most_complete_state(
 ) -> tuple[list[int], int]:
     """Return what is missing of the state on disk that lacks the fewest stages, and its last step.
 
-    If no state lacks only some of the stages, these are all stages and `last`.
+    If no state lacks only some of the stages, these are all stages and `last`.  States after step `last`,
+    which nobody has confirmed, do not count.
     """
     states = _reported_spans(spec, reported).items()
-    found = [(lost, at[0]) for at, spans in states if (lost := _incomplete_stages(spans, bounds))]
+    lacking = [(_incomplete_stages(spans, bounds), at[0]) for at, spans in states if at[0] <= last]
+    found = [(lost, step) for lost, step in lacking if lost]
     every = list(range(len(bounds) - 1))
     return min([*found, (every, last)], key=lambda each: (len(each[0]), -each[1]))
 

@@ -148,9 +148,7 @@ class _PanelRenderer:
                 f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2.2" '
                 'stroke-linejoin="round" stroke-linecap="round"/>'
             )
-        parts += [
-            self._dot(self.x(x), self.y(y), line.colour) for line in self.panel.lines for x, y in line.dots
-        ]
+        parts += [_dot(self.x(x), self.y(y), line.colour) for line in self.panel.lines for x, y in line.dots]
         for line, curve in zip(self.panel.lines, curves, strict=True):
             for index, note in line.notes:
                 x, y = curve[index]
@@ -162,13 +160,6 @@ class _PanelRenderer:
                 self._place_label(_along(curve, line.label), line.label, line.colour, "bold", curves)
             )
         return parts
-
-    def _dot(self, x: float, y: float, colour: str) -> str:
-        """Return a dot at pixels (x, y), which labels avoid."""
-        self.occupied.append((x - 6, y - 6, x + 6, y + 6))
-        return (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}" stroke="#FFFFFF" stroke-width="1.5"/>'
-        )
 
     def _axes(self) -> list[str]:
         panel, right, bottom = self.panel, self.left + PANEL_WIDTH, TOP + PANEL_HEIGHT

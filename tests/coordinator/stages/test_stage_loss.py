@@ -216,8 +216,9 @@ def end(run: StagedRun) -> str:
 
 MISSING = (
     "no present worker holds stage 1 of 2 after step 13, and no earlier step has checkpoints of all stages, "
-    "so the model cannot be exported, unless another state folder has it"
+    "so the model cannot be exported, unless state folders have all stages of one step"
 )
+TWO_LAYERS = replace(SIX_LAYERS, cuts=(0, 1, 2), blocks=SIX_LAYERS.blocks[:2])
 
 
 def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
@@ -226,15 +227,41 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
-    assert end(run) == f'the run "r" is finished; the final model was not written: {MISSING}'
+    waits = "ends in 60 s without a model, unless workers with the missing part come before"
+    assert end(run) == f'the run "r" {waits}: {MISSING}'
+    run.tick(59)
+    assert run.core.phase is RunPhase.PAUSED
+    run.tick(1)
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers
-    reason = f'the run "r" is finished: its owner has ended it after 13 steps; {MISSING}'
+    assert run.core.reason == f"its owner has ended it after 13 steps; {MISSING}"
     for peer in (A, C):
         (refused,) = sent(run.effects, m.Refused, to=peer)
-        assert (refused.code, refused.reason) == ("finished", reason)
+        assert refused.code == "finished" and refused.reason.endswith(MISSING)
+    assert sent(run.join(B), m.Refused, to=B)[0].reason == refused.reason
     assert run.core.snapshot(run.now_s)["alert"] == f"the final model was not written: {MISSING}"
     journal = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
     assert recover_run(journal).is_finished, "also after a restart"
+
+
+def test_the_missing_stage_comes_after_the_owners_order() -> None:
+    run = StagedRun(2, A, B)
+    run.lose(B)
+    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    end(run)
+    run.tick(30)
+    run.join(B)
+    run.report(B, applied=12, history=b"h12", ledger=state_after(12))
+    run.ready()
+    assert run.core.phase is RunPhase.FINISHED and not run.core.run.missing_model
+    assert run.view is not None and run.view.applied == 12
+
+
+def test_a_run_whose_members_are_all_away_does_not_end() -> None:
+    run = StagedRun(2, A, B)
+    run.lose(A), run.lose(B)
+    assert "which are all disconnected" in end(run)
+    run.tick(1000)
+    assert run.core.phase is RunPhase.PAUSED
 
 
 def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> None:
@@ -242,8 +269,8 @@ def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> N
     entries = [(e.kind, e.body) for e in StagedRun(2, A, B).seen if isinstance(e, JournalEntry)]
     entries.append(("state", {"state": "waiting", "reason": "", "reached": 13}))
     run = StagedRun(2, recovered=recover_run(entries), term=2, start=False)
-    run.checkpoints[A] = stored(12, 0)
-    run.join(A), run.join(C)
+    run.checkpoints |= {A: stored(12, 0), D: stored(24, 1)}  # nobody has confirmed step 25
+    run.join(A), run.join(C), run.join(D)
     assert not run.core.run.members and MISSING.partition(", so")[0] in run.core.reason
     assert MISSING in end(run)
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers
@@ -258,22 +285,30 @@ def test_the_owner_ends_a_run_that_waits_for_a_stage_and_has_an_earlier_step() -
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
     assert end(run).endswith(
-        "too few workers are present for all stages of the model; gridtrain export writes that of step 10 "
+        "the present workers do not hold all stages of the model; gridtrain export writes that of step 10 "
         "from the checkpoints of all stages, copied into one folder"
     )
+    run.tick(60)
     assert run.core.phase is RunPhase.FINISHED
 
 
-def test_a_run_that_its_owner_ends_is_repartitioned_at_once() -> None:
-    run = StagedRun(2, A, B, model=replace(SIX_LAYERS, cuts=(0, 1, 2), blocks=SIX_LAYERS.blocks[:2]))
-    run.say(A, m.StageCheckpointList(stored(12, 0, 1)))
+@pytest.mark.parametrize("back", [False, True])
+def test_a_run_that_its_owner_ends_waits_for_a_stage_before_it_returns_to_an_earlier_step(back: bool) -> None:
+    run = StagedRun(2, A, B, model=TWO_LAYERS)
+    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED and "after 15 s" in run.core.reason
     end(run)
-    assert run.roster == "a" and run.view.applied == 12
+    assert run.core.phase is RunPhase.PAUSED
+    if back:
+        run.join(B)
+        run.report(B, applied=12, history=b"h12", ledger=state_after(12))
+    else:
+        run.tick(15)
     run.ready()
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.missing_model
+    assert run.view is not None and run.view.applied == (12 if back else 9)
 
 
 def test_a_returning_member_with_its_state_in_memory_ends_the_pause_without_a_rollback() -> None:

@@ -62,7 +62,7 @@ class SendMonitor:
     """
 
     restarts: bool = True
-    is_lossy: bool = False
+    control: str = "cubic"
     counted: int = 0
     segments: int = 0
     retransmitted: int = 0
@@ -80,10 +80,13 @@ class SendMonitor:
         has_paused = (segments - self.segments) % _COUNTS < PAUSE_SEGMENTS
         self.busy_looks, self.segments = 0 if has_paused else self.busy_looks + 1, segments
         if (segments - self.counted) % _COUNTS >= MIN_SEGMENTS:
-            self.recent.append(retransmitted != self.retransmitted and window < FULL_QUEUE_SEGMENTS)
+            if self.control == "cubic":
+                self.recent.append(retransmitted != self.retransmitted and window < FULL_QUEUE_SEGMENTS)
             self.counted, self.retransmitted = segments, retransmitted
-            self.is_lossy = sum(self.recent) >= BAD_LOOKS
-        return "bbr" if self.is_lossy or (self.restarts and self.busy_looks < BUSY_LOOKS) else "cubic"
+        is_lossy = sum(self.recent) >= BAD_LOOKS  # then it remains so, because nothing more is recorded
+        is_bursty = self.restarts and self.busy_looks < BUSY_LOOKS
+        self.control = "bbr" if is_lossy or is_bursty else "cubic"
+        return self.control
 
 
 def preferred_control(control: str, round_trip_s: float) -> str:

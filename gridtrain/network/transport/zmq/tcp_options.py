@@ -118,8 +118,6 @@ class TcpConnection:
         with self._duplicate() as duplicate:
             if duplicate is not None:
                 congestion_control.revise_control(duplicate, self._send_monitor)
-                if self._send_monitor.is_lossy:
-                    self._send_monitor = None
 
     @contextlib.contextmanager
     def _duplicate(self) -> Iterator[socket.socket | None]:

@@ -68,7 +68,8 @@ def test_a_line_is_bad_if_it_loses_again_and_again(text, bad):
         (".-..-..-..-.", "bbr"),
         ("-....", "cubic"),  # a long payload
         ("-....-", "bbr"),
-        ("-xxxxxx", "bbr"),
+        ("-....xxxxxx....", "bbr"),  # for the rest of the connection
+        ("-xxx-xxx-xxx....", "cubic"),  # with bbr, whose window is small without losses, too
     ],
 )
 def test_bbr_sends_the_payload_after_a_pause(text, last):
