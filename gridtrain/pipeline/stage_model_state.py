@@ -156,7 +156,8 @@ class StageModelState(ModelState):
             partial = path.with_suffix(".partial")
             partial.write_text(text, encoding="utf-8")
             os.replace(partial, folder / "final.safetensors.index.json")
-        log.warning("the run is finished; stage %d of the model is in %s", held.stage, path)
+        part = f"stage {held.stage} of the model" if stages.stages > 1 else "the model"
+        log.warning("the run is finished; %s is in %s", part, path)
         if base := self._held.base.describe():
             log.warning("the file contains what was trained, without the base (%s)", base)
 
@@ -220,12 +221,6 @@ class StageModelState(ModelState):
             return
         if self._held.places.layers(snapshot) != layers:
             return  # the group has continued with other stages
-        if not self._has_checkpoints:
-            log.warning(
-                "stage %d is held only by this worker, which writes no checkpoints: its state is lost",
-                stage,
-            )
-            return
         if not between_steps:
             if not self._held.is_whole_after(snapshot.applied):
                 log.warning(NOT_SAVED, "it ends in the middle of a step")

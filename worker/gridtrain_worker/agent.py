@@ -354,13 +354,13 @@ def _run(
 
 def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: ContributionStats) -> str:
     """Return what the end of a script without an error means; "" if it was to end."""
-    if stats.is_empty:
-        return (
-            "the script has ended without a step: the run has no step left, or the script does not call "
-            "gridtrain.join()"
-        )
     if enforcer.is_stopping or not _is_running(entry):
         return ""
+    if stats.is_empty:
+        return (
+            "the script has ended without a step: no step was left for it, or it does not call "
+            "gridtrain.join()"
+        )
     return (
         f"the script has ended after step {stats.step}, before the run; start this worker again to "
         "contribute more"

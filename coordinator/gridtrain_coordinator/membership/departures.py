@@ -118,7 +118,6 @@ class Departures:
             reason = f"its owner has ended it after {format_count(run.highest_step, 'step')}"
         reason += run.skipped_steps.ending(run.highest_step)
         if incomplete:
-            reason += f"; {incomplete}"
             run.record_missing_model(f"the final model was not written: {incomplete}")
         effects: list[Effect] = [
             run.enter_phase(RunPhase.FINISHED, reason),

@@ -108,10 +108,10 @@ class FreezePhase:
         self._is_awaiting_members, self.delayed_until_s = False, None
         self._view_installer.clear_initial_state()
         lost = {"committed": True} if run.has_committed and not run.highest_step else {}
-        what = "new workers start from a checkpoint or at step 0"
+        what = "the next ones continue from a checkpoint, or start at step 0 if they have none"
         if run.partition.is_pipeline and run.highest_step:
             what = "training continues when workers with checkpoints of all stages have joined"
-        reason = f"all workers that held the model have left; {what}"
+        reason = f"all workers that held the model have left or are paused; {what}"
         return [
             run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, **lost),
             LogEvent("error", "waiting", {"reason": reason}),

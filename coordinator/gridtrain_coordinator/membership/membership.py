@@ -263,9 +263,10 @@ class Membership:
             )
         if pending := self._pipeline_recovery.describe_pending_end():
             return effects, f'the run "{run.name}" {pending}'
+        write = "writes" if len(run.member_order) == 1 else "write"
         return effects, (
-            f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} write the '
-            f"last checkpoints and the model, and all workers exit{run.skipped_steps.ending()}"
+            f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} {write} '
+            f"the last checkpoints and the model, and all workers exit{run.skipped_steps.ending()}"
         )
 
     def introduce_pending_member(

@@ -100,7 +100,10 @@ class RunState:
             self.partition.adopt(view.stage_bounds)
             self.phase = RunPhase.PAUSED
             awaited = format_count(len(self.member_list), "member")
-            self._reason = f"the coordinator restarted; waiting for {awaited} to come back"
+            self._reason = (
+                f"the coordinator restarted; waiting for {awaited} to come back, unless their last lines say "
+                "that the run is finished, and where the model is"
+            )
         elif recovered.generation:  # it does not know which workers were paused
             self._reason = (
                 f"no worker held the model when the coordinator restarted; {self._reason}; a paused one "

@@ -157,13 +157,14 @@ def find_restart_point(
 def too_few_reason(stages: int, here: int, locations: StateLocations) -> str:
     """Explain why the run waits for more workers."""
     held, present = set(locations.in_memory.values()), _present_text(here)
-    if not held:
-        return f"the model has {stages} stages, and {present}"
-    empty = next((stage for stage in range(stages) if stage not in held), stages - 1)
     missing = stages - here
+    until = "one joins" if missing == 1 else f"{missing} join"
+    if not held:
+        return f"the model has {stages} stages, and {present}; training continues when {until}"
+    empty = next((stage for stage in range(stages) if stage not in held), stages - 1)
     return (
         f"stage {empty} of {stages} has no worker: {present}, but {stages} are needed; "
-        f"training continues when {'one joins' if missing == 1 else f'{missing} join'}"
+        f"training continues when {until}"
     )
 
 
@@ -178,8 +179,9 @@ def lost_state_reason(restart: RestartPoint, stages: int, here: int) -> str:
 
 
 REMEDY = (
-    "training continues when a worker comes that holds it, in memory or in its --state-dir; if there is "
-    "none, end this run with gridtrain finish, and start a new one with another --state"
+    "training continues when a worker comes that holds it, in memory or on its disk: start the stopped "
+    "workers again, with the same command; only if their disks are lost, end this run with gridtrain "
+    "finish, and start a new one with another --state"
 )
 """How a run continues of whose state a stage is missing."""
 
@@ -188,21 +190,23 @@ def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str
     """Explain which stages are missing, so that the run waits."""
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
-        f"no present worker holds {which} of {stages} after step {applied + 1}, and no earlier step has "
-        "checkpoints of all stages"
+        f"no present worker holds {which} of {stages} after step {applied + 1}, and the present ones have no "
+        "earlier step with all stages"
     )
+
+
+EXPORT = "gridtrain export writes, from the state folders of all workers in one folder,"
 
 
 def end_reason(restart: RestartPoint) -> str:
     """Explain why a run that its owner ends at this point writes no model."""
     if restart.outcome is None:
-        unless = "unless state folders have all stages of one step"
-        return f"{restart.reason}, so the model cannot be exported, {unless}"
+        return f"{restart.reason}; {EXPORT} the latest step of which they hold all stages, if there is one"
     if restart.outcome.applied < 0:
         return "no step was committed"
     return (
-        "the present workers do not hold all stages of the model; gridtrain export writes that of step "
-        f"{restart.outcome.applied + 1} from the checkpoints of all stages, copied into one folder"
+        f"the present workers do not hold all stages of the model; {EXPORT} the model of step "
+        f"{restart.outcome.applied + 1}"
     )
 
 

@@ -201,7 +201,8 @@ def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
     if not steps:
         raise ConfigError(
             f"there is no checkpoint in {folder}",
-            remedy="pass a worker's --state-dir; workers write a checkpoint every --checkpoint-every steps",
+            remedy="pass a worker's --state-dir; workers write a checkpoint every --checkpoint-every steps, "
+            "none if it is 0",
         )
     if step is not None and step not in steps.values():
         known = ", ".join(map(str, sorted(set(steps.values()))))

@@ -22,6 +22,7 @@ from typing import Any
 from gridtrain.core.messages import MAX_STAGE_CHECKPOINTS, CheckpointInfo, Facts, Span
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.quantities import format_count
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES
 from gridtrain.training.checkpoint import checkpoint_store, serialization
 from gridtrain.training.checkpoint.checkpoint_store import (
@@ -179,7 +180,8 @@ class StageCheckpointStore:
             self._damaged.update(found.path for found in checkpoints)
             raise
         step, ends = held[0].applied + 1, (blocks.start, blocks.stop - 1)
-        log.warning("layers %d to %d continue from %d checkpoints of step %d", *ends, len(held), step)
+        number = format_count(len(held), "checkpoint")
+        log.warning("layers %d to %d continue from %s of step %d", *ends, number, step)
 
     def save_now(self, held: CheckpointInfo) -> None:
         """Write a checkpoint of the layers in memory at once, because the model is partitioned again.  Raises

@@ -177,7 +177,7 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason.startswith(
-        "no present worker holds stage 1 of 2 after step 13, and no earlier step has"
+        "no present worker holds stage 1 of 2 after step 13, and the present ones have no earlier step with"
     )
     run.join(D)
     view = run.view
@@ -190,10 +190,10 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
     run.lose(B)
     run.report(A, C, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.reason == (
-        "no present worker holds stage 1 of 3 after step 13, and no earlier step has checkpoints of all "
-        "stages; 2 workers are present, but 3 are needed; training continues when a worker comes that holds "
-        "it, in memory or in its --state-dir; if there is none, end this run with gridtrain finish, and "
-        "start a new one with another --state"
+        "no present worker holds stage 1 of 3 after step 13, and the present ones have no earlier step with "
+        "all stages; 2 workers are present, but 3 are needed; training continues when a worker comes that "
+        "holds it, in memory or on its disk: start the stopped workers again, with the same command; only if "
+        "their disks are lost, end this run with gridtrain finish, and start a new one with another --state"
     )
     assert m.RunStateUpdate("paused", run.core.reason) in sent(run.seen, to=A)
     trained(run, 12)
@@ -202,7 +202,7 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
         run.say(peer, m.Leave("Ctrl-C"))
     for peer in (A, C, D):
         run.join(peer)
-    assert run.core.reason.startswith("no present worker holds stage 1 of 3 after step 13, and no earlier")
+    assert run.core.reason.startswith("no present worker holds stage 1 of 3 after step 13, and the present")
 
 
 # -- the owner ends a run of which a stage is missing ------------------------------------------------
@@ -215,8 +215,9 @@ def end(run: StagedRun) -> str:
 
 
 MISSING = (
-    "no present worker holds stage 1 of 2 after step 13, and no earlier step has checkpoints of all stages, "
-    "so the model cannot be exported, unless state folders have all stages of one step"
+    "no present worker holds stage 1 of 2 after step 13, and the present ones have no earlier step with all "
+    "stages; gridtrain export writes, from the state folders of all workers in one folder, the latest step "
+    "of which they hold all stages, if there is one"
 )
 TWO_LAYERS = replace(SIX_LAYERS, cuts=(0, 1, 2), blocks=SIX_LAYERS.blocks[:2])
 
@@ -233,7 +234,7 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
     assert run.core.phase is RunPhase.PAUSED
     run.tick(1)
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers
-    assert run.core.reason == f"its owner has ended it after 13 steps; {MISSING}"
+    assert run.core.reason == "its owner has ended it after 13 steps"
     for peer in (A, C):
         (refused,) = sent(run.effects, m.Refused, to=peer)
         assert refused.code == "finished" and refused.reason.endswith(MISSING)
@@ -271,7 +272,7 @@ def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> N
     run = StagedRun(2, recovered=recover_run(entries), term=2, start=False)
     run.checkpoints |= {A: stored(12, 0), D: stored(24, 1)}  # nobody has confirmed step 25
     run.join(A), run.join(C), run.join(D)
-    assert not run.core.run.members and MISSING.partition(", so")[0] in run.core.reason
+    assert not run.core.run.members and MISSING.partition("; gridtrain export")[0] in run.core.reason
     assert MISSING in end(run)
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers
 
@@ -285,8 +286,8 @@ def test_the_owner_ends_a_run_that_waits_for_a_stage_and_has_an_earlier_step() -
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
     assert end(run).endswith(
-        "the present workers do not hold all stages of the model; gridtrain export writes that of step 10 "
-        "from the checkpoints of all stages, copied into one folder"
+        "the present workers do not hold all stages of the model; gridtrain export writes, from the state "
+        "folders of all workers in one folder, the model of step 10"
     )
     run.tick(60)
     assert run.core.phase is RunPhase.FINISHED
