@@ -46,10 +46,12 @@ class Leaves(Exception):
 
 
 @pytest.mark.parametrize("exchange", [gridtrain.Dense(), SPARSE], ids=["dense", "gtopk"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "every"), [(0, 100), (1, 0)])
 def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, exchange: Any, stage: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, exchange: Any, stage: int, every: int
 ) -> None:
+    """Also without periodic checkpoints."""
+
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if seen.step == 6 and pipe.stage == stage:
             seen.owner.directive = REST
@@ -61,7 +63,7 @@ def test_a_run_goes_on_where_it_was_after_a_stages_only_worker_is_paused(
         return next((workers.seen[name] for name, state in states.items() if state == "paused"), None)
 
     run: dict[str, Any] = {"steps": 20, "exchange": exchange, "cuts": CUTS}
-    with Workers(tmp_path / "paused", 2, checkpoint_every=100, **run) as workers:
+    with Workers(tmp_path / "paused", 2, checkpoint_every=every, **run) as workers:
         workers.after = after
         workers.add("anna")
         workers.add("bert")
