@@ -83,9 +83,8 @@ class SingleValueNorms:
     @contextmanager
     def allow(self) -> Iterator[None]:
         norms = [norm for norm in self._norms if is_torch_norm(norm)]
-        own = {
-            norm.__class__ for norm in self._norms
-        }  # each registration of a parametrization makes another class
+        # each registration of a parametrization makes another class
+        own = {norm.__class__ for norm in self._norms}
         self._kinds = {kind: made for kind, made in self._kinds.items() if kind in own}
         for norm in norms:
             self._replace(norm, type(norm))

@@ -86,7 +86,7 @@ class Examination:
             yield machine_check.check_python()
             yield machine_check.check_memory()
             yield machine_check.check_disk(self._invitation.run)
-            yield machine_check.check_tcp()
+            yield machine_check.check_tcp_restart()
             yield from self._connection_findings()
             of_torch, flops = torch.findings(self._until_s)
             yield from of_torch

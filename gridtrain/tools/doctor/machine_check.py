@@ -248,7 +248,7 @@ def check_disk(run: str) -> Finding:
     return ok("disk", text, free_bytes=free)
 
 
-def check_tcp(control: str | None = None) -> Finding:
+def check_tcp_restart(control: str | None = None) -> Finding:
     """Check whether TCP is slow after pauses; tests pass what `slow_restart` returns."""
     control = slow_restart() if control is None else control
     if control:

@@ -337,9 +337,9 @@ def test_little_memory_and_a_wrong_clock_are_warnings() -> None:
 
 
 def test_a_kernel_that_forgets_the_window_in_a_pause_is_a_warning() -> None:
-    found = machine_check.check_tcp("cubic")
+    found = machine_check.check_tcp_restart("cubic")
     assert found.level is FindingLevel.WARNING and "tcp_slow_start_after_idle=0" in found.fix
-    assert machine_check.check_tcp("").level is FindingLevel.OK
+    assert machine_check.check_tcp_restart("").level is FindingLevel.OK
 
 
 # -- the prediction ----------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ which such a loss occurred.
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import struct
 from collections import deque
@@ -99,7 +98,7 @@ def choose_control(connection: socket.socket) -> SendMonitor | None:
     with contextlib.suppress(OSError, AttributeError, struct.error):
         if control := preferred_control(control_of(connection), _read_info(connection, _MIN_RTT_AT)[0] / 1e6):
             _set_control(connection, control)
-            return SendMonitor(restarts=_restarts_after_idle())
+            return SendMonitor(restarts=restarts_after_idle() is not False)
     return None
 
 
@@ -111,11 +110,11 @@ def revise_control(connection: socket.socket, monitor: SendMonitor) -> None:
             _set_control(connection, control)
 
 
-@functools.cache
-def _restarts_after_idle() -> bool:
+def restarts_after_idle(settings: Path = _SETTINGS) -> bool | None:
+    """Return whether the kernel starts again with a small window after a pause; None if it is unknown."""
     with contextlib.suppress(OSError):
-        return (_SETTINGS / "tcp_slow_start_after_idle").read_text().strip() != "0"
-    return True
+        return (settings / "tcp_slow_start_after_idle").read_text().strip() != "0"
+    return None
 
 
 def slow_restart(settings: Path = _SETTINGS) -> str:
@@ -125,8 +124,7 @@ def slow_restart(settings: Path = _SETTINGS) -> str:
     """
     with contextlib.suppress(OSError):
         control = (settings / "tcp_congestion_control").read_text().strip()
-        restarts = (settings / "tcp_slow_start_after_idle").read_text().strip() != "0"
-        return control if restarts and not control.startswith("bbr") else ""
+        return control if restarts_after_idle(settings) and not control.startswith("bbr") else ""
     return ""
 
 
