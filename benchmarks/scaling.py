@@ -127,9 +127,9 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
         drawn = []
         for name, colour in zip(SHOWN.values(), COLOURS, strict=True):
             own = [row for row in rows if row["exchange"] == name and row["members"] in SIZES]
-            # the mean of a star's members is not what its busiest sends
-            with_dots = what == "s" or name != SHOWN[ExchangeKind.STAR_GTOPK]
-            spots = tuple((p, s if what == "s" else mb) for p, s, mb in dots[name]) if with_dots else ()
+            spots = tuple((members, s if what == "s" else mb) for members, s, mb in dots[name])
+            if what == "bytes" and name == SHOWN[ExchangeKind.STAR_GTOPK]:
+                spots = ()  # the mean of a star's members is not what its busiest sends
             for source, label in (("simulated", ""), ("model", name)):
                 points = tuple((float(row["members"]), factor * row[f"{source}_{what}"]) for row in own)
                 shade = colour if label else PALE[colour]

@@ -90,7 +90,8 @@ def why_not(name: str) -> str:
         missing = [m for m in environment.modules if importlib.util.find_spec(m.partition(".")[0]) is None]
         return f"{sys.executable} has no {', '.join(missing)}" if missing else ""
     if not (place / READY).exists():
-        return f"not installed in {place} (python -m rivals setup {name}, in benchmarks/)"
+        shown = str(place).replace(str(Path.home()), "~", 1)  # results are published
+        return f"not installed in {shown} (python -m rivals setup {name}, in benchmarks/)"
     if (was := (place / READY).read_text()) != environment.recipe:
         needed = f"but needs {environment.recipe!r} (python -m rivals setup {name})"
         return f"{place} was made for {was!r}, {needed}"
