@@ -1,10 +1,10 @@
 """Measures the CPU costs of the planner's cost model on this machine, in seconds of one core.
 
     processor        selection and codec of 25.6 M parameters, density 0.001
-    dense            rounding 1 MiB slices, the largest of a ring
+    dense            rounding, adding, copying and hashing 1 MiB slices, the largest of a ring
     socket           ZeroMQ on loopback, both ends in one process: CPU time, half for each end
-    message, wake,   real members, four tiny exchanges with different messages: see `messages_work`
-    begin, merge ... and three with payloads
+    message, wake,   real members, four tiny exchanges and a ring of many slices: see `messages_work`
+    begin, merge ... and two with sparse payloads
 
 It prints JSON for predictions.py and paper.py.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import statistics
@@ -67,7 +68,11 @@ def processor_work() -> dict[str, float]:
 def dense_work() -> dict[str, float]:
     row = np.random.default_rng(0).standard_normal(SLICE_BYTES // 4).astype(np.float32)
     section = np.frombuffer(encode_slice(row, ValueKind.INT8)[0], np.uint8)
+    total, content = np.zeros_like(row), row.tobytes()
     return {
+        "add_byte_s": least_s(lambda: np.add(total, row, out=total)) / row.nbytes,
+        "store_byte_s": least_s(lambda: np.copyto(total, row)) / row.nbytes,
+        "hash_byte_s": least_s(lambda: hashlib.sha256(content).digest()) / row.nbytes,
         "round_element_s": least_s(lambda: encode_slice(row, ValueKind.INT8)) / row.size,
         "widen_element_s": least_s(lambda: decode_slice(section, row.size, ValueKind.INT8)) / row.size,
     }
@@ -88,13 +93,18 @@ TINY = ("gtopk", "topk", "gtopk:topology=tree", "dense")
 TINY_PARAMETERS = 2000
 
 
-def messages_work(members: int = 2, repeats: int = 30) -> dict[str, float]:
-    """Measure the costs of messages of real members, with exchanges of a few bytes (`TINY`).
+def messages_work(dense: CpuCosts, members: int = 2, repeats: int = 30) -> dict[str, float]:
+    """Measure the costs of messages of real members, and of sparse entries.
 
     It uses the lab's namespaces if they are available (the kernel's work for a link counts for the sender),
-    else loopback, without rate limits.  For the tiny exchanges
-        CPU seconds of a member = begin + ends * message
-    and wake is chosen so that the cost model predicts the measured durations.
+    else loopback, without rate limits.  The CPU time of a member is
+        begin + ends * message + the work on its payloads,
+    where ends is the number of messages that it sends and receives.  A ring of many slices beside one of few
+    bytes gives message, the exchanges in `TINY` then give begin, and wake is chosen so that the cost model
+    predicts their durations.
+
+    Args:
+        dense: the costs of `dense_work` and `socket_work`, which are subtracted from those of the ring.
     """
     tiny_ones = {what: BenchSetting(what, members, TINY_PARAMETERS) for what in TINY}
     large_ones = {name: BenchSetting(what, members, n) for name, (what, n) in LARGE.items()}
@@ -104,8 +114,16 @@ def messages_work(members: int = 2, repeats: int = 30) -> dict[str, float]:
         os.cpu_count() or 1,
         {what: medians[what].seconds for what in TINY},
         {what: medians[what].cpu_s for what in TINY},
+        medians["ring"].cpu_s - ring_work_s(members, dense),
     )
     return found | works(members, medians)
+
+
+def ring_work_s(members: int, cpu: CpuCosts) -> float:
+    """Return the CPU time of a member of the ring in `LARGE` for its bytes, without that for its messages."""
+    nbytes, share = 4 * LARGE["ring"][1], (members - 1) / members
+    moved_s = share * (cpu.add_byte_s + cpu.store_byte_s + 4 * cpu.byte_s)  # twice sent, twice received
+    return nbytes * (moved_s + cpu.hash_byte_s)
 
 
 LARGE = {
@@ -113,7 +131,7 @@ LARGE = {
     "sum": ("topk:density=0.01", 2_560_000),
     "ring": ("dense", 500_000),
 }
-"""Exchanges with payloads, whose work takes longer on memory that was just received than in a loop."""
+"""Exchanges with payloads.  Merging takes longer on memory that was just received than in a loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,24 +168,17 @@ def measure_in_turns(link: Link, settings: Mapping[str, BenchSetting], repeats: 
 
 
 def works(members: int, medians: Mapping[str, Median]) -> dict[str, float]:
-    """Return the CPU costs of an entry merged or summed, and of a dense byte, beyond those of tiny exchanges.
+    """Return the CPU costs of an entry merged or summed, beyond those of tiny exchanges.
 
     They are CPU time, because wall time on shared cores includes other members' work.
     """
-    hops = count_messages(tiny("gtopk"), members) / members
+    hops = count_messages(workload_of("gtopk"), members) / members
     entries = 25_600
     merging_s = medians["merge"].cpu_s - medians["gtopk"].cpu_s
     summing_s = medians["sum"].cpu_s - medians["topk"].cpu_s
-    ring_s = max(0.0, medians["ring"].cpu_s - medians["dense"].cpu_s)
-    moved = 4 * LARGE["ring"][1]
-    # Of each byte of the vector, (P - 1) / P are added, as much is stored, and all is hashed.
-    share = (members - 1) / members
     return {
         "merge_entry_s": max(0.0, merging_s / (hops * entries)),
         "sum_entry_s": max(0.0, summing_s / (members * entries)),
-        "add_byte_s": ring_s / moved * 0.1 / share,
-        "store_byte_s": ring_s / moved * 0.1 / share,
-        "hash_byte_s": ring_s / moved * 0.8,
     }
 
 
@@ -184,32 +195,43 @@ def packets_work(repeats: int = 8) -> dict[str, float]:
     return {"packet_s": max(0.0, spent_s / (2 * 4 * n / PACKET_BYTES))}
 
 
-def tiny(what: str) -> Workload:
+def workload_of(what: str, parameters: int = TINY_PARAMETERS) -> Workload:
     name, _, options = what.partition(":")
     exchange = make_exchange(name, f"{options},density=0.001")
     assert exchange is not None
-    return Workload.of(exchange, TINY_PARAMETERS, encrypted=False)
+    return Workload.of(exchange, parameters, encrypted=False)
 
 
-def ends_of(what: str, members: int) -> float:
+def ends_of(what: str, members: int, parameters: int = TINY_PARAMETERS) -> float:
     """Return the mean number of messages that a member sends or receives, with vote and decision."""
-    return 2 * (count_messages(tiny(what), members) + 2 * (members - 1)) / members
+    return 2 * (count_messages(workload_of(what, parameters), members) + 2 * (members - 1)) / members
 
 
 def solved(
-    members: int, cores: int, seconds: Mapping[str, float], cpu_s: Mapping[str, float]
+    members: int,
+    cores: int,
+    seconds: Mapping[str, float],
+    cpu_s: Mapping[str, float],
+    ring_cpu_s: float,
 ) -> dict[str, float]:
-    """Return `begin_s`, `message_s` and `wake_s`, at least 0, from medians of the exchanges in `TINY`."""
-    ends = np.array([[1.0, ends_of(what, members)] for what in cpu_s])
-    begin_s, message_s = np.linalg.lstsq(ends, np.array(list(cpu_s.values())), rcond=None)[0]
-    if message_s <= 0 or begin_s < 0:  # too close to separate: all of the cost is that of messages
-        begin_s = 0.0
-        message_s = statistics.fmean(spent_s / ends_of(what, members) for what, spent_s in cpu_s.items())
-    found = replace(NO_CPU_COSTS, message_s=float(message_s), begin_s=float(begin_s))
+    """Return `begin_s`, `message_s` and `wake_s`, at least 0.
+
+    Args:
+        seconds, cpu_s: medians of the exchanges in `TINY`, by name.
+        ring_cpu_s: the CPU time of the ring in `LARGE`, without the work on its bytes.
+    """
+    what, parameters = LARGE["ring"]
+    more_ends = ends_of(what, members, parameters) - ends_of("dense", members)
+    message_s = max(0.0, ring_cpu_s - cpu_s["dense"]) / more_ends
+    begins_s = [spent_s - message_s * ends_of(name, members) for name, spent_s in cpu_s.items()]
+    begin_s = max(0.0, statistics.fmean(begins_s))
+    found = replace(NO_CPU_COSTS, message_s=message_s, begin_s=begin_s)
 
     def predicted_s(wake_s: float) -> float:
         cpu, network = replace(found, wake_s=wake_s), uniform_network(members, 0.0, 1e12)
-        return sum(exchange_cost(tiny(what), network, cpu, host_cores=cores).exchange_s for what in seconds)
+        return sum(
+            exchange_cost(workload_of(what), network, cpu, host_cores=cores).exchange_s for what in seconds
+        )
 
     low, high, measured_s = 0.0, max(seconds.values()), sum(seconds.values())
     for _ in range(40):
@@ -258,8 +280,8 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
 
 def measure() -> CpuCosts:
     """Measure all costs, in half a minute, with messages of two members."""
-    parts = (processor_work(), dense_work(), socket_work(), messages_work(), packets_work())
-    return CpuCosts(**{name: value for part in parts for name, value in part.items()})
+    loops = processor_work() | dense_work() | socket_work()
+    return CpuCosts(**loops, **messages_work(replace(NO_CPU_COSTS, **loops)), **packets_work())
 
 
 def read_cpu(path: Path) -> CpuCosts:

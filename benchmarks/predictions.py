@@ -3,8 +3,9 @@
     cells with measured seconds --> predict(...) for each --> predicted / measured, and which are within 15 %
 
 The lab runs all workers on one machine, so they share its cores (`--cores`).  The rate of a shaped link is
-that of Ethernet frames, of which 1448 of 1514 bytes belong to messages (measured: 95.6 of 100 Mbit/s).  Cells
-whose CPU use is at least 80 % of the cores are shown but not counted, because there the machine is measured.
+that of Ethernet frames, of which 1448 of 1514 bytes belong to messages (measured: 95.6 of 100 Mbit/s); after
+a pause it passes the bytes of its token bucket at once.  Cells whose CPU use is at least 80 % of the cores
+are shown but not counted, because there the machine is measured.
 
 Run:  python benchmarks/predictions.py results/predictions.json [--cpu FILE] [--cores 2]
 
@@ -30,6 +31,7 @@ from gridtrain.core.planning.exchange_comparison import choose_dense_topology
 from gridtrain.core.planning.exchange_facts import make_exchange
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
+from lab.link import bucket_bytes
 from record import table
 
 FRAME_SHARE = 1448 / 1514
@@ -51,8 +53,9 @@ def load_of(cell: Cell) -> Workload:
 
 
 def network_of(cell: Cell) -> NetworkModel:
-    rate_Bps = cell.link.bandwidth_Bps * FRAME_SHARE or 1e12
-    return uniform_network(cell.link.workers, cell.link.delay_s, rate_Bps)
+    rate_Bps = cell.link.bandwidth_Bps
+    network = uniform_network(cell.link.workers, cell.link.delay_s, rate_Bps * FRAME_SHARE or 1e12)
+    return replace(network, burst_bytes=bucket_bytes(rate_Bps) * FRAME_SHARE if rate_Bps else 0.0)
 
 
 def predict(cell: Cell, cpu: CpuCosts, cores: int | None = None) -> float:

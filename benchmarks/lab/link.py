@@ -51,6 +51,11 @@ Start = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
 """Starts a program in the host's namespace, with pipes as stdout and stderr; it ends with the lab."""
 
 
+def bucket_bytes(rate_Bps: float) -> int:
+    """Return the bytes that a link of this rate passes at once after a pause."""
+    return 32 * 1024 if rate_Bps <= SLOW_BPS else 256 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """An end of a link: an interface in a namespace."""
@@ -63,13 +68,13 @@ class End:
         if impairment is not None:
             _netem(self, *impairment)
         if rate and (new_rate or impairment is not None):
-            is_slow = parse_rate(rate) <= SLOW_BPS
+            rate_Bps = parse_rate(rate)
             shown = command("tc", "-n", self.namespace, "qdisc", "show", "dev", self.interface)
             place = ["parent", "1:1"] if "qdisc netem" in shown else ["root"]
-            bucket = ["rate", f"{round(parse_rate(rate) * 8)}bit", "burst", "32kb" if is_slow else "256kb"]
+            bucket = ["rate", f"{round(rate_Bps * 8)}bit", "burst", f"{bucket_bytes(rate_Bps)}b"]
             tbf = ["dev", self.interface, *place, "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
             command("tc", "-n", self.namespace, "qdisc", "replace", *tbf)
-            self.offloads(not is_slow)
+            self.offloads(rate_Bps > SLOW_BPS)
 
     def offloads(self, on: bool) -> None:
         """Allow or forbid the interface to send frames longer than its MTU.  Raises `LabError`."""

@@ -82,6 +82,7 @@ def exchange_cost(
         vote: whether to include the vote at the end.
         max_messages: the largest number of messages to simulate; see `MAX_MESSAGES`.
     """
+    cpu = replace(cpu, packet_s=_packet_s(network, cpu))
     if _is_too_large(load, network.size, max_messages):
         return _with_packets(_estimated_cost(load, network, cpu, vote), cpu)
     found = first = _simulated_cost(load, network, cpu, host_cores, vote, max_messages)
@@ -109,6 +110,15 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
             return 2 * (size - 1) * slice_count(load, size) > max_messages
         case _:
             return False
+
+
+def _packet_s(network: NetworkModel, cpu: CpuCosts) -> float:
+    """Return the CPU time of a packet, which is 0 if packets arrive faster than a core handles both ends.
+
+    Then many of them are read at once.  All members exchange at the pace of the slowest link.
+    """
+    slowest_Bps = min(*network.up_Bps, *network.down_Bps, *network.shared_Bps.values())
+    return cpu.packet_s if PACKET_BYTES / slowest_Bps > 2 * cpu.packet_s else 0.0
 
 
 def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
@@ -172,7 +182,7 @@ def _cpu_bounded_network(
         between = link(src, dst)
         return LinkModel(between.alpha_s, between.bandwidth_Bps, (*between.shared_links, _HOST_LINK))
 
-    return NetworkModel(on_host, up_Bps, down_Bps, shared_Bps, network.entry_shares)
+    return replace(network, link=on_host, up_Bps=up_Bps, down_Bps=down_Bps, shared_Bps=shared_Bps)
 
 
 _HOST_LINK = "the host's cores"

@@ -45,6 +45,7 @@ class NetworkModel:
         shared_Bps: bytes per second of each link that several pairs share, by its name.
         entry_shares: (size,) the share of the k entries of a sparse payload that each rank contributes, > 0
             and <= 1; () if each contributes k.
+        burst_bytes: the bytes that a link passes at once after a pause, as a token bucket does.
 
     Raises:
         ConfigError: there are no ranks, a rate is not above 0, or the numbers of uploads and downloads
@@ -56,6 +57,7 @@ class NetworkModel:
     down_Bps: Sequence[float]
     shared_Bps: Mapping[str, float] = field(default_factory=dict)
     entry_shares: Sequence[float] = ()
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         rates = [*self.up_Bps, *self.down_Bps, *self.shared_Bps.values()]
@@ -87,6 +89,7 @@ class NetworkModel:
             [self.down_Bps[member] for member in order],
             self.shared_Bps,
             [self.entry_shares[member] for member in order] if self.entry_shares else (),
+            self.burst_bytes,
         )
 
 
@@ -138,6 +141,7 @@ class LinkOccupancy:
 
     def _reserve(self, link: Hashable, rate_Bps: float, nbytes: float, ready_s: float) -> tuple[float, float]:
         """Queue for a link; return (time at which the transfer begins, time at which it ends)."""
-        start_s = max(ready_s, self._free_s.get(link, 0.0))
+        credited_s = ready_s - self._network.burst_bytes / rate_Bps
+        start_s = max(credited_s, self._free_s.get(link, -inf))
         end_s = self._free_s[link] = start_s + nbytes / rate_Bps
-        return start_s, end_s
+        return max(start_s, ready_s), max(end_s, ready_s)

@@ -333,11 +333,11 @@ def test_packets_on_one_machine_slow_down_all_other_work_and_nothing_else() -> N
     costs = replace(NO_CPU_COSTS, message_s=0.001, merge_entry_s=1e-6)
 
     def on_one_host_s(cpu: CpuCosts) -> float:
-        return cost_model.exchange_cost(load, network, cpu, host_cores=100, vote=False).exchange_s
+        return cost_model.exchange_cost(load, network, cpu, host_cores=20, vote=False).exchange_s
 
     alone_s = exchange_s(load, network, costs)
     assert on_one_host_s(costs) == pytest.approx(alone_s)
-    packets = replace(costs, packet_s=1e-3)
+    packets = replace(costs, packet_s=50e-6)
     assert on_one_host_s(packets) > 1.02 * alone_s
     # Selecting ends before there are packets, so neither slows the other down.
     select_s = 5 * alone_s
@@ -423,3 +423,14 @@ def test_the_estimate_counts_the_handling_of_messages_at_both_ends(kind: Exchang
         for n in (1, 10**6)
     )
     assert estimated == pytest.approx(simulated, rel=0.05)
+
+
+def test_a_token_bucket_passes_a_payload_at_once_after_a_pause() -> None:
+    """Each link of a ring of two passes its first 40 kB at once, of 200 kB in each of two rounds."""
+    load = Workload(ExchangeKind.DENSE, 100_000, encrypted=False)
+    even = uniform_network(2, 0.0, RATE_Bps)
+    shaped = replace(even, burst_bytes=40_000)
+    saved_s = exchange_s(load, even) - exchange_s(load, shaped)
+    assert saved_s == pytest.approx(40_000 / RATE_Bps, rel=0.01)
+    whole = replace(even, burst_bytes=1e6)
+    assert exchange_s(load, whole) < 0.1 * exchange_s(load, even)

@@ -9,7 +9,7 @@ import pytest
 
 from bench.cells import parse
 from bench.results import CellResult, Sample
-from calibrate import TINY, ends_of, solved, tiny
+from calibrate import LARGE, TINY, ends_of, solved, workload_of
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import NO_CPU_COSTS, CpuCosts, ExchangeKind
@@ -89,9 +89,10 @@ def test_calibration_recovers_the_cost_of_messages(members: int) -> None:
     """The exchanges take the time that the model predicts."""
     cpu = replace(NO_CPU_COSTS, message_s=200e-6, wake_s=150e-6, begin_s=1.5e-3)
     network = uniform_network(members, 0.0, 1e12)
-    seconds = {what: exchange_cost(tiny(what), network, cpu, host_cores=2).exchange_s for what in TINY}
+    seconds = {what: exchange_cost(workload_of(what), network, cpu, host_cores=2).exchange_s for what in TINY}
     cpu_s = {what: cpu.begin_s + ends_of(what, members) * cpu.message_s for what in TINY}
-    found = solved(members, 2, seconds, cpu_s)
+    ring_cpu_s = cpu.begin_s + ends_of(LARGE["ring"][0], members, LARGE["ring"][1]) * cpu.message_s
+    found = solved(members, 2, seconds, cpu_s, ring_cpu_s)
     assert found == pytest.approx({"message_s": 200e-6, "wake_s": 150e-6, "begin_s": 1.5e-3}, rel=0.02)
 
 
@@ -111,3 +112,6 @@ def test_packets_take_cores_from_members_that_share_them() -> None:
     shared = [exchange_cost(load, network, cpu, host_cores=2) for cpu in (without, with_packets)]
     assert shared[1].exchange_s > shared[0].exchange_s
     assert shared[1].cpu_s - shared[0].cpu_s == pytest.approx(2 * 6e6 / 1448 * 20e-6, rel=0.01)
+    fast = uniform_network(4, 0.0, 125e6)  # 12 us between packets, of which each costs 2 * 20 us
+    together = [exchange_cost(load, fast, cpu, host_cores=2) for cpu in (without, with_packets)]
+    assert together[0] == together[1]
