@@ -284,9 +284,17 @@ def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
     ]
 
 
-def shown_facts(facts: m.Facts) -> dict[str, str]:
-    """Return facts for display; the text that is compared has Python's None for an option that is not set."""
-    return {name: "none" if text == "None" else text for name, text in facts}
+def shown_facts(facts: m.Facts, stages: int = 0) -> dict[str, str]:
+    """Return facts for display; the text that is compared has Python's None for an option that is not set.
+
+    Args:
+        stages: the number of stages into which the model is divided now; 0 if it does not matter.
+    """
+    shown = {name: "none" if text == "None" else text for name, text in facts}
+    defined = shown.get("stages", "")
+    if stages and defined not in ("", str(stages)):
+        shown["stages"] = f"{stages}, repartitioned from {defined}"
+    return shown
 
 
 def _model_lines(model: m.StagedModel | None) -> dict[str, str]:
