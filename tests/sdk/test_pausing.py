@@ -178,6 +178,8 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
     assert "worker-1 left: paused by its owner: battery" in _reasons(paused_group)
     assert "the other workers continue without this worker, unless they are paused, too" in caplog.text
     assert "this worker has returned after" in caplog.text and "gridtrain worker resume" not in caplog.text
+    (step,) = {int(path.name.removeprefix("step-")) for path in disk.glob("step-*")} & {paused_at, paused_at + 1}
+    assert f"the state after step {step} is on this worker's disk, in {disk}" in caplog.messages
 
 
 def _reasons(paused_group: PausedGroup) -> str:
@@ -208,6 +210,25 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
     steps = [step for step, _ in paused_group.seen["worker-0"]]
     assert steps == list(range(12)) and paused_at in (5, 6), "no step is repeated or left out"
     assert paused_group.residuals[paused_at + 1].any()
+
+
+def test_a_worker_without_checkpoints_says_so_when_it_pauses(
+    new_group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = BriefPause()
+
+    def train(grid: Grid, number: int) -> None:
+        model = nn.Linear(8, 4)
+        optimizer = sgd(grid, model, gridtrain.TopK(density=0.25))
+        for batch in grid.batches(DATA, batch_size=2, steps=8):
+            if grid.step == 5:
+                owner.directive = AgentDirective(run=False, reason="hot")
+            train_batch(model, optimizer, batch)
+
+    with new_group(workers=1) as group:
+        group.start(train, owner=owner, checkpoint_every=0)
+        group.finish()
+    assert "this worker has no checkpoint on its disk" in caplog.messages
 
 
 class BriefPause(NoAgent):

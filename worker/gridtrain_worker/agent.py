@@ -308,7 +308,7 @@ def _run(
     """Run the script, with restarts, until it succeeds, the restarts are used up, or a signal arrives."""
     with SignalWatcher() as signals:
         in_a_row = failures = 0
-        while _await_permission(enforcer, signals):
+        while _await_permission(enforcer, signals, stats):
             started_s = time.monotonic()
             rules = enforcer.rules  # the current rate limits apply from the script's first byte
             limits = {"upload_limit": rules.upload, "download_limit": rules.download}
@@ -388,12 +388,16 @@ def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
     return False
 
 
-def _await_permission(enforcer: PolicyEnforcer, signals: SignalWatcher) -> bool:
+def _await_permission(
+    enforcer: PolicyEnforcer, signals: SignalWatcher, stats: ContributionStats | None = None
+) -> bool:
     """Wait until the owner's rules allow training; return False if the worker is stopping."""
     while not enforcer.is_stopping and not signals.count:
         enforcer.raise_fault()
         if enforcer.decision.may_train:
             return True
+        if stats is not None:
+            stats.update(time.monotonic(), enforcer.untrained_text)
         signals.wait(LOOK_S)
     return False
 
@@ -473,7 +477,7 @@ def _run_once(
         kill_at_s = math.inf
         while (code := _poll(script)) is None:
             signals.suspend_if_requested(script.pid)
-            stats.update(time.monotonic())
+            stats.update(time.monotonic(), enforcer.untrained_text)
             enforcer.raise_fault()
             if (signals.count or enforcer.is_overdue) and kill_at_s == math.inf:
                 if not signals.count:

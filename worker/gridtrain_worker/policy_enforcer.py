@@ -192,6 +192,13 @@ class PolicyEnforcer:
             self._disobeyed_since_s = self._disobeyed_since_s or time.monotonic()
             return time.monotonic() - self._disobeyed_since_s >= OBEY_TIMEOUT_S
 
+    @property
+    def untrained_text(self) -> str:
+        """What the script does instead of training, and why, such as "paused: battery"; "" if it trains."""
+        with self._lock:
+            state, reason = self._state(), self._reason()
+            return "" if state == "training" else f"{state}: {reason}" if reason else state
+
     def note_script_ended(self) -> None:
         """Record that the agent terminates the script because it is overdue; reset at the next script."""
         self.has_ended_script = True
@@ -271,8 +278,8 @@ class PolicyEnforcer:
             "name": self._name,
             "run": self._run,
             "key": self._key,
-            "state": (state := self._state()),
-            "reason": self._why_waiting if state == "waiting" else self.decision.text(),
+            "state": self._state(),
+            "reason": self._reason(),
             "obeyed": self.decision.may_train
             or self._script_status.get("state") == "paused"
             or not self._pids,
@@ -297,6 +304,9 @@ class PolicyEnforcer:
         if state == "paused":
             return "resuming"
         return "waiting" if self._why_waiting else state
+
+    def _reason(self) -> str:
+        return self._why_waiting if self._state() == "waiting" else self.decision.text()
 
     @property
     def _why_waiting(self) -> str:

@@ -24,6 +24,7 @@ from gridtrain_coordinator.run.registry import (
     batch_limits,
     round_trip_times,
     setup_differences,
+    shown_facts,
 )
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
@@ -249,3 +250,10 @@ def test_a_setup_that_differs_is_described() -> None:
         "stages is 2 here and 1 in the run",
         "optimizer is sgd here and missing in the run",
     ]
+
+
+def test_the_shown_number_of_stages_is_the_present_one() -> None:
+    facts = (("clip_norm", "None"), ("stages", "3"))
+    assert shown_facts(facts, 3) == shown_facts(facts) == {"clip_norm": "none", "stages": "3"}
+    assert shown_facts(facts, 2)["stages"] == "2, repartitioned from 3"
+    assert "stages" not in shown_facts(facts[:1], 1)
