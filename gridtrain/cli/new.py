@@ -150,7 +150,7 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
     if outer is not None:
         raise ConfigError(
             f"{folder} would be inside the folder of another run, {outer}",
-            remedy=f"choose a folder elsewhere: gridtrain new {shlex.quote(str(outer.with_name(place.name)))}",
+            remedy=f"choose another place: gridtrain new {shlex.quote(str(outer.with_name(place.name)))}",
         )
     there = [name for name in texts if (folder / name).exists()]
     if there:

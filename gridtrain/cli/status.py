@@ -260,7 +260,9 @@ def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
     lines, ends = [], "; it exits when its pause ends" if snapshot.get("finished") else ""
     for line in rows(snapshot, "resting"):
         what, _, why = str(line.get("reason", "paused")).partition(": ")
-        lines.append(f"{line.get('name', '?')} is {what} for {_age(line)}" + (f": {why}" if why else "") + ends)
+        lines.append(
+            f"{line.get('name', '?')} is {what} for {_age(line)}" + (f": {why}" if why else "") + ends
+        )
     return lines
 
 

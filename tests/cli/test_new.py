@@ -173,9 +173,6 @@ def test_existing_files_are_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "train.py").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    "arguments", [("",), ("", "--name", "x"), (".", "--name", ""), ("y", "--name", "a/b")]
-)
 @pytest.mark.parametrize("below", ["second", "data/second"])
 def test_a_run_is_not_created_inside_another_one(
     below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,12 +183,15 @@ def test_a_run_is_not_created_inside_another_one(
     done = CliRunner().invoke(cli, ["new", below])
     assert isinstance(done.exception, ConfigError) and sorted(tmp_path.rglob("*")) == before
     assert str(done.exception) == (
-        f"{below} would be inside the folder of another run, {tmp_path}/first -> choose a folder elsewhere: "
+        f"{below} would be inside the folder of another run, {tmp_path}/first -> choose another place: "
         f"gridtrain new {tmp_path}/second"
     )
     assert CliRunner().invoke(cli, ["new", f"{tmp_path}/second"]).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    "arguments", [("",), ("", "--name", "x"), (".", "--name", ""), ("y", "--name", "a/b")]
+)
 def test_an_empty_or_invalid_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:

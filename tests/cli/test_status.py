@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gridtrain_coordinator
 import pytest
 from rich.console import Console
 
+import gridtrain_coordinator
 from gridtrain.cli import status as module
 from gridtrain.cli.event_text import SENTENCES, event_text
 

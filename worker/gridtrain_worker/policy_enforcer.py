@@ -142,6 +142,18 @@ class PolicyEnforcer:
             self.has_ended_script = self.has_ended_script and not pid
 
     @property
+    def has_script_joined(self) -> bool:
+        """Whether the script has called `gridtrain.join`."""
+        with self._lock:
+            return bool(self._script_status)
+
+    def stop(self) -> None:
+        """Let the script stop after its step."""
+        with self._lock:
+            self.is_stopping = True
+            self._push()
+
+    @property
     def rules(self) -> Rules:
         with self._lock:
             return self._policy.rules

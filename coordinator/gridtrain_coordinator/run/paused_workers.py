@@ -86,8 +86,8 @@ class PausedWorkers:
             return ""
         ends = "exits when its pause ends" if len(self._workers) == 1 else "exit when their pauses end"
         model = (
-            "; where a paused worker runs, gridtrain export writes the model from its latest checkpoint, if it "
-            "has one"
+            "; where a paused worker runs, gridtrain export writes the model from its latest checkpoint, if "
+            "it has one"
         )
         return f"; {self._count_text} and {ends}{model if with_model else ''}"
 
