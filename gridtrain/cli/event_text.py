@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gridtrain.quantities import format_fields
+from gridtrain.quantities import format_count, format_fields
 
 SENTENCES = {
     "called_back": "others {can} connect to {name}",
@@ -17,7 +17,7 @@ SENTENCES = {
     "finished": "the run is finished: {reason}",
     "following": "{names} receives the state while the others train",
     "freeze": "the members wait for a new generation: {reason}",
-    "generation": "generation {generation} has {workers} workers and begins at step {step}: {reason}",
+    "generation": "generation {generation} has {workers} and begins at step {step}: {reason}",
     "joined": "{name} has joined",
     "left": "{name} has left: {reason}",
     "loop_stalled": "the coordinator did not run for {late_s} s",
@@ -27,7 +27,7 @@ SENTENCES = {
     "no_such_piece": "{name} does not have its checkpoint any more",
     "not_following": "{name} does not receive the state: {reason}",
     "paused": "the run is paused: {reason}",
-    "recalled": "{workers} members report generation {generation}, which the journal does not have",
+    "recalled": "the journal lacks generation {generation}, which has {workers}",
     "refused": "a worker was refused: {reason}",
     "renamed": "{name} asked for the name {asked}: {reason}",
     "restored": "the run continues from the checkpoints of step {step}",
@@ -39,7 +39,7 @@ SENTENCES = {
     "step_missed": "{name} was too late for {missed} steps, the latest near step {step}",
     "step_skipped": "{name} had unusable gradients in {skipped} steps, the latest near step {step}: {reason}",
     "superseded": "{name} follows a coordinator that started later",
-    "training": "{workers} workers train from step {step} on",
+    "training": "training goes on with {workers} from step {step}",
     "upload_failed": "{name} could not upload its checkpoints, {failed} in a row",
     "violation": "{peer} broke the protocol: {reason}",
     "waiting": "the run waits for workers: {reason}",
@@ -58,6 +58,8 @@ def event_text(event: Mapping[str, Any]) -> str:
     fields = format_fields({name: value for name, value in event.items() if name not in ("at_s", "event")})
     kind = str(event.get("event", "?"))
     if kind in SENTENCES:
+        if isinstance(workers := event.get("workers"), int):
+            fields["workers"] = format_count(workers, "worker")
         can = "can" if event.get("reachable") else "cannot"
         return SENTENCES[kind].format_map(_Fields(fields, can=can))
     return " ".join([kind.replace("_", " "), *(f"{name}={text}" for name, text in fields.items())])

@@ -25,6 +25,7 @@ from training_loop import backward, flat, sgd, train_batch
 import gridtrain
 from gridtrain.errors import BudgetSpent, CoordinatorUnreachable, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentDirective, NoAgent
+from gridtrain.runtime.contribution import Contribution
 from gridtrain.sdk.grid import Grid
 from gridtrain.testing import FakeSensors
 from gridtrain.training.checkpoint.model_export import export_model
@@ -66,6 +67,7 @@ class PausedGroup:
         model, name = nn.Linear(8, 4), f"worker-{number}"
         model.bias.requires_grad_(False).zero_()  # never sent, also not to a worker that returns
         optimizer = sgd(grid, model, self.exchange)
+        grid._session._contribution.path = self.group.export_dir / f"{name}.json"
         for batch in grid.batches(DATA, batch_size=2, steps=self.steps):
             with self.changed:
                 self.seen.setdefault(name, []).append((grid.step, grid.world_size))
@@ -199,6 +201,8 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
         paused_group.allow_up_to(12)
         paused_group.wait_until(paused_group.is_paused)
         paused_at = paused_group.last("worker-0")[0]
+        shown = Contribution.read(group.export_dir / "worker-0.json")
+        assert shown is not None and shown.step == paused_at + 1, "at once, not within a second"
         paused_group.wait_until(lambda: snapshot_of(group)["phase"] == "waiting")
         assert "; no worker trains: 1 is paused (on request, for " in str(snapshot_of(group)["reason"])
         paused_group.owner.directive = AgentDirective()
