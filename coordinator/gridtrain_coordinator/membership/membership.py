@@ -286,6 +286,7 @@ class Membership:
         run, choice, stages = self.run, self._planner.exchange_choice, self.run.partition.stage_count
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
+        setup = choice.effective_setup
         steps = [run.highest_step, *(run.workers[peer].step for peer in run.present_members)]
         skipped = run.skipped_steps
         return {
@@ -301,7 +302,7 @@ class Membership:
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,
-            "facts": shown_facts(choice.effective_setup.facts, stages) if choice.effective_setup else {},
+            "facts": shown_facts(setup.facts, run.partition.repartitioned_bounds) if setup else {},
             "exchange_reason": choice.description,
             "global_batch_size": run.definition.global_batch_size if run.definition else None,
             "plan_reason": self._planner.plan_reason,

@@ -284,16 +284,17 @@ def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
     ]
 
 
-def shown_facts(facts: m.Facts, stages: int = 0) -> dict[str, str]:
+def shown_facts(facts: m.Facts, bounds: tuple[int, ...] = ()) -> dict[str, str]:
     """Return facts for display; the text that is compared has Python's None for an option that is not set.
 
     Args:
-        stages: the number of stages into which the model is divided now; 0 if it does not matter.
+        bounds: the bounds of the stages if the model was repartitioned: the facts have the first ones.
     """
     shown = {name: "none" if text == "None" else text for name, text in facts}
-    defined = shown.get("stages", "")
-    if stages and defined not in ("", str(stages)):
-        shown["stages"] = f"{stages}, repartitioned from {defined}"
+    if bounds:
+        stages = len(bounds) - 1
+        shown["stages"] = f"{stages} ({shown.get('stages')} at the beginning)"
+        shown["exchange"] = f"{shown.get('exchange')}; now {stages} stages cut at {list(bounds)}"
     return shown
 
 

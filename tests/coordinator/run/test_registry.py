@@ -252,8 +252,11 @@ def test_a_setup_that_differs_is_described() -> None:
     ]
 
 
-def test_the_shown_number_of_stages_is_the_present_one() -> None:
-    facts = (("clip_norm", "None"), ("stages", "3"))
-    assert shown_facts(facts, 3) == shown_facts(facts) == {"clip_norm": "none", "stages": "3"}
-    assert shown_facts(facts, 2)["stages"] == "2, repartitioned from 3"
-    assert "stages" not in shown_facts(facts[:1], 1)
+def test_the_shown_stages_are_the_present_ones() -> None:
+    facts = (("clip_norm", "None"), ("exchange", "Dense(), 3 stages cut at [0, 2, 3, 4]"), ("stages", "3"))
+    assert shown_facts(facts) == {**dict(facts), "clip_norm": "none"}
+    assert shown_facts(facts, (0, 2, 4)) == {
+        "clip_norm": "none",
+        "exchange": "Dense(), 3 stages cut at [0, 2, 3, 4]; now 2 stages cut at [0, 2, 4]",
+        "stages": "2 (3 at the beginning)",
+    }
