@@ -15,7 +15,7 @@ SENTENCES = {
     "checkpoint_uploaded": "{name} uploads checkpoints again",
     "drifted": "the state of {name} differs from the others' at step {step}",
     "finished": "the run is finished: {reason}",
-    "following": "{names} receives the state while the others train",
+    "following": "the state is sent to {names} while the others train",
     "freeze": "the members wait for a new generation: {reason}",
     "generation": "generation {generation} has {workers} and begins at step {step}: {reason}",
     "joined": "{name} has joined",
