@@ -1,7 +1,8 @@
 """`gridtrain new FOLDER`: creates a run that is ready to train.
 
 The files are in gridtrain/tools/templates: `new` has those of every run, and the script of the template
-`vision`; the folder of another template has its own.  Existing files are not replaced.
+`vision`; the folder of another template has its own.  Existing files are not replaced, and no run is created
+inside another one.
 """
 
 from __future__ import annotations
@@ -144,6 +145,13 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
     """Write all files, or none if one of them exists."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", remedy="choose another folder, or move the file away")
+    place = folder.resolve()
+    outer = next((each for each in place.parents if (each / RUN_FILE).exists()), None)
+    if outer is not None:
+        raise ConfigError(
+            f"{folder} would be inside the folder of another run, {outer}",
+            remedy=f"choose another place: gridtrain new {shlex.quote(str(outer.with_name(place.name)))}",
+        )
     there = [name for name in texts if (folder / name).exists()]
     if there:
         raise ConfigError(

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gridtrain.cli.event_text import event_text
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import PLAIN_WIDTH, count, make_console, mapping, rows
-from gridtrain.quantities import format_age, format_bytes, format_fields, format_worker_state
+from gridtrain.quantities import format_age, format_bytes, format_worker_state
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group
@@ -256,10 +257,12 @@ def received_states(snapshot: Mapping[str, Any]) -> list[str]:
 
 def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
     """Return a line for each worker that its owner has paused; such a worker is not a member now."""
-    lines = []
+    lines, ends = [], "; it exits when its pause ends" if snapshot.get("finished") else ""
     for line in rows(snapshot, "resting"):
         what, _, why = str(line.get("reason", "paused")).partition(": ")
-        lines.append(f"{line.get('name', '?')} is {what} for {_age(line)}" + (f": {why}" if why else ""))
+        lines.append(
+            f"{line.get('name', '?')} is {what} for {_age(line)}" + (f": {why}" if why else "") + ends
+        )
     return lines
 
 
@@ -288,9 +291,7 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
     at_s = event.get("at_s")
     known = isinstance(at_s, int | float) and isinstance(now_s, int | float)
     age = f"{now_s - at_s:5.0f} s ago" if known else "?"
-    fields = {name: value for name, value in event.items() if name not in ("at_s", "event")}
-    rest = " ".join(f"{name}={text}" for name, text in format_fields(fields).items())
-    return f"{age}  {event.get('event', '?')!s} {rest}"
+    return f"{age}  {event_text(event)}"
 
 
 def _mean_loss(snapshot: Mapping[str, Any]) -> str:

@@ -139,6 +139,8 @@ class GroupSession:
         Returns the number of members of the last generation, with this worker; 0 if there was none.
         """
         self.connection.pause(reason)
+        with suppress(GridtrainError):  # the error that ended the I/O thread is raised when it joins again
+            self._report_contribution(time.monotonic(), last=True)
         self._is_dropping_batch = False
         return self._loop.mailbox.snapshot.world_size
 

@@ -609,7 +609,7 @@ class Grid:
             self._pauses.report_spent()
         reason = describe_end(error)
         if self._pauses.has_lost_agent:
-            reason = f"its agent (`gridtrain worker`) has ended unexpectedly; {reason}"
+            reason = f"`gridtrain worker`, which ran its script, has ended unexpectedly; {reason}"
         self.close(reason)
 
     # -- inside ------------------------------------------------------------------------------------

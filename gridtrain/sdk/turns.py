@@ -164,7 +164,7 @@ class Turns:
         """Leave between two steps, wait, and join again; return False if this worker must not join again."""
         if self._pauses.should_stop:
             log.warning(
-                "this worker's agent is stopping this worker; its training loop will end after step %d",
+                "this worker is being stopped; its training loop will end after step %d",
                 self._session.snapshot.applied + 1,
             )
             return False

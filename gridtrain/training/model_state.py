@@ -78,6 +78,9 @@ SETTLE_TIMEOUT_S = 5.0
 PAUSE_TIMEOUT_S = 300.0
 """Longest time for which a worker that has paused waits for the disk to complete the previous checkpoint."""
 
+SAVE_REPORT_S = 5.0
+"""How long a worker that has paused waits for its checkpoint, to say which step is on its disk."""
+
 NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
 
@@ -351,6 +354,9 @@ class ModelState(ABC):
     def export(self, folder: Path) -> None:
         """Write the final model, or this worker's part of it."""
 
+    def remove_earlier_exports(self, folder: Path) -> None:  # noqa: B027  a whole model is one file
+        """Remove files of an earlier final model that `export` did not replace."""
+
     # -- what a subclass decides -------------------------------------------------------------------------
 
     @property
@@ -615,6 +621,18 @@ class WholeModelState(ModelState):
 
     def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool:
         return self.checkpoints.is_due(snapshot.applied + 1)
+
+    def save_paused(self) -> None:
+        super().save_paused()
+        if not self._has_taken_part:  # what it has on disk stays valid
+            return
+        done, step, folder = self._wait_for_writer(SAVE_REPORT_S), self._written_step, self._options.folder
+        saved = f"the state after step {step} is on this worker's disk, in {folder}"
+        log.warning(
+            "%s%s",
+            "this worker has no checkpoint on its disk" if step is None else saved,
+            "" if done else "; its last state is still being written",
+        )
 
     def _write_checkpoint(self, snapshot: WorkerSnapshot) -> None:
         document, tensors = self._optimizer.pack()

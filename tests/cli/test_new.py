@@ -173,6 +173,22 @@ def test_existing_files_are_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "train.py").read_text() == "mine"
 
 
+@pytest.mark.parametrize("below", ["second", "data/second"])
+def test_a_run_is_not_created_inside_another_one(
+    below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CliRunner().invoke(cli, ["new", str(tmp_path / "first")]).exit_code == 0
+    monkeypatch.chdir(tmp_path / "first")
+    before = sorted(tmp_path.rglob("*"))
+    done = CliRunner().invoke(cli, ["new", below])
+    assert isinstance(done.exception, ConfigError) and sorted(tmp_path.rglob("*")) == before
+    assert str(done.exception) == (
+        f"{below} would be inside the folder of another run, {tmp_path}/first -> choose another place: "
+        f"gridtrain new {tmp_path}/second"
+    )
+    assert CliRunner().invoke(cli, ["new", f"{tmp_path}/second"]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     "arguments", [("",), ("", "--name", "x"), (".", "--name", ""), ("y", "--name", "a/b")]
 )

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+import gridtrain_coordinator
 from gridtrain.cli import status as module
+from gridtrain.cli.event_text import SENTENCES, event_text
+
+PURE = ("membership", "run", "stages")
+"""The packages whose events the status has."""
 
 STATUS: dict[str, Any] = {
     "run": "default", "phase": "training", "reason": "2 workers since step 40", "term": 1, "generation": 3,
@@ -31,7 +38,7 @@ exchange: GTopK(density=0.05)
 rank name      state   reach      share step    up/s down/s comp. select comm. wait heard
    0 anna      active  direct         8   41 2.45 MB  950 B 21 ms   1 ms 1.2 s 0 ms   0 s
    - [red]bert joining behind NAT     0    0       -      -     -      -     -    -   0 s
-   12 s ago  joined name=anna
+   12 s ago  anna has joined
 """
 
 WITH_VIOLATIONS = """\
@@ -91,6 +98,25 @@ def test_reported_problems_are_shown_below_the_table() -> None:
     anna, bert = STATUS["members"]
     seen = drawn({**STATUS, "members": [anna, {**bert, "reason": "could not write 3 checkpoints in a row"}]})
     assert seen.splitlines()[-2] == "[red]bert could not write 3 checkpoints in a row"
+
+
+def test_events_are_sentences() -> None:
+    reason = "`gridtrain worker`, which ran its script, has ended unexpectedly"
+    assert event_text({"at_s": 3.0, "event": "lost", "name": "an{0}", "reason": reason}) == (
+        f"an{{0}} is lost: {reason}"
+    )
+    assert event_text({"event": "called_back", "name": "bert", "reachable": False}) == (
+        "others cannot connect to bert"
+    )
+    assert event_text({"event": "training", "workers": 1}) == "training goes on with 1 worker from step ?"
+    assert event_text({"event": "a_later_one", "name": "bert"}) == "a later one name=bert"
+
+
+def test_each_event_of_the_run_has_a_sentence() -> None:
+    folder = Path(gridtrain_coordinator.__file__).parent
+    sources = [path.read_text() for part in PURE for path in (folder / part).glob("*.py")]
+    events = set(re.findall(r'LogEvent\(\s*"\w+",\s*"(\w+)"', "".join(sources)))
+    assert len(events) > 25 and events <= SENTENCES.keys()
 
 
 def test_a_paused_worker_is_shown_with_the_length_and_the_reason_of_its_pause() -> None:

@@ -25,6 +25,7 @@ from training_loop import backward, flat, sgd, train_batch
 import gridtrain
 from gridtrain.errors import BudgetSpent, CoordinatorUnreachable, DataError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentDirective, NoAgent
+from gridtrain.runtime.contribution import Contribution
 from gridtrain.sdk.grid import Grid
 from gridtrain.testing import FakeSensors
 from gridtrain.training.checkpoint.model_export import export_model
@@ -66,6 +67,7 @@ class PausedGroup:
         model, name = nn.Linear(8, 4), f"worker-{number}"
         model.bias.requires_grad_(False).zero_()  # never sent, also not to a worker that returns
         optimizer = sgd(grid, model, self.exchange)
+        grid._session._contribution.path = self.group.export_dir / f"{name}.json"
         for batch in grid.batches(DATA, batch_size=2, steps=self.steps):
             with self.changed:
                 self.seen.setdefault(name, []).append((grid.step, grid.world_size))
@@ -178,6 +180,8 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
     assert "worker-1 left: paused by its owner: battery" in _reasons(paused_group)
     assert "the other workers continue without this worker, unless they are paused, too" in caplog.text
     assert "this worker has returned after" in caplog.text and "gridtrain worker resume" not in caplog.text
+    saved = rf"the state after step ({paused_at}|{paused_at + 1}) is on this worker's disk, in {disk}"
+    assert any(re.fullmatch(saved, message) for message in caplog.messages)
 
 
 def _reasons(paused_group: PausedGroup) -> str:
@@ -197,6 +201,8 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
         paused_group.allow_up_to(12)
         paused_group.wait_until(paused_group.is_paused)
         paused_at = paused_group.last("worker-0")[0]
+        shown = Contribution.read(group.export_dir / "worker-0.json")
+        assert shown is not None and shown.step == paused_at + 1, "at once, not within a second"
         paused_group.wait_until(lambda: snapshot_of(group)["phase"] == "waiting")
         assert "; no worker trains: 1 is paused (on request, for " in str(snapshot_of(group)["reason"])
         paused_group.owner.directive = AgentDirective()
@@ -208,6 +214,25 @@ def test_a_run_whose_only_worker_is_paused_goes_on_from_its_state(
     steps = [step for step, _ in paused_group.seen["worker-0"]]
     assert steps == list(range(12)) and paused_at in (5, 6), "no step is repeated or left out"
     assert paused_group.residuals[paused_at + 1].any()
+
+
+def test_a_worker_without_checkpoints_says_so_when_it_pauses(
+    new_group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = BriefPause()
+
+    def train(grid: Grid, number: int) -> None:
+        model = nn.Linear(8, 4)
+        optimizer = sgd(grid, model, gridtrain.TopK(density=0.25))
+        for batch in grid.batches(DATA, batch_size=2, steps=8):
+            if grid.step == 5:
+                owner.directive = AgentDirective(run=False, reason="hot")
+            train_batch(model, optimizer, batch)
+
+    with new_group(workers=1) as group:
+        group.start(train, owner=owner, checkpoint_every=0)
+        group.finish()
+    assert "this worker has no checkpoint on its disk" in caplog.messages
 
 
 class BriefPause(NoAgent):

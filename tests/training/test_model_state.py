@@ -111,9 +111,11 @@ def test_a_pause_says_that_it_could_not_save_the_state(
 ) -> None:
     waits_s: list[float] = []
     monkeypatch.setattr(state, "_wait_for_writer", lambda timeout_s: waits_s.append(timeout_s))
-    state._left_at = SimpleNamespace(applied=4)
+    state._left_at, state._has_taken_part, state._written_step = SimpleNamespace(applied=4), True, 3
     state.save_paused()
-    assert waits_s == [300.0] and "the previous checkpoint is still being written" in caplog.text
+    assert waits_s == [300.0, 5.0] and "the previous checkpoint is still being written" in caplog.text
+    saved = f"the state after step 3 is on this worker's disk, in {state._options.folder}"
+    assert caplog.messages[-1] == f"{saved}; its last state is still being written"
 
 
 @pytest.mark.parametrize("written_step", [5, 4, None])

@@ -475,6 +475,16 @@ import os, time
 print("ready", os.environ["GRIDTRAIN_IDENTITY"], os.getpid(), sep="\\n", flush=True)
 time.sleep(600)
 """
+LOSES_CTRL_C = """
+import os, signal, time
+signal.signal(signal.SIGINT, lambda number, frame: print("lost", flush=True))
+if JOINS:
+    from gridtrain.runtime.client.agent_link import AgentLink
+    link = AgentLink(os.environ["GRIDTRAIN_CONTROL"], lambda: 0)
+print("ready", flush=True)
+while not (JOINS and link.directive.stop): time.sleep(0.02)
+print("stopped after its step", flush=True)
+"""
 IGNORES_SIGNALS = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -542,6 +552,16 @@ def test_a_signal_lets_the_script_leave_gracefully(agent: StartAgent, number: si
     assert out == f"leaving on {number.name}\n"
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in err
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["before join", "after join"])
+def test_a_script_that_loses_ctrl_c_ends_nevertheless(agent: StartAgent, joins: bool) -> None:
+    """An import of C code, such as that of numpy by torch, may drop the KeyboardInterrupt."""
+    process = agent(LOSES_CTRL_C.replace("JOINS", str(joins)), grace_s=10 * WITHIN_S)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=WITHIN_S)
+    assert out == ("lost\nstopped after its step\n" if joins else "lost\n")
+    assert process.returncode == 128 + signal.SIGINT and "stopped by SIGINT" in err
 
 
 def test_a_script_that_ignores_the_signal_is_killed_after_its_grace(agent: StartAgent) -> None:

@@ -64,6 +64,33 @@ def test_the_live_line_has_whole_figures(monkeypatch: pytest.MonkeyPatch, column
     assert out.getvalue() == shown + "\n", "so that after kill -9 the next output has a line of its own"
 
 
+def test_the_live_line_says_that_the_script_does_not_train_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = io.StringIO()
+    console = TerminalConsole(out)
+    for untrained in ("", "paused: on battery, until 22:00", "joining", ""):
+        console.show_progress(CONTRIBUTION, 0.0, untrained)
+    assert out.getvalue().split(CLEAR) == [
+        "step 410, 4 workers | here: 380 steps, 12,160 samples (24.3 % of the run)\n",
+        "paused: on battery, until 22:00 | step 410 | here: 380 steps, 12,160 samples\n",
+        "joining | step 410 | here: 380 steps, 12,160 samples (24.3 % of the run)\n",
+        "step 410, 4 workers | here: 380 steps, 12,160 samples (24.3 % of the run)\n",
+    ]
+
+
+def test_the_figures_stay_while_no_script_runs(tmp_path: Path) -> None:
+    """An overdue script was ended; until the next one trains, the line is not that of the last step."""
+    out = io.StringIO()
+    stats = ContributionStats(tmp_path / "worker.key", TerminalConsole(out))
+    stats.update(0.0, "joining")
+    assert not out.getvalue(), "nothing has been contributed"
+    CONTRIBUTION.write(stats.path)
+    stats.update(LOOK_EVERY_S)
+    stats.script_ended()
+    stats.update(2 * LOOK_EVERY_S, "paused: on battery")
+    assert out.getvalue().split(CLEAR)[1].startswith("paused: on battery | step 410 | here: 380 steps")
+
+
 def test_the_live_line_is_below_the_scripts_output() -> None:
     out = io.StringIO()
     console = TerminalConsole(out)

@@ -281,7 +281,8 @@ def test_a_worker_whose_run_waits_is_not_shown_as_training(
     make: Callable[..., PolicyEnforcer], folder: Path
 ) -> None:
     why = ["the run is waiting for 3 workers; 1 of 3 has joined"]
-    link = AgentLink(make().path, lambda: 0, lambda: why[0])
+    enforcer = make()
+    link = AgentLink(enforcer.path, lambda: 0, lambda: why[0])
 
     def shown() -> tuple[str, str]:
         answer = ask_agent(folder / SOCKET, {"ask": "show"})
@@ -292,8 +293,10 @@ def test_a_worker_whose_run_waits_is_not_shown_as_training(
     wait_until(lambda: shown() == ("joining", ""), shown)
     link.report(state="training")
     wait_until(lambda: shown() == ("training", ""), shown)
+    assert enforcer.untrained_text == ""
     why[0] = "the run is waiting for 2 workers"
     wait_until(lambda: shown() == ("waiting", why[0]), shown)
+    assert enforcer.untrained_text == f"waiting: {why[0]}"
     ask_agent(folder / SOCKET, {"ask": "pause"})
     assert shown() == ("paused", "on request")
     link.report(state="paused")

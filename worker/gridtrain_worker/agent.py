@@ -10,9 +10,10 @@ The owner's rules always apply (`policy_enforcer`).  While they forbid training,
 running script leaves the group and waits.  A script that does not leave in time is terminated, and started
 again when training is allowed.
 
-The agent passes a signal on to the script, which then leaves the run.  After `grace_s`, or at a second
-signal, it kills the whole process group.  Ctrl-Z stops the script together with the agent, and `fg` continues
-both.
+The agent passes a signal on to the script, which then leaves the run.  An import may lose the exception of
+the signal, as that of torch does; so the script is also requested to stop after its step and, if it has not
+joined the run yet, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or at a second signal, the agent
+kills the whole process group.  Ctrl-Z stops the script together with the agent, and `fg` continues both.
 
 The agent takes no part in the training: the SDK inside the script communicates with the coordinator and the
 peers.
@@ -71,6 +72,10 @@ PARTIAL_LINE_S = 0.1
 writes the newline of a `print` separately to a pipe."""
 GROUP_EXIT_TIMEOUT_S = 3.0
 """Time between SIGTERM and SIGKILL for processes that remain in the script's group."""
+
+IMPORT_GRACE_S = 1.0
+"""Longest time between a signal and SIGTERM for a script that has not joined the run, and so need not leave
+it; if it joins nevertheless, it has lost the signal."""
 
 ANSWER_S = 2.0
 """How long to wait, after a failure, for the coordinator to confirm that this worker is still admitted."""
@@ -308,7 +313,7 @@ def _run(
     """Run the script, with restarts, until it succeeds, the restarts are used up, or a signal arrives."""
     with SignalWatcher() as signals:
         in_a_row = failures = 0
-        while _await_permission(enforcer, signals):
+        while _await_permission(enforcer, signals, stats):
             started_s = time.monotonic()
             rules = enforcer.rules  # the current rate limits apply from the script's first byte
             limits = {"upload_limit": rules.upload, "download_limit": rules.download}
@@ -388,12 +393,16 @@ def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
     return False
 
 
-def _await_permission(enforcer: PolicyEnforcer, signals: SignalWatcher) -> bool:
+def _await_permission(
+    enforcer: PolicyEnforcer, signals: SignalWatcher, stats: ContributionStats | None = None
+) -> bool:
     """Wait until the owner's rules allow training; return False if the worker is stopping."""
     while not enforcer.is_stopping and not signals.count:
         enforcer.raise_fault()
         if enforcer.decision.may_train:
             return True
+        if stats is not None:
+            stats.update(time.monotonic(), enforcer.untrained_text)
         signals.wait(LOOK_S)
     return False
 
@@ -470,16 +479,25 @@ def _run_once(
     with _watchdog(job.grace_s) as watch, _running_script(job, variables, console) as script:
         watch(script.pid)
         enforcer.set_script(script.pid)
-        kill_at_s = math.inf
+        kill_at_s = terminate_at_s = math.inf
         while (code := _poll(script)) is None:
             signals.suspend_if_requested(script.pid)
-            stats.update(time.monotonic())
+            stats.update(time.monotonic(), enforcer.untrained_text)
             enforcer.raise_fault()
             if (signals.count or enforcer.is_overdue) and kill_at_s == math.inf:
                 if not signals.count:
                     enforcer.note_script_ended()
                 script.send_signal(signals.first or signal.SIGTERM)
-                kill_at_s = time.monotonic() + job.grace_s
+                now_s = time.monotonic()
+                kill_at_s = now_s + job.grace_s
+                if signals.count and not enforcer.has_script_joined:
+                    terminate_at_s = now_s + IMPORT_GRACE_S
+                if signals.count:
+                    enforcer.stop()
+            is_late = time.monotonic() >= terminate_at_s
+            if is_late or (terminate_at_s < math.inf and enforcer.has_script_joined):
+                script.terminate()
+                terminate_at_s = math.inf
             if signals.count > 1 or time.monotonic() >= kill_at_s:
                 _signal_group(script.pid, signal.SIGKILL)
     enforcer.set_script(0)

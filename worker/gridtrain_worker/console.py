@@ -2,6 +2,7 @@
 
 terminal    the script's output, and below it one live line:
             step 410, 4 workers | here: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
+            paused: battery | step 410 | here: 380 steps, ...
 text        the same as ordinary lines, for files and pipes with --log-format text
 JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"step": 410, ...}}
             one object per line, as in the coordinator's log, also for lines that the script writes to
@@ -47,8 +48,8 @@ class Console:
         whether they do."""
         return False
 
-    def show_progress(self, given: Contribution, now_s: float) -> None:
-        """Show the current figures."""
+    def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
+        """Show the current figures and, on a terminal, what the script does instead of training, and why."""
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
         """Show the contributions of this start (`given`) and of all starts on this machine (`total`)."""
@@ -69,7 +70,7 @@ class _LogConsole(Console):
         self._next_s = float("-inf")
         self._shown: Contribution | None = None
 
-    def show_progress(self, given: Contribution, now_s: float) -> None:
+    def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
         if now_s >= self._next_s and given != self._shown:
             self._next_s, self._shown = now_s + LINES_EVERY_S, given
             self._write_figures(given)
@@ -156,9 +157,9 @@ class TerminalConsole(Console):
             self._mid_line = False
             self._draw()
 
-    def show_progress(self, given: Contribution, now_s: float) -> None:
+    def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
         with self._lock:
-            line = live_line(given)
+            line = live_line(given, untrained)
             if line != self._live:
                 self._wipe()
                 self._live = line
@@ -230,10 +231,11 @@ def fit_line(line: str, columns: int) -> str:
     return line[: max((end for end in ends if end <= columns), default=max(1, columns))]
 
 
-def live_line(given: Contribution) -> str:
-    """Format the current figures in one line."""
+def live_line(given: Contribution, untrained: str = "") -> str:
+    """Format the current figures in one line; while the script does not train, begin with the reason."""
+    members = f", {format_count(given.world_size, 'worker')}" if not untrained else ""
     return (
-        f"step {given.step:,}, {format_count(given.world_size, 'worker')} | here: {_work(given)} "
+        f"{untrained and f'{untrained} | '}step {given.step:,}{members} | here: {_work(given)} "
         f"({_share(given)} of the run), {format_bytes(given.sent_bytes)} up, "
         f"{format_bytes(given.received_bytes)} down"
     )

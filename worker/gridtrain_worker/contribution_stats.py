@@ -42,15 +42,21 @@ class ContributionStats:
         """The number of the run's steps when the latest script ended."""
         return self._finished.step
 
-    def update(self, now_s: float) -> None:
-        """Read and show the figures, at most once a second."""
+    def update(self, now_s: float, untrained: str = "") -> None:
+        """Read and show the figures, at most once a second.
+
+        Args:
+            untrained: what the script does instead of training, and why; "" if it trains.
+        """
         if now_s < self._next_read_s:
             return
         self._next_read_s = now_s + LOOK_EVERY_S
         found = Contribution.read(self.path)
         if found is not None and found.steps:
             self._current = found
-            self._console.show_progress(add_contributions(self._finished, found), now_s)
+        shown = self._finished if self._current is None else add_contributions(self._finished, self._current)
+        if shown.steps:
+            self._console.show_progress(shown, now_s, untrained)
 
     def script_ended(self) -> None:
         """Add the script's last figures to the total; the next script starts at 0."""

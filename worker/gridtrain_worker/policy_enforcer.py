@@ -142,6 +142,18 @@ class PolicyEnforcer:
             self.has_ended_script = self.has_ended_script and not pid
 
     @property
+    def has_script_joined(self) -> bool:
+        """Whether the script has called `gridtrain.join`."""
+        with self._lock:
+            return bool(self._script_status)
+
+    def stop(self) -> None:
+        """Let the script stop after its step."""
+        with self._lock:
+            self.is_stopping = True
+            self._push()
+
+    @property
     def rules(self) -> Rules:
         with self._lock:
             return self._policy.rules
@@ -191,6 +203,13 @@ class PolicyEnforcer:
                 return False
             self._disobeyed_since_s = self._disobeyed_since_s or time.monotonic()
             return time.monotonic() - self._disobeyed_since_s >= OBEY_TIMEOUT_S
+
+    @property
+    def untrained_text(self) -> str:
+        """What the script does instead of training, and why, such as "paused: battery"; "" if it trains."""
+        with self._lock:
+            state, reason = self._state(), self._reason()
+            return "" if state == "training" else f"{state}: {reason}" if reason else state
 
     def note_script_ended(self) -> None:
         """Record that the agent terminates the script because it is overdue; reset at the next script."""
@@ -271,8 +290,8 @@ class PolicyEnforcer:
             "name": self._name,
             "run": self._run,
             "key": self._key,
-            "state": (state := self._state()),
-            "reason": self._why_waiting if state == "waiting" else self.decision.text(),
+            "state": self._state(),
+            "reason": self._reason(),
             "obeyed": self.decision.may_train
             or self._script_status.get("state") == "paused"
             or not self._pids,
@@ -297,6 +316,9 @@ class PolicyEnforcer:
         if state == "paused":
             return "resuming"
         return "waiting" if self._why_waiting else state
+
+    def _reason(self) -> str:
+        return self._why_waiting if self._state() == "waiting" else self.decision.text()
 
     @property
     def _why_waiting(self) -> str:

@@ -250,23 +250,22 @@ class Membership:
         run.end_early()
         self._settled_reason, self._cached_deadline_s = None, None
         effects = self._log_events(self._advance(now_s), now_s)
-        if run.is_finished and run.missing_model:
-            return effects, f'the run "{run.name}" is finished; {run.missing_model}'
+        paused = run.paused_workers.describe_end(with_model=not run.member_order and not run.missing_model)
         if run.is_finished:
-            paused = run.paused_workers.describe_end()
-            return effects, f'the run "{run.name}" is finished; it had no members{paused}'
+            why = run.missing_model or "it had no members"
+            return effects, f'the run "{run.name}" is finished; {why}{paused}'
         members = format_count(len(run.member_order), "member")
         if not run.present_members:
             return effects, (
                 f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
                 "worker with a checkpoint has come; repeat the order if the coordinator restarts before then"
             )
-        if pending := self._pipeline_recovery.describe_pending_end():
+        if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return effects, f'the run "{run.name}" {pending}'
         write = "writes" if len(run.member_order) == 1 else "write"
         return effects, (
             f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} {write} '
-            f"the last checkpoints and the model, and all workers exit{run.skipped_steps.ending()}"
+            f"the last checkpoints and the model, and all workers exit{run.skipped_steps.ending()}{paused}"
         )
 
     def introduce_pending_member(
@@ -287,6 +286,7 @@ class Membership:
         run, choice, stages = self.run, self._planner.exchange_choice, self.run.partition.stage_count
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
+        setup = choice.effective_setup
         steps = [run.highest_step, *(run.workers[peer].step for peer in run.present_members)]
         skipped = run.skipped_steps
         return {
@@ -302,7 +302,7 @@ class Membership:
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,
-            "facts": shown_facts(choice.effective_setup.facts) if choice.effective_setup else {},
+            "facts": shown_facts(setup.facts, run.partition.repartitioned_bounds) if setup else {},
             "exchange_reason": choice.description,
             "global_batch_size": run.definition.global_batch_size if run.definition else None,
             "plan_reason": self._planner.plan_reason,

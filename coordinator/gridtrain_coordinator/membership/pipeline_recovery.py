@@ -12,6 +12,7 @@ The step is chosen by `stages.whole_state`, the partition and the ranks by `stag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from gridtrain.core import messages as m
@@ -225,13 +226,14 @@ class PipelineRecovery:
         last = run.highest_step - 1
         return self._end_incomplete(self._find_restart_point(None, last, {}), last)
 
-    def describe_pending_end(self) -> str:
+    def describe_pending_end(self, now_s: float) -> str:
         """Return when and why a run that its owner has ended ends without a model; "" if that is not so."""
         if self._incomplete_since_s is None:
             return ""
+        left_s = self._incomplete_since_s + self._run.limits.regather_s - now_s
         return (
-            f"ends in {self._run.limits.regather_s:g} s without a model, unless workers with the missing "
-            f"part come before: {self._incomplete_reason}"
+            f"ends in {math.ceil(max(0.0, left_s))} s without a model, unless workers with the missing part "
+            f"come before: {self._incomplete_reason}"
         )
 
     def _await_end(self, restart: RestartPoint, last: int, reason: str, now_s: float) -> list[Effect]:

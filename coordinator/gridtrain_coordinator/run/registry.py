@@ -284,9 +284,18 @@ def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
     ]
 
 
-def shown_facts(facts: m.Facts) -> dict[str, str]:
-    """Return facts for display; the text that is compared has Python's None for an option that is not set."""
-    return {name: "none" if text == "None" else text for name, text in facts}
+def shown_facts(facts: m.Facts, bounds: tuple[int, ...] = ()) -> dict[str, str]:
+    """Return facts for display; the text that is compared has Python's None for an option that is not set.
+
+    Args:
+        bounds: the bounds of the stages if the model was repartitioned: the facts have the first ones.
+    """
+    shown = {name: "none" if text == "None" else text for name, text in facts}
+    if bounds:
+        stages = len(bounds) - 1
+        shown["stages"] = f"{stages} ({shown.get('stages')} at the beginning)"
+        shown["exchange"] = f"{shown.get('exchange')}; now {stages} stages cut at {list(bounds)}"
+    return shown
 
 
 def _model_lines(model: m.StagedModel | None) -> dict[str, str]:

@@ -40,6 +40,12 @@ class StageBounds:
         return defined_cuts(self._definition)
 
     @property
+    def repartitioned_bounds(self) -> tuple[int, ...]:
+        """The bounds if they are not those of the definition; otherwise ()."""
+        is_defined = self._definition is None or self.bounds == defined_cuts(self._definition)
+        return () if is_defined else self.bounds
+
+    @property
     def stage_count(self) -> int:
         """The number of stages in the generation, or in the definition before the first generation."""
         return len(self.bounds) - 1

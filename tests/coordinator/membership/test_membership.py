@@ -1021,9 +1021,18 @@ def test_a_run_that_ends_while_its_workers_are_paused_says_where_the_model_is() 
     run = Run(A)
     run.say(A, m.TemporaryLeave("on battery"))
     assert end(run) == (
-        'the run "r" is finished; it had no members; 1 is paused: where a paused worker runs, gridtrain '
-        "export writes the model from its latest checkpoint, if it has one"
+        'the run "r" is finished; it had no members; 1 is paused and exits when its pause ends; where a '
+        "paused worker runs, gridtrain export writes the model from its latest checkpoint, if it has one"
     )
+
+
+def test_the_owner_who_ends_a_run_learns_what_becomes_of_paused_workers() -> None:
+    run = Run(A, B, C)
+    run.say(A, m.TemporaryLeave("on battery"))
+    run.say(B, m.TemporaryLeave("hot"))
+    run.report(C)
+    run.start(C)
+    assert end(run).endswith("; 2 are paused and exit when their pauses end")
 
 
 def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> None:

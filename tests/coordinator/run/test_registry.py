@@ -24,6 +24,7 @@ from gridtrain_coordinator.run.registry import (
     batch_limits,
     round_trip_times,
     setup_differences,
+    shown_facts,
 )
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
@@ -249,3 +250,13 @@ def test_a_setup_that_differs_is_described() -> None:
         "stages is 2 here and 1 in the run",
         "optimizer is sgd here and missing in the run",
     ]
+
+
+def test_the_shown_stages_are_the_present_ones() -> None:
+    facts = (("clip_norm", "None"), ("exchange", "Dense(), 3 stages cut at [0, 2, 3, 4]"), ("stages", "3"))
+    assert shown_facts(facts) == {**dict(facts), "clip_norm": "none"}
+    assert shown_facts(facts, (0, 2, 4)) == {
+        "clip_norm": "none",
+        "exchange": "Dense(), 3 stages cut at [0, 2, 3, 4]; now 2 stages cut at [0, 2, 4]",
+        "stages": "2 (3 at the beginning)",
+    }

@@ -230,7 +230,9 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
     assert run.core.phase is RunPhase.PAUSED
     waits = "ends in 60 s without a model, unless workers with the missing part come before"
     assert end(run) == f'the run "r" {waits}: {MISSING}'
-    run.tick(59)
+    run.tick(58.5)
+    assert end(run) == f'the run "r" {waits}: {MISSING}'.replace("in 60 s", "in 2 s"), "the time that is left"
+    run.tick(0.5)
     assert run.core.phase is RunPhase.PAUSED
     run.tick(1)
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers

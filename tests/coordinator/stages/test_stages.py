@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from scripted_member import COORDINATOR, SETUP, ScriptedMember, no_neighbours
-from staged_run import StagedRun
+from staged_run import StagedRun, repartitioned_without_b
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
@@ -174,6 +174,15 @@ def test_a_generation_is_a_whole_number_of_pipelines_and_the_rest_are_standbys()
     assert (rows["a"]["stage"], rows["b"]["stage"], rows["c"]["stage"]) == (0, 1, None)
     assert rows["c"]["state"] == "spare" and "2 stages x 1 replicas use 2 workers" in rows["c"]["spare"]
     assert snapshot["stages"] == 2
+
+
+def test_the_status_of_a_repartitioned_run_has_the_present_stages() -> None:
+    run = repartitioned_without_b()
+    snapshot = run.core.snapshot(run.now_s)
+    assert snapshot["stages"] == 2
+    assert snapshot["facts"]["exchange"].endswith("; now 2 stages cut at [0, 3, 6]")
+    run = StagedRun(2, A, B)
+    assert "now" not in run.core.snapshot(run.now_s)["facts"].get("exchange", "")
 
 
 def test_standbys_make_no_generation_until_there_is_one_for_each_stage() -> None:

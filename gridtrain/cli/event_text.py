@@ -1,0 +1,65 @@
+"""The coordinator's events as sentences for a run's owner; docs/cli.md lists the events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gridtrain.quantities import format_count, format_fields
+
+SENTENCES = {
+    "called_back": "others {can} connect to {name}",
+    "caught_up": "{name} has received the state up to step {step}",
+    "checkpoint_failed": "{name} could not write its checkpoints, {failed} in a row: {remedy}",
+    "checkpoint_written": "{name} writes checkpoints again",
+    "checkpoint_uploaded": "{name} uploads checkpoints again",
+    "drifted": "the state of {name} differs from the others' at step {step}",
+    "finished": "the run is finished: {reason}",
+    "following": "the state is sent to {names} while the others train",
+    "freeze": "the members wait for a new generation: {reason}",
+    "generation": "generation {generation} has {workers} and begins at step {step}: {reason}",
+    "joined": "{name} has joined",
+    "left": "{name} has left: {reason}",
+    "loop_stalled": "the coordinator did not run for {late_s} s",
+    "lost": "{name} is lost: {reason}",
+    "model_not_written": "{name} could not write the final model: {reason}; {remedy}",
+    "no_route": "{name} cannot connect to {to}",
+    "no_such_piece": "{name} does not have its checkpoint any more",
+    "not_following": "{name} does not receive the state: {reason}",
+    "paused": "the run is paused: {reason}",
+    "recalled": "the journal lacks generation {generation}, which has {workers}",
+    "refused": "a worker was refused: {reason}",
+    "renamed": "{name} asked for the name {asked}: {reason}",
+    "restored": "the run continues from the checkpoints of step {step}",
+    "rollback": "steps are lost: the run returns from step {from} to step {to}",
+    "run_defined": "the first worker has defined the model, the data and the optimizer",
+    "source_replaced": "{source} did not send the state, so another member sends it to {names}",
+    "stalled": "{name} reports no progress at step {step}: {reason}",
+    "started": "the coordinator has started",
+    "step_missed": "{name} was too late for {missed} steps, the latest near step {step}",
+    "step_skipped": "{name} had unusable gradients in {skipped} steps, the latest near step {step}: {reason}",
+    "superseded": "{name} follows a coordinator that started later",
+    "training": "training goes on with {workers} from step {step}",
+    "upload_failed": "{name} could not upload its checkpoints, {failed} in a row: {remedy}",
+    "violation": "{peer} broke the protocol: {reason}",
+    "waiting": "the run waits for workers: {reason}",
+    "worker_finished": "{name} has reached the end of the run",
+}
+
+
+class _Fields(dict[str, str]):
+    def __missing__(self, name: str) -> str:
+        return "?"
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """Return an event as a sentence, or its name and fields if it is unknown, because it is a later
+    version's."""
+    fields = format_fields({name: value for name, value in event.items() if name not in ("at_s", "event")})
+    kind = str(event.get("event", "?"))
+    if kind in SENTENCES:
+        if isinstance(workers := event.get("workers"), int):
+            fields["workers"] = format_count(workers, "worker")
+        can = "can" if event.get("reachable") else "cannot"
+        return SENTENCES[kind].format_map(_Fields(fields, can=can))
+    return " ".join([kind.replace("_", " "), *(f"{name}={text}" for name, text in fields.items())])
