@@ -56,14 +56,14 @@ class Departures:
         return [*missed, *self._remove(worker, f"left: {reason}", is_voluntary=True), Disconnect(peer)]
 
     def _record_missing_model(self, worker: Worker, reason: str) -> list[Effect]:
-        """Record that a member which reached the end of the run leaves without having written the model."""
+        """Record that the member that was to write the final model leaves without having done so."""
         run, (what, _, why) = self._run, reason.partition(": ")
         has_finished = worker.peer in (run.members if run.is_finished else run.finished_members)
-        if what != m.MODEL_NOT_WRITTEN or not has_finished:
+        if what != m.MODEL_NOT_WRITTEN or not has_finished or not run.writes_model(worker.peer):
             return []
-        run.record_missing_model(f"the final model was not written: {worker.name}: {why}; {MODEL_REMEDY}")
+        text = f"the final model was not written: {worker.name}: {why}; {MODEL_REMEDY}"
         fields = {"name": worker.name, "reason": why, "remedy": MODEL_REMEDY}
-        return [LogEvent("error", "model_not_written", fields)]
+        return [*run.record_missing_model(text), LogEvent("error", "model_not_written", fields)]
 
     def dismiss(self, peer: m.PeerId, reason: str, *, notify: bool = True) -> list[Effect]:
         """Remove and disconnect a worker.

@@ -14,7 +14,7 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
@@ -91,9 +91,9 @@ class RunState:
             self.partition.define(recovered.definition)
         view = recovered.view
         self.highest_step = view.applied + 1 if view is not None else recovered.highest_step
-        if recovered.is_finished:
-            self.phase = RunPhase.FINISHED
-            self._reason = "the run was finished before the coordinator restarted"
+        self.is_ending = recovered.is_ending
+        if recovered.end_reason is not None:
+            self.phase, self._reason = RunPhase.FINISHED, recovered.end_reason
         elif view is not None:
             self._set_members(recovered.roster)
             self.has_started, self.view = recovered.has_started, replace(view, term=self.term)
@@ -154,6 +154,11 @@ class RunState:
     def newcomers(self) -> list[Worker]:
         """Return the workers that may enter the next generation and are not in the current one."""
         return self.workers.candidates(self.members).newcomers
+
+    def writes_model(self, peer: m.PeerId) -> bool:
+        """Return whether a member writes the final model, or the part of its stage."""
+        stages = group_by_stage(self.member_order, self.partition.stage_count)
+        return any(peer in replicas[:1] for replicas in stages)
 
     def stage_of(self, peer: m.PeerId) -> int:
         """Return the stage of a member by its rank.
@@ -243,10 +248,12 @@ class RunState:
         """Lower the highest step, because the run continues after step `applied`."""
         self.highest_step = applied + 1
 
-    def end_early(self) -> None:
+    def end_early(self) -> list[JournalEntry]:
         """Let the members finish the run with the next generation, in which they hold one state."""
+        entries = [] if self.is_ending else [JournalEntry("end", {})]
         self.is_ending = True
         self.view_change.replace_reason("the run's owner has ended the run")
+        return entries
 
     def record_departure(self, peer: m.PeerId) -> None:
         """Record that a member left for good."""
@@ -258,12 +265,15 @@ class RunState:
         if peer in self.members:  # other workers committed no steps
             self.record_step(min(applied, MAX_STEPS) + 1)
 
-    def record_missing_model(self, reason: str) -> None:
+    def record_missing_model(self, reason: str) -> list[JournalEntry]:
         self.missing_model = reason
+        return [self.phase_entry(self.phase, self._reason)] if self.is_finished else []
 
     # -- journal entries and messages --------------------------------------------------------------
 
     def phase_entry(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
+        if phase is RunPhase.FINISHED and self.missing_model:
+            more["missing_model"] = self.missing_model
         return JournalEntry("state", {"state": str(phase), "reason": reason, **more})
 
     def enter_phase(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:

@@ -241,7 +241,9 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
     assert sent(run.join(B), m.Refused, to=B)[0].reason == refused.reason
     assert run.core.snapshot(run.now_s)["alert"] == f"the final model was not written: {MISSING}"
     journal = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
-    assert recover_run(journal).is_finished, "also after a restart"
+    assert recover_run(journal).end_reason == (
+        f"its owner has ended it after 13 steps; the final model was not written: {MISSING}"
+    ), "also after a restart"
 
 
 def test_the_missing_stage_comes_after_the_owners_order() -> None:
