@@ -85,6 +85,8 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                     m.Span(*span): [bytes.fromhex(text) for text in digests]
                     for span, digests in entry["blocks"]
                 }
+            case "state" if "ending" in body:  # likewise
+                is_ending = True
             case "state":
                 phase, highest_step = body["state"], int(body.get("reached", 0))
                 reason = "; ".join(text for text in (body.get("reason"), body.get("missing_model")) if text)
@@ -93,8 +95,6 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 if "rollback" in body:
                     step = int(body["rollback"]["to"])
                     checkpoints = {at: digests for at, digests in checkpoints.items() if at[0] < step}
-            case "end":
-                is_ending = True
     end_reason = reason if phase == RunPhase.FINISHED else None
     if latest is None:
         return RecoveredRun(definition, is_ending=is_ending, end_reason=end_reason)

@@ -14,6 +14,7 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
+from gridtrain.core.commit.verdict import Outcome
 from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
@@ -55,6 +56,7 @@ class RunState:
         departed_members: members that left or were dismissed, and are no longer awaited.
         finished_members: members that have reached the end of the run.
         missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
+        last_state: the state in which the members of a run without a model end; None if they hold none.
         is_ending: whether the owner has ended the run, which finishes when its members hold one state.
     """
 
@@ -80,6 +82,7 @@ class RunState:
         self.departed_members: set[m.PeerId] = set()
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
+        self.last_state: m.StandbyNotice | None = None
         self._min_workers, self._software = min_workers, software
         self._set_members(())
 
@@ -250,8 +253,8 @@ class RunState:
 
     def end_early(self) -> list[JournalEntry]:
         """Let the members finish the run with the next generation, in which they hold one state."""
-        entries = [] if self.is_ending else [JournalEntry("end", {})]
-        self.is_ending = True
+        entry = self.phase_entry(self.phase, self._reason, reached=self.highest_step, ending=True)
+        entries, self.is_ending = [] if self.is_ending else [entry], True
         self.view_change.replace_reason("the run's owner has ended the run")
         return entries
 
@@ -264,6 +267,12 @@ class RunState:
         self.finished_members.add(peer)
         if peer in self.members:  # other workers committed no steps
             self.record_step(min(applied, MAX_STEPS) + 1)
+
+    def end_incomplete(self, outcome: Outcome) -> None:
+        """Record the state in which members end, although they do not hold all stages of it."""
+        self.record_step(outcome.applied + 1)
+        state = outcome.applied, outcome.history, outcome.ledger
+        self.last_state = m.StandbyNotice(self.term, self.generation + 1, *state, "the run is over")
 
     def record_missing_model(self, reason: str) -> list[JournalEntry]:
         self.missing_model = reason

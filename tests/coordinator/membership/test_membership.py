@@ -1003,7 +1003,7 @@ def test_a_coordinator_that_restarts_at_the_end_of_the_run_knows_the_end_once_it
 def test_a_restarted_coordinator_ends_the_run_whose_end_its_owner_has_ordered() -> None:
     run = Run(A, B)
     end(run), end(run)
-    assert [kind for kind, _ in run.journal].count("end") == 1
+    assert len([body for _, body in run.journal if "ending" in body]) == 1
     again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)
     for peer in (A, B):
         again.join(peer, generation=1)
