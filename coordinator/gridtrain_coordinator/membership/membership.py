@@ -256,9 +256,10 @@ class Membership:
             return effects, f'the run "{run.name}" is finished; it had no members{paused}'
         members = format_count(len(run.member_order), "member")
         if not run.present_members:
+            otherwise = f", or in {run.limits.regather_s:g} s without a model"
             return effects, (
                 f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
-                "worker with a checkpoint has come"
+                f"worker with a checkpoint has come{'' if run.partition.is_pipeline else otherwise}"
             )
         if pending := self._pipeline_recovery.describe_pending_end():
             return effects, f'the run "{run.name}" {pending}'

@@ -1016,7 +1016,7 @@ def test_a_restarted_coordinator_ends_the_run_whose_end_its_owner_has_ordered() 
 def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_whom_it_waits() -> None:
     run = Run(A, B, C)
     again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=3)
-    assert end(again).endswith("which are all disconnected, or a worker with a checkpoint has come")
+    assert end(again).endswith("or a worker with a checkpoint has come, or in 60 s without a model")
     again.join(A, generation=1)
     assert end(again).endswith("and all workers exit; it may first wait for b, c, for at most 60 s")
 
