@@ -507,7 +507,7 @@ print("ready", flush=True)
 
 @pytest.fixture
 def agent(invitation: Invitation, tmp_path: Path) -> Iterator[StartAgent]:
-    """Start an agent; return when its script has printed "ready".  A failed test shows what agents printed."""
+    """Start an agent; return when its script has printed "ready".  A failed test shows the agents' output."""
     started: list[subprocess.Popen[str]] = []
     program = tmp_path / "agent.py"
     program.write_text(AGENT)
