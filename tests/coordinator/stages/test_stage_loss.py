@@ -238,6 +238,7 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
     for peer in (A, C):
         (refused,) = sent(run.effects, m.Refused, to=peer)
         assert refused.code == "finished" and refused.reason.endswith(MISSING)
+    assert sent(run.effects, m.StandbyNotice, to=A) and not sent(run.effects, m.StandbyNotice, to=C)
     assert sent(run.join(B), m.Refused, to=B)[0].reason == refused.reason
     assert run.core.snapshot(run.now_s)["alert"] == f"the final model was not written: {MISSING}"
     journal = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
