@@ -40,7 +40,7 @@ class BundleServer:
         if self._digest() != request.digest or request.index >= len(self._blocks):
             text = f"the run's bundle is {self._bundle.digest}, which differs from the requested bundle"
             return [io.Send(peer, m.Refused("bundle", text, "restart the worker to request this bundle"))]
-        if not self._requests.allow(peer, now_s, self._is_too_often):
+        if not self._requests.allow(peer, now_s, MAX_BUNDLES_PER_WORKER * len(self._blocks)):
             minutes = f"{RATE_WINDOW_S / 60:.0f} minutes"
             text = f"a worker may fetch at most {MAX_BUNDLES_PER_WORKER} bundles within {minutes}"
             return [io.Send(peer, m.Refused("too-often", text, "try again later"))]
@@ -57,6 +57,3 @@ class BundleServer:
     def _digest(self) -> bytes:
         assert self._bundle is not None
         return bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
-
-    def _is_too_often(self, requests: int) -> bool:
-        return requests >= MAX_BUNDLES_PER_WORKER * len(self._blocks)

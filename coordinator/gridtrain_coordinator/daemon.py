@@ -95,9 +95,9 @@ def _recover(store: JournalStore, run: str) -> RecoveredRun:
         recovered = recover_run(entries)
     except (KeyError, TypeError, ValueError) as error:
         raise invalid_entry(error) from None
-    if recovered.is_finished:
+    if recovered.end_reason is not None:
         raise JournalError(
-            f'the run "{run}" of this journal is finished',
+            f'the run "{run}" of this journal is finished: {recovered.end_reason}',
             remedy="to train its model further, start the coordinator with another --state and the workers "
             "with the --state-dir of their checkpoints (docs/operations.md); to start a new run, use --run",
         )

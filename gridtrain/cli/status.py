@@ -256,12 +256,15 @@ def received_states(snapshot: Mapping[str, Any]) -> list[str]:
 
 
 def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
-    """Return a line for each worker that its owner has paused; such a worker is not a member now."""
+    """Return a line for each worker that its owner has paused.
+
+    Such a worker is not a member and has no connection, so that nobody knows whether it still runs.
+    """
     lines, ends = [], "; it exits when its pause ends" if snapshot.get("finished") else ""
     for line in rows(snapshot, "resting"):
         what, _, why = str(line.get("reason", "paused")).partition(": ")
         lines.append(
-            f"{line.get('name', '?')} is {what} for {_age(line)}" + (f": {why}" if why else "") + ends
+            f"{line.get('name', '?')} was {what} {_age(line)} ago" + (f": {why}" if why else "") + ends
         )
     return lines
 

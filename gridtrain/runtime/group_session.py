@@ -73,9 +73,8 @@ class GroupSession:
         on_turn_begun: a function that is called with this worker's rank and the step before the loop gets the
             batch.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
-        is_standby_at_end: whether the coordinator refused this worker because the run has finished: it was on
-            standby, or the run was ended without a model.
-        end_reason: then why, as the coordinator says.
+        end_reason: what the coordinator said when it refused this worker because the run has finished: it was
+            on standby, or the run was ended without a model; otherwise "".
         failure: why this worker leaves, if its data cannot be read or its final model cannot be written.
     """
 
@@ -91,7 +90,7 @@ class GroupSession:
         self.on_batch_dropped: Callable[[], None] = lambda: None
         self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
         self._joined: io.TrainerJoined | None = None
-        self.is_turn_done = self.is_standby_at_end = self._has_closed = False
+        self.is_turn_done = self._has_closed = False
         self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
@@ -242,7 +241,7 @@ class GroupSession:
 
         Raises `WaitInterrupted` if `interrupts(snapshot)` is true, unless the run has ended.
         """
-        if self.is_standby_at_end:
+        if self.end_reason:
             return None
 
         def is_over(here: WorkerSnapshot) -> bool:
@@ -284,7 +283,7 @@ class GroupSession:
             was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
             if refused.code != "finished" or not (self._is_pipeline or was_running):
                 raise
-            self.is_standby_at_end, self.end_reason = True, refused.reason
+            self.end_reason = refused.reason
 
     def _next_task(self, snapshot: WorkerSnapshot, *, between_batches: bool) -> WorkerTask | None:
         return self.tasks.next_task(
@@ -561,7 +560,7 @@ class GroupSession:
     @property
     def snapshot(self) -> WorkerSnapshot:
         """This worker's current view of the run."""
-        if not self.is_standby_at_end:
+        if not self.end_reason:
             with self._ends_as_standby():
                 return self._loop.mailbox.read()
         return self._loop.mailbox.snapshot
@@ -593,7 +592,7 @@ class GroupSession:
 
         Returns whether the coordinator has declared the run finished within `FINISH_TIMEOUT_S`.
         """
-        if self.is_standby_at_end:
+        if self.end_reason:
             return True
         until_s = time.monotonic() + FINISH_TIMEOUT_S
         try:

@@ -23,7 +23,7 @@ for its upload."""
 def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfig) -> None:
     """Write the last checkpoint and, if it is this worker's part, the final model; wait for the other
     members."""
-    if session.is_standby_at_end:
+    if session.end_reason:
         _finish_as_standby(session, model_state)
         return
     exports = model_state.exports

@@ -123,8 +123,8 @@ def test_a_paused_worker_is_shown_with_the_length_and_the_reason_of_its_pause() 
     reasons = "paused by its owner: battery, until 22:00", "paused"
     resting = [{"name": "anna", "reason": reason, "since_s": 5.0} for reason in reasons]
     assert module.paused_lines({"resting": resting}) == [
-        "anna is paused by its owner for 5 s: battery, until 22:00",
-        "anna is paused for 5 s",
+        "anna was paused by its owner 5 s ago: battery, until 22:00",
+        "anna was paused 5 s ago",
     ]
 
 

@@ -273,7 +273,7 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("kick", "predates_removal", _no, "a kicked key rejoins with a reserved invitation"),
         ("operator-only", "is_operator", _yes, "a member bans another"),
         ("enrol-rate", "exceeds_enrolment_rate", _no, "one household uses up an invitation for many"),
-        ("join-rate", "exceeds_join_rate", _no, "a key joins a thousand times a second"),
+        ("join-rate", "MAX_JOINS_PER_WORKER", 2**31, "a key joins a thousand times a second"),
     ],
     "gridtrain_coordinator.access.violations": [
         ("three-strikes", "exceeds_limit", _no, "an offender stays for ever"),

@@ -40,7 +40,7 @@ from gridtrain.network.wire.codec import encode
 from gridtrain_coordinator.access import authorization_rules
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
-from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator
+from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator, _recover
 from gridtrain_coordinator.diagnostics import Checkups
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.run.events import (
@@ -468,3 +468,12 @@ def test_a_message_in_the_same_turn_as_a_ban_is_ignored() -> None:
     core = FakeCore({WorkerRemoved: [Disconnect(ANNA)]})
     run_loop(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "spam"), 40), Received(ANNA, JOIN, 80)])
     assert not [event for event in core.received if isinstance(event, MessageReceived)]
+
+
+def test_a_coordinator_that_is_started_again_after_the_end_says_how_the_run_ended() -> None:
+    store = JournalStore.open(":memory:")
+    ended = {"state": "finished", "reason": "its owner has ended it", "missing_model": "no model was written"}
+    store.append_all([("state", {"state": "paused", "reason": "", "ending": True}), ("state", ended)])
+    with pytest.raises(JournalError, match="is finished: its owner has ended it; no model was written ->"):
+        _recover(store, "r")
+    store.close()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import gridtrain
 from gridtrain.core.messages import EndRun, OperatorReply, Refused
+from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.training.checkpoint.checkpoint_store import checkpoint_step, list_checkpoints
 from gridtrain.training.checkpoint.model_export import export_model
@@ -89,6 +90,27 @@ def test_checkpoints_that_lost_processes_have_not_uploaded_are_uploaded_later(tm
     assert RemoteStore(url).complete(13)
 
 
+ENDING = replace(LOSING, regather_s=0.5)
+
+
+def end_without(workers: Workers, *names: str) -> tuple[Future[OperatorReply | Refused], str]:
+    """Train until one of these is killed, and end the run; return the answer, and the other one's name."""
+    answer, coordinator = Future[OperatorReply | Refused](), workers.group.coordinator
+
+    def take_orders() -> Iterator[Any]:
+        if coordinator.snapshot()["phase"] == "paused" and not answer.running() and not answer.done():
+            yield EndRun(), answer
+
+    for name in names:
+        workers.add(name)
+    workers.wait(lambda: any(seen.end for seen in workers.seen.values()), names)
+    coordinator._dashboard = SimpleNamespace(publish=lambda status: None, take_orders=take_orders)
+    (name,) = (seen.name for seen in workers.seen.values() if seen.end is None)
+    workers.finish(name)
+    assert workers.seen[name].end == "finished"
+    return answer, name
+
+
 class Killed(Exception):
     """A worker ends as if by SIGKILL."""
 
@@ -103,25 +125,24 @@ def test_a_run_whose_only_holder_of_a_stage_was_killed_is_ended_by_its_owner(
             workers.kill(seen.name)
             raise Killed
 
-    answer = Future[OperatorReply | Refused]()
-
-    def take_orders() -> Iterator[Any]:
-        if coordinator.snapshot()["phase"] == "paused" and not answer.running() and not answer.done():
-            yield EndRun(), answer
-
-    with Workers(tmp_path, 2, checkpoint_every=100, deadlines=replace(LOSING, regather_s=0.5)) as workers:
-        coordinator = workers.group.coordinator
+    with Workers(tmp_path, 2, checkpoint_every=100, deadlines=ENDING) as workers:
         workers.after = after
-        workers.add("anna")
-        workers.add("bert")
-        workers.wait(lambda: any(seen.end for seen in workers.seen.values()), ("anna", "bert"))
-        coordinator._dashboard = SimpleNamespace(publish=lambda status: None, take_orders=take_orders)
-        (name,) = (seen.name for seen in workers.seen.values() if not isinstance(seen.end, Killed))
-        workers.finish(name)
-    assert workers.seen[name].end == "finished"
+        answer, name = end_without(workers, "anna", "bert")
     missing = "no present worker holds stage 1 of 2 after step 7, and the present ones have no earlier step"
     assert missing in answer.result().text and "gridtrain export writes" in answer.result().text
     (said,) = (each for each in caplog.messages if "the final model was not written" in each)
     assert missing in said and "held neither" not in said
     (folder,) = (tmp_path / name).glob("blocks-000-*")
     assert [checkpoint_step(path) for path in list_checkpoints(folder)] == [7]
+
+
+def test_a_survivor_that_had_only_prepared_the_last_step_of_a_run_without_a_model_writes_it(
+    tmp_path: Path,
+) -> None:
+    """The root was killed after the votes on step 7, which it may have committed."""
+    faults = Faults().kill_at(0, step=6, point="after")
+    with Workers(tmp_path, 2, checkpoint_every=100, deadlines=ENDING, faults=faults) as workers:
+        _, name = end_without(workers, "anna", "bert")
+    (folder,) = (tmp_path / name).glob("blocks-002-*")
+    (path,) = list_checkpoints(folder)
+    assert checkpoint_step(path) == 7

@@ -50,7 +50,8 @@ def test_a_choice_that_is_open_again_is_awaited() -> None:
     choices: Any = {"Dense()": None, chosen.exchange: None}
     session._joined = io.TrainerJoined(setup, lambda *_: frozenset(), None, choices)
     session._turn, session._early_plan, session._means = OPEN, None, GroupMeans(session.connection)
-    session.is_turn_done = session.is_standby_at_end = session._is_awaiting_choice = False
+    session.is_turn_done = session._is_awaiting_choice = False
+    session.end_reason = ""
     session._compute_rate = ComputeRate()
     plan = session.begin()
     assert plan is not None and plan.exchange == chosen.exchange and plan.world_size == 2

@@ -111,7 +111,7 @@ def test_a_worker_that_was_receiving_the_model_when_the_run_ended_is_not_refused
         )
 
     session: Any = GroupSession.__new__(GroupSession)
-    session.is_standby_at_end, session._joined = False, None
+    session.end_reason, session._joined = "", None
     mailbox = SimpleNamespace(snapshot=WorkerSnapshot(run_state=(state, "")))
     session.connection = SimpleNamespace(wait=refuse, loop=SimpleNamespace(mailbox=mailbox))
     if state in ("", "finished"):
@@ -119,7 +119,7 @@ def test_a_worker_that_was_receiving_the_model_when_the_run_ended_is_not_refused
             session._wait(lambda _: False, between_batches=True)
     else:
         assert session._wait(lambda _: False, between_batches=True) is None
-        assert session.is_standby_at_end
+        assert session.end_reason == 'the run "demo" is finished'
 
 
 @pytest.mark.parametrize(

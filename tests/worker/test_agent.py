@@ -452,7 +452,9 @@ def test_one_refused_handshake_does_not_remove_a_worker(
 # -- signals, against a real agent process ---------------------------------------------------------
 
 AGENT = """
-import json, sys
+import faulthandler, json, resource, sys
+faulthandler.enable()
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 from gridtrain.core.group.invitation import parse
 from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, supervise
@@ -515,7 +517,7 @@ print("ready", flush=True)
 
 @pytest.fixture
 def agent(invitation: Invitation, tmp_path: Path) -> Iterator[StartAgent]:
-    """Start an agent; return when its script has printed "ready"."""
+    """Start an agent; return when its script has printed "ready".  A failed test shows the agents' output."""
     started: list[subprocess.Popen[str]] = []
     program = tmp_path / "agent.py"
     program.write_text(AGENT)
@@ -540,8 +542,9 @@ def agent(invitation: Invitation, tmp_path: Path) -> Iterator[StartAgent]:
     yield start
     for process in started:
         if process.poll() is None:
-            process.kill()
-        process.communicate(timeout=WITHIN_S)
+            process.send_signal(signal.SIGABRT)  # if the test has failed, this shows what its threads did
+        _, err = process.communicate(timeout=WITHIN_S)
+        print(f"agent {process.pid} ended with {process.returncode}:\n{err}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

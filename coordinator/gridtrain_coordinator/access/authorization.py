@@ -196,7 +196,7 @@ class Authorization:
 
         The caller refuses other attempts with `TOO_MANY_JOINS`.
         """
-        return self._joins.allow(peer, now_s, rules.exceeds_join_rate)
+        return self._joins.allow(peer, now_s, rules.MAX_JOINS_PER_WORKER)
 
     def _is_member(self, key: m.PeerId) -> bool:
         if rules.is_banned(key, self._banned):

@@ -69,10 +69,6 @@ def exceeds_enrolment_rate(enrolled_from_range: int) -> bool:
     return enrolled_from_range >= MAX_ENROLS_PER_RANGE
 
 
-def exceeds_join_rate(joins: int) -> bool:
-    return joins >= MAX_JOINS_PER_WORKER
-
-
 def clean_reason(reason: str) -> str:
     """Return a reason without unprintable characters, shortened to at most `MAX_REASON_BYTES` bytes."""
     plain = "".join(letter if letter.isprintable() else " " for letter in reason)

@@ -6,7 +6,6 @@ times_s    41.2  55.0  58.3 | now      those within the window count; another on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from gridtrain.core.messages import PeerId
 
@@ -22,16 +21,12 @@ class RequestRate:
         self._window_s, self._max_keys = window_s, max_keys
         self._times_s: dict[PeerId, deque[float]] = {}
 
-    def allow(self, key: PeerId, now_s: float, is_too_often: Callable[[int], bool]) -> bool:
-        """Return whether a request is allowed now; count it if it is.
-
-        Args:
-            is_too_often: a function of the number of requests within the window.
-        """
+    def allow(self, key: PeerId, now_s: float, most: int) -> bool:
+        """Return whether a request is allowed now, of at most `most` within the window; count it if it is."""
         times_s = self._times_s.pop(key, None) or deque()
         while times_s and times_s[0] <= now_s - self._window_s:
             times_s.popleft()
-        is_allowed = not is_too_often(len(times_s))
+        is_allowed = len(times_s) < most
         if is_allowed:
             times_s.append(now_s)
         self._times_s[key] = times_s  # reinserted last, so that the first entry is the least recent

@@ -56,14 +56,14 @@ class Departures:
         return [*missed, *self._remove(worker, f"left: {reason}", is_voluntary=True), Disconnect(peer)]
 
     def _record_missing_model(self, worker: Worker, reason: str) -> list[Effect]:
-        """Record that a member which reached the end of the run leaves without having written the model."""
+        """Record that the member that was to write the final model leaves without having done so."""
         run, (what, _, why) = self._run, reason.partition(": ")
         has_finished = worker.peer in (run.members if run.is_finished else run.finished_members)
-        if what != m.MODEL_NOT_WRITTEN or not has_finished:
+        if what != m.MODEL_NOT_WRITTEN or not has_finished or not run.writes_model(worker.peer):
             return []
-        run.record_missing_model(f"the final model was not written: {worker.name}: {why}; {MODEL_REMEDY}")
+        text = f"the final model was not written: {worker.name}: {why}; {MODEL_REMEDY}"
         fields = {"name": worker.name, "reason": why, "remedy": MODEL_REMEDY}
-        return [LogEvent("error", "model_not_written", fields)]
+        return [*run.record_missing_model(text), LogEvent("error", "model_not_written", fields)]
 
     def dismiss(self, peer: m.PeerId, reason: str, *, notify: bool = True) -> list[Effect]:
         """Remove and disconnect a worker.
@@ -101,9 +101,13 @@ class Departures:
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
     def refuse_late(self, peer: m.PeerId) -> list[Effect]:
+        """Refuse a worker after the end; a member of a run without a model first executes the verdict."""
         missing = f"; {self._run.missing_model}" if self._run.missing_model else ""
         reason = f'the run "{self._run.name}" is finished{missing}'
-        return self.refuse(peer, "finished", reason, "ask the run's owner for the result")
+        refused = self.refuse(peer, "finished", reason, "ask the run's owner for the result")
+        if self._run.last_state is None or peer not in self._run.members:
+            return refused
+        return [self._run.phase_message(peer), Send(peer, self._run.last_state), *refused]
 
     def finish_run(self, incomplete: str = "") -> list[Effect]:
         """Finish the run: notify the members, and refuse all other workers.

@@ -32,6 +32,7 @@ class FreezePhase:
     Attributes:
         delayed_until_s: the time until which the `Freeze` is delayed, so that members can come back; None if
             it is not delayed.
+        is_awaiting_members: whether members are awaited, all of which were absent.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class FreezePhase:
         self._view_installer, self._pipeline_recovery = view_installer, pipeline_recovery
         self._divergence, self._generation_reports = divergence, generation_reports
         self.delayed_until_s: float | None = None
-        self._is_awaiting_members = False  # all members are absent, and awaited
+        self.is_awaiting_members = False
         # The last ledger that was found to be sound: most members report the same one.
         self._sound_ledger: tuple[m.LedgerSpec, m.LedgerState, frozenset[m.PeerId]] | None = None
         self._silent = b""  # a member that had not reported at the last look
@@ -96,7 +97,7 @@ class FreezePhase:
         """Wait for the members to come back, and freeze each member as soon as it is back."""
         self._return_deadline_s = now_s + self._run.limits.regather_s
         self._run.view_change.begin_freezing(self._return_deadline_s)
-        self._is_awaiting_members = True
+        self.is_awaiting_members = True
         self.delayed_until_s = None
 
     def _start_over(self) -> list[Effect]:
@@ -105,7 +106,7 @@ class FreezePhase:
         run.lose_model()
         run.view_change.withdraw()
         run.view_change.reset()
-        self._is_awaiting_members, self.delayed_until_s = False, None
+        self.is_awaiting_members, self.delayed_until_s = False, None
         self._view_installer.clear_initial_state()
         lost = {"committed": True} if run.has_committed and not run.highest_step else {}
         what = "the next ones continue from a checkpoint, or start at step 0 if they have none"
@@ -126,7 +127,7 @@ class FreezePhase:
 
         The other members may report the later generation as well.
         """
-        return self._is_awaiting_members and self._generation_reports.is_journal_behind
+        return self.is_awaiting_members and self._generation_reports.is_journal_behind
 
     def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
         """Record the progress of a member of the frozen generation; an impossible report is a violation."""
@@ -180,7 +181,7 @@ class FreezePhase:
         absent = self._silent_members()
         no_holder = not any(report.is_synced for report in view_change.reports.values())
         awaits_absent = self._is_journal_behind or (
-            self._is_awaiting_members and (no_holder or not self._has_delayed)
+            self.is_awaiting_members and (no_holder or not self._has_delayed)
         )
         awaited = absent if awaits_absent else absent & set(run.workers)
         self._silent = next(iter(awaited), b"")
@@ -199,7 +200,7 @@ class FreezePhase:
             for worker in unaddressed:
                 worker.mark_addressable(True)  # as one that cannot be dialled
         self._addressing_until_s = math.inf
-        may_wait = self._is_awaiting_members and no_holder and awaited and run.has_started
+        may_wait = self.is_awaiting_members and no_holder and awaited and run.has_started
         if may_wait and self._keeps_waiting(absent, now_s):
             return []
         effects: list[Effect] = []
@@ -229,7 +230,7 @@ class FreezePhase:
         """Return whether one member is still awaited, without a look at each member for each report."""
         run, silent = self._run, self._silent
         is_awaited = silent in run.workers and silent in run.members and silent not in run.departed_members
-        is_usual = not run.partition.is_pipeline and not self._is_awaiting_members
+        is_usual = not run.partition.is_pipeline and not self.is_awaiting_members
         has_reported = silent in run.view_change.reports
         return is_usual and is_awaited and not has_reported and now_s < run.view_change.deadline_s
 
@@ -269,13 +270,13 @@ class FreezePhase:
     def _decide(self, now_s: float) -> list[Effect]:
         run, view_change = self._run, self._run.view_change
         holders = {p: r for p, r in view_change.reports.items() if r.is_synced and p in run.workers}
-        was_awaiting = self._is_awaiting_members
+        was_awaiting = self.is_awaiting_members
         if run.partition.is_pipeline:
             patience_s = self._return_deadline_s if was_awaiting else -math.inf
             effects = self._pipeline_recovery.decide(holders, patience_s, now_s)
-            self._is_awaiting_members = was_awaiting and view_change.is_freezing
+            self.is_awaiting_members = was_awaiting and view_change.is_freezing
             return effects
-        self._is_awaiting_members = False
+        self.is_awaiting_members = False
         view_change.reset()
         if holders:
             return self._view_installer.install_next(holders, now_s)

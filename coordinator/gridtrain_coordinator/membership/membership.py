@@ -241,31 +241,36 @@ class Membership:
         """End the run by its owner's order; return the effects, and the answer to the owner.
 
         The members finish the open step or drop it, take on the same state, and are told that the run is
-        finished; a pipeline of which a stage is missing may end without a model.  The order is not in the
-        journal: after a restart the run continues.
+        finished; a pipeline of which a stage is missing may end without a model.
         """
         run = self.run
         if run.is_finished:
             return [], f'the run "{run.name}" is already finished'
-        run.end_early()
+        entries = run.end_early()
         self._settled_reason, self._cached_deadline_s = None, None
-        effects = self._log_events(self._advance(now_s), now_s)
+        effects = [*entries, *self._log_events(self._advance(now_s), now_s)]
         paused = run.paused_workers.describe_end(with_model=not run.member_order and not run.missing_model)
         if run.is_finished:
             why = run.missing_model or "it had no members"
             return effects, f'the run "{run.name}" is finished; {why}{paused}'
         members = format_count(len(run.member_order), "member")
         if not run.present_members:
+            otherwise = f", or in {run.limits.regather_s:g} s without a model"
             return effects, (
                 f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
-                "worker with a checkpoint has come; repeat the order if the coordinator restarts before then"
+                f"worker with a checkpoint has come{'' if run.partition.is_pipeline else otherwise}"
             )
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return effects, f'the run "{run.name}" {pending}'
-        write = "writes" if len(run.member_order) == 1 else "write"
+        write, skipped = "writes" if len(run.member_order) == 1 else "write", run.skipped_steps.ending()
+        absent = ", ".join(self.worker_name(peer) for peer in run.member_order if peer not in run.workers)
+        waits = ""
+        if absent and self._freeze_phase.is_awaiting_members:
+            most_s = run.limits.regather_s * (2 if run.partition.is_pipeline else 1)
+            waits = f"; it may first wait for {absent}, for at most {most_s:g} s"
         return effects, (
             f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} {write} '
-            f"the last checkpoints and the model, and all workers exit{run.skipped_steps.ending()}{paused}"
+            f"the last checkpoints and the model, and all workers exit{waits}{skipped}{paused}"
         )
 
     def introduce_pending_member(

@@ -44,8 +44,7 @@ class PipelineRecovery:
     ) -> None:
         self._run, self._departures = run, departures
         self._view_installer, self._placement, self._checkpoints = view_installer, placement, checkpoints
-        self._incomplete_since_s: float | None = None
-        self._incomplete_reason = ""
+        self._pending_end: tuple[float, str] | None = None  # when the run ends without a model, and why
 
     # -- the next generation -----------------------------------------------------------------------
 
@@ -97,7 +96,7 @@ class PipelineRecovery:
             return []
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
-            return self._await_end(restart, last, str(result), now_s)
+            return self._await_end(restart, outcome, str(result), now_s)
         effects: list[Effect] = []
         if outcome is None or restart.outcome is not outcome:
             effects = self._roll_back(last, restart.outcome.applied, is_certain=outcome is not None)
@@ -148,7 +147,7 @@ class PipelineRecovery:
 
     def _install(self, outcome: Outcome, result: PlacementResult, now_s: float) -> list[Effect]:
         placement, bounds = result
-        self._incomplete_since_s = None
+        self._pending_end = None
         self._placement.adopt_partition(bounds)
         placement = self._checkpoints.add_digests(placement, outcome)
         effects = self._view_installer.install(outcome, now_s, placement=placement)
@@ -224,42 +223,44 @@ class PipelineRecovery:
         if not run.highest_step or not run.workers:
             return self._departures.finish_run()
         last = run.highest_step - 1
-        return self._end_incomplete(self._find_restart_point(None, last, {}), last)
+        return self._end_incomplete(self._find_restart_point(None, last, {}), None)
 
     def describe_pending_end(self, now_s: float) -> str:
         """Return when and why a run that its owner has ended ends without a model; "" if that is not so."""
-        if self._incomplete_since_s is None:
+        if self._pending_end is None:
             return ""
-        left_s = self._incomplete_since_s + self._run.limits.regather_s - now_s
+        until_s, reason = self._pending_end
+        left_s = math.ceil(max(0.0, until_s - now_s))
         return (
-            f"ends in {math.ceil(max(0.0, left_s))} s without a model, unless workers with the missing part "
-            f"come before: {self._incomplete_reason}"
+            f"ends in {left_s} s without a model, unless workers with the missing part come before: {reason}"
         )
 
-    def _await_end(self, restart: RestartPoint, last: int, reason: str, now_s: float) -> list[Effect]:
+    def _await_end(
+        self, restart: RestartPoint, outcome: Outcome | None, reason: str, now_s: float
+    ) -> list[Effect]:
         """Pause the run; if its owner has ended it, end it after `regather_s` if it still cannot continue.
 
         Without a present worker the run stays paused, because its members may all come back.
         """
         run = self._run
         if not run.is_ending or not run.eligible_workers():
-            self._incomplete_since_s = None
+            self._pending_end = None
             return self._pause(reason)
-        if self._incomplete_since_s is None:
-            self._incomplete_since_s = now_s
-        self._incomplete_reason = end_reason(restart)
-        until_s = self._incomplete_since_s + run.limits.regather_s
+        until_s = self._pending_end[0] if self._pending_end is not None else now_s + run.limits.regather_s
+        self._pending_end = until_s, end_reason(restart)
         if now_s >= until_s:
-            return self._end_incomplete(restart, last)
+            return self._end_incomplete(restart, outcome)
         run.view_change.shorten_deadline(until_s)
         return self._pause(reason)
 
-    def _end_incomplete(self, restart: RestartPoint, last: int) -> list[Effect]:
+    def _end_incomplete(self, restart: RestartPoint, outcome: Outcome | None) -> list[Effect]:
         """End the run by its owner's order although the present workers cannot hold all stages of one state.
 
-        They are refused like workers that come too late, but with the reason, and keep what they have.
+        They are refused like workers that come too late, but with the reason.  Members keep their part of the
+        state that `outcome` names.
         """
-        self._run.record_step(last + 1)
+        if outcome is not None:
+            self._run.end_incomplete(outcome)
         self._run.view_change.reset()
         return self._departures.finish_run(end_reason(restart))
 

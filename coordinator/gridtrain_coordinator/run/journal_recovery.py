@@ -28,6 +28,8 @@ class RecoveredRun:
         view, roster: the view and members of the latest generation; None and () if no worker held the model.
         has_committed: whether a step may have been committed.
         has_started: whether a generation has trained, so that a worker holds a model worth waiting for.
+        is_ending: whether the owner has ended the run.
+        end_reason: why the run has finished, and why its model was not written if so; None if it has not.
         highest_step: the number of committed steps if no worker held the model any more; otherwise 0.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
             (`CheckpointQuorum`).
@@ -40,10 +42,15 @@ class RecoveredRun:
     roster: tuple[m.Member, ...] = ()
     has_committed: bool = False
     has_started: bool = False
-    is_finished: bool = False
+    is_ending: bool = False
+    end_reason: str | None = None
     highest_step: int = 0
     checkpoints: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
     names: Mapping[m.PeerId, str] = field(default_factory=dict)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.end_reason is not None
 
 
 def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRun:
@@ -53,7 +60,8 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     """
     definition: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
-    phase, has_started, highest_step, has_committed = "", False, 0, False
+    phase, reason, has_started, highest_step, has_committed = "", "", False, 0, False
+    is_ending = False
     checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
     names: dict[m.PeerId, str] = {}
     for kind, body in entries:
@@ -77,23 +85,32 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                     m.Span(*span): [bytes.fromhex(text) for text in digests]
                     for span, digests in entry["blocks"]
                 }
+            case "state" if "ending" in body:  # likewise
+                is_ending = True
             case "state":
                 phase, highest_step = body["state"], int(body.get("reached", 0))
+                reason = "; ".join(text for text in (body.get("reason"), body.get("missing_model")) if text)
                 has_committed = bool(body.get("committed", highest_step > 0))
                 has_started = phase != RunPhase.WAITING and (has_started or phase == RunPhase.TRAINING)
                 if "rollback" in body:
                     step = int(body["rollback"]["to"])
                     checkpoints = {at: digests for at, digests in checkpoints.items() if at[0] < step}
+    end_reason = reason if phase == RunPhase.FINISHED else None
     if latest is None:
-        return RecoveredRun(definition, is_finished=phase == RunPhase.FINISHED)
+        return RecoveredRun(definition, is_ending=is_ending, end_reason=end_reason)
     view, roster = _view(latest)
     recovered = RecoveredRun(
-        definition, view.generation, has_committed=True, checkpoints=checkpoints, names=names
+        definition,
+        view.generation,
+        has_committed=True,
+        is_ending=is_ending,
+        end_reason=end_reason,
+        checkpoints=checkpoints,
+        names=names,
     )
     if phase == RunPhase.WAITING:
         return replace(recovered, highest_step=highest_step, has_committed=has_committed)
-    is_finished = phase == RunPhase.FINISHED
-    return replace(recovered, view=view, roster=roster, has_started=has_started, is_finished=is_finished)
+    return replace(recovered, view=view, roster=roster, has_started=has_started)
 
 
 def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.commit.verdict import Outcome
+from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
@@ -55,6 +56,7 @@ class RunState:
         departed_members: members that left or were dismissed, and are no longer awaited.
         finished_members: members that have reached the end of the run.
         missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
+        last_state: the state in which the members of a run without a model end; None if they hold none.
         is_ending: whether the owner has ended the run, which finishes when its members hold one state.
     """
 
@@ -80,6 +82,7 @@ class RunState:
         self.departed_members: set[m.PeerId] = set()
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
+        self.last_state: m.StandbyNotice | None = None
         self._min_workers, self._software = min_workers, software
         self._set_members(())
 
@@ -91,9 +94,9 @@ class RunState:
             self.partition.define(recovered.definition)
         view = recovered.view
         self.highest_step = view.applied + 1 if view is not None else recovered.highest_step
-        if recovered.is_finished:
-            self.phase = RunPhase.FINISHED
-            self._reason = "the run was finished before the coordinator restarted"
+        self.is_ending = recovered.is_ending
+        if recovered.end_reason is not None:
+            self.phase, self._reason = RunPhase.FINISHED, recovered.end_reason
         elif view is not None:
             self._set_members(recovered.roster)
             self.has_started, self.view = recovered.has_started, replace(view, term=self.term)
@@ -154,6 +157,11 @@ class RunState:
     def newcomers(self) -> list[Worker]:
         """Return the workers that may enter the next generation and are not in the current one."""
         return self.workers.candidates(self.members).newcomers
+
+    def writes_model(self, peer: m.PeerId) -> bool:
+        """Return whether a member writes the final model, or the part of its stage."""
+        stages = group_by_stage(self.member_order, self.partition.stage_count)
+        return any(peer in replicas[:1] for replicas in stages)
 
     def stage_of(self, peer: m.PeerId) -> int:
         """Return the stage of a member by its rank.
@@ -243,10 +251,12 @@ class RunState:
         """Lower the highest step, because the run continues after step `applied`."""
         self.highest_step = applied + 1
 
-    def end_early(self) -> None:
+    def end_early(self) -> list[JournalEntry]:
         """Let the members finish the run with the next generation, in which they hold one state."""
-        self.is_ending = True
+        entry = self.phase_entry(self.phase, self._reason, reached=self.highest_step, ending=True)
+        entries, self.is_ending = [] if self.is_ending else [entry], True
         self.view_change.replace_reason("the run's owner has ended the run")
+        return entries
 
     def record_departure(self, peer: m.PeerId) -> None:
         """Record that a member left for good."""
@@ -258,12 +268,21 @@ class RunState:
         if peer in self.members:  # other workers committed no steps
             self.record_step(min(applied, MAX_STEPS) + 1)
 
-    def record_missing_model(self, reason: str) -> None:
+    def end_incomplete(self, outcome: Outcome) -> None:
+        """Record the state in which members end, although they do not hold all stages of it."""
+        self.record_step(outcome.applied + 1)
+        state = outcome.applied, outcome.history, outcome.ledger
+        self.last_state = m.StandbyNotice(self.term, self.generation + 1, *state, "the run is over")
+
+    def record_missing_model(self, reason: str) -> list[JournalEntry]:
         self.missing_model = reason
+        return [self.phase_entry(self.phase, self._reason)] if self.is_finished else []
 
     # -- journal entries and messages --------------------------------------------------------------
 
     def phase_entry(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
+        if phase is RunPhase.FINISHED and self.missing_model:
+            more["missing_model"] = self.missing_model
         return JournalEntry("state", {"state": str(phase), "reason": reason, **more})
 
     def enter_phase(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:

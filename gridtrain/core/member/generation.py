@@ -376,8 +376,12 @@ class Generation:
         return [ResolveRound(attempts.open_attempt.round_id, False, 0, view.reason), *cancelled]
 
     def close(self, first_step: int) -> None:
-        """Freeze this generation permanently, because the run has ended while this member is on standby."""
-        self.phase, self._is_ready_sent, self._is_stall_reported = MemberPhase.FROZEN, False, False
+        """End the open step, because the run has ended without another generation.
+
+        At its last step the trainer then ends; otherwise the coordinator's refusal ends it, with the reason.
+        """
+        self.phase = MemberPhase.RUNNING if self._context.is_at_end else MemberPhase.FROZEN
+        self._is_ready_sent = self._is_stall_reported = False
         self.attempts = Attempts(self.rank_assignment, first_step)
 
     # -- other members -------------------------------------------------------------------------

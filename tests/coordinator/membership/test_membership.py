@@ -991,7 +991,8 @@ def test_a_coordinator_that_restarts_at_the_end_of_the_run_knows_the_end_once_it
     end(run)
     run.report(A, B)
     run.ready(A)
-    assert not recover_run(run.journal).is_finished, "the order is repeated"
+    recovered = recover_run(run.journal)
+    assert recovered.is_ending and not recovered.is_finished
     run.ready(B)
     assert recover_run(run.journal).is_finished
     run = Run(A)
@@ -999,12 +1000,25 @@ def test_a_coordinator_that_restarts_at_the_end_of_the_run_knows_the_end_once_it
     assert recover_run(run.journal).is_finished
 
 
-def test_the_answer_for_a_run_whose_members_are_away_says_that_a_restart_forgets_the_order() -> None:
+def test_a_restarted_coordinator_ends_the_run_whose_end_its_owner_has_ordered() -> None:
     run = Run(A, B)
+    end(run), end(run)
+    assert len([body for _, body in run.journal if "ending" in body]) == 1
     again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)
-    assert end(again).endswith(
-        "or a worker with a checkpoint has come; repeat the order if the coordinator restarts before then"
-    )
+    for peer in (A, B):
+        again.join(peer, generation=1)
+    again.report(A, B)
+    again.ready(A, B)
+    assert again.core.phase is RunPhase.FINISHED
+    assert recover_run(again.journal).end_reason == "its owner has ended it after 0 steps"
+
+
+def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_whom_it_waits() -> None:
+    run = Run(A, B, C)
+    again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=3)
+    assert end(again).endswith("or a worker with a checkpoint has come, or in 60 s without a model")
+    again.join(A, generation=1)
+    assert end(again).endswith("and all workers exit; it may first wait for b, c, for at most 60 s")
 
 
 def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() -> None:
@@ -1114,7 +1128,15 @@ def test_the_counts_of_skipped_steps_stay_without_a_look_at_them_before_the_memb
 
 def test_a_member_that_says_too_early_that_it_could_not_write_the_model_is_not_believed() -> None:
     run = Run(A, B)
-    run.say(B, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    run.say(A, m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    assert "model_not_written" not in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
+
+
+def test_a_member_that_does_not_write_the_model_cannot_say_that_it_is_missing() -> None:
+    run = Run(A, B)
+    run.say(A, m.RunFinished(9, b"history"))
+    run.say(B, m.RunFinished(9, b"history"), m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    assert run.core.phase is RunPhase.FINISHED and run.core.snapshot(run.now_s)["alert"] == ""
     assert "model_not_written" not in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
 
 
@@ -1128,15 +1150,18 @@ def test_the_final_model_of_a_run_that_its_owner_has_ended_is_missed() -> None:
         "the final model was not written: a: its disk is full; gridtrain export writes it from any worker's "
         "latest checkpoint"
     )
+    assert recover_run(run.journal).end_reason == (
+        "its owner has ended it after 0 steps; " + run.core.snapshot(run.now_s)["alert"]
+    ), "also after a restart"
 
 
 def test_the_final_model_is_not_missed_if_the_next_generation_writes_it() -> None:
     run = Run(A, B)
-    run.say(B, m.RunFinished(9, b"history"), m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
+    run.say(A, m.RunFinished(9, b"history"), m.Leave(f"{m.MODEL_NOT_WRITTEN}: its disk is full"))
     assert "model_not_written" in [event["event"] for event in run.core.snapshot(run.now_s)["events"]]
     assert run.core.snapshot(run.now_s)["alert"] == ""
-    run.report(A)
-    run.ready(A)
-    run.say(A, m.RunFinished(9, b"history"))
+    run.report(B)
+    run.ready(B)
+    run.say(B, m.RunFinished(9, b"history"))
     status = run.core.snapshot(run.now_s)
     assert (status["phase"], status["alert"]) == ("finished", "")

@@ -66,9 +66,9 @@ def test_a_restarted_coordinator_continues_with_the_partition_of_the_latest_gene
 
 def test_a_coordinator_that_restarts_after_the_end_says_so() -> None:
     restarted = run()
-    restarted.restore(RecoveredRun(SETUP, 9, is_finished=True, highest_step=25))
+    restarted.restore(RecoveredRun(SETUP, 9, end_reason="2 workers reached the end", highest_step=25))
     assert restarted.is_finished and restarted.highest_step == 25
-    assert restarted.reason == "the run was finished before the coordinator restarted"
+    assert restarted.reason == "2 workers reached the end"
 
 
 def test_eligible_workers_are_those_for_the_next_generation() -> None:

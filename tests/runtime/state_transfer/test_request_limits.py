@@ -105,6 +105,21 @@ def test_a_standby_sends_and_stores_no_state() -> None:
     assert sender._captured[1] == [] and not sender._queues
 
 
+@pytest.mark.parametrize("is_at_end", [True, False])
+def test_a_member_that_ends_on_standby_keeps_its_state_and_waits_for_no_step(is_at_end: bool) -> None:
+    """If steps are left, it waits for the coordinator's refusal, which says why the run ends."""
+    worker = ManualLoop()
+    worker.view(5, A, B)
+    worker.say(m.StartGeneration(1, 5))
+    worker.say(m.Freeze(1, 5, "b is lost"))
+    worker.say(m.RunStateUpdate("finished", "its owner has ended it"))
+    assert not worker.snapshot.is_finished, "the open step may still be committed"
+    last = m.LedgerState(step=1, cursor=100, consumed=100) if is_at_end else m.LedgerState()
+    worker.say(m.StandbyNotice(1, 6, worker.core.applied, worker.core.history, last, "the run is over"))
+    assert worker.snapshot.is_finished == is_at_end
+    assert worker.snapshot.is_synced and worker.snapshot.world_size == 2
+
+
 class Disk:
     """K1 cannot be read, and is not listed afterwards."""
 
@@ -199,7 +214,7 @@ def test_a_state_that_others_need_is_written_before_a_worker_leaves() -> None:
     session: Any = GroupSession.__new__(GroupSession)
     session.connection = SimpleNamespace(wait=wait)
     session.tasks = SimpleNamespace(run=run, next_task=lambda snapshot, **_: next(iter(snapshot.tasks), None))
-    session.is_standby_at_end = session._is_awaiting_choice = False
+    session.end_reason, session._is_awaiting_choice = "", False
     session._early_plan = session._joined = None
     with pytest.raises(WaitInterrupted):
         session._wait(lambda _: True, between_batches=True)
