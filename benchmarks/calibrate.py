@@ -93,7 +93,7 @@ TINY = ("gtopk", "topk", "gtopk:topology=tree", "dense")
 TINY_PARAMETERS = 2000
 
 
-def messages_work(dense: CpuCosts, members: int = 2, repeats: int = 30) -> dict[str, float]:
+def messages_work(dense: CpuCosts, members: int = 4, repeats: int = 30) -> dict[str, float]:
     """Measure the costs of messages of real members, and of sparse entries.
 
     It uses the lab's namespaces if they are available (the kernel's work for a link counts for the sender),
@@ -105,6 +105,7 @@ def messages_work(dense: CpuCosts, members: int = 2, repeats: int = 30) -> dict[
 
     Args:
         dense: the costs of `dense_work` and `socket_work`, which are subtracted from those of the ring.
+        members: as many as exchange in most cells of predictions.py, so that they share cores as these do.
     """
     tiny_ones = {what: BenchSetting(what, members, TINY_PARAMETERS) for what in TINY}
     large_ones = {name: BenchSetting(what, members, n) for name, (what, n) in LARGE.items()}
@@ -279,7 +280,7 @@ def _send_all(sender: zmq.Socket[bytes], payload: bytes, messages: int) -> None:
 
 
 def measure() -> CpuCosts:
-    """Measure all costs, in half a minute, with messages of two members."""
+    """Measure all costs, in half a minute, with messages of four members."""
     loops = processor_work() | dense_work() | socket_work()
     return CpuCosts(**loops, **messages_work(replace(NO_CPU_COSTS, **loops)), **packets_work())
 

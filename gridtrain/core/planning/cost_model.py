@@ -82,7 +82,7 @@ def exchange_cost(
         vote: whether to include the vote at the end.
         max_messages: the largest number of messages to simulate; see `MAX_MESSAGES`.
     """
-    cpu = replace(cpu, packet_s=_packet_s(network, cpu))
+    cpu = replace(cpu, packet_s=_packet_s(network, cpu, host_cores))
     if _is_too_large(load, network.size, max_messages):
         return _with_packets(_estimated_cost(load, network, cpu, vote), cpu)
     found = first = _simulated_cost(load, network, cpu, host_cores, vote, max_messages)
@@ -112,13 +112,15 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
             return False
 
 
-def _packet_s(network: NetworkModel, cpu: CpuCosts) -> float:
-    """Return the CPU time of a packet, which is 0 if packets arrive faster than a core handles both ends.
+def _packet_s(network: NetworkModel, cpu: CpuCosts, host_cores: int | None) -> float:
+    """Return the CPU time of a packet, which is 0 if the cores cannot handle packets one by one.
 
     Then many of them are read at once.  All members exchange at the pace of the slowest link.
     """
     slowest_Bps = min(*network.up_Bps, *network.down_Bps, *network.shared_Bps.values())
-    return cpu.packet_s if PACKET_BYTES / slowest_Bps > 2 * cpu.packet_s else 0.0
+    members, cores = (network.size, host_cores) if host_cores is not None else (1, 1)
+    share = members * slowest_Bps / PACKET_BYTES * 2 * cpu.packet_s / cores
+    return cpu.packet_s if share < _MAX_CORE_SHARE else 0.0
 
 
 def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
