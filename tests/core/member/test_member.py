@@ -268,6 +268,14 @@ def test_catch_up_replaces_the_state_of_a_checkpoint(event: io.MemberEvent) -> N
     assert [e for e in effects if isinstance(e, io.Stop)], "the checkpoint is not in memory any more"
 
 
+def test_catch_up_begins_again_after_a_failure() -> None:
+    worker = Worker(replace(SETUP, can_catch_up=True))
+    sources = m.CatchUpFrom(1, ((A, "tcp://a:1"),))
+    assert io.BeginCatchUp() in worker.say(sources) and io.BeginCatchUp() not in worker.say(sources)
+    assert sent_messages(worker.hear(io.CatchUpFailed("the disk is full"))) == [m.CatchUpReport(-1, b"")]
+    assert io.BeginCatchUp() in worker.say(sources)
+
+
 def test_a_generation_that_ends_before_its_state_arrives_leaves_the_checkpoint_in_memory() -> None:
     """It joins at step 501, whose state is lost before it arrives; the run rolls back to its checkpoint."""
     checkpoint = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
