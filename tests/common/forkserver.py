@@ -59,8 +59,8 @@ PR_SET_CHILD_SUBREAPER = 36
 DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 MODULES = ("gridtrain", "torch.distributed.run")
 NO_SETTINGS = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_")
-"""What a forked program obeys, what torch sets for itself when a test takes the step of an optimizer, and what
-torchrun sets for its processes: beginnings of names."""
+"""What a forked program obeys, what torch sets for itself when a test takes the step of an optimizer, and
+beginnings of what torchrun sets for its processes."""
 
 NAMESPACES = ("net", "mnt", "uts", "pid", "user")
 
