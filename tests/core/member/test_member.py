@@ -174,6 +174,19 @@ def test_a_root_that_aborts_and_requests_no_freeze_is_reported() -> None:
     assert [(at_s, report.suspects) for at_s, report in stalled] == [(LIMITS.first_step_s, (A,))]
 
 
+def test_a_round_that_is_over_does_not_begin_again() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.hear(io.PeerConnected(A))
+    worker.say(m.StartGeneration(1, 1))
+    first, second = (m.RoundId(1, 1, 0, attempt) for attempt in range(2))
+    worker.hear(io.SubmitRound(first, {}))
+    worker.say(m.Decision(first, m.Verdict.ABORT, "on purpose"), A)
+    refused = io.ResolveRound(first, False, 0, "the round can no longer begin")
+    assert worker.hear(io.SubmitRound(first, {})) == [refused]
+    assert worker.core.next_round == second
+
+
 def test_members_that_a_freeze_removes_are_disconnected_at_once() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
