@@ -219,6 +219,13 @@ def check(world: StagedWorld, stages: int) -> None:
             assert number == sum(layer_weight(p, layer) for p in counted), f"layer {layer}"
 
 
+def run_to_the_end(world: StagedWorld, stages: int) -> None:
+    """Until 400 s; until 150 s if the run is paused then for a true reason, as nothing happens after 60 s."""
+    world.run(150.0, max_events=2_000_000)
+    if world.coordinator.phase is not RunPhase.PAUSED or may_go_on(world, stages):
+        world.run(400.0, max_events=2_000_000)
+
+
 def history(seed: int) -> tuple[StagedWorld, int]:
     """The history of this seed."""
     random = Random(seed)
@@ -236,7 +243,7 @@ def history(seed: int) -> tuple[StagedWorld, int]:
         memory = random.choice(((0,), (0,), (2 * total, total), (total,)))
     world = build(seed, stages, stages * replicas + standbys, model, memory=memory, **more)
     Trouble(world, random).plan(random.randint(1, 7))
-    world.run(400.0, max_events=2_000_000)
+    run_to_the_end(world, stages)
     return world, stages
 
 
@@ -261,7 +268,7 @@ def starved(seed: int) -> tuple[StagedWorld, int]:
         world.at(random.uniform(0.6, 12.0), partial(random.choice(FAULTS), trouble))
     if random.random() < 0.3:
         world.at(random.uniform(5.0, 30.0), trouble.revive)
-    world.run(400.0, max_events=2_000_000)
+    run_to_the_end(world, stages)
     return world, stages
 
 
