@@ -3,7 +3,8 @@
     with Client().forking():                         subprocess.Popen((sys.executable, "/path/train.py", ...))
 
 Importing torch and gridtrain takes 2 s of CPU, a fork 10 ms.  Inside `forking`, `subprocess` requests
-`python [-u] SCRIPT.py ...` and `python [-u] -m gridtrain...` from a server, and executes all other programs.
+`python [-u] SCRIPT.py ...` and `python [-u] -m MODULE ...`, of gridtrain or torchrun, from a server, and
+executes all other programs.
 A forked program is as an executed one: a child of the requesting process, in its process group or in its
 own, with its own pid, argv, environment, working directory and standard streams, no other open file, default
 signal handlers, and `__main__` run to its end.  A forked module can request programs itself: it has its own
