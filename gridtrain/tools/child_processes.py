@@ -15,7 +15,7 @@ from pathlib import Path
 from gridtrain.config import ENV_PREFIX
 
 SHUTDOWN_TIMEOUT_S = 5.0
-CLI_COMMAND = (sys.executable, "-c", "from gridtrain.cli import main; main()")
+CLI_COMMAND = (sys.executable, "-m", "gridtrain.cli")
 
 
 def process_environment(state: Path, **settings: str) -> dict[str, str]:

@@ -58,8 +58,19 @@ def stack() -> Iterator[ExitStack]:
 def shell(
     stack: ExitStack, command: str, folder: Path, environment: dict[str, str], **streams: int
 ) -> subprocess.Popen[str]:
+    """Start a command of `gridtrain` whose words a shell expands; forked, as a shell's child is not."""
+    expanded = subprocess.run(
+        ["/bin/sh", "-c", f"printf '%s\\0' {command}"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    program, *arguments = expanded.split("\0")[:-1]
+    assert program == "gridtrain"
     process = subprocess.Popen(
-        ["/bin/sh", "-c", f"exec {command}"],
+        [sys.executable, "-m", "gridtrain.cli", *arguments],
         cwd=folder,
         env=environment,
         text=True,
@@ -119,7 +130,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     assert (cd, coordinate) == ("cd my-run", "gridtrain coordinator")
     folder = tmp_path / "my-run"
     script = (folder / "train.py").read_text()
-    (folder / "train.py").write_text(script.replace("STEPS = 10_000", "STEPS = 600"))  # as its owner might
+    (folder / "train.py").write_text(script.replace("STEPS = 10_000", "STEPS = 300"))  # as its owner might
 
     coordinator = shell(
         stack, f"{coordinate} --exit-when-finished", folder, environment,
@@ -160,7 +171,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     thanks = re.search(r"thank you: ([\d,]+) steps, ([\d,]+) samples", seen)
     events = [json.loads(line) for line in err.splitlines() if line.startswith('{"ts"')]
     (contributed,) = (line["fields"] for line in events if line["event"] == "contributed")
-    assert thanks is not None and contributed["steps"] == int(thanks[1]) == 600
+    assert thanks is not None and contributed["steps"] == int(thanks[1]) == 300
     assert contributed["samples"] + int(thanks[2].replace(",", "")) == contributed["run_samples"]
     assert contributed["sent_bytes"] > 0 and contributed["received_bytes"] > 0
 

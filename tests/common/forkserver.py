@@ -3,7 +3,8 @@
     with Client().forking():                         subprocess.Popen((sys.executable, "/path/train.py", ...))
 
 Importing torch and gridtrain takes 2 s of CPU, a fork 10 ms.  Inside `forking`, `subprocess` requests
-`python [-u] SCRIPT.py ...` and `python [-u] -m gridtrain...` from a server, and executes all other programs.
+`python [-u] SCRIPT.py ...` and `python [-u] -m MODULE ...`, of gridtrain or torchrun, from a server, and
+executes all other programs.
 A forked program is as an executed one: a child of the requesting process, in its process group or in its
 own, with its own pid, argv, environment, working directory and standard streams, no other open file, default
 signal handlers, and `__main__` run to its end.  A forked module can request programs itself: it has its own
@@ -57,8 +58,10 @@ REQUEST_BYTES = 150_000  # limit of a datagram of a Unix socket
 COMMAND_LINE_BYTES = 8192  # reserved for the command lines of its children, as `ps` shows them
 PR_SET_CHILD_SUBREAPER = 36
 DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
-NO_SETTINGS = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
-"""What a forked program obeys, and what torch sets for itself when a test takes the step of an optimizer."""
+MODULES = ("gridtrain", "torch.distributed.run")
+NO_SETTINGS = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_")
+"""What a forked program obeys, what torch sets for itself when a test takes the step of an optimizer, and
+beginnings of what torchrun sets for its processes."""
 
 NAMESPACES = ("net", "mnt", "uts", "pid", "user")
 
@@ -186,7 +189,9 @@ def _variables(environment: list[bytes] | None) -> dict[str, str]:
 def _settings(environment: dict[str, str]) -> dict[str, str]:
     """Variables that an interpreter or a library reads when it starts, and this process's namespaces."""
     read = ("PYTHON", "LC_", "LANG", "CUDA", "TORCH", "LD_")
-    chosen = {n: value for n, value in environment.items() if n.startswith(read) and n not in NO_SETTINGS}
+    chosen = {
+        n: value for n, value in environment.items() if n.startswith(read) and not n.startswith(NO_SETTINGS)
+    }
     return chosen | {name: os.readlink(f"/proc/thread-self/ns/{name}") for name in NAMESPACES}
 
 
@@ -194,7 +199,7 @@ def _program(words: list[str]) -> tuple[list[str], bool] | None:
     """What `python` is to run and its arguments, and whether unbuffered; None: not to be forked."""
     unbuffered = words[1:2] == ["-u"]
     program = words[2 if unbuffered else 1 :]
-    named = program[:1] == ["-m"] and len(program) > 1 and program[1].startswith("gridtrain")
+    named = program[:1] == ["-m"] and len(program) > 1 and program[1].startswith(MODULES)
     script = bool(program) and not program[0].startswith("-") and program[0].endswith(".py")
     return (program, unbuffered) if named or script else None
 

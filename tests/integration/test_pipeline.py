@@ -15,7 +15,6 @@ bert   stage 1   ... 11 | 12 |  paused by its owner         | 13  14 ...     no 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from typing import Any
 
 import pytest
 import torch
+from integration.scripts import pipeline
+from integration.scripts.pipeline import SAMPLES
 from torch import nn
 
 from gridtrain.pipeline import Blueprint
@@ -32,11 +33,6 @@ from gridtrain.pipeline import Blueprint
 pytestmark = pytest.mark.integration
 
 SCRIPT = Path(__file__).parent / "scripts" / "pipeline.py"
-_spec = importlib.util.spec_from_file_location("pipeline_script", SCRIPT)
-assert _spec is not None and _spec.loader is not None
-pipeline = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pipeline)
-SAMPLES = 240
 NAMES = ("anna", "bert", "clara", "dora")
 FINE, KILLED = 0, 137
 

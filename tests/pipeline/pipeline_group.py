@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from brisk import LOSING
 from group_snapshot import snapshot_of
+from integration.scripts.pipeline import SAMPLES
 from torch import nn
 
 import gridtrain
@@ -28,7 +29,6 @@ from gridtrain.runtime.client.agent_link import NoAgent
 from gridtrain.sdk.local_group import LocalGroup
 
 WITHIN_S = 60.0
-SAMPLES = 240
 loss_fn = nn.functional.mse_loss
 
 
@@ -79,17 +79,6 @@ class Seen:
     def stage(self) -> int | None:
         """That of the last committed step."""
         return self.stages[self.step]
-
-
-class Numbered:
-    """Samples with their numbers."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        x = torch.tensor([index / SAMPLES, 1.0])
-        return x, x[:1] * 2, index
 
 
 class Workers:

@@ -16,7 +16,8 @@ import pytest
 import safetensors.torch
 import torch
 from brisk import WITHIN_S
-from pipeline_group import SAMPLES, Numbered, Seen, Workers, data, layers, pipeline_of
+from integration.scripts.pipeline import SAMPLES, Numbered
+from pipeline_group import Seen, Workers, data, layers, pipeline_of
 from torch import nn
 
 import gridtrain

@@ -76,7 +76,10 @@ def test_commands_in_documents_exist() -> None:
 
     texts = [in_code(path.read_text(encoding="utf-8")) for path in DOCUMENTS]
     folders = [path for folder in ("docker", "packaging") for path in sorted((ROOT / folder).rglob("*"))]
-    files = [ROOT / "Makefile", *(path for path in folders if path.is_file() and path.suffix != ".whl")]
+    files = [
+        ROOT / "Makefile",
+        *(path for path in folders if path.is_file() and path.suffix not in (".whl", ".pyc")),
+    ]
     texts += [path.read_text(encoding="utf-8") for path in files]
     named = {command for text in texts for command in re.findall(r"\bgridtrain ([a-z]+)\b", text)}
     known = set(cli.list_commands(click.Context(cli)))

@@ -21,6 +21,7 @@ here = Path(__file__).parent
 def say(words):
     os.write(1, f"{part} {words}\\n".encode())  # at once: with PYTHONUNBUFFERED each word would be a write
 say(" ".join(["began with", *(word for word in sys.argv if word.startswith("tests"))]))
+say(f"stores bytecode: {not sys.dont_write_bytecode}")
 code = (here / part).read_text()
 new = here / f"{part}-failed"
 if new.exists():  # pytest adds to what an earlier run has recorded
@@ -84,6 +85,13 @@ def test_the_script_fails_if_a_part_fails_and_prints_all(tmp_path, plain, proces
     }
     for part, title in titles.items():
         assert out.index(title) < out.index(f"{part} began with tests")
+
+
+def test_rewritten_tests_are_stored_for_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    with suite(tmp_path, "0", "0") as script:
+        out, _ = script.communicate(timeout=60)
+    assert out.count("stores bytecode: True") == 3
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_updates_that_a_script_may_change_are_not_replayed(new_group: Any) -> No
 
 def test_a_newcomer_receives_updates_until_it_enters(new_group: Any) -> None:
     """The coordinator may delay the MembershipView after Caught; the others do not wait."""
-    slow = replace(BRISK, generation_gap_s=3.0, ready_s=6.0)
+    slow = replace(BRISK, generation_gap_s=1.0, ready_s=6.0)
     results, events = run(new_group, EXCHANGES[0], width=1000, deadlines=slow)
     assert equal(results) >= 15
     caught = next(event["step"] for event in events if event["event"] == "caught_up")

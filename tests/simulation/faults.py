@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
 
-from simulation.world import COORDINATOR, SimWorker, World
+from simulation.world import COORDINATOR, World
 
 
 class Faults:
-    """Faults of one history, drawn from `random`; subclasses plan when they happen, and add others."""
+    """Faults of one history, drawn from `random`; subclasses plan when they happen, and add others.
+
+    Attributes:
+        most: with so many workers alive none joins.
+    """
 
     coordinator_freezes_s: tuple[float, ...] = (0.2, 1.0, 3.0, 8.0)
+    most = 7
 
     def __init__(self, world: World, random: Random) -> None:
         self.world: Any = world
@@ -27,12 +33,32 @@ class Faults:
         members = self.members
         return self.random.sample(members, count) if len(members) >= count else []
 
-    def join(self) -> SimWorker | None:
-        raise NotImplementedError
+    def plan_some(self, faults: Sequence[Callable[[Any], None]], events: int) -> None:
+        """Plan `events` of these faults at random times; a run without faults ends within two seconds."""
+        within_s = self.random.choice((0.6, 1.5, 4.0))
+        for _ in range(events):
+            fault = self.random.choice(faults)
+            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(fault, self))
+
+    def kill(self, peer: bytes) -> None:
+        self.world.crash(peer)
+
+    def join(self) -> None:
+        if len(self.world.alive) < self.most:
+            self.world.join()
 
     def crash(self) -> None:
         for worker in self.some():
-            self.world.crash(worker.peer)
+            self.kill(worker.peer)
+
+    def crash_stage(self) -> None:
+        """All replicas of one stage."""
+        for worker in self.some():
+            assignment = worker.core.rank_assignment
+            for other in self.members if assignment is not None else []:
+                others = other.core.rank_assignment
+                if others is not None and others.stage == assignment.stage:
+                    self.kill(other.peer)
 
     def break_edge(self) -> None:
         if pair := self.some(2):

@@ -44,9 +44,8 @@ from typing import Any
 
 import numpy as np
 from collective_group import CollectiveGroup
-from exchange_buffers import DENSE, NEIGHBOURS, make_buffer, update_of
+from exchange_buffers import NEIGHBOURS, make_buffer
 
-from gridtrain.config import Auto
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.activation_transfer import ActivationReceiver, ActivationSender
 from gridtrain.core.collectives.allgather import AllGather
@@ -63,18 +62,22 @@ from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.core.planning.network_model import LinkModel as ModelledLink
 from gridtrain.core.planning.network_model import NetworkModel as ModelledNetwork
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import JoinRefused
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
-from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer
-from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as cio
 from simulation.faults import Faults
-from simulation.staged_world import StagedWorker, StagedWorld
+from simulation.staged_world import (
+    EPOCHS,
+    SAMPLES,
+    StagedWorker,
+    StagedWorld,
+    random_model,
+    setup_of,
+)
+from simulation.toy_trainer import AUTO, CHOICES, PARAMETERS, Buffers, K, N, ToyTrainer, contribution_to
 from simulation.virtual_exchange import simulate_exchange
 from simulation.virtual_network import LinkProperties
 from simulation.world import COORDINATOR, SimWorker, World
@@ -136,34 +139,7 @@ TEXTS: dict[type[Any], tuple[int, ...]] = {
 TEXT_KEYS = frozenset({"reason"})
 """Keys of journal entries whose values are texts for people: left out."""
 
-Buffers = dict[m.Channel, Any]
-
 EXCHANGES = ("dense", "direct", "dense-star", "topk", "gtopk", "tree", "star")
-
-
-def make_collective_buffer(exchange: str, values_N: np.ndarray, k: int, rank: int, world_size: int) -> Any:
-    """The numbers of one collective: all of a vector, or its `k` largest elements."""
-    contribution = values_N if exchange in DENSE else select(values_N, k)
-    return make_buffer(exchange, rank, world_size, contribution, n=values_N.size, k=k)
-
-
-def select(values_N: np.ndarray, k: int) -> bytes:
-    """A payload of the `k` largest elements."""
-    indices = np.sort(np.lexsort((np.arange(values_N.size), -np.abs(values_N)))[:k])
-    return encode(indices, values_N[indices], n=values_N.size, kind=ValueKind.FP16)
-
-
-def residual_of(buffer: Any, values_N: np.ndarray, k: int) -> np.ndarray:
-    """The part of `values_N` that is not in the sum of `buffer`, as far as this rank stores it."""
-    if isinstance(buffer, DenseRingBuffer | DenseStarBuffer):
-        return np.zeros_like(values_N)
-    sent = decode(select(values_N, k), n=values_N.size, max_entries=k, kind=ValueKind.FP16)
-    residual_N = values_N.copy()
-    residual_N[sent.indices] -= sent.values
-    for indices, values in buffer.truncated if isinstance(buffer, ButterflyBuffer) else ():
-        np.add.at(residual_N, indices, values)
-    return residual_N
-
 
 # -- transcripts -------------------------------------------------------------------------------
 
@@ -339,14 +315,11 @@ def recording(keep: bool = False) -> Iterator[Transcript]:
             setattr(owner, name, method)
 
 
-# -- toy trainers ------------------------------------------------------------------------------
-
-N, K = 24, 5  # elements of the model, and of these how many a sparse exchange selects
-SAMPLES, EPOCHS = 60, 2
+# -- trainers, and their worlds ------------------------------------------------------------------------------
 
 
 class VectorTrainer:
-    """A trainer whose model is a vector.  Gradients are small integers, so that every sum is exact.
+    """A trainer whose model is a vector, in several buckets.
 
     Args:
         exchange: the exchange, unless the coordinator chooses one.
@@ -354,59 +327,49 @@ class VectorTrainer:
     """
 
     def __init__(self, exchange: str, buckets: int = 1) -> None:
-        self._exchange = exchange
-        self._channels = [m.Channel(index=index) for index in range(buckets)]
-        self._parts = np.array_split(np.arange(N), buckets)
-        self._model_N = np.zeros(N, np.float32)
-        self._residual_N = np.zeros(N, np.float32)
-        self._sum_N = np.zeros(N, np.float32)
-        self._of: tuple[int, ...] = ()  # generation and step of `_buffers`
-        self._buffers: Buffers = {}
+        book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
+        n = N // buckets
+        gradients = (partial(_gradient, start=start, stop=start + n) for start in range(0, N, n))
+        self._of = {
+            m.Channel(index=index): ToyTrainer(exchange, book, gradient, n)
+            for index, gradient in enumerate(gradients)
+        }
 
     def prepare(
         self, round_id: m.RoundId, assignment: RankAssignment, spans: Sequence[m.Span], skip: bool
     ) -> Buffers:
-        exchange = CHOICES[assignment.exchange] if assignment.exchange else self._exchange
-        here = round_id.term, round_id.generation, round_id.step
-        if exchange == "dense" and round_id.attempt and self._of == here:
-            return self._buffers  # a ring continues where the previous attempt ended
-        self._of = here
-        self._sum_N = self._residual_N + sum(
-            (_gradient(position) for span in spans for position in range(span.start, span.stop)),
-            np.zeros(N, np.float32),
-        )
-        self._buffers = {
-            channel: make_collective_buffer(
-                exchange, self._sum_N[part], K, assignment.rank, assignment.world_size
-            )
-            for channel, part in zip(self._channels, self._parts, strict=True)
+        return {
+            channel: buffer
+            for channel, trainer in self._of.items()
+            for buffer in trainer.prepare(round_id, assignment, spans, skip).values()
         }
-        return self._buffers
 
     def commit(self, buffers: Buffers, skip: bool) -> None:
-        if skip:
-            return
-        for channel, part in zip(self._channels, self._parts, strict=True):
-            self._model_N[part] += update_of(buffers[channel], part.size)
-            self._residual_N[part] = residual_of(buffers[channel], self._sum_N[part], K)
+        for trainer in self._of.values():
+            trainer.commit(buffers, skip)
 
     def capture(self) -> Any:
-        return self._model_N.copy()
+        return np.concatenate([trainer.model for trainer in self._of.values()])
 
     def restore(self, state: Any) -> None:
-        self._model_N = state.copy()
+        for trainer, part in zip(self._of.values(), np.split(state, len(self._of)), strict=True):
+            trainer.restore(part)
 
     def take_residual(self) -> Any:
-        return self._residual_N.tobytes()
+        return b"".join(trainer.take_residual() for trainer in self._of.values())
 
     def add_residual(self, residual: Any) -> None:
-        self._residual_N = self._residual_N + np.frombuffer(residual, np.float32)
+        parts = np.split(np.frombuffer(residual, np.float32), len(self._of))
+        for trainer, part in zip(self._of.values(), parts, strict=True):
+            trainer.add_residual(part)
 
 
 @functools.cache
-def _gradient(position: int) -> np.ndarray:
-    gradient_N: np.ndarray = ((position * 7919 + np.arange(N) * 104_729) % 1009 % 17 - 8).astype(np.float32)
-    return gradient_N
+def _gradient(position: int, start: int = 0, stop: int = N) -> np.ndarray:
+    """Elements `start` to `stop` of a sample's gradient."""
+    indices = np.arange(start, stop)
+    gradient: np.ndarray = ((position * 7919 + indices * 104_729) % 1009 % 17 - 8).astype(np.float32)
+    return gradient
 
 
 class PartwiseWorker(SimWorker):
@@ -525,36 +488,8 @@ class VectorWorld(MeasuredWorld):
         return (PartwiseWorker if self._partwise else SimWorker)(self, peer, trainer, setup)
 
 
-PARAMETERS = 120_576
-AUTO = Auto(density=0.05)
-CHOICES = {
-    DIRECT_DENSE: "direct",
-    **dict(zip((x.describe() for x in AUTO.exchanges(PARAMETERS)), ("dense", "gtopk", "topk"), strict=True)),
-}
-"""Exchanges that the coordinator may choose, by their descriptions."""
-
-
-def _everyone(rank: int, world_size: int, cuts: tuple[int, ...] = ()) -> frozenset[int]:
-    return frozenset(range(world_size)) - {rank}
-
-
 class StageWorld(MeasuredWorld, StagedWorld):
-    """A model in stages; with `sizes` of its layers it can be repartitioned.
-
-    Args:
-        cuts: where the second and further stages begin.
-    """
-
-    def __init__(self, seed: int, count: int, sizes: Sequence[int], cuts: Sequence[int], **more: Any) -> None:
-        spec = m.LedgerSpec(SAMPLES, 1, epochs=more.pop("epochs", EPOCHS))
-        model = None
-        if sizes:
-            layers = tuple(m.LayerCosts(size, size) for size in sizes)
-            model = m.StagedModel((0, *cuts, len(sizes)), layers, copies=1.0)
-        batch = more.pop("batch", None)
-        setup = m.Setup((("kind", "pipeline"),), spec, 3, batch, stages=count, model=model)
-        more = {"compute_s": (0.001, 0.1), "checkpoint_every": 4, **more}
-        super().__init__(seed, setup, _everyone, **more)
+    """A model in stages, whose workers may report how fast they are."""
 
     def make_worker(self, peer: m.PeerId, trainer: Any, setup: m.Setup) -> SimWorker:
         """Where links differ, machines differ as well."""
@@ -568,20 +503,9 @@ class StageWorld(MeasuredWorld, StagedWorld):
 class Trouble(Faults):
     """Faults of the workers and the coordinator of one history, and their times."""
 
-    def __init__(self, world: World, dice: Random, most: int = 7) -> None:
+    def __init__(self, world: World, dice: Random, most: int) -> None:
         super().__init__(world, dice)
-        self._most = most
-
-    def plan(self, faults: Sequence[Callable[[Trouble], None]], events: int) -> None:
-        """Plan `events` of these faults at random times; a run without faults ends within two seconds."""
-        within_s = self.random.choice((0.6, 1.5, 4.0))
-        for _ in range(events):
-            fault = self.random.choice(faults)
-            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(fault, self))
-
-    def join(self) -> None:
-        if len(self.world.alive) < self._most:
-            self.world.join()
+        self.most = most
 
     def crash_and_return(self) -> None:
         """A process joins with the key and the disk of one that died, or only with its disk."""
@@ -596,18 +520,6 @@ class Trouble(Faults):
         else:
             self.world.join(worker.disk)
 
-    def crash_stage(self) -> None:
-        """All replicas of one stage."""
-        for worker in self.some():
-            assignment = worker.core.rank_assignment
-            for other in self.members:
-                if (
-                    assignment is not None
-                    and other.core.rank_assignment is not None
-                    and other.core.rank_assignment.stage == assignment.stage
-                ):
-                    self.world.crash(other.peer)
-
     def crash_all(self) -> None:
         """A power cut: some workers return."""
         for worker in self.world.alive:
@@ -617,7 +529,7 @@ class Trouble(Faults):
 
     def return_all(self) -> None:
         for worker in [worker for worker in self.world.workers.values() if not worker.alive]:
-            if len(self.world.alive) < self._most:
+            if len(self.world.alive) < self.most:
                 self._return(worker)
 
     def leave(self) -> None:
@@ -765,7 +677,7 @@ def churn(
     for _ in range(count):
         world.join()
     if dice.random() >= calm:
-        Trouble(world, dice, most=count + 2).plan(faults, dice.randint(1, 8))
+        Trouble(world, dice, most=count + 2).plan_some(faults, dice.randint(1, 8))
     if watch is not None:
         watch(world, dice)
     world.run(UNTIL_S, max_events=MOST_EVENTS)
@@ -804,20 +716,21 @@ def stages(seed: int, *, links: bool = False) -> None:
     """A model in 2 to 4 stages of 1 or 2 replicas, and 0 to 2 standbys."""
     dice = Random(f"stages {seed}")
     count, replicas, standbys = dice.randint(2, 4), dice.randint(1, 2), dice.choice((0, 0, 1, 2))
-    sizes: list[int] = []
-    cuts: list[int] = []
+    model: m.StagedModel | None = None
     memory: tuple[int, ...] = (0,)
     if dice.random() < 0.6:
-        sizes, cuts = _layers(dice, count)
-        memory = dice.choice(((0,), (0,), (2 * sum(sizes), sum(sizes)), (sum(sizes),)))
+        model, total = random_model(dice, count)
+        memory = dice.choice(((0,), (0,), (2 * total, total), (total,)))
     more = {"skips": dice.choice((0.0, 0.0, 0.02)), "behind_nat": dice.choice((0.0, 0.0, 0.5))}
     batch = dice.choice((None, 12)) if links else None
-    world = StageWorld(seed, count, sizes, cuts, memory=memory, batch=batch, **more)
+    world = StageWorld(seed, setup_of(count, model, batch=batch), memory=memory, **more)
     world.links, world.speeds = links, "constant" if links else ""
     for _ in range(count * replicas + standbys):
         world.join()
     trouble = Trouble(world, dice, most=9)
-    trouble.plan((*STAGE_FAULTS, Trouble.join, Trouble.leave, Trouble.leave_gracefully), dice.randint(0, 6))
+    trouble.plan_some(
+        (*STAGE_FAULTS, Trouble.join, Trouble.leave, Trouble.leave_gracefully), dice.randint(0, 6)
+    )
     if dice.random() < 0.8:  # owners restart their workers
         world.at(dice.uniform(5.0, 20.0), trouble.return_all)
     world.run(UNTIL_S, max_events=MOST_EVENTS)
@@ -827,11 +740,10 @@ def repartition(seed: int) -> None:
     """One replica of each stage and no standby: after a loss a stage has no worker."""
     dice = Random(f"repartition {seed}")
     count = dice.randint(2, 4)
-    sizes, cuts = _layers(dice, count)
-    total = sum(sizes)
+    model, total = random_model(dice, count)
     memory = dice.choice(((0,), (0,), (2 * total,), (2 * total, total), (total, 2 * total // 3)))
     slow = dice.choice((0.0, 0.0, 0.2))
-    world = StageWorld(seed, count, sizes, cuts, memory=memory, slow_restore=slow, epochs=3)
+    world = StageWorld(seed, setup_of(count, model, epochs=3), memory=memory, slow_restore=slow)
     for _ in range(count):
         world.join()
     trouble = Trouble(world, dice, most=6)
@@ -840,7 +752,7 @@ def repartition(seed: int) -> None:
     for _ in range(dice.choice((0, 1, 1, 2, 3))):
         world.at(dice.uniform(2.0, 12.0), trouble.join)
     if dice.random() < 0.5:
-        trouble.plan(STAGE_FAULTS, dice.randint(1, 2))
+        trouble.plan_some(STAGE_FAULTS, dice.randint(1, 2))
     if dice.random() < 0.3:
         world.at(dice.uniform(5.0, 20.0), trouble.return_all)
     world.run(60.0, max_events=MOST_EVENTS)
@@ -852,12 +764,6 @@ STAGE_FAULTS = (
     Trouble.freeze, Trouble.freeze_coordinator, Trouble.flip, Trouble.partition, Trouble.lose_decision,
     Trouble.block_link, Trouble.pause,
 )  # fmt: skip
-
-
-def _layers(dice: Random, stages: int) -> tuple[list[int], list[int]]:
-    """Sizes of a model's layers, and where the second and further stages begin."""
-    sizes = [dice.randint(1, 9) for _ in range(dice.randint(stages, 2 * stages + 2))]
-    return sizes, sorted(dice.sample(range(1, len(sizes)), stages - 1))
 
 
 class BareBuffer:
@@ -890,7 +796,10 @@ def collectives(seed: int) -> None:
     buffers: list[Any] = (
         [BareBuffer(bare[name]) for _ in range(size)]
         if name in bare
-        else [make_collective_buffer(name, value, K, rank, size) for rank, value in enumerate(values)]
+        else [
+            make_buffer(name, rank, size, contribution_to(name, value), n=N, k=K)
+            for rank, value in enumerate(values)
+        ]
     )
     skipping = [rank for rank in range(size) if dice.random() < 0.05 and name != "activations"]
     link = LinkProperties(delay_s=(0.001, 0.02), bandwidth_Bps=1e6, in_order=dice.random() < 0.5)

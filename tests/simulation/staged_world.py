@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import Any
 
 from gridtrain.core import messages as m
@@ -37,6 +38,7 @@ from simulation.commit_coverage import open_round
 from simulation.world import SimWorker, World
 from simulation.world import WorkerDisk as OneDisk
 
+SAMPLES, EPOCHS = 60, 2
 ACTIVATION, GRADIENT, SHARE, DIGEST = range(4)
 MOST_STORED_STEPS = 2
 
@@ -50,6 +52,30 @@ SimCheckpoints = dict[m.CheckpointInfo, State]
 def layer_weight(position: int, layer: int) -> int:
     """What a sample adds to the state of a layer."""
     return (position * 7919 + layer * 104729) % 1009 + 1
+
+
+def model_of(sizes: Sequence[int], *cuts: int) -> m.StagedModel:
+    """Layers of these sizes in bytes; a worker stores each twice, with its gradients."""
+    return m.StagedModel(cuts, tuple(m.LayerCosts(size, size) for size in sizes), copies=1.0)
+
+
+def random_model(random: Random, stages: int) -> tuple[m.StagedModel, int]:
+    """A model in so many stages, and its size in bytes without gradients."""
+    sizes = [random.randint(1, 9) for _ in range(random.randint(stages, 2 * stages + 2))]
+    cuts = sorted(random.sample(range(1, len(sizes)), stages - 1))
+    return model_of(sizes, 0, *cuts, len(sizes)), sum(sizes)
+
+
+def setup_of(
+    stages: int, model: m.StagedModel | None = None, *, batch: int | None = None, epochs: int = EPOCHS
+) -> m.Setup:
+    spec = m.LedgerSpec(SAMPLES, 1, epochs=epochs)
+    return m.Setup((("kind", "pipeline"),), spec, 3, batch, stages=stages, model=model)
+
+
+def _everyone(rank: int, world_size: int, cuts: tuple[int, ...] = ()) -> frozenset[int]:
+    """Digests go to all, so each needs an edge to all."""
+    return frozenset(range(world_size)) - {rank}
 
 
 class PipelineStep:
@@ -353,7 +379,6 @@ class StagedWorld(World):
         self,
         seed: int,
         setup: m.Setup,
-        edges: Callable[..., frozenset[int]],
         *,
         memory: Sequence[int] = (0,),
         **more: Any,
@@ -368,7 +393,8 @@ class StagedWorld(World):
         self._memory: tuple[int, ...] = tuple(memory)
         self._next_checkpoints: SimCheckpoints = {}
         self.lost_steps: list[tuple[int | None, int]] = []
-        super().__init__(seed, StageTrainer, edges, setup, min_workers=1, **more)
+        more = {"min_workers": 1, "compute_s": (0.001, 0.1), "checkpoint_every": 4, **more}
+        super().__init__(seed, StageTrainer, _everyone, setup, **more)
 
     def join_with(self, disk: SimCheckpoints) -> SimWorker:
         """Start a worker with a new name and these stored checkpoints."""

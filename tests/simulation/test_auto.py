@@ -13,26 +13,18 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from gridtrain.config import Auto
+from exchange_buffers import NEIGHBOURS
+
 from gridtrain.core import messages as m
-from gridtrain.core.collectives import allgather, butterfly, direct, ring
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from simulation import test_world as group
+from simulation.toy_trainer import AUTO, CHOICES, PARAMETERS
 from simulation.world import SimWorker, World
 
 Seeds = Callable[[int], Iterator[int]]
 
-AUTO = Auto(density=0.05)
-DENSE, GTOPK, TOPK = (exchange.describe() for exchange in AUTO.exchanges(120_576))
-EDGES = {
-    DENSE: ring.neighbours,
-    DIRECT_DENSE: direct.neighbours,
-    GTOPK: butterfly.neighbours,
-    TOPK: allgather.neighbours,
-}
-KINDS = {DENSE: "dense", DIRECT_DENSE: "direct", GTOPK: "gtopk", TOPK: "topk"}
+EDGES = {description: NEIGHBOURS[kind] for description, kind in CHOICES.items()}
 DENSE_KINDS = ("dense", "direct")
 RATE_Bps = 12.5e6
 SLOW_s, FAST_s = (
@@ -48,7 +40,6 @@ class Trainer(group.ToyTrainer):
 
     def prepare(self, round_id: m.RoundId, assignment: Any, spans: Sequence[m.Span], skip: bool) -> Any:
         assert assignment.exchange, "a round began before its exchange was chosen"
-        self.kind = KINDS[assignment.exchange]
         assert self.used.setdefault(round_id, assignment.exchange) == assignment.exchange
         return super().prepare(round_id, assignment, spans, skip)
 
@@ -74,7 +65,7 @@ class AutoWorld(World):
 def build(seed: int, workers: int, **more: Any) -> tuple[AutoWorld, Any, dict[m.RoundId, str]]:
     book: Any = defaultdict(list)
     used: dict[m.RoundId, str] = {}
-    facts = (("model", "120576 parameters in 4 tensors"), ("exchange", AUTO.describe()))
+    facts = (("model", f"{PARAMETERS} parameters in 4 tensors"), ("exchange", AUTO.describe()))
     can_catch_up = Random(seed).random() < 0.5
     setup = m.Setup(facts, m.LedgerSpec(group.SAMPLES, 1, epochs=2), 3, None, can_catch_up=can_catch_up)
     min_workers = more.pop("min_workers", 1)
@@ -87,7 +78,7 @@ def build(seed: int, workers: int, **more: Any) -> tuple[AutoWorld, Any, dict[m.
     world = AutoWorld(
         seed,
         made,
-        ring.neighbours,
+        NEIGHBOURS["dense"],
         setup,
         min_workers=min_workers,
         choices=EDGES,
@@ -103,7 +94,7 @@ def build(seed: int, workers: int, **more: Any) -> tuple[AutoWorld, Any, dict[m.
 def switches(world: World, used: dict[m.RoundId, str]) -> Counter[tuple[str, str]]:
     """Counts of (previous, next) exchange over the committed steps."""
     committed = sorted({round_id for _, round_id, _ in world.log.commits}, key=lambda r: (r.step, r.term))
-    names = [KINDS[used[round_id]] for round_id in committed if round_id in used]
+    names = [CHOICES[used[round_id]] for round_id in committed if round_id in used]
     return Counter((a, b) for a, b in pairwise(names) if a != b)
 
 
@@ -113,7 +104,7 @@ def test_a_slow_first_batch_makes_dense_and_faster_ones_sparse() -> None:
     world.run(60.0)
     group.check(world, book)
     first = min(used)
-    assert KINDS[used[first]] in DENSE_KINDS
+    assert CHOICES[used[first]] in DENSE_KINDS
     assert any(a in DENSE_KINDS and b not in DENSE_KINDS for a, b in switches(world, used))
     status = world.coordinator.snapshot(world.now_s)
     assert status["facts"]["exchange"] in EDGES

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import permutations
 from random import Random
 from typing import Any
@@ -17,23 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 from collective_group import CollectiveGroup
-from exchange_buffers import DENSE, NEIGHBOURS, make_buffer, update_of
+from exchange_buffers import NEIGHBOURS
 
 from gridtrain.core import messages as m
-from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain_coordinator.membership import member_lists
 from simulation import process_restarts
 from simulation.commit_coverage import table, unreached_rules
 from simulation.faults import Faults
+from simulation.toy_trainer import N, ToyTrainer
 from simulation.world import Submission, World
 
-N, K = 24, 5
 SAMPLES = 60
 KINDS = ("dense", "topk", "gtopk")
-FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
-RESUMED = ("dense", "dense-int8")
-"""In a retry these continue from the values that had arrived."""
 OTHER_KINDS = ("tree", "star", "direct", "dense-star", "dense-int8", "direct-bf16", "dense-star-int8")
 WHAT_HAPPENS = (
     "aborts",
@@ -50,115 +45,6 @@ WHAT_HAPPENS = (
 COVERING = (33, 35, 46, 180, 380, 399, 426, 485, 512, 528, 604, 671, 715, 717, 769)
 """Seeds that reach every counted rule, each at least twice if two of 800 do (`choose_seeds.py`)."""
 Seeds = Any
-
-
-@cache
-def gradient_of(position: int) -> np.ndarray:
-    """Small integers, so that every sum is exact."""
-    return np.random.RandomState(position).randint(-8, 9, N).astype(np.float32)
-
-
-class ToyTrainer:
-    """Error feedback as docs/how-it-works.md describes it, over integers."""
-
-    def __init__(self, kind: str, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None:
-        self.kind = kind
-        self.model = np.zeros(N, np.float32)
-        self.residual = np.zeros(N, np.float32)
-        self._book = book
-        self.attempts: dict[m.RoundId, ToyTrainer.Attempt] = {}  # by round, all of this worker
-
-    class Attempt:
-        """One worker's contribution to one round, and the residual that a commit leaves it."""
-
-        def __init__(self, rank: int, before: np.ndarray, contribution: np.ndarray, make: Callable[[], Any]):
-            self.rank, self.before, self.contribution = rank, before, contribution
-            self.left, self.make = np.zeros(N, np.float32), make
-            self.buffer: Any = None
-
-        @property
-        def residual(self) -> np.ndarray:
-            if getattr(self.buffer, "rest_N", None) is not None:
-                return self.buffer.rest_N
-            left = self.left.copy()
-            for indices, values in getattr(self.buffer, "truncated", []):
-                np.add.at(left, indices, values)
-            return left
-
-        @property
-        def update(self) -> np.ndarray:
-            return update_of(self.buffer, N)
-
-    def _begin(
-        self,
-        round_id: m.RoundId,
-        assignment: RankAssignment,
-        vectors: tuple[np.ndarray, np.ndarray],
-        payload: Any,
-    ) -> dict[m.Channel, Any]:
-        """Begin an attempt with `vectors`: the residual before, and the contribution."""
-        make = partial(make_buffer, self.kind, assignment.rank, assignment.world_size, payload, n=N, k=K)
-        attempt = self.Attempt(assignment.rank, *vectors, make)
-        attempt.buffer = make()
-        return self._enter(round_id, attempt)
-
-    def _enter(self, round_id: m.RoundId, attempt: ToyTrainer.Attempt) -> dict[m.Channel, Any]:
-        self.attempts[round_id] = attempt
-        self._book[round_id].append(attempt)
-        return {m.Channel(): attempt.buffer}
-
-    def prepare(
-        self, round_id: m.RoundId, assignment: RankAssignment, spans: Sequence[m.Span], skip: bool
-    ) -> dict[m.Channel, Any]:
-        if round_id.attempt and self.kind in RESUMED:
-            return self._enter(round_id, self.attempt)
-        contribution = np.zeros(N, np.float32)
-        for span in spans:
-            for position in range(span.start, span.stop):
-                contribution += gradient_of(position)
-        acc = self.residual + contribution
-        chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
-        payload = acc if self.kind in DENSE else encode(chosen, acc[chosen], **FORMAT)
-        buffers = self._begin(round_id, assignment, (self.residual, contribution), payload)
-        self.attempt = self.attempts[round_id]
-        if self.kind not in DENSE:
-            mine = decode(payload, max_entries=K, **FORMAT)
-            self.attempt.left = acc.copy()
-            self.attempt.left[mine.indices] -= mine.values
-        return buffers
-
-    def prepare_empty(self, round_id: m.RoundId, assignment: RankAssignment) -> dict[m.Channel, Any]:
-        earlier = replace(round_id, attempt=round_id.attempt - 1)
-        before = self.attempts.get(earlier) if round_id.attempt else None
-        if before is not None and self.kind in RESUMED:
-            return self._enter(round_id, before)
-        zeros = np.zeros(N, np.float32)
-        empty = encode(np.empty(0, np.int64), np.empty(0, np.float32), **FORMAT)
-        return self._begin(round_id, assignment, (zeros, zeros), zeros if self.kind in DENSE else empty)
-
-    def apply_missed(self, buffers: dict[m.Channel, Any]) -> None:
-        mine = buffers[m.Channel()]
-        attempt = next(each for each in self.attempts.values() if each.buffer is mine)
-        self.model = self.model + attempt.update
-        self.residual = self.residual + attempt.residual
-
-    def commit(self, buffers: dict[m.Channel, Any], skip: bool) -> None:
-        if skip:
-            return
-        self.model = self.model + self.attempt.update
-        self.residual = self.attempt.residual
-
-    def capture(self) -> Any:
-        return self.model.copy()
-
-    def restore(self, state: Any) -> None:
-        self.model = state
-
-    def take_residual(self) -> Any:
-        return self.residual.tobytes()
-
-    def add_residual(self, residual: Any) -> None:
-        self.residual = self.residual + np.frombuffer(residual, np.float32)
 
 
 def build(
@@ -197,6 +83,8 @@ def build(
 class Trouble(Faults):
     """Faults of one history, and their times.  Only `end_all` ends the last member."""
 
+    most = 6
+
     def __init__(self, world: World, random: Random) -> None:
         super().__init__(world, random)
         # A separate generator, so that a seed's other draws do not depend on it.
@@ -209,14 +97,7 @@ class Trouble(Faults):
             alone = self.random.choice((Trouble.miss_generation, Trouble.end_all))
             self.world.at(self.random.uniform(0.6, 0.9), partial(alone, self))
             return
-        within_s = self.random.choice((0.6, 1.5, 4.0))
-        for _ in range(events):
-            what = self.random.choice(FAULTS)
-            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(what, self))
-
-    def join(self) -> None:
-        if len(self.world.alive) < 6:
-            self.world.join()
+        self.plan_some(FAULTS, events)
 
     def crash(self) -> None:
         if len(self.members) >= 2:

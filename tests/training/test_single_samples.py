@@ -231,6 +231,7 @@ def test_a_checkpoint_repeats_the_forward_of_a_single_sample(has_running: bool, 
 def test_a_compiled_model_trains_on_single_samples(
     has_running: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    torch._dynamo.reset()
     plain = model_with(track_running_stats=has_running)
     model = torch.compile(copy.deepcopy(plain), backend="eager", fullgraph=True)
     batches = single_sample_batches(model), single_sample_batches(plain)

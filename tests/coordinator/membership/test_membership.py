@@ -15,7 +15,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.member.generation_entry import with_own_addresses
 from gridtrain.core.planning.batch_shares import WorkerSpeeds
 from gridtrain.network.wire.codec import MAX_HEADER_BYTES, encode
-from gridtrain_coordinator.membership.catch_up import choose_snapshot_step
+from gridtrain_coordinator.membership.catch_up import NO_PROGRESS_TIMEOUT_S, choose_snapshot_step
 from gridtrain_coordinator.membership.complaints import StalledStep
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.membership.worker_admission import max_workers
@@ -712,6 +712,7 @@ def test_a_worker_that_catches_up_is_served_until_it_is_a_member() -> None:
     orders = serve_orders(newcomer(run, C))
     assert {peer for peer, _ in orders} == {A, B} and all(order.receivers == (C,) for _, order in orders)
     assert run.view.world_size == 2, "the members continue to train"
+    assert run.core.deadline_s <= run.now_s + NO_PROGRESS_TIMEOUT_S
     effects = run.say(C, m.CatchUpReport(7, b"h"))
     assert not [order for _, order in serve_orders(effects) if order.receivers == ()], (
         "it still needs updates"

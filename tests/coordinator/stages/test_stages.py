@@ -13,9 +13,11 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
 from gridtrain.core.member.residual_transfer import residual_recipients
+from gridtrain.core.stages import repartition
 from gridtrain.core.stages.rank_placement import StateLocations, place_ranks, placement_cost_s, stage_shares
-from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from gridtrain_coordinator.run.events import RecordViolation
+from gridtrain_coordinator.stages.placement import RepartitionCache
 
 A, B, C, D, E, F = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e", b"f"))
 
@@ -524,3 +526,20 @@ def test_a_report_of_impossible_bounds_is_a_violation(bounds: tuple[int, ...]) -
     effects = run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4)), bounds))
     assert any(isinstance(effect, RecordViolation) for effect in effects)
     assert run.core.snapshot(run.now_s)["world_size"] == 0
+
+
+def test_a_partition_that_does_not_fit_is_searched_once_for_the_same_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched = []
+
+    def search(setup: m.Setup, peers: tuple[m.PeerId, ...], *_: object) -> None:
+        searched.append(names(peers))
+        raise ConfigError("it does not fit", remedy="none")
+
+    monkeypatch.setattr(repartition, "partition_over_fewer", search)
+    cache = RepartitionCache()
+    for peers in ((A, B), (A, B), (A, C)):
+        with pytest.raises(ConfigError):
+            cache.fit_fewer_stages(SETUP, peers, {}, {})
+    assert searched == ["a b", "a c"]

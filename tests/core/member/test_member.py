@@ -174,6 +174,19 @@ def test_a_root_that_aborts_and_requests_no_freeze_is_reported() -> None:
     assert [(at_s, report.suspects) for at_s, report in stalled] == [(LIMITS.first_step_s, (A,))]
 
 
+def test_a_round_that_is_over_does_not_begin_again() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.hear(io.PeerConnected(A))
+    worker.say(m.StartGeneration(1, 1))
+    first, second = (m.RoundId(1, 1, 0, attempt) for attempt in range(2))
+    worker.hear(io.SubmitRound(first, {}))
+    worker.say(m.Decision(first, m.Verdict.ABORT, "on purpose"), A)
+    refused = io.ResolveRound(first, False, 0, "the round can no longer begin")
+    assert worker.hear(io.SubmitRound(first, {})) == [refused]
+    assert worker.core.next_round == second
+
+
 def test_members_that_a_freeze_removes_are_disconnected_at_once() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
@@ -266,6 +279,14 @@ def test_catch_up_replaces_the_state_of_a_checkpoint(event: io.MemberEvent) -> N
     assert not worker.core.is_synced and worker.core.applied == -1 and worker.core.replica_state.is_modified
     effects = lone_view(worker, 1, 99, b"h" * 32)
     assert [e for e in effects if isinstance(e, io.Stop)], "the checkpoint is not in memory any more"
+
+
+def test_catch_up_begins_again_after_a_failure() -> None:
+    worker = Worker(replace(SETUP, can_catch_up=True))
+    sources = m.CatchUpFrom(1, ((A, "tcp://a:1"),))
+    assert io.BeginCatchUp() in worker.say(sources) and io.BeginCatchUp() not in worker.say(sources)
+    assert sent_messages(worker.hear(io.CatchUpFailed("the disk is full"))) == [m.CatchUpReport(-1, b"")]
+    assert io.BeginCatchUp() in worker.say(sources)
 
 
 def test_a_generation_that_ends_before_its_state_arrives_leaves_the_checkpoint_in_memory() -> None:

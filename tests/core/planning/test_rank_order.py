@@ -145,6 +145,15 @@ def test_an_order_is_replaced_by_a_noticeably_faster_one() -> None:
     assert reorder_reason(LOAD, measured, better.order) == "", "that order stays"
 
 
+def test_three_members_are_ordered_too() -> None:
+    """Ranks 1 and 2 exchange nothing with each other."""
+    measured = all_pairs()
+    for a, b in ((A, B), (B, A)):
+        measured.record(a, [(b, SLOW / 4, SLOW / 4)])
+    assert reorder_reason(LOAD, measured, [A, B, C]).startswith("links have changed")
+    assert reorder_reason(LOAD, measured, [C, A, B]) == ""
+
+
 SIX = [bytes([i]) * 32 for i in range(1, 7)]
 
 

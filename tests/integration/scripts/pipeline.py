@@ -26,6 +26,8 @@ SAMPLES = 240
 
 
 class Numbered:
+    """Samples with their numbers."""
+
     def __len__(self) -> int:
         return SAMPLES
 
