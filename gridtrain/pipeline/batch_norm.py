@@ -1,6 +1,6 @@
 """Manage the buffers that a forward writes to: running statistics of batch norm, and other buffers of layers.
 
-Batch norm normalizes each micro-batch by its own statistics, and stores the statistics of the whole
+Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each
 micro-batch"; "the moving average ... over the entire mini-batch" is stored for evaluation).
 
@@ -10,8 +10,8 @@ The statistics are merged by the method of Chan, Golub and LeVeque (1979), which
 from each other; the variance is unbiased, as in torch.  The running statistics do not change before `commit`,
 so an aborted step has no effect.
 
-A micro-batch of a single value per channel is normalized as `training.single_samples` says.  It occurs only
-where a step has one sample for a replica, because micro-batches are otherwise larger
+A micro-batch with a single value per channel is normalized as `training.single_samples` describes.  It occurs
+only if a replica has one sample in a step, because micro-batches are otherwise larger
 (`boundary_specs.lone_sample_layer`).
 
 Other buffers (a moving average, spectral norm's vectors, a counter, a norm with its own forward) change with
@@ -92,8 +92,8 @@ class MiniBatchStatistics:
 
     @contextmanager
     def observe(self, *, first_time: bool) -> Iterator[None]:
-        """Return the context manager for a micro-batch's forward, and for its backward, in which a checkpoint
-        repeats a forward; it collects statistics the first time."""
+        """Return the context manager for a micro-batch's forward, and for its backward, in which activation
+        checkpointing may repeat a forward; it collects statistics only the first time."""
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics
@@ -175,7 +175,7 @@ class MutatedBuffers:
         finally:
             for place, tensor in found.items():
                 same = _buffer(place) is tensor and (tensor is None or tensor._version == versions[place])
-                # through `.data` a tensor is written to without a new version
+                # writing through `.data` leaves a tensor's version unchanged
                 same &= self._observed_layers[layer] or tensor is None or torch.equal(tensor, values[place])  # type: ignore[arg-type]
                 if not same:
                     self._mutated.add(place)

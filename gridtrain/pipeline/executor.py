@@ -33,7 +33,7 @@ ScheduleFactory = Callable[[int, int], plan.Schedule]
 
 
 MIN_WAIT_S = 0.0005
-"""If receiving a payload takes less time, the stage is considered not to have waited for it."""
+"""If receiving a payload takes less time than this, the stage is considered not to have waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ def share_tied_parameters(stage: Stage, number: int, line: RoundStageLink) -> No
     for tied in stage.tied:
         if number == tied.stages[0]:
             for other in tied.stages[1:]:
-                # a copy, because the next update may come while the link still holds it
+                # a copy, because the next update may be applied while the link still holds it
                 value = tied.spec.encode(tied.parameter.detach().clone(), 1)
                 line.send(other, plan.tied_parameters_channel(tied.index), value)
     for tied in stage.tied:

@@ -45,7 +45,7 @@ class Partition:
     Attributes:
         outlook: the partition, with the estimate of its step.
         layers: the costs of each block.
-        boundaries: (S - 1,) the specs of the tensors that pass each boundary; () if the profile has none.
+        boundaries: (S - 1,) the specs of the tensors that cross each boundary; () if the profile has none.
         tied: the parameters that several blocks hold.
         reason: the reason for these cuts and this number of micro-batches.
     """

@@ -111,7 +111,7 @@ class ModelStages:
         return f"{self.stages} stages cut at {list(self.cuts)}"
 
     def tensor_names(self, stage: int) -> list[str]:
-        """Return the names of all tensors in a stage's state_dict, without the model's base."""
+        """Return the names of all tensors in a stage's state_dict, excluding the model's base."""
         start, stop = self.block_range(stage)
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
         return [name for name, value in plain_state(module).items() if isinstance(value, Tensor)]

@@ -282,7 +282,7 @@ class Stage:
             roots, seeds = self.output.tensors(result, self._sizes[m]), list(gradients or ())  # type: ignore[arg-type]
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
         if pairs:
-            # A checkpoint of a user's layer repeats its forward here.
+            # Activation checkpointing in a user's layer repeats its forward in this context.
             with self._statistics.observe(first_time=False), self._buffers.restore_during(m):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         if self.input is None:

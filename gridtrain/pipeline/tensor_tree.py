@@ -106,7 +106,7 @@ Node = Leaf | Constant | Branch
 
 @dataclass(frozen=True)  # without slots, because cached properties need a __dict__
 class TensorTreeSpec:
-    """Describes the tree that passes a boundary of a model, for any number of samples."""
+    """Describes the tree that crosses a boundary of a model, for any number of samples."""
 
     root: Node
 
@@ -129,7 +129,7 @@ class TensorTreeSpec:
         Tensors with `requires_grad` have a gradient.
 
         Raises:
-            ConfigError: anything except the first dimensions of tensors depends on the number of samples.
+            ConfigError: anything other than the first dimensions of tensors depends on the number of samples.
         """
         one = list(_iterate_leaves(_describe_tree(tree, "", samples, wire), tree, ""))
         two = list(_iterate_leaves(_describe_tree(other, "", other_samples, wire), other, ""))
