@@ -298,7 +298,7 @@ def _materialise(block: nn.Module) -> None:
                         empty.fill_(torch.nan)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                setattr(module, name, made[id(tensor)])  # setattr, because an LSTM also keeps a list of its weights
+                setattr(module, name, made[id(tensor)])  # an LSTM also keeps its weights in a list
 
 
 def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -22,7 +22,7 @@ from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge
 
 VALUE_KIND = ValueKind.FP16
-CODEC_REPEATS = 5  # times as many repeats, because each takes only a millisecond
+CODEC_REPEATS = 5  # factor for the number of repeats, because each takes only a millisecond
 COPY_ELEMENTS = 16_000_000
 """The minimum number of elements to copy; a shorter copy would measure the caches, not the memory."""
 
@@ -120,7 +120,7 @@ def time_codec(n: int, density: float, repeats: int) -> dict[str, Timing]:
 
 
 def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
-    """Return k random entries, as they are decoded from a payload."""
+    """Return k random entries, as decoded from a payload."""
     indices_K = np.sort(rng.choice(n, k, replace=False))
     values_K = rng.standard_normal(k).astype(np.float32)
     return decode(encode(indices_K, values_K, n=n, kind=VALUE_KIND), n=n, max_entries=k, kind=VALUE_KIND)

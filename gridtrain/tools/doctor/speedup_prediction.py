@@ -31,7 +31,7 @@ class RunStatus:
     """The current state of a run.
 
     Attributes:
-        network: the network between members; None if fewer than two train.
+        network: the network between members; None if fewer than two are training.
         compute_s: the compute times of a step, by rank, of the members that report them.
         shares: the samples of a step, by rank.
         global_batch_size: the samples of a step; None if each worker brings its own samples.

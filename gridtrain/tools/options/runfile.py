@@ -63,7 +63,7 @@ class RunDescription:
         script: the path of the script, relative to run.toml; "" if the run has no bundle.
         digest: the digest of the script, "sha256:..."; "" if it is not checked.  Always set in a bundle.
         arguments: the arguments of the script.
-        files: the relative paths of further files of the bundle.
+        files: the relative paths of further files in the bundle.
         requires: the required packages, as (name, minimum version or "").
         image: the name of a container image that contains all required packages; "" if there is none.
     """
