@@ -66,7 +66,7 @@ def read_layers(path: Path) -> tuple[list[Layer], int]:
     Returns the layers, and the bytes of one input sample.
 
     Raises:
-        ConfigError: the file cannot be read, or describes no layers.
+        ConfigError: the file cannot be read, or does not describe layers.
     """
     document = read_toml(path, "pipeline.md")
     entries = document.get("layer", [])

@@ -136,7 +136,7 @@ def read_network(path: Path) -> DescribedNetwork:
     """Read a network from a file in the format shown at the top of this module.
 
     Raises:
-        ConfigError: the file cannot be read, or describes no network.
+        ConfigError: the file cannot be read, or does not describe a network.
     """
     document = read_toml(path, "planning.md")
     sites = tuple(_site(path, entry) for entry in _tables(path, document, "site"))

@@ -1,9 +1,9 @@
-"""Infer the tensors that cross each boundary of a model, with a forward without data before the first step.
+"""Infer the tensors that cross a model's boundaries, in a forward pass without data before the first step.
 
 The layers run on torch's meta device, where tensors have shapes and dtypes but no values, so a worker can do
 this for a model that does not fit into its memory.
 
-    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, equal on all
+    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, the same everywhere
 
 Each layer runs with two numbers of samples; the difference between its outputs is due to one sample.
 """

@@ -55,7 +55,7 @@ def parse_micro_batches(micro_batches: int | str) -> int | None:
 
 
 class MicroBatchCount:
-    """The number of micro-batches of one run, equal on all members.  It is tracked as part of the state.
+    """The number of micro-batches of one run, the same on all members; it is tracked as part of the state.
 
     Args:
         asked: the configured number; None to choose it from timings.

@@ -7,8 +7,8 @@
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
 
 One value passes from block to block: a tensor, or tensors in tuples, lists and dicts.  A trial on the meta
-device checks whether a forward is a chain: it must call each part once, with exactly the tensors that the
-previous part returned.
+device checks whether the forward is a chain: it must call each part once, with exactly the tensors that
+the previous part returned.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
 
 
 class _ChainTrial:
-    """Runs one forward on the meta device and checks the tensors with which it calls each part."""
+    """Runs one forward pass on the meta device and checks the tensors with which it calls each part."""
 
     def __init__(self, model: nn.Module, names: Many[str]) -> None:
         self._model = copy.deepcopy(model).to("meta")

@@ -1,7 +1,7 @@
 """Describe a model in stages to the coordinator, which partitions it again when workers are lost.
 
 Sizes are counted on the meta device; times and activations come from a profile if there is one.  The run uses
-the first worker's values; the sizes must be equal on all workers.
+the first worker's values; the sizes must be the same on all workers.
 """
 
 from __future__ import annotations

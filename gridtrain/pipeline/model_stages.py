@@ -51,12 +51,12 @@ class StageModule(nn.Module):
 
 
 class ModelStages:
-    """A model and its stages, equal on all workers.
+    """A model and its stages, the same on all workers.
 
     Args:
         blueprint: the model.
         stages: S, the number of stages.
-        cuts: (S + 1,) the first block of each stage, and the number of blocks; None to choose them by the
+        cuts: (S + 1,) the first block of each stage, and the number of blocks; None to balance the
             bytes of the parameters.
         device: the device on which this worker builds its stage.
 
@@ -173,7 +173,7 @@ class StagePlaces:
         return RankLayout.for_world_size(self.stages(place).stages, place.world_size)
 
     def stage(self, place: WorkerSnapshot | StepPlan) -> int:
-        """Return the number of the stage of this worker's rank."""
+        """Return the stage number of this worker's rank."""
         return self.layout(place).stage_of(place.rank)
 
     def layers(self, place: WorkerSnapshot | StepPlan) -> Span:

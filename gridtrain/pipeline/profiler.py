@@ -85,7 +85,7 @@ def profile(
     wire: WirePrecision = WirePrecision.EXACT,
     clock: Clock = time.perf_counter,
 ) -> Profile:
-    """Measure forward and backward of each block separately, on the example and on twice as many samples.
+    """Measure the forward and backward passes of each block, on the example and on twice as many samples.
 
     Args:
         model: a `Blueprint`, whose blocks are allocated one at a time, or a chain of blocks with values,
@@ -246,7 +246,7 @@ def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
 
 
 def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
-    """Run one forward and record how many bytes autograd stores."""
+    """Run one forward pass and record how many bytes autograd stores."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

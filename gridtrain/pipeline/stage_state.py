@@ -43,7 +43,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """The options of a pipeline, equal on all workers of the run; see `Grid.pipeline`."""
+    """The options of a pipeline, the same on all workers of the run; see `Grid.pipeline`."""
 
     stages: int
     micro_batches: int | None  # None: chosen from the timings of the first steps

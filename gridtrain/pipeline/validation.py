@@ -4,7 +4,7 @@
     grid.pipeline(micro_batches=M) --> check_in_flight      messages that a neighbour stores before it begins
     Stage.forward(received) raises --> find_fault_origin    whether it also raises with other values
 
-A fault in this worker's script raises a `ConfigError` before anything is sent; a fault of another stage
+A fault in this worker's script raises a `ConfigError` before anything is sent; a fault in another stage
 raises a `LineBroken` that names the stage.  An exception in a layer does not prove that the sender is at
 fault, because a bug in the script causes exceptions whatever the values are.  The layers are therefore run
 again with values that cannot cause an exception.

@@ -81,7 +81,7 @@ def start_process(
 
 @dataclass(frozen=True, slots=True)
 class BenchSetting:
-    """The exchange that a group makes.
+    """The exchange that a group performs.
 
     Attributes:
         exchange: the name of the exchange; see `exchange_names`.
@@ -136,7 +136,7 @@ class ExchangeSample:
 
 
 class BenchGroup:
-    """A group of started members that wait at the barrier."""
+    """A group of running members that wait at the barrier."""
 
     def __init__(self, setting: BenchSetting, referee: BarrierServer) -> None:
         self.setting = setting

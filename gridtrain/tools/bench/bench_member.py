@@ -108,7 +108,7 @@ def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.N
 def run_repeat(
     grid: gridtrain.Grid, wrapped: Any, contribution_N: Tensor, player: BarrierClient, interface: str
 ) -> bool:
-    """Make one step's exchange; return False if the referee has ended the measurement.
+    """Perform one step's exchange; return False if the referee has ended the measurement.
 
     An aborted attempt is repeated within the measured time, as in a training step.
     """

@@ -24,7 +24,7 @@ _SIZE_FIELD = slice(124, 136)
 
 
 class ArchiveError(ValueError):
-    """The files cannot form one archive."""
+    """The files cannot be packed into one archive."""
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:

@@ -174,7 +174,7 @@ TIME_HEADINGS: Row = (
 
 
 def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
-    """Return a chart of held-out loss against wall time and against bytes sent by a worker, as SVG text."""
+    """Return an SVG chart of held-out loss against wall-clock time and against bytes sent by a worker."""
     target = curves[0].final.held_out
     by_time: list[ChartLine] = []
     by_bytes: list[ChartLine] = []

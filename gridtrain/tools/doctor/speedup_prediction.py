@@ -150,7 +150,7 @@ def _best(rates_Bps: Sequence[float | None]) -> float:
 
 
 def member_figures(picture: Mapping[str, Any], figure: str) -> list[float]:
-    """Return the values of `figure` of all members in training that report a plausible value."""
+    """Return the values of `figure` of all training members that report a plausible value."""
     members = picture.get("members", [])
     found: list[float] = []
     for member in members if isinstance(members, list) else []:

@@ -33,7 +33,7 @@ _REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*
 
 @dataclass(frozen=True, slots=True)
 class DatasetDescription:
-    """The data set that a run's script reads: either many files, by their index, or one file.
+    """The data set that a run's script reads: either many files, listed in an index, or one file.
 
     Attributes:
         file: the path of the file, relative to the worker's `data_dir`, or to the run's folder; "" with
@@ -143,7 +143,7 @@ class RunFile:
         return cls(path, run, document)
 
     def option_value(self, program: str, one: Option) -> tuple[OptionValue, str] | None:
-        """Return the option's value and its place in the file; None if the option is not set.
+        """Return the option's value and where the file sets it; None if the option is not set.
 
         Raises `ConfigError` if the value is invalid.
         """
