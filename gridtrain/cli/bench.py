@@ -93,7 +93,7 @@ def bench(
 
     require_torch("gridtrain bench")
     for rate in (cap, line) if cap else (line,):
-        parse_rate(rate)  # before anything is started
+        parse_rate(rate)  # raises before anything is started
     plan = BenchPlan(parameters, density, workers, repeats, not unencrypted, cap, line)
     check_memory(plan)
     found = run_bench(plan, lambda text: click.echo(f"measuring {text} ...", err=True))

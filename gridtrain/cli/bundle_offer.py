@@ -116,7 +116,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         f'The owner of the run "{entry.run}" asks this machine to run a script.',
         "",
         f"  by whom      the coordinator at {entry.coordinator}",
-        f"               key {offer.coordinator_digest} (in your invitation; compare it with the owner)",
+        f"               key {offer.coordinator_digest} (in your invitation; check it with the owner)",
         *about,
         f"  what         {shlex.join(('python', *offer.command[1:]))}",
         f"               {files}: {size:,} bytes; read them in {offer.folder}",
@@ -133,7 +133,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
 
 
 def fit_lines(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines, broken between words at the terminal's edge, with the texts in one column."""
+    """Yield the lines wrapped to the terminal's width, with the texts aligned in one column."""
     columns = shutil.get_terminal_size().columns
     for line in lines:
         width = LABEL_WIDTH if line.startswith(" ") else 0
@@ -154,7 +154,7 @@ def _limits(settings: OptionValues, job: Job, offer: BundleOffer | None = None) 
 
 
 def _shown_limits(settings: OptionValues, job: Job, offer: BundleOffer | None) -> dict[str, str]:
-    """Return the limits by option; with an offer, also from the rules that were saved on this machine."""
+    """Return the limits by option; with an offer, include the rules that are saved on this machine."""
     from gridtrain.cli.worker_commands import NO_RULE
     from gridtrain_worker.saved_settings import SavedSettings
     from gridtrain_worker.training_policy import OFF, Rules
@@ -182,7 +182,7 @@ def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
     where = [f"the owner says: {data.where}"] if data.where else []
     if offer.data is not None:
         return [f"{offer.data}, {data.digest}", *where]
-    cache = f"kept in the cache of at most {settings['cache_limit'].shown}"
+    cache = f"kept in a cache of at most {settings['cache_limit'].shown}"
     if offer.index is None:
         return [
             f"{format_bytes(data.bytes)} will be fetched, and {cache}",
@@ -200,6 +200,6 @@ def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
 
 
 def origins_of(index: ShardIndex) -> list[tuple[str, int]]:
-    """Return the folders of the files and their numbers of files, the largest first."""
+    """Return each folder of the files with its number of files, largest first."""
     folders = (shard.url.rpartition("/")[0] for shard in index.shards)
     return Counter(folder or "the folder of --data-dir" for folder in folders).most_common()

@@ -34,7 +34,7 @@ def data() -> None:
 )
 @click.option("--text-field", default="text", show_default=True, help="The field of a sample with its text.")
 def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str, text_field: str) -> None:
-    """Write the index of a data set: its files with the samples, size and digest of each.
+    """Write the index of a data set: the number of samples, size and digest of each file.
 
     \b
       gridtrain data index corpus/*.jsonl --out corpus/index.json

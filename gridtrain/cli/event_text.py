@@ -53,8 +53,7 @@ class _Fields(dict[str, str]):
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """Return an event as a sentence, or its name and fields if it is unknown, because it is a later
-    version's."""
+    """Return an event as a sentence, or its name and fields if this version does not know it."""
     fields = format_fields({name: value for name, value in event.items() if name not in ("at_s", "event")})
     kind = str(event.get("event", "?"))
     if kind in SENTENCES:

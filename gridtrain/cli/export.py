@@ -30,8 +30,8 @@ def export(checkpoint: str, out: str, step: int | None, shard_size: str) -> None
     CHECKPOINT_OR_STATE_DIR is a checkpoint, or a folder that contains checkpoints: a worker's --state-dir,
     the run's state directory, or the URL of --checkpoints.  A .pt file is loaded with
     torch.load(path, weights_only=True).  FOLDER is loaded with PeftModel.from_pretrained(base, FOLDER) if
-    adapters were trained, and otherwise with AutoModel...from_pretrained(FOLDER); the model has to be PEFT's
-    or transformers'.
+    adapters were trained, and otherwise with AutoModel...from_pretrained(FOLDER); the model must be one of
+    PEFT's or transformers'.
     """
     try:
         from gridtrain.training.checkpoint.model_export import export_by_url

@@ -84,7 +84,7 @@ def invite(
     \b
       gridtrain invite                         for one worker, for a week
       gridtrain invite --uses 20 --expires 2d  for a class
-      gridtrain invite --until-joined 10m      and wait until its worker joined
+      gridtrain invite --until-joined 10m      and wait until its worker joins
 
     Prints one line.  Send it to the volunteer over a private channel, because the first person who uses it
     can join.  An admitted worker stays admitted until you kick it.
@@ -103,7 +103,7 @@ def invite(
         click.echo(operator.withdraw(old), err=True)
         return
     invitation = operator.invite(uses, expires, given)
-    click.echo(invitation.text())  # first of all, because it is valid from now on
+    click.echo(invitation.text())  # before anything can fail, because it is valid from now on
     status = operator.status()
     told = explanation(invitation, uses, expires, time.time(), bool(status.get("bundle")))
     click.echo(told, err=True)

@@ -1,6 +1,6 @@
 """`gridtrain invite --until-joined`: reports the workers that join with an invitation, until all are members.
 
-Asks the coordinator twice a second, and waits for a coordinator that restarts.
+Asks the coordinator twice a second, and keeps waiting while the coordinator restarts.
 
     invited --Enrol--> admitted --Join, set-up, measured--> a member
 """

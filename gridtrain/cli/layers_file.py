@@ -12,7 +12,7 @@ backward = "2ms"           # twice forward if left out
 overhead = "50us"          # for each forward and each backward of a micro-batch, whatever its size
 output = "64kB"            # for one sample, to the next layer; gradient = bytes that come back, if fewer
 kept = "1MB"               # for one sample, kept inside the layer for backward
-work = "400kB"             # for one sample, held in addition while the layer runs
+work = "400kB"             # for one sample, also held while the layer runs
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def uniform_layers(
 
 
 def read_layers(path: Path) -> tuple[list[Layer], int]:
-    """Read a file in the format that is shown at the top of this module.
+    """Read a file in the format shown at the top of this module.
 
     Returns the layers, and the bytes of one input sample.
 
     Raises:
-        ConfigError: the file cannot be read, or describes no layers.
+        ConfigError: the file cannot be read, or does not describe layers.
     """
     document = read_toml(path, "pipeline.md")
     entries = document.get("layer", [])

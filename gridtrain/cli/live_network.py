@@ -52,9 +52,9 @@ class LiveNetwork:
         return self.members.size
 
     def network(self, size: int) -> NetworkModel:
-        """Return the network of `size` workers: the first members, or the members repeated in even parts.
+        """Return the network of `size` workers: the first members, or all members repeated evenly.
 
-        The latency between two copies of a member is that between the member and its nearest neighbour.
+        Two copies of a member have the latency between the member and its nearest neighbour.
         """
         from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
@@ -67,7 +67,7 @@ class LiveNetwork:
             min((members.link(one, other) for other in range(count) if other != one), key=_alpha_s)
             for one in range(count)
         ]
-        alike = [LinkModel(near.alpha_s) for near in nearest]  # limited by upload and download only
+        alike = [LinkModel(near.alpha_s) for near in nearest]  # limited only by upload and download
         repeated = [rank * count // size for rank in range(size)]  # copies of a member get adjacent ranks
 
         def link(a: int, b: int) -> LinkModel:

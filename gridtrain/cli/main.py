@@ -97,7 +97,7 @@ def cli() -> None:
 def _hide_invitations() -> None:
     """Overwrite the secrets of invitations in this process's command line, which any user can list.
 
-    They can be listed until here.  Does nothing where there is no /proc.
+    Until this call they are visible.  Does nothing where there is no /proc.
     """
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -112,7 +112,7 @@ def _hide_invitations() -> None:
 
 
 def _near(word: str, options: Sequence[str]) -> list[str]:
-    """Return the options that are similar to `word`, apart from the dashes, which click counts as equal."""
+    """Return the options similar to `word`, ignoring the dashes, which click includes in the comparison."""
     by_name = {option.lstrip("-"): option for option in options}
     return [by_name[name] for name in difflib.get_close_matches(word.lstrip("-"), by_name)]
 

@@ -2,7 +2,7 @@
 
 [[site]]
 name = "office"
-workers = 8                # in proportion, if another total number of workers is planned
+workers = 8                # scaled in proportion if another total number of workers is planned
 link = "1Gbit"             # of each worker, in both directions; or up = and down =
 latency = "0.2ms"          # one way, between two workers of this site
 
@@ -48,7 +48,7 @@ def read_toml(path: Path, page: str) -> dict[str, Any]:
 
 
 def check_keys(where: str, entry: dict[str, Any], known: set[str]) -> None:
-    """Raise `ConfigError` if a table has other keys than these."""
+    """Raise `ConfigError` if a table has keys other than `known`."""
     if unknown := set(entry) - known:
         raise ConfigError(
             f"{where} has the unknown keys {sorted(unknown)}", remedy=f"use only {', '.join(sorted(known))}"
@@ -133,10 +133,10 @@ def single_site(link: str, latency: str) -> DescribedNetwork:
 
 
 def read_network(path: Path) -> DescribedNetwork:
-    """Read a network from a file in the format that is shown at the top of this module.
+    """Read a network from a file in the format shown at the top of this module.
 
     Raises:
-        ConfigError: the file cannot be read, or describes no network.
+        ConfigError: the file cannot be read, or does not describe a network.
     """
     document = read_toml(path, "planning.md")
     sites = tuple(_site(path, entry) for entry in _tables(path, document, "site"))

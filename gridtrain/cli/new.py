@@ -1,8 +1,8 @@
 """`gridtrain new FOLDER`: creates a run that is ready to train.
 
-The files are in gridtrain/tools/templates: `new` has those of every run, and the script of the template
-`vision`; the folder of another template has its own.  Existing files are not replaced, and no run is created
-inside another one.
+The files are in gridtrain/tools/templates: the folder `new` has the files of every run and the script of the
+`vision` template; each other template has its own folder.  Existing files are not replaced, and no run is
+created inside another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 RUN_FILE, TEXT_FILE = "run.toml", "text.txt"
 TEXT_BYTES = 200_000
-"""The size of the text of a language model's template: enough for some minutes, little to send."""
+"""The size of the text for a language model: enough for a few minutes of training, and small to send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Template:
         requires: the packages that its script imports.
         min_workers: the number of workers with which the run starts.
         checkpoint_every: the number of steps between two checkpoints of a worker.
-        has_text: whether its script reads a text, which is written beside it.
+        has_text: whether its script reads a text, which is written to the same folder.
     """
 
     about: str
@@ -112,7 +112,7 @@ def templates(name: str = "NAME", template: str = DEFAULT) -> dict[str, str]:
     values = {
         "NAME": name,
         "ABOUT": chosen.about,
-        # The comment behind it stays in its column.
+        # The comment after it stays in its column.
         f"[FILES]{' ' * 22}": (f'["{TEXT_FILE}"]' if chosen.has_text else "[]").ljust(24),
         "[REQUIRES]": "[" + ", ".join(f'"{package}"' for package in chosen.requires) + "]",
         "MIN_WORKERS": str(chosen.min_workers),
@@ -189,7 +189,7 @@ def _install(template: Template, missing: list[str]) -> str:
 
 
 def _instructions(folder: Path, written: list[str], template: Template) -> str:
-    """Return what to do next, in lines that fit into a terminal of 80 columns unless a path is long."""
+    """Return the next steps, in lines that fit a terminal of 80 columns unless a path is long."""
     workers = template.min_workers
     packages = [requirement.split(">=")[0] for requirement in template.requires]
     missing = [package for package in packages if find_spec(package) is None]

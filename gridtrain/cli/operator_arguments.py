@@ -63,7 +63,7 @@ def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
 
 
 def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: bool) -> None:
-    """Order the coordinator to remove a member; with `ban` also a key that is unknown here, for good."""
+    """Order the coordinator to remove a member; with `ban`, for good, and even if the key is unknown."""
     from gridtrain.core.messages import RemoveWorker
     from gridtrain_coordinator.access.authorization_rules import clean_reason
 
@@ -79,7 +79,7 @@ def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: b
 
 
 def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, str]:
-    """Return the names of all members, also of removed ones, or of all banned members, by key (64 digits)."""
+    """Return the names of all members, including removed ones, or of all banned ones, by key (64 digits)."""
     access = status.get("door")
     known: dict[str, str] = {}
     admitted = [*rows(access, "removed"), *rows(access, "enrolled"), *rows(status, "members")]
@@ -106,7 +106,7 @@ def resolve_member(
     """Return the key of the member whose name is `who`, or whose key begins with `who`.
 
     Args:
-        present: the keys of connected members, which a name means before members that have left.
+        present: the keys of connected members, which are preferred if members that left have the same name.
         any_key: whether to accept a complete key that is unknown.
         kind: what the known members are, for the error: "banned " or nothing.
 

@@ -1,5 +1,5 @@
-"""Widths of the output, paragraphs, and what the commands that show a status share: a console, checks of its
-fields.
+"""Output widths and paragraphs, and the console and field checks that the commands showing a status
+share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_console() -> Console:
 
 
 def wrap_text(text: str, indent: int = 0) -> str:
-    """Break a paragraph between words at the terminal's edge; in a file or a pipe it stays one line.
+    """Wrap a paragraph to the terminal's width; in a file or a pipe it stays on one line.
 
     Args:
         indent: the column at which all lines but the first begin.

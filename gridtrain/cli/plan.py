@@ -36,7 +36,7 @@ Parsed = TypeVar("Parsed")
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 DENSE_EXCHANGES = ("dense", "dense-direct", "star")
 MAX_ORDERED_WORKERS = 32
-"""The largest number of workers for which the best order on an uneven network is searched.
+"""The largest number of workers for which the best order on an uneven network is searched for.
 
 With more workers, the workers of each site stay together."""
 
@@ -83,7 +83,7 @@ def _doubled(first: int, last: int) -> list[int]:
 
 
 def _parse(parse: Callable[[str], Parsed], text: str) -> Parsed:
-    """Return the parsed value of an option; raise its error with the option's name."""
+    """Return the parsed value of an option; re-raise the parser's error with the option's name."""
     try:
         return parse(text)
     except ConfigError as error:

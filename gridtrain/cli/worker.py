@@ -98,7 +98,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
         raise ConfigError(
             "no invitation was given",
             remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
-            "(if it was to print one here, its message is above)",
+            "(if that command was to supply it, see its message above)",
         )
     if words and (accept := chosen.text("accept")):
         raise ConfigError(
@@ -130,7 +130,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
 
 
 def read_invitation(text: str) -> Invitation:
-    """Return the invitation that an argument means: itself, @FILE, or - for standard input.  Raises
+    """Return the invitation from an argument: the text itself, @FILE, or - for standard input.  Raises
     `ConfigError`."""
     from gridtrain.core.group.invitation import parse
 
@@ -140,7 +140,8 @@ def read_invitation(text: str) -> Invitation:
 def _read(text: str) -> str:
     """Return the invitation: `text` itself, the content of @FILE, or standard input for "-".
 
-    A terminal is asked for one line.  After a pipe, questions are read from the terminal, if there is one.
+    On a terminal, prompts for one line.  After a pipe, later answers are read from the terminal, if there is
+    one.
     """
     if text == "-":
         if sys.stdin.isatty():

@@ -17,7 +17,7 @@ import click
 from gridtrain.cli.operator_arguments import format_duration
 
 NO_RULE = ("off", "run")
-"""The values of rules that restrict nothing."""
+"""The rule values that restrict nothing."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -64,9 +64,9 @@ def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: boo
       upload=20Mbit  download=100Mbit   rate limits
       budget=5GB                        bytes sent plus bytes received in a day
       hours=22:00-07:00,12:00-13:00     train only at these hours, local time
-      battery=pause                     pause while the computer runs on battery
+      battery=pause                     pause while running on battery power
       gpu=pause                         pause while another program uses the GPU
-      idle=10m                          pause until the computer is unused so long
+      idle=10m                          pause until unused for this long
       temperature=80/70                 pause at 80 C, continue below 70 C
     """
     from gridtrain_worker.training_policy import parse_pairs
@@ -122,7 +122,7 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool | No
     as_json = not sys.stdout.isatty() if as_json is None else as_json
     if worker and to_all:
         raise click.UsageError("--worker and --all were both given")
-    shown: list[str] = []  # what was said of the sensors, which workers of one machine usually share
+    shown: list[str] = []  # sensor lines already printed; workers on one machine usually share the sensors
     for path in find_workers() if to_all else [find_worker(worker)]:
         try:
             answer = ask_agent(path, question)

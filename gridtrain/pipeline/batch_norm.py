@@ -1,6 +1,6 @@
-"""Manage the buffers that a forward writes to: running statistics of batch norm, and other buffers of layers.
+"""Manage the buffers that a forward pass writes to: batch norm's running statistics, and others of layers.
 
-Batch norm normalizes each micro-batch by its own statistics, and stores the statistics of the whole
+Batch norm normalizes each micro-batch with its own statistics, and stores the statistics of the whole
 mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each
 micro-batch"; "the moving average ... over the entire mini-batch" is stored for evaluation).
 
@@ -10,13 +10,13 @@ The statistics are merged by the method of Chan, Golub and LeVeque (1979), which
 from each other; the variance is unbiased, as in torch.  The running statistics do not change before `commit`,
 so an aborted step has no effect.
 
-A micro-batch of a single value per channel is normalized as `training.single_samples` says.  It occurs only
-where a step has one sample for a replica, because micro-batches are otherwise larger
+A micro-batch with a single value per channel is normalized as `training.single_samples` describes.  It occurs
+only if a replica has one sample in a step, because micro-batches are otherwise larger
 (`boundary_specs.lone_sample_layer`).
 
 Other buffers (a moving average, spectral norm's vectors, a counter, a norm with its own forward) change with
-each micro-batch, as in a model that is not partitioned.  A repeated forward uses the values of the first
-forward and does not change the buffers.  A step that is not committed restores them.
+each micro-batch, as in a model that is not partitioned.  A repeated forward pass uses the values that the
+first one used, and does not change the buffers.  A step that is not committed restores them.
 
     forward of m   0 --> b1 --> 1 --> b2 --> 2 --> b3            forward of 1 again: sees b1, leaves b3
 """
@@ -92,8 +92,8 @@ class MiniBatchStatistics:
 
     @contextmanager
     def observe(self, *, first_time: bool) -> Iterator[None]:
-        """Return the context manager for a micro-batch's forward, and for its backward, in which a checkpoint
-        repeats a forward; it collects statistics the first time."""
+        """Return the context manager for a micro-batch's forward pass, and for its backward pass, in which
+        activation checkpointing may repeat a forward; it collects statistics only the first time."""
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics
@@ -134,11 +134,11 @@ class MiniBatchStatistics:
 
 
 _BufferLocation = tuple[nn.Module, str]
-"""A buffer as (owning module, name), because a forward may replace the tensor."""
+"""A buffer as (owning module, name), because a forward pass may replace the tensor."""
 
 
 class MutatedBuffers:
-    """Saves and restores the buffers of `layers` that a forward changes, except those of torch's batch norms.
+    """Saves and restores the buffers of `layers` that a forward pass changes, except in torch's batch norms.
 
     When a layer runs for the first time, all of its buffers are copied to determine which ones change; later
     only those are copied.
@@ -160,7 +160,7 @@ class MutatedBuffers:
         self._before: dict[int, dict[_BufferLocation, Tensor | None]] = {}  # by micro-batch
 
     def observe(self, layer: int, m: int) -> AbstractContextManager[None]:
-        """Return the context manager for the first forward of a layer with micro-batch m; it saves the
+        """Return the context manager for a layer's first forward pass with micro-batch m; it saves the
         layer's buffers."""
         return self._observed(layer, m) if self._locations[layer] else nullcontext()
 
@@ -175,7 +175,7 @@ class MutatedBuffers:
         finally:
             for place, tensor in found.items():
                 same = _buffer(place) is tensor and (tensor is None or tensor._version == versions[place])
-                # through `.data` a tensor is written to without a new version
+                # writing through `.data` leaves a tensor's version unchanged
                 same &= self._observed_layers[layer] or tensor is None or torch.equal(tensor, values[place])  # type: ignore[arg-type]
                 if not same:
                     self._mutated.add(place)
@@ -185,7 +185,7 @@ class MutatedBuffers:
             self._observed_layers[layer] = True
 
     def restore_during(self, m: int) -> AbstractContextManager[None]:
-        """Return the context manager for a repeated forward of micro-batch m; it leaves the buffers
+        """Return the context manager for a repeated forward pass of micro-batch m; it leaves the buffers
         unchanged."""
         return self._restored(m) if self._mutated else nullcontext()
 

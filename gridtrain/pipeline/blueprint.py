@@ -79,11 +79,11 @@ class Blueprint:
         split_at, example: see `model_blocks.blocks_of`; needed for a model that is not a sequence.
         reset: whether `reset_parameters` is called at all; not needed if `init` sets every value.
         pretrained: a `PretrainedLayout` as JSON, for the folder that an export of all stages writes.
-        facts: what the parameters do not show, and must be equal on all workers.
+        facts: properties that the parameters do not show, and that must be the same on all workers.
 
     Raises:
-        ConfigError: the model already has memory, is not a chain of blocks, or its constructor writes values
-            that would be lost.
+        ConfigError: the model's tensors are not on the meta device, the model is not a chain of blocks, or
+            its constructor writes values that would be lost.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ def _materialise(block: nn.Module) -> None:
                         empty.fill_(torch.nan)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                setattr(module, name, made[id(tensor)])  # not into the dict: an LSTM keeps a list beside it
+                setattr(module, name, made[id(tensor)])  # an LSTM also keeps its weights in a list
 
 
 def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -308,7 +308,7 @@ def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @torch.no_grad()
 def _reset_parameters(module: nn.Module) -> None:
-    """Call `reset_parameters` of all modules, children first and in order, as constructors do.
+    """Call `reset_parameters` on all modules, children first and in order, as constructors do.
 
     `nn.MultiheadAttention` names this method `_reset_parameters`.
     """

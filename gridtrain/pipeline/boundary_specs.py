@@ -1,11 +1,11 @@
-"""Infer the tensors that pass each boundary of a model, in a forward without data before the first step.
+"""Infer the tensors that cross a model's boundaries, in a forward pass without data before the first step.
 
 The layers run on torch's meta device, where tensors have shapes and dtypes but no values, so a worker can do
 this for a model that does not fit into its memory.
 
-    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, equal on all
+    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, the same everywhere
 
-Each layer runs with two different numbers of samples; its outputs differ by the contribution of one sample.
+Each layer runs with two numbers of samples; the difference between its outputs is due to one sample.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def infer_boundary_specs(
         wire: the precision in which floating tensors and their gradients are sent.
 
     Raises:
-        ConfigError: the shape of a layer's output depends on values, or anything except its number of rows
-            depends on the number of samples.
+        ConfigError: the shape of a layer's output depends on values, or anything other than its number of
+            rows depends on the number of samples.
     """
     meta = torch.device("meta")
     outputs = [_with_sample_count(example, samples, meta) for samples in _SAMPLES]
@@ -67,7 +67,7 @@ def lone_sample_layer(layers: Sequence[nn.Module], example: Any) -> tuple[str, b
     """Return a layer for which a single sample is too few, such as "layer 3, BatchNorm1d", and whether it is
     normalized nevertheless; ("", True) if there is none.
 
-    A layer that cannot compute a single sample comes before layers that normalize it.
+    A layer that cannot process a single sample takes precedence over layers that normalize it.
     """
     meta = torch.device("meta")
     output = _with_sample_count(example, 1, meta)

@@ -33,7 +33,7 @@ ScheduleFactory = Callable[[int, int], plan.Schedule]
 
 
 MIN_WAIT_S = 0.0005
-"""If receiving a payload takes less time, the stage is considered not to have waited for it."""
+"""If receiving a payload takes less time than this, the stage is considered not to have waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StepResult:
 
     Attributes:
         loss: the mean loss of the mini-batch on the last stage; None on other stages, or without samples.
-        computed_s: the time spent in forward and backward.
+        computed_s: the time spent in forward and backward passes.
         waited_s: the time spent waiting for payloads, because of the bubble or of slow links.
         forward_s, backward_s: the mean times of a micro-batch; `backward_s` includes re-materialization.
         round_trip_s: the time from sending the first micro-batch to the next stage until its gradient
@@ -110,12 +110,12 @@ class StageExecutor:
         inputs: Any = None,
         targets: Any = None,
     ) -> StepResult:
-        """Run forward and backward of one mini-batch, and leave the gradients in `parameter.grad`.
+        """Run forward and backward passes of one mini-batch, and leave the gradients in `parameter.grad`.
 
         Args:
             link: the link of this attempt.
-            seed: the seed of this step and replica (`random_seeds.derive_step_seed`), equal on all stages.
-            sizes: the sizes of the micro-batches (`schedule.divide_samples`), equal on all stages.
+            seed: the seed of this step and replica (`random_seeds.derive_step_seed`), the same on all stages.
+            sizes: the sizes of the micro-batches (`schedule.divide_samples`), the same on all stages.
             inputs: the inputs of the whole mini-batch, samples first.  The first stage computes with them;
                 other stages use them to determine why they cannot compute with received values.
             targets: the targets of the whole mini-batch, samples first, for the loss on the last stage.
@@ -180,8 +180,8 @@ class _StepExecution:
         )
 
     def _backward_follows(self, position: int) -> bool:
-        """Return whether this micro-batch's backward is the next action, so that its forward need not be
-        repeated."""
+        """Return whether this micro-batch's backward pass is the next action, so that its forward pass need
+        not be repeated."""
         following = self._actions[position + 1 : position + 2]
         return following == (plan.Action(plan.ActionKind.BACKWARD, self._actions[position].micro_batch),)
 
@@ -222,7 +222,7 @@ class _StepExecution:
             )
 
     def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
-        """Handle the `error` of a forward: return a substitute output, or raise to end the step."""
+        """Handle the `error` of a forward pass: return a substitute output, or raise to end the step."""
         source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
         own = split_batch(self._inputs, self._sizes)[m]
         origin, found = find_fault_origin(
@@ -290,7 +290,7 @@ def share_tied_parameters(stage: Stage, number: int, line: RoundStageLink) -> No
     for tied in stage.tied:
         if number == tied.stages[0]:
             for other in tied.stages[1:]:
-                # a copy, because the next update may come while the link still holds it
+                # a copy, because the next update may be applied while the link still holds it
                 value = tied.spec.encode(tied.parameter.detach().clone(), 1)
                 line.send(other, plan.tied_parameters_channel(tied.index), value)
     for tied in stage.tied:

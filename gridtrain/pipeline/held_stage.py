@@ -81,7 +81,8 @@ class HeldStage:
 
     @property
     def stage(self) -> int | None:
-        """The number of the stage in memory, which may no longer be that of this worker's rank, or None."""
+        """The number of the stage in memory, to which this worker's rank may no longer belong; None if there
+        is none."""
         return self.current.stage if self.current is not None else None
 
     @property
@@ -134,8 +135,8 @@ class HeldStage:
             self.current.executor.stage.abort()
 
     def is_whole_after(self, step: int) -> bool:
-        """Whether the stage in memory is complete after `step`, also while the next one is open: no update is
-        half applied, and no tracked object, such as a scheduler, may still follow it in the script."""
+        """Whether the stage in memory is complete after `step`, even while the next step is open: no update
+        is partly applied, and the script has stepped all tracked objects, such as schedulers."""
         tracked = any(not name.startswith(serialization.INTERNAL_PREFIX) for name in self.trackers)
         is_applied = self.current is not None and self.current.applied == step
         return is_applied and (self.is_in_step or not tracked)
@@ -146,7 +147,7 @@ class HeldStage:
         self.current = None
 
     def restart(self) -> None:
-        """Reset the stage to step 0, because the group restarts there: no later state of the whole model
+        """Reset the stage to step 0, at which the group restarts because no later state of the whole model
         remains."""
         assert self._restore_start is not None
         self.release()

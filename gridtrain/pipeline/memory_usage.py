@@ -54,7 +54,7 @@ def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor
 
 
 class SavedTensorMeter:
-    """Counts the bytes that autograd stores within `counting`: the current number and the peak.
+    """Counts the bytes that autograd stores while `counting` is active: the current number and the peak.
 
     Args:
         without: tensors that exist anyway, such as parameters, and therefore do not count.

@@ -55,7 +55,7 @@ def parse_micro_batches(micro_batches: int | str) -> int | None:
 
 
 class MicroBatchCount:
-    """The number of micro-batches of one run, equal on all members.  It is tracked as part of the state.
+    """The number of micro-batches of one run, the same on all members; it is tracked as part of the state.
 
     Args:
         asked: the configured number; None to choose it from timings.
@@ -109,8 +109,8 @@ class MicroBatchCount:
         return StepTimings(outcome.forward_s, outcome.backward_s, outcome.round_trip_s, samples, most)
 
     def record_step(self, timings: Sequence[StepTimings], layout: RankLayout) -> MicroBatchChoice | None:
-        """Record the timings of a committed step in the order of ranks; return the choice if this completes
-        it."""
+        """Record the timings of a committed step in rank order; return the choice if this was the last
+        trial."""
         if self._chosen is not None or any(each.samples == 0 for each in timings):
             return None  # a replica without samples measures nothing
         if self._trial_timings and len(timings) != len(self._trial_timings[0]):

@@ -6,9 +6,9 @@
 
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
 
-One value goes from block to block: a tensor, or tensors in tuples, lists and dicts.  A trial on the meta
-device checks whether a forward is a chain: it must call each part once, with exactly the tensors that the
-previous part returned.
+One value passes from block to block: a tensor, or tensors in tuples, lists and dicts.  A trial on the meta
+device checks whether the forward is a chain: it must call each part once, with exactly the tensors that
+the previous part returned.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _contained_values(value: Any) -> Iterator[Any]:
         yield from (cell.cell_contents for cell in value.__closure__ or () if _is_set(cell))
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         named = (value.__globals__.get(name) for name in _globals_of(value.__code__))
-        # Functions of a library are not followed.
+        # Functions of other modules are not followed.
         yield from (it for it in named if not inspect.isfunction(it) or it.__module__ == value.__module__)
     elif isinstance(value, list | tuple | set | frozenset):
         yield from value
@@ -193,7 +193,7 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
 
 
 class _ChainTrial:
-    """Runs one forward on the meta device and checks the tensors with which it calls each part."""
+    """Runs one forward pass on the meta device and checks the tensors with which it calls each part."""
 
     def __init__(self, model: nn.Module, names: Many[str]) -> None:
         self._model = copy.deepcopy(model).to("meta")

@@ -1,7 +1,7 @@
 """Describe a model in stages to the coordinator, which partitions it again when workers are lost.
 
 Sizes are counted on the meta device; times and activations come from a profile if there is one.  The run uses
-the first worker's values; the sizes must be equal on all workers.
+the first worker's values; the sizes must be the same on all workers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def describe_staged_model(
             activations.
         batch_size: the number of samples in a replica's step.
         trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
-            leaves out the layers, so that the model is not partitioned again.
+            omits the layers, so that the model is not partitioned again.
     """
     measured = None if profile is None else Profile.of(profile, len(staging.blueprint.blocks))
     layers = _unmeasured_layers(staging) if measured is None else measured.layers
@@ -128,7 +128,7 @@ def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
     held = worker_memory(
         exchange,
         parameters=count,
-        workers=2,  # how many replicas there will be is not known
+        workers=2,  # the number of replicas is not known yet
         optimizer_values=states,
         parameter_bytes=sum(p.numel() * p.element_size() for p in trained) / count or 1.0,
         logged_steps=0,  # a stage keeps no log

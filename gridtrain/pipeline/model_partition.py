@@ -45,7 +45,7 @@ class Partition:
     Attributes:
         outlook: the partition, with the estimate of its step.
         layers: the costs of each block.
-        boundaries: (S - 1,) the specs of the tensors that pass each boundary; () if the profile has none.
+        boundaries: (S - 1,) the specs of the tensors that cross each boundary; () if the profile has none.
         tied: the parameters that several blocks hold.
         reason: the reason for these cuts and this number of micro-batches.
     """
@@ -114,7 +114,7 @@ def partition(
         batch_size: the number of samples in a step; by default each micro-batch has as many as the example.
         micro_batches: the number of micro-batches in a step, or "auto" to propose one for `batch_size`.
         schedule: "fill-drain" (GPipe) or "1f1b".
-        rematerialise: whether stages store only inputs, and compute forward again before backward.
+        rematerialise: whether stages store only inputs, and repeat the forward pass before the backward pass.
         optimizer: a name in `OPTIMIZER_STATE_COPIES`, a torch optimizer, or the size of the optimizer's state
             as a multiple of the parameters.
         extra_copies: additional memory as a multiple of the parameters, such as a residual or a copy to send.

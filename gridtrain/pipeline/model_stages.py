@@ -51,12 +51,12 @@ class StageModule(nn.Module):
 
 
 class ModelStages:
-    """A model and its stages, equal on all workers.
+    """A model and its stages, the same on all workers.
 
     Args:
         blueprint: the model.
         stages: S, the number of stages.
-        cuts: (S + 1,) the first block of each stage, and the number of blocks; None to choose them by the
+        cuts: (S + 1,) the first block of each stage, and the number of blocks; None to balance the
             bytes of the parameters.
         device: the device on which this worker builds its stage.
 
@@ -111,7 +111,7 @@ class ModelStages:
         return f"{self.stages} stages cut at {list(self.cuts)}"
 
     def tensor_names(self, stage: int) -> list[str]:
-        """Return the names of all tensors in a stage's state_dict, without the model's base."""
+        """Return the names of all tensors in a stage's state_dict, excluding the model's base."""
         start, stop = self.block_range(stage)
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
         return [name for name, value in plain_state(module).items() if isinstance(value, Tensor)]
@@ -173,7 +173,7 @@ class StagePlaces:
         return RankLayout.for_world_size(self.stages(place).stages, place.world_size)
 
     def stage(self, place: WorkerSnapshot | StepPlan) -> int:
-        """Return the number of the stage of this worker's rank."""
+        """Return the stage number of this worker's rank."""
         return self.layout(place).stage_of(place.rank)
 
     def layers(self, place: WorkerSnapshot | StepPlan) -> Span:

@@ -63,7 +63,7 @@ MICRO_BATCHES_TRACKER = "gridtrain: micro-batches"
 """The name of the tracker that holds the `MicroBatchCount`."""
 
 UPDATE_CHANNEL, AVERAGES_CHANNEL = Channel(), Channel(index=1)
-_ROUND_SETTINGS = b"a model in stages"  # equal on all members; summaries contain the settings
+_ROUND_SETTINGS = b"a model in stages"  # the same on all members; summaries contain the settings
 _NO_DIGEST = bytes(32)
 
 
@@ -402,7 +402,7 @@ class Pipeline:
     # -- the same methods as `GridOptimizer`, for `Grid` ----------------------------------------------
 
     def describe_exchange(self) -> str:
-        """Return a description of the settings that must be equal on all workers, for comparison and for
+        """Return a description of the settings that must be the same on all workers, for comparison and for
         users."""
         options = self._options
         stages = self.held.defined.describe()

@@ -4,8 +4,8 @@
                           |
                           time(n) = overhead + n x per sample      two unknowns, two measurements
 
-Only one block is in memory at a time.  The time of a block is that of the fastest of several runs, because
-other programs can only slow a run down.  The bytes that autograd stores exclude parameters and the block's
+Only one block is in memory at a time.  A block's time is the shortest of several runs, because other programs
+can only slow a run down.  The bytes that autograd stores exclude parameters and the block's
 input, which is counted as the output of the previous block.
 """
 
@@ -53,7 +53,7 @@ class Profile:
 
     @classmethod
     def of(cls, given: Profile | Sequence[Layer], blocks: int) -> Profile:
-        """Return a profile of a model with that many blocks; raise `ConfigError` if it has other layers."""
+        """Return a profile of `blocks` layers; raise `ConfigError` if the number of layers differs."""
         found = given if isinstance(given, Profile) else cls(tuple(given), (), 0, 1, "elsewhere")
         if len(found.layers) != blocks:
             raise ConfigError(
@@ -85,12 +85,12 @@ def profile(
     wire: WirePrecision = WirePrecision.EXACT,
     clock: Clock = time.perf_counter,
 ) -> Profile:
-    """Measure forward and backward of each block separately, on the example and on twice as many samples.
+    """Measure the forward and backward passes of each block, on the example and on twice as many samples.
 
     Args:
         model: a `Blueprint`, whose blocks are allocated one at a time, or a chain of blocks with values,
             which are not changed.
-        example: an input with at least one sample, samples first; it should have the size of a micro-batch.
+        example: an input with at least one sample, samples first; it should be as large as a micro-batch.
         device: the device to measure on; by default CUDA if it is available.
         repeats: the number of runs of each block, of which the fastest is used.
         wire: the precision in which activations are sent, which determines their bytes.
@@ -246,7 +246,7 @@ def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
 
 
 def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
-    """Run one forward and record how many bytes autograd stores."""
+    """Run one forward pass and record how many bytes autograd stores."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

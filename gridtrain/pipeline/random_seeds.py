@@ -4,8 +4,8 @@ A seed depends on the run's seed, the step, the replica, the micro-batch and the
 model, but not on the number of stages.  Dropout is therefore the same for every partition, and the same when
 an activation is recomputed.
 
-torch's generators are shared by the whole process, so only one stage at a time draws from them, and no stage
-does while another worker of the process reads samples with seeds.  Their states are restored afterwards.
+torch's generators are shared by the whole process, so only one stage at a time draws from them, and none does
+while another worker in the process reads seeded samples.  Their states are restored afterwards.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _hash_seed(*numbers: int) -> int:
 
 
 def derive_initial_seed(*where: object) -> int:
-    """Return the seed of initial values; `where` is the run's seed, the block's number, and what divides the
-    block further.
+    """Return the seed of initial values; `where` is the run's seed, the block's number, and optionally a part
+    of the block.
 
     The seed is in 0 .. 2**63 - 1.
     """

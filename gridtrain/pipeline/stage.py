@@ -1,4 +1,4 @@
-"""Compute one stage of a model: forward and backward of micro-batches.
+"""Compute one stage of a model: the forward and backward passes of micro-batches.
 
     begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
                  |                |                                       |          |
@@ -33,7 +33,7 @@ class TiedParameter:
     """A parameter of which several stages hold copies.
 
     Attributes:
-        index: the number of this parameter among the model's tied parameters, equal on all stages.
+        index: the number of this parameter among the model's tied parameters, the same on all stages.
         stages: the stages that hold a copy, in ascending order.
         parameter: this stage's copy.
     """
@@ -50,7 +50,7 @@ class TiedParameter:
 
 @dataclass(slots=True)
 class _MicroBatchState:
-    """A micro-batch between its forward and its backward; `result` is None if the forward has to be
+    """A micro-batch between its forward and backward passes; `result` is None if the forward pass has to be
     repeated."""
 
     received: Any
@@ -69,8 +69,8 @@ class Stage:
             for the last stage.
         first_layer: the number of the model's layers in previous stages.
         tied: the parameters of which other stages hold copies as well.
-        rematerialise: whether to store only inputs and compute the forward again before the backward (GPipe,
-            section 2.3).
+        rematerialise: whether to store only inputs and repeat the forward pass before the backward pass
+            (GPipe, section 2.3).
 
     Raises:
         ConfigError: the last stage has no loss, or another stage has a loss.
@@ -141,13 +141,13 @@ class Stage:
         return map_tensors(tree, lambda tensor: tensor.to(self.device))
 
     def forward(self, m: int, received: Any = None, *, backward_follows: bool = False) -> Any:
-        """Run the forward of micro-batch m; return its output for the next stage, or None on the last stage.
+        """Run the forward pass of micro-batch m; return its output, or None on the last stage.
 
         Args:
             m: the number of the micro-batch, which must increase from call to call.
             received: the values from the previous stage, which must match `input`.
-            backward_follows: whether the next call is m's backward, so that the forward need not be
-                recomputed.
+            backward_follows: whether the next call is m's backward pass, so that the forward pass need not
+                be repeated.
 
         Raises:
             ConfigError: the output does not match its spec, or a layer overwrote an input without gradient.
@@ -170,7 +170,7 @@ class Stage:
         return self.output.map_leaves(result, lambda leaf, value: _without_subclass(value))
 
     def forward_fails(self, m: int, received: Any) -> bool:
-        """Return whether the forward of micro-batch m raises with these values; changes no state."""
+        """Return whether the forward pass of micro-batch m raises with these values; changes no state."""
         try:
             with torch.no_grad():
                 self._compute(m, received, first_time=False)
@@ -179,9 +179,9 @@ class Stage:
         return False
 
     def substitute_forward(self, m: int, received: Any) -> Any:
-        """Replace a forward that fails because `received` is not finite; return an output of NaN.
+        """Replace a forward pass that fails because `received` is not finite; return an output of NaN.
 
-        All values computed from this output are NaN, also in later stages, so the step is skipped.
+        All values computed from this output are NaN, in later stages too, so the step is skipped.
         """
         self._kept[m] = _MicroBatchState(self._leaves(received, m), None, has_overflowed=True)
         if self.output is not None:
@@ -255,7 +255,7 @@ class Stage:
         random_seeds.seed_generators(self._seeds[m][i], self.device)
 
     def backward(self, m: int, gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
-        """Run the backward of micro-batch m, and add its gradients to `parameter.grad`.
+        """Run the backward pass of micro-batch m, and add its gradients to `parameter.grad`.
 
         Args:
             m: the number of the micro-batch, whose forward must have run; it must increase from call to call.
@@ -282,7 +282,7 @@ class Stage:
             roots, seeds = self.output.tensors(result, self._sizes[m]), list(gradients or ())  # type: ignore[arg-type]
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
         if pairs:
-            # A checkpoint of a user's layer repeats its forward here.
+            # Activation checkpointing in a user's layer repeats its forward in this context.
             with self._statistics.observe(first_time=False), self._buffers.restore_during(m):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         if self.input is None:

@@ -56,7 +56,7 @@ class StageModelState(ModelState):
     """The state of the model's stage that this worker holds; other workers hold the other stages.
 
     Args:
-        profile: the costs of the model's layers, with which the coordinator partitions the model again.
+        profile: the costs of the model's layers, which the coordinator uses to partition the model again.
         memory_bytes: the memory that training may use on this worker; 0 if unknown.
         measure_flops: a function that measures this device's float32 operations per second.
     """
@@ -124,7 +124,7 @@ class StageModelState(ModelState):
 
     @property
     def exports(self) -> bool:
-        """Whether this worker writes its stage's part of the final model, as only the first replica does."""
+        """Whether this worker writes its stage's part of the final model; only the first replica does."""
         snapshot = self._session.snapshot
         if not snapshot.world_size:
             return False  # a standby
@@ -163,13 +163,13 @@ class StageModelState(ModelState):
             log.warning("the file contains what was trained, without the base (%s)", base)
 
     def remove_earlier_exports(self, folder: Path) -> None:
-        """Remove the parts of a model in another number of stages, which the index does not name."""
+        """Remove the parts of a model in another number of stages, which the index does not list."""
         stages = self._held.places.latest.stages
         present = {_part_name(stage, stages) for stage in range(stages)}
         earlier = [path for path in folder.glob("final-*-of-*.safetensors") if path.name not in present]
         for path in earlier:
             with suppress(OSError):
-                path.unlink()  # another worker of this machine may have removed it
+                path.unlink()  # another worker on this machine may have removed it
         if earlier:
             log.warning("removed %d files of an earlier model in another number of stages", len(earlier))
 
@@ -203,7 +203,7 @@ class StageModelState(ModelState):
     def _load_checkpoints(self, checkpoints: Sequence[Checkpoint], layers: Span) -> None:
         self._held.load_checkpoints(checkpoints, layers)
         for found in checkpoints:
-            self._upload(found.path, found.path.parent.name)  # may be missing there
+            self._upload(found.path, found.path.parent.name)  # may be missing from the remote store
 
     def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool:
         return self._checkpoints.is_due(self._held.places.layers(snapshot), snapshot.applied + 1)
@@ -224,7 +224,7 @@ class StageModelState(ModelState):
         return None
 
     def _keep_for_others(self, *, between_steps: bool = True) -> None:
-        """Save the stage unless a replica has it; in a step, as it was before."""
+        """Save the stage unless a replica has it; during a step, save its state before the step."""
         snapshot = self._session.snapshot
         layers, stage = self._held.layers, self._held.stage
         if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
@@ -238,7 +238,7 @@ class StageModelState(ModelState):
                 log.warning(NOT_SAVED, "it ends in the middle of a step")
                 return
             self._held.abort_step()
-        # Without the residual, which was sent or is saved apart.
+        # The residual is excluded, because it was sent or is saved separately.
         if self._checkpoints.write_now(layers, self._content(snapshot, {})):
             is_alone = self._held.places.is_alone(snapshot)
             why = "is held only by this worker" if is_alone else "might not be held by any other worker"

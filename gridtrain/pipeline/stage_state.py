@@ -43,10 +43,10 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """The options of a pipeline, equal on all workers of the run; see `Grid.pipeline`."""
+    """The options of a pipeline, the same on all workers of the run; see `Grid.pipeline`."""
 
     stages: int
-    micro_batches: int | None  # None: measured in the first steps
+    micro_batches: int | None  # None: chosen from the timings of the first steps
     exchange: Exchange
     loss: LossFunction
     schedule: ScheduleFactory = schedule.one_forward_one_backward
@@ -141,10 +141,10 @@ class StageState:
     """One stage in memory, with its optimizer, flat gradient, exchanger and residual.
 
     Attributes:
-        has_stepped: whether an update was applied since the stage was built or restored.
-        applied: the step whose update was applied last; None before, and while an update is applied.
+        has_stepped: whether an update has been applied since the stage was built or restored.
+        applied: the step whose update was applied last; None if there is none or one is being applied.
         lone_sample_layer: a layer of the model for which a single sample is too few; "" if there is none.
-        normalizes_lone_sample: whether running statistics replace the sample's in this layer.
+        normalizes_lone_sample: whether this layer uses running statistics instead of the sample's own.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class StageState:
         return SavedTensorMeter((*self.module.parameters(), *self.module.buffers()))
 
     def max_payload_bytes(self, samples: int) -> int:
-        """Return the upper bound for a neighbour's payload: twice the largest payload plus 64 KiB."""
+        """Return the upper bound on a neighbour's payload: twice the largest payload plus 64 KiB."""
         assert self.executor is not None
         specs = [s for s in (self.executor.stage.input, self.executor.stage.output) if s is not None]
         tied = [t.parameter.numel() * t.parameter.element_size() for t in self.executor.stage.tied]

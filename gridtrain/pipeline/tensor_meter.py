@@ -1,7 +1,7 @@
 """Measure the peak memory of tensors during a computation, on any device.
 
-The meter counts the storages that torch creates within its context, until each is freed.  Memory inside
-kernels and the reserve of an allocator do not count.
+The meter counts the storages that torch creates while its context is active, until each is freed.  Memory
+inside kernels and memory that an allocator reserves do not count.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Leaf:
 
     Attributes:
         dtype: the dtype of the tensor; for a number it is bool, int64 or float64.
-        shape: the shape, without the first dimension if it depends on the number of samples.
+        shape: the shape, excluding the first dimension if it depends on the number of samples.
         rows_per_sample: the number of rows in the first dimension per sample; None if that dimension is
             fixed.
         has_gradient: whether the gradient of the value is sent back.
@@ -106,7 +106,7 @@ Node = Leaf | Constant | Branch
 
 @dataclass(frozen=True)  # without slots, because cached properties need a __dict__
 class TensorTreeSpec:
-    """Describes the tree that passes a boundary of a model, for any number of samples."""
+    """Describes the tree that crosses a boundary of a model, for any number of samples."""
 
     root: Node
 
@@ -129,7 +129,7 @@ class TensorTreeSpec:
         Tensors with `requires_grad` have a gradient.
 
         Raises:
-            ConfigError: anything except the first dimensions of tensors depends on the number of samples.
+            ConfigError: anything other than the first dimensions of tensors depends on the number of samples.
         """
         one = list(_iterate_leaves(_describe_tree(tree, "", samples, wire), tree, ""))
         two = list(_iterate_leaves(_describe_tree(other, "", other_samples, wire), other, ""))
@@ -157,7 +157,7 @@ class TensorTreeSpec:
 
     @cached_property
     def is_flat_tuple(self) -> bool:
-        """Whether the tree is a tuple of tensors only, as gradients are."""
+        """Whether the tree is a flat tuple of tensors, as gradients are."""
         root = self.root
         if type(root) is not Branch or root.container is not tuple:
             return False

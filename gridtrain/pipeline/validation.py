@@ -4,10 +4,10 @@
     grid.pipeline(micro_batches=M) --> check_in_flight      messages that a neighbour stores before it begins
     Stage.forward(received) raises --> find_fault_origin    whether it also raises with other values
 
-A fault in this worker's script raises a `ConfigError` before anything is sent; a fault of another stage
+A fault in this worker's script raises a `ConfigError` before anything is sent; a fault in another stage
 raises a `LineBroken` that names the stage.  An exception in a layer does not prove that the sender is at
-fault, because a bug in the script causes exceptions with any values.  The layers are therefore run again with
-values that cannot cause an exception.
+fault, because a bug in the script causes exceptions whatever the values are.  The layers are therefore run
+again with values that cannot cause an exception.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def find_fault_origin(
         strange = _SuspectValues(agreed, received, samples, own)
         if strange.floats and not fails(strange.with_replacements(None)):
             return FaultOrigin.NOT_FINITE, strange.floats
-        # 0 is a valid index of every table, and 1 a valid length where 0 is not.
+        # 0 is a valid index into every table, and 1 a valid length where 0 is not.
         if strange.integers and not all(fails(strange.with_replacements(number)) for number in (0, 1)):
             return FaultOrigin.SENDER, strange.integers
     except RuntimeError:  # a device that has failed

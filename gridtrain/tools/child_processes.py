@@ -1,4 +1,4 @@
-"""Processes of `gridtrain demo`, `gridtrain bench` and benchmarks: their environment, logs and end."""
+"""Child processes of `gridtrain demo`, `gridtrain bench` and benchmarks: environment, logs, termination."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CLI_COMMAND = (sys.executable, "-m", "gridtrain.cli")
 
 
 def process_environment(state: Path, **settings: str) -> dict[str, str]:
-    """Return this process's environment without settings of another run, and with one thread per process.
+    """Return this process's environment, excluding gridtrain's settings, with one thread per process.
 
     Args:
         state: the folder for state folders and keys, so that nothing is written elsewhere.
-        settings: settings of gridtrain for the processes, such as `EXPORT_DIR`.
+        settings: gridtrain's settings for the processes, such as `EXPORT_DIR`.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -41,8 +41,8 @@ def log_tail(name: str, logs: Sequence[Path], most_lines: int) -> str:
 def end_processes(
     processes: Sequence[subprocess.Popen[bytes]], timeouts_s: Sequence[float] = (SHUTDOWN_TIMEOUT_S,)
 ) -> None:
-    """Send SIGTERM to all processes, the last one first, once for each of the times to wait afterwards; then
-    kill what remains, also children that have outlived their parent.
+    """Send SIGTERM to all processes, last first, and wait, once for each timeout; then kill all that remain,
+    including children that have outlived their parents.
 
     Each process must be the leader of its own session.
     """
@@ -66,7 +66,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> Non
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore further Ctrl-C and SIGTERM, which must not interrupt the clean-up; its duration is bounded."""
+    """Ignore further Ctrl-C and SIGTERM, which must not interrupt the clean-up, whose duration is bounded."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread receives signals
         return

@@ -1,11 +1,11 @@
 """Measures the parts of a training step on this machine, and exchanges in a group of processes.
 
     exchange_names     "gtopk:values=fp16" -> GTopK(values="fp16")
-    process_barrier    a barrier for processes in any namespace of one machine, and their reports
+    process_barrier    a barrier for processes on one machine, which also collects their reports
     bench_member       one worker of a real run that exchanges synthetic gradients on command
-    bench_group        coordinator and members as processes, repeat after repeat
+    bench_group        coordinator and members as processes, for all repeats
     processor_bench    copy, selection, codec and merge in this process
-    main               `gridtrain bench`: all of it in order, and its report
+    main               `gridtrain bench`: all measurements in order, and the report
 
 `gridtrain bench` prints the results for one machine; benchmarks/bench also measures over shaped links, and
 compares other systems.

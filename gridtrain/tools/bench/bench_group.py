@@ -81,7 +81,7 @@ def start_process(
 
 @dataclass(frozen=True, slots=True)
 class BenchSetting:
-    """The exchange that a group makes.
+    """The exchange that a group performs.
 
     Attributes:
         exchange: the name of the exchange; see `exchange_names`.
@@ -103,9 +103,9 @@ class ExchangeSample:
     Attributes:
         seconds: the time from the first member's start to the last member's end, including vote and decision.
         cpu_s: the CPU seconds of each member's process from its start to its own end.
-        sent_bytes: the bytes that each member has sent in this time.
+        sent_bytes: the bytes that each member sent in this time.
         workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and sealed.
-        payloads, payload_bytes: the number and the bytes of the payloads that each member has sent.
+        payloads, payload_bytes: the number and the bytes of the payloads that each member sent.
         prepare_s, prepare_cpu_s: the time of selecting and encoding, before the start.
         aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.
     """
@@ -136,7 +136,7 @@ class ExchangeSample:
 
 
 class BenchGroup:
-    """A group of started members that wait at the barrier."""
+    """A group of running members that wait at the barrier."""
 
     def __init__(self, setting: BenchSetting, referee: BarrierServer) -> None:
         self.setting = setting
@@ -154,7 +154,7 @@ class BenchGroup:
         self._waiting = True
 
     def repeat(self) -> ExchangeSample:
-        """Run one exchange.  Raises `GridtrainError` with the ends of the logs if a member fails."""
+        """Run one exchange.  Raises `GridtrainError` with the last lines of the logs if a member fails."""
         self.wait()
         self._waiting = False
         self._referee.release("go")
@@ -170,10 +170,10 @@ def start_group(setting: BenchSetting, ground: LocalHost, folder: Path) -> Itera
     """Start a coordinator and its members, ready for the first repeat.
 
     Args:
-        folder: the folder for keys, journal, logs and the referee's socket; short, as a socket's path has at
-            most 100 bytes.
+        folder: the folder for keys, journal, logs and the referee's socket; its path must be short, because
+            a socket's path is limited to 100 bytes.
 
-    Raises `GridtrainError` with the ends of the logs if a process fails.
+    Raises `GridtrainError` with the last lines of the logs if a process fails.
     """
     folder.mkdir(parents=True)
     install_sigterm_handler()

@@ -47,11 +47,11 @@ class VectorModel(nn.Module):
 
 
 class BufferWork:
-    """Measures the seconds that a workspace takes (decoding, adding, merging, encoding, digests), and counts
-    the payloads that it sends.
+    """Measures the seconds that a collective buffer takes (decoding, adding, merging, encoding, digests), and
+    counts the payloads that it sends.
 
     Attributes:
-        payloads, payload_bytes: the number and the bytes of the payloads, before the transport's framing.
+        payloads, payload_bytes: the number and the bytes of the payloads, excluding the transport's framing.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.N
 def run_repeat(
     grid: gridtrain.Grid, wrapped: Any, contribution_N: Tensor, player: BarrierClient, interface: str
 ) -> bool:
-    """Make one step's exchange; return False if the referee has ended the measurement.
+    """Perform one step's exchange; return False if the referee has ended the measurement.
 
     An aborted attempt is repeated within the measured time, as in a training step.
     """
@@ -136,7 +136,7 @@ def run_repeat(
     cpu_s, end_s = (
         time.process_time() - cpu_s,
         time.monotonic(),
-    )  # all members have voted, so they have all bytes
+    )  # all members have voted, so all bytes have arrived
     player.wait_at("done", start_s=start_s, end_s=end_s)
     figures = {
         "cpu_s": cpu_s,
@@ -159,7 +159,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--n", type=int, required=True, help="elements of the vector")
     parser.add_argument("--referee", type=Path, required=True, help="the referee's socket")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the synthetic gradient, another for each member"
+        "--seed", type=int, default=0, help="seed of the synthetic gradient, different for each member"
     )
     parser.add_argument("--interface", default="", help="interface whose bytes are counted, such as eth0")
     parser.add_argument("--limit", default="", help="upload and download limit, such as 100Mbit")

@@ -120,7 +120,7 @@ def check_memory(plan: BenchPlan, memory_bytes: int | None = None) -> None:
 
 
 def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
-    """Run the planned measurements.  Raises `GridtrainError` with the ends of the logs if a local
+    """Run the planned measurements.  Raises `GridtrainError` with the last lines of the logs if a local
     worker fails."""
     found = BenchResult(plan, len(os.sched_getaffinity(0)), _gpu())
     say("selection, codec and merge")
@@ -139,7 +139,7 @@ def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
 
 
 def measure_exchange(setting: BenchSetting, repeats: Sequence[ExchangeSample]) -> ExchangeResult:
-    """Return the medians of one group's repeats.  Raises `GridtrainError` if each repeat had aborted
+    """Return the medians of one group's repeats.  Raises `GridtrainError` if every repeat had aborted
     attempts."""
     clean = [repeat for repeat in repeats if not repeat.aborts]
     left_out, repeats = len(repeats) - len(clean), clean

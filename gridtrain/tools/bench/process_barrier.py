@@ -1,7 +1,7 @@
-"""A barrier for processes of one machine in any network namespaces, and their reports.
+"""A barrier for processes on one machine in any network namespaces, which also collects their reports.
 
-All network namespaces have the same file system and the same monotonic clock, so that times of different
-processes can be compared.
+All network namespaces share the file system and the monotonic clock, so the times of different processes can
+be compared.
 
     member   --{"at": "ready", ...}-->   server    waits until all have arrived
     member   <------- "go" -----------   server    all at once, over sockets without a rate limit

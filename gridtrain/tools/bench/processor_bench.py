@@ -3,8 +3,8 @@
 This module defines what each figure covers.  On the CPU it is the thread's CPU time, on a GPU the wall time.
 The shortest of several runs is used, because other programs on the machine can only add to the time.
 
-    copy     float32 from one place to another, limited by the memory
-    select   residual + contribution, the k largest, encode, residual after (`ErrorFeedback`)
+    copy     float32 from one place to another, limited by memory bandwidth
+    select   residual + contribution, the k largest, encode, new residual (`ErrorFeedback`)
     encode, decode, merge   of payloads of k entries, for each entry
 """
 
@@ -22,7 +22,7 @@ from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge
 
 VALUE_KIND = ValueKind.FP16
-CODEC_REPEATS = 5  # times as many repeats, because each takes only a millisecond
+CODEC_REPEATS = 5  # factor for the number of repeats, because each takes only a millisecond
 COPY_ELEMENTS = 16_000_000
 """The minimum number of elements to copy; a shorter copy would measure the caches, not the memory."""
 
@@ -45,7 +45,7 @@ def measure_processor(n: int, density: float, *, repeats: int = 7) -> dict[str, 
     """Measure the processor; return nanoseconds: copy_ns and select_ns for each of n parameters; encode_ns,
     decode_ns and merge_ns for each of k = density * n entries; with CUDA also gpu_copy_ns and gpu_select_ns.
 
-    Selection runs on one CPU thread, as in members that share a machine.
+    Selection runs on one CPU thread, as it does in members that share a machine.
     """
     figures = measure_cpu(n, density, repeats=repeats)
     if torch.cuda.is_available():
@@ -120,7 +120,7 @@ def time_codec(n: int, density: float, repeats: int) -> dict[str, Timing]:
 
 
 def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
-    """Return k random entries, as they are decoded from a payload."""
+    """Return k random entries, as decoded from a payload."""
     indices_K = np.sort(rng.choice(n, k, replace=False))
     values_K = rng.standard_normal(k).astype(np.float32)
     return decode(encode(indices_K, values_K, n=n, kind=VALUE_KIND), n=n, max_entries=k, kind=VALUE_KIND)

@@ -25,7 +25,7 @@ class Bundle:
 
     Attributes:
         digest: the digest of `archive`, "sha256:...", which a volunteer accepts.
-        run: the description of the run; its `digest` is that of the script.
+        run: the description of the run; its `digest` is the script's.
         files: the content of each file by name, run.toml included.
     """
 
@@ -39,7 +39,7 @@ class Bundle:
         """Make the bundle of the owner's run.toml; return None if it names no script.
 
         Raises:
-            ConfigError: a file is missing, the script's digest differs from that in run.toml, or the
+            ConfigError: a file is missing, the script's digest differs from the one in run.toml, or the
                 bundle is too large.
         """
         run = runfile.run
@@ -76,8 +76,8 @@ class Bundle:
 
     @classmethod
     def from_archive(cls, archive: bytes, digest: str) -> Bundle:
-        """Read the bundle that a coordinator sent.  Raises `RemoteProtocolError` if its digest or form is
-        wrong."""
+        """Read the bundle that a coordinator sent.  Raises `RemoteProtocolError` if its digest does not match
+        or its form is invalid."""
         if digest_of(archive) != digest:
             raise _wrong(f"it has the digest {digest_of(archive)}, but {digest} was requested")
         files = unpack(archive)
@@ -152,8 +152,8 @@ def _check_index(path: Path, content: bytes) -> None:
         ) from None
     if unusable := [url for url in urls if url.startswith(("/", "file:"))]:
         raise ConfigError(
-            f"{path} lists {unusable[0]}, a file of this machine that volunteers cannot read",
-            remedy="publish the files, and write the index again with `gridtrain data index FILES --url URL`",
+            f"{path} lists {unusable[0]}, a file on this machine that volunteers cannot read",
+            remedy="publish the files, and regenerate the index with `gridtrain data index FILES --url URL`",
         )
 
 

@@ -4,7 +4,7 @@
     content, padded to a multiple of 512                   |
     1024 bytes of zero
 
-`unpack` packs the files that it has read again, and refuses the archive unless the bytes are equal.  An
+`unpack` repacks the files that it has read, and refuses the archive unless the bytes are equal.  An
 archive therefore has no links, devices, modes, owners, times, extensions or gaps in which something could be
 hidden.  This module does not access the disk.
 """
@@ -24,7 +24,7 @@ _SIZE_FIELD = slice(124, 136)
 
 
 class ArchiveError(ValueError):
-    """The files cannot form one archive."""
+    """The files cannot be packed into one archive."""
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
@@ -44,14 +44,14 @@ def pack(files: Mapping[str, bytes]) -> bytes:
         parts += [_header(name, len(content)), content, bytes(-len(content) % TAR_BLOCK_BYTES)]
     archive = b"".join([*parts, _END_OF_ARCHIVE])
     if len(archive) > MAX_BUNDLE_BYTES:
-        raise ArchiveError(f"the archive has {len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
+        raise ArchiveError(f"the archive is {len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
     return archive
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
     """Return the files of an archive.  Raises `RemoteProtocolError` if `pack` cannot have made it."""
     if len(archive) > MAX_BUNDLE_BYTES:
-        raise _no_bundle(f"it has {len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
+        raise _no_bundle(f"it is {len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
     files: dict[str, bytes] = {}
     at = 0
     while len(files) <= MAX_FILES and (header := archive[at : at + TAR_BLOCK_BYTES]).strip(b"\0"):
@@ -79,9 +79,9 @@ def _header(name: str, size: int) -> bytes:
         + b"0000000\0" * 2  # owner, group
         + b"%011o\0" % size
         + b"00000000000\0"  # time
-        + b" " * 8  # checksum, as it is while it is computed
+        + b" " * 8  # checksum, blank while it is computed
         + b"0"  # a plain file
-        + bytes(100)  # linked to
+        + bytes(100)  # link target
         + b"ustar\x0000"
     ).ljust(TAR_BLOCK_BYTES, b"\0")
     return fields[:148] + b"%06o\0 " % sum(fields) + fields[156:]

@@ -47,7 +47,7 @@ class TransformerBlock(nn.Module):
 class ByteGPT(nn.Module):
     """A byte-level GPT.  The same `seed` gives the same parameters on every worker.
 
-    `SIZES["small"]` has 120,576 parameters, that is 0.48 MB of float32 gradient per step.
+    `SIZES["small"]` has 120,576 parameters, or 0.48 MB of float32 gradient per step.
     """
 
     def __init__(self, size: ModelSize = SIZES["small"], *, seed: int = 0) -> None:

@@ -48,9 +48,9 @@ class Measurement:
 
     Attributes:
         step: the number of steps committed so far.
-        seconds: the wall time without evaluations.
+        seconds: the wall-clock time, excluding evaluations.
         held_out: the mean cross entropy in nats per byte on the fixed held-out subset.
-        data_bytes: the bytes that this worker has sent for the exchange so far, counted at the socket.
+        data_bytes: the exchange's bytes that this worker has sent so far, counted at the socket.
     """
 
     step: int
@@ -68,7 +68,7 @@ class LossCurve:
         label: a name for display, such as "gTop-k, density 0.05".
         measurements: the evaluations in the order of their steps; never empty.
         steps: the number of committed steps.
-        seconds: the wall time of all steps without evaluations.
+        seconds: the wall-clock time of all steps, excluding evaluations.
         sent_bytes: the bytes sent by one worker (mean over the workers): "data", "votes", "control".
         times_s: the first worker's seconds: "compute", "select", "communicate", "wait".
     """
@@ -174,7 +174,7 @@ TIME_HEADINGS: Row = (
 
 
 def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
-    """Return a chart of held-out loss against wall time and against bytes sent by a worker, as SVG text."""
+    """Return an SVG chart of held-out loss against wall-clock time and against bytes sent by a worker."""
     target = curves[0].final.held_out
     by_time: list[ChartLine] = []
     by_bytes: list[ChartLine] = []

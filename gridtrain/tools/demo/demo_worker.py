@@ -33,7 +33,7 @@ from gridtrain.tools.demo.text_corpus import load_corpus
 class StepRecorder:
     """Measures the time of each step and, on the first worker, writes a record of the step.
 
-    The clock starts with the first batch, and is stopped while the held-out loss is measured.
+    The clock starts with the first batch, and is paused while the held-out loss is measured.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class StepRecorder:
         self._paused_s += elapsed_s
 
     def count_step(self, loss: float, timings: dict[str, float]) -> float:
-        """Count a step; return the time of the clock.  `timings` are those of the optimizer, in seconds."""
+        """Count a step; return the clock's time.  `timings` are the optimizer's timings, in seconds."""
         self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
         seconds = time.perf_counter() - self._started_s - self._paused_s
         select = self._times.select + timings["selecting_s"]

@@ -20,7 +20,7 @@ from gridtrain.tools.demo.recipe import SIZES
 from gridtrain.tools.demo.text_corpus import load_corpus
 
 BUSY_LOAD = 0.3
-"""The load average per core from which the demo warns that the machine is busy."""
+"""The load average per core at or above which the demo warns that the machine is busy."""
 
 
 def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
@@ -29,7 +29,7 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
     Raises:
         ConfigError: torch or the standard library's source is missing, the cap is not a rate, or the
             folder for the results cannot be created.
-        GridtrainError: a process failed; the message contains the end of its log.
+        GridtrainError: a process failed; the message contains the last lines of its log.
     """
     torch_version = _torch_version()
     corpus = load_corpus()
@@ -71,8 +71,8 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
 
 
 def load_note(load: float, cores: int) -> str:
-    """Return a warning if other programs keep this machine busy, otherwise "".  `load` is the load average of
-    the last minute."""
+    """Return a warning if other programs keep this machine busy, otherwise "".  `load` is the one-minute load
+    average."""
     if load < BUSY_LOAD * cores:
         return ""
     return (
@@ -84,7 +84,7 @@ def load_note(load: float, cores: int) -> str:
 def transposed_table(headings: demo_report.Row, rows: list[demo_report.Row]) -> Table:
     """Return a table with a row for each figure and a column for each run.
 
-    It fits into 80 characters with up to four runs.
+    It fits in 80 columns with up to four runs.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(headings[0], no_wrap=True)

@@ -30,9 +30,9 @@ from gridtrain.tools.demo.step_records import SENT_GLOB, STEPS_FILE, RecordReade
 
 POLL_S = 0.2
 SHUTDOWN_TIMEOUTS_S = (6.0, 3.0)
-"""The times to wait after the first and after the second SIGTERM, at which an agent kills its script.
+"""The times to wait after the first SIGTERM and after the second, on which an agent kills its script.
 
-After them the processes are killed with SIGKILL.
+After these times the processes are killed with SIGKILL.
 """
 
 NO_PROGRESS_TIMEOUT_S = 90.0
@@ -81,7 +81,7 @@ def run_all(plan: DemoPlan, view: TableView | LineView) -> list[LossCurve]:
     """Run the exchanges one after the other; return their loss curves.
 
     Raises:
-        GridtrainError: a worker or the coordinator failed; the message contains the end of its log.
+        GridtrainError: a worker or the coordinator failed; the message has the last lines of its log.
     """
     curves: list[LossCurve] = []
     for exchange, steps in plan.runs:
@@ -108,7 +108,7 @@ def coordinator_command(workers: int, folder: Path) -> ProcessCommand:
 def worker_commands(
     count: int, folder: Path, train: Sequence[str], options: Sequence[str] = ()
 ) -> list[ProcessCommand] | None:
-    """Return the commands of `count` workers; None if the coordinator of `folder` does not listen yet.
+    """Return the commands of `count` workers; None if the coordinator of `folder` is not listening yet.
 
     Args:
         train: the training command of each worker.
@@ -202,7 +202,7 @@ class RunningProcess:
 
 @contextlib.contextmanager
 def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterator[list[RunningProcess]]:
-    """Start processes, each in its own session; end all of them and their children on leaving."""
+    """Start processes, each in its own session; on exit, end all of them and their children."""
     folder.mkdir(parents=True, exist_ok=True)
     here = folder.resolve()
     environment = process_environment(here, EXPORT_DIR=str(here))

@@ -168,7 +168,7 @@ def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | No
 
 
 def largest_parameter_difference(whole: Path, cut: Path) -> float:
-    """Return the largest difference between the parameters of both runs, by name; infinite if a name is
+    """Return the largest difference between the two runs' parameters, by name; infinite if a name is
     missing."""
     import safetensors.torch
 

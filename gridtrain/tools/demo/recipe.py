@@ -51,7 +51,7 @@ class Recipe:
 
     Attributes:
         label: the name of the exchange for display.
-        learning_rate: the learning rate, constant over the run.
+        learning_rate: the learning rate, constant throughout the run.
         momentum: the momentum of SGD with the dense exchange, or of a sparse exchange itself.
         clip_norm: the maximum norm of the exchanged gradient.
         steps: the number of steps in the demo; sparse runs continue beyond the dense run's final loss.

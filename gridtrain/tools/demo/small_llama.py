@@ -1,11 +1,11 @@
-"""A Llama that is small enough for two CPU cores, on disk as any model that `from_pretrained` loads.
+"""A Llama that is small enough for two CPU cores, stored like any model that `from_pretrained` loads.
 
     small_llama()    --> folder: config.json, model.safetensors, tokenizer.json, ...
     tokens           one for each byte of UTF-8, and one for the end of a text
     model            2 layers of width 128, 361,344 parameters
 
-Its weights are bytes of SHAKE-128 of their names, scaled by a power of two, so that all workers have the same
-ones without a download.  torch's `normal_` would draw other bits on other processors.
+Its weights are the SHAKE-128 bytes of their names, scaled by a power of two, so that all workers have equal
+weights without a download.  torch's `normal_` would draw different bits on different processors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 END = "<|end|>"
 CONTEXT = 256
-FOLDER = ".small-llama-2"  # numbered, because an earlier version's folder is not written again
+FOLDER = ".small-llama-2"  # numbered, because an existing folder is never rewritten
 
 SPREAD = 0.1  # standard deviation; large, so that adapters alone can learn something
 
@@ -32,10 +32,10 @@ _WHO = "gridtrain.tools.demo.small_llama"
 
 
 def small_llama(folder: Path | None = None) -> str:
-    """Return the path of a folder with the model and its tokenizer, which are written at the first call.
+    """Return the path of a folder with the model and its tokenizer, which are written on the first call.
 
     Args:
-        folder: by default a hidden folder, which no run's name can have, beside the runs' folders.
+        folder: by default a hidden folder beside the runs' folders; no run can have its name.
 
     Raises:
         ConfigError: transformers is not installed.
@@ -98,9 +98,9 @@ def _write(folder: Path) -> None:
 
 
 def _drawn(name: str, count: int) -> Tensor:
-    """Return values with about the standard deviation `SPREAD`, the same bits on all processors.
+    """Return values with a standard deviation of about `SPREAD`, bit-identical on all processors.
 
-    Each is the sum of two bytes, over 1024, which float32 represents exactly.
+    Each is the sum of two bytes divided by 1024, which float32 represents exactly.
     """
     import torch
 

@@ -57,7 +57,7 @@ class StepRecord:
 
     Attributes:
         step: the number of steps committed so far.
-        seconds: the wall time since the first batch, without held-out evaluations.
+        seconds: the wall-clock time since the first batch, excluding held-out evaluations.
         loss: the running mean of the first worker's training loss, in nats per byte.
         held_out: the loss on the fixed held-out subset; None on the steps where it is not measured.
     """
@@ -111,6 +111,6 @@ def write_sent(folder: Path, worker: str, sent: SentBytes) -> None:
 
 
 def mean_sent(folder: Path) -> dict[str, float]:
-    """Return the mean over the workers, which have written their totals."""
+    """Return the means of the totals that the workers have written."""
     totals = [json.loads(path.read_text()) for path in sorted(folder.glob(SENT_GLOB))]
     return {field.name: sum(t[field.name] for t in totals) / len(totals) for field in fields(SentBytes)}

@@ -33,7 +33,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A polyline in data units with its label; `notes` are (index of a point, text), `dots` are separate."""
+    """A labelled polyline in data units; `notes` are (point index, text), `dots` are unconnected points."""
 
     label: str
     points: tuple[Point, ...]

@@ -15,7 +15,7 @@ from pathlib import Path
 from gridtrain.errors import ConfigError
 
 FILE_LIMIT_BYTES = 24 * 1024
-"""The bytes read of each file, so that long modules do not dominate.  Python 3.11 yields about 2 MB."""
+"""The bytes read from each file, so that long modules do not dominate.  Python 3.11 yields about 2 MB."""
 
 TOTAL_LIMIT_BYTES = 4 * 1024 * 1024
 MIN_BYTES = 512 * 1024

@@ -37,7 +37,7 @@ class ConnectionState:
 
     Attributes:
         addresses: the addresses of the host name, as arguments of `socket.connect`.
-        tcp_s: the time of connecting in seconds; None if there is no connection.
+        tcp_s: the time it took to connect, in seconds; None if there is no connection.
     """
 
     addresses: list[tuple[socket.AddressFamily, tuple[object, ...]]] = field(default_factory=list)

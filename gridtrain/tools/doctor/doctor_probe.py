@@ -273,7 +273,8 @@ class DoctorProbe:
 def download_rate_Bps(asked_s: float, times_s: Sequence[float], rtt_s: float) -> float:
     """Return the rate of a requested burst whose messages were read at `times_s`.
 
-    Messages that waited in a buffer are read all at once, so the rate is at most that since the request.
+    Messages that waited in a buffer are read all at once, so the rate is capped by the average rate since the
+    request.
     """
     read_Bps = (m.BURST_MESSAGES - 1) * m.BURST_MESSAGE_BYTES / max(MIN_BURST_S, times_s[-1] - times_s[0])
     return min(read_Bps, estimate_rate_Bps(times_s[-1] - asked_s, rtt_s))

@@ -34,7 +34,7 @@ NEGLIGIBLE_GAIN = 0.005
 
 @dataclass(frozen=True, slots=True)
 class UploadLimit:
-    """The upload limit that this machine's user has set; `where` is its place, such as a variable."""
+    """The upload limit that this machine's user has set; `where` names the option, variable or rule."""
 
     rate_Bps: float
     where: str
@@ -51,7 +51,7 @@ class Examination:
             missing.
         total_s: the time limit of the whole examination.
         wall: returns the wall-clock time in seconds.
-        upload_limit: the limit that a worker on this machine would have; the measurements have none.
+        upload_limit: the limit that a worker on this machine would have; measurements are not limited.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Examination:
     # -- connections -------------------------------------------------------------------------------
 
     def _connection_findings(self) -> Iterator[Finding]:
-        """Yield the findings about connections; each check depends on the previous check."""
+        """Yield the findings about connections; each check depends on the previous one."""
         connection = connection_check.ConnectionState()
         for check in (connection_check.check_name, connection_check.check_tcp):
             finding = check(self._invitation, connection, self._left_s())
@@ -135,7 +135,7 @@ class Examination:
             return failure(
                 "invitation", f"the coordinator broke the protocol: {probe.responses.violation}", fix
             )
-        text = "another program or a coordinator with another key answers, or the link is too slow"
+        text = "another program or a coordinator with a different key answered, or the link is too slow"
         fix = "ask the run's owner for a new invitation, if the coordinator was set up again"
         return failure("invitation", text, fix)
 
@@ -221,7 +221,7 @@ class Examination:
         return replace(measured, up_Bps=min(up_Bps, limit.rate_Bps))
 
     def _effective_limit(self, limited: LinkMeasurement) -> UploadLimit | None:
-        """Return the user's limit if the upload of a link is as low as it."""
+        """Return the user's limit if it determines the upload rate of a link."""
         limit = self._upload_limit
         return limit if limit is not None and limited.up_Bps == limit.rate_Bps else None
 
@@ -266,7 +266,7 @@ class Examination:
                 limit = self._effective_limit(max(measured, key=lambda link: link.up_Bps or 0.0))
                 faster = f"raise the upload limit ({limit.where})" if limit else "use a faster upload"
                 fix = f"{faster}, or ask the run's owner for a sparser exchange or larger batches"
-                fix += ": the exchange would take longer by more than this machine computes"
+                fix += ": the exchange would cost more time than this machine's computation saves"
             yield warning("prediction", text, fix, **figures)
         else:
             yield ok("prediction", text, **figures)

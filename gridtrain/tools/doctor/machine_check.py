@@ -197,7 +197,7 @@ def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]
                 warning("gpu", "there is an NVIDIA driver, but this torch build supports only the CPU", fix)
             )
         else:
-            findings.append(ok("gpu", "torch can use no GPU: the CPU is used"))
+            findings.append(ok("gpu", "torch cannot use a GPU; the CPU is used"))
     return findings, flops
 
 
@@ -255,7 +255,7 @@ def check_tcp_restart(control: str | None = None) -> Finding:
         fix = "sudo sysctl -w net.ipv4.tcp_slow_start_after_idle=0 (and in /etc/sysctl.d, to keep it)"
         text = f"TCP ({control}) starts slowly after each pause: sparse exchanges take up to twice as long"
         return warning("tcp", text, fix, control=control)
-    return ok("tcp", "TCP keeps its speed in pauses, as far as this system says")
+    return ok("tcp", "TCP keeps its speed after pauses, as far as this system reports")
 
 
 def check_clock(theirs_s: float | None, ours_s: float) -> Finding:

@@ -31,7 +31,7 @@ class RunStatus:
     """The current state of a run.
 
     Attributes:
-        network: the network between members; None if fewer than two train.
+        network: the network between members; None if fewer than two are training.
         compute_s: the compute times of a step, by rank, of the members that report them.
         shares: the samples of a step, by rank.
         global_batch_size: the samples of a step; None if each worker brings its own samples.
@@ -150,7 +150,7 @@ def _best(rates_Bps: Sequence[float | None]) -> float:
 
 
 def member_figures(picture: Mapping[str, Any], figure: str) -> list[float]:
-    """Return the values of `figure` of all members in training that report a plausible value."""
+    """Return the values of `figure` of all training members that report a plausible value."""
     members = picture.get("members", [])
     found: list[float] = []
     for member in members if isinstance(members, list) else []:

@@ -42,7 +42,7 @@ class Option:
         each: the repeatable flag that adds one string to TEXTS, if it differs from the name.
         is_comma_separated: whether TEXTS in the environment may be separated by commas as well as spaces.
         off_word: the value of a TEXT that `--no-...` stands for.
-        toml_key: the place "table.key" in run.toml, if it is not in the program's own table.
+        toml_key: "table.key" in run.toml, if it is not in the program's own table.
         is_command_line_only: whether neither the environment nor run.toml may set the option.
         has_no_flag: whether the option is not on the command line.
         is_join_option: whether `gridtrain.join` takes the option as well.

@@ -30,7 +30,7 @@ class ResolvedValue:
 
     Attributes:
         source: the source of the value: "flag", "environment", "run.toml" or "default".
-        where: the place of the value: "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", "run.toml [worker]
+        where: where the value was set: "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", "run.toml [worker]
             upload_limit", or "" for a default.
     """
 
@@ -91,7 +91,7 @@ class OptionValues(Mapping[str, ResolvedValue]):
         return {name: text for name, text in texts.items() if text}
 
     def where(self, name: str) -> str:
-        """Return the place of the value; the option's flag if the value is the default."""
+        """Return where the value was set; the option's flag if the value is the default."""
         return self._values[name].where or self._values[name].option.flag
 
 
@@ -114,7 +114,7 @@ def resolve(
 def join_settings(
     given: Mapping[str, str | None], environ: Mapping[str, str], runfile: RunFile
 ) -> dict[str, str]:
-    """Return fields of `gridtrain.config.JoinConfig` as strings, for a script that was started by hand.
+    """Return fields of `gridtrain.config.JoinConfig` as strings, for a script that was started manually.
 
     Empty fields are left out.
 

@@ -33,7 +33,7 @@ _REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*
 
 @dataclass(frozen=True, slots=True)
 class DatasetDescription:
-    """The data set that a run's script reads: either many files, by their index, or one file.
+    """The data set that a run's script reads: either many files, listed in an index, or one file.
 
     Attributes:
         file: the path of the file, relative to the worker's `data_dir`, or to the run's folder; "" with
@@ -63,7 +63,7 @@ class RunDescription:
         script: the path of the script, relative to run.toml; "" if the run has no bundle.
         digest: the digest of the script, "sha256:..."; "" if it is not checked.  Always set in a bundle.
         arguments: the arguments of the script.
-        files: the relative paths of further files of the bundle.
+        files: the relative paths of further files in the bundle.
         requires: the required packages, as (name, minimum version or "").
         image: the name of a container image that contains all required packages; "" if there is none.
     """
@@ -143,7 +143,7 @@ class RunFile:
         return cls(path, run, document)
 
     def option_value(self, program: str, one: Option) -> tuple[OptionValue, str] | None:
-        """Return the option's value and its place in the file; None if the option is not set.
+        """Return the option's value and where the file sets it; None if the option is not set.
 
         Raises `ConfigError` if the value is invalid.
         """

@@ -181,8 +181,8 @@ def test_the_index_of_the_data_is_in_the_bundle_and_its_digest(folder: Path) -> 
     [
         ("[]", "is not an index: TypeError"),
         ("{", "is not an index: JSONDecodeError"),
-        ('{"shards": [{"url": "/home/me/a.txt"}]}', "lists /home/me/a.txt, a file of this machine"),
-        ('{"shards": [{"url": "file:///a.txt"}]}', "lists file:///a.txt, a file of this machine"),
+        ('{"shards": [{"url": "/home/me/a.txt"}]}', "lists /home/me/a.txt, a file on this machine"),
+        ('{"shards": [{"url": "file:///a.txt"}]}', "lists file:///a.txt, a file on this machine"),
     ],
 )
 def test_an_index_that_volunteers_cannot_use_is_refused(folder: Path, text: str, words: str) -> None:

@@ -21,8 +21,8 @@ from gridtrain.tools.demo.small_llama import small_llama
 BASE = ""  # such as "Qwen/Qwen3-0.6B"; "" is the small Llama
 TEXT = Path(__file__).with_name("text.txt")
 CONTEXT, BATCH = 64, 8  # tokens of a sample; samples of a batch on each worker
-LEARNING_RATE = 5e-3  # about 2e-4 for a base of billions of parameters
-EXCHANGES, LOCAL_STEPS = 30, 10  # each exchange follows so many batches on each worker: docs/local-steps.md
+LEARNING_RATE = 5e-3  # about 2e-4 for a base with billions of parameters
+EXCHANGES, LOCAL_STEPS = 30, 10  # batches per exchange on each worker: docs/local-steps.md
 
 
 def main() -> None:
