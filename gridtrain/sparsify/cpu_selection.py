@@ -34,7 +34,7 @@ IndexArray = npt.NDArray[np.int64]
 BitsArray = npt.NDArray[np.uint32]
 
 BLOCK = 1 << 16
-"""Number of elements of a block.  A block takes 256 KiB of each vector, which fit into the second-level
+"""Number of elements in a block.  A block takes 256 KiB of each vector, which fits into the second-level
 cache."""
 
 MAGNITUDE_MASK = 0x7FFF_FFFF
@@ -109,8 +109,8 @@ class CpuSelection:
         Args:
             acc_N: the vector, (n,) float32, contiguous.
             k: the number of entries to select, 1 <= k <= n.
-            fill: computes acc_N; called once for each block in ascending order, with a large k also for a
-                sample before them.  None if acc_N has already been computed.
+            fill: computes acc_N; called once for each block in ascending order, and first for a sample if k
+                is large.  None if acc_N has already been computed.
             floor: the smallest magnitude to select.
 
         Returns:
