@@ -1,7 +1,7 @@
 """The exceptions that gridtrain raises deliberately.
 
 A message says what happened, with the value, the bound and the peer, and what to do next (`remedy`), so that
-the last line of a traceback is enough to continue.
+the last line of a traceback tells users how to continue.
 """
 
 from __future__ import annotations

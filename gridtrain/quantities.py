@@ -72,7 +72,7 @@ def describe_skipped(skipped: int, samples: int, last: int = 0, of: str = "") ->
     """Describe how many of a run's samples were in skipped steps; "" if less than 1 % and `last` is 0.
 
     Args:
-        last: the number of latest steps that were all skipped, if this should be mentioned.
+        last: the number of steps at the end that were all skipped; 0 if this should not be mentioned.
         of: the steps that are counted, such as " of the first 30 steps"; by default all steps of the run.
     """
     if not skipped or (100 * skipped < samples and not last):

@@ -272,7 +272,7 @@ class GroupSession:
 
     @contextmanager
     def _ends_as_standby(self) -> Iterator[None]:
-        """Record that the run has ended without this worker if the coordinator says so during this context.
+        """Record that the run has ended without this worker, instead of raising the coordinator's refusal.
 
         Without stages, only a worker that had already joined may end normally, such as a worker that was
         still receiving the state or had lost its connection; a worker that joins after the end is refused.

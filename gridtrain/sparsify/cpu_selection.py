@@ -12,8 +12,8 @@ second-level cache.
 
 The result is exact.  An element that is not among the k largest of the blocks so far (ties go to the lower
 index) is not among the k largest of the vector, and a later element that equals the k-th largest has a higher
-index, so it loses the tie.  A threshold only saves time.  With many entries it comes from a sample that is
-computed first, otherwise from the last step, whose threshold is too low while a residual grows.
+index, so it loses the tie.  A threshold only saves time.  For many entries it comes from a sample that is
+computed first, otherwise from the last step, whose threshold is too low while a residual is growing.
 
 Magnitudes are compared as integers, because the bits of float32 numbers without the sign have the same order
 as their magnitudes; infinity comes after every finite number, and NaN comes after infinity.  Values that are

@@ -12,7 +12,7 @@ A stall affects the training thread, which calls `Faults.stall`; all other fault
 
 Threads share the `Faults` object (`LocalGroup(faults=...)`).  Processes read the plan's text from
 GRIDTRAIN_FAULTS, in `gridtrain.join`.  Each fault happens once per process; if GRIDTRAIN_FAULTS is "@FILE",
-each fault happens only once in all processes, including restarted processes.
+each fault happens only once across all processes, including restarted ones.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Faults:
         return FaultyTransport(inner, self, name, die or _kill_this_process)
 
     def stall(self, name: str, rank: int, step: int) -> None:
-        """Sleep as long as planned for a worker's training thread at this step."""
+        """Sleep for the time planned for a worker's training thread at this step."""
         for fault in self.strike(name, rank, step, ("before",), of_trainer=True):
             time.sleep(fault.seconds)
 

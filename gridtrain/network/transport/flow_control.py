@@ -137,7 +137,7 @@ class FlowControlTransport(WrappingTransport):
     # -- Transport -----------------------------------------------------------------------------
 
     def hang_up(self, peer: PeerId) -> None:
-        """See `Transport.hang_up`; messages that wait for credit are dropped."""
+        """See `Transport.hang_up`; messages waiting for credit are dropped."""
         self._accounts.pop(peer, None)
         self._inner.hang_up(peer)
 

@@ -142,7 +142,7 @@ class ReceiveQueue(Generic[S, T]):
         return 0 if queue is None else queue.waiting_bytes
 
     def due_s(self) -> float:
-        """Return the time from which `take_due` returns a message; infinity if no message waits."""
+        """Return the time from which `take_due` returns a message; infinity if no message is waiting."""
         if self.rate_Bps is None:
             return -math.inf if self._queues else math.inf
         owed = [queue.debt_bytes for queue in self._queues.values()]

@@ -212,7 +212,7 @@ class SendQueue(Generic[T]):
         return None
 
     def _start_next_bulk(self, now_s: float) -> bool:
-        """Choose the next bulk message and move its peer to the end of the rotation; False if none waits."""
+        """Choose the next bulk message and move its peer to the end of the rotation; False if none."""
         for peer, queues in self._queues.items():
             if queues.bulk and not queues.is_blocked:
                 self._in_transit = queues.bulk.popleft()

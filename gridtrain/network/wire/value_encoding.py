@@ -29,7 +29,7 @@ IndexArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 # fp16: values are sent as v / 2**exponent, with the largest magnitude in [2**14, 2**15).  This is the
-# second-highest binade of fp16, so that rounding never gives infinity, and far above its subnormals.
+# second-highest binade of fp16, so that rounding never yields infinity, and far above its subnormals.
 _TOP_BITS_MIN = 0x7400  # 2**14 as fp16
 _TOP_BITS_MAX = 0x77FF  # 2**15 - 16, the largest fp16 below 2**15
 _EXPONENT_MIN = -149 - 14  # the largest magnitude is float32's smallest subnormal, 2**-149

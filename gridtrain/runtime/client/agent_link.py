@@ -65,7 +65,7 @@ class AgentDirective:
 
 
 class NoAgent:
-    """Replaces the agent for a script that was started by hand, or in a group in one process.
+    """Replaces the agent in a script that was started by hand, or in a group within one process.
 
     Attributes:
         directive: the current permissions.  Tests and programs may replace them from any thread.
@@ -113,7 +113,7 @@ class AgentLink:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent's process has ended, which normally ends the script first."""
+        """Whether the agent's process has ended; normally the agent ends the script first."""
         try:
             end = select.poll()
             end.register(self._socket, select.POLLIN)

@@ -56,7 +56,7 @@ def export_folder(run: str, export_dir: str) -> Path:
     """Create, check and return the folder for the final model: `export_dir`, or the state directory if that
     is "".
 
-    Also call this function before training, because after it, it would be too late to choose another folder.
+    Also call this function before training; afterwards it would be too late to choose another folder.
     """
     if "://" in export_dir:
         raise ConfigError(

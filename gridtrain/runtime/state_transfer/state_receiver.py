@@ -64,7 +64,7 @@ class StateReceiver:
         Returns None if no blocks are missing, or if they cannot be requested yet.
 
         Args:
-            ask: the core's request, as if no blocks had arrived.
+            ask: the core's request, which assumes that no blocks have arrived.
             position: the position of the state (see `BlobReceiver.begin`).
             to_source: whether the request goes to the state source rather than to a member that forwards the
                 state.

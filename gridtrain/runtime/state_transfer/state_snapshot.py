@@ -64,7 +64,7 @@ def block_digest(block: bytes | memoryview) -> bytes:
 
 
 def matches_digest(block: memoryview, digest: bytes) -> bool:
-    """Return whether the block matches this digest, which is from the chosen table."""
+    """Return whether the block matches this digest, taken from the chosen table."""
     return block_digest(block) == digest
 
 
@@ -131,7 +131,7 @@ class SnapshotSender:
             self.snapshot = None
 
     def store(self, snapshot: StateSnapshot) -> list[tuple[m.PeerId, m.Message]]:
-        """Replace the snapshot; return the messages that send its table to the receivers that wait for it."""
+        """Replace the snapshot; return the messages that send its table to the receivers waiting for it."""
         self.snapshot = snapshot
         self._queues.clear()
         waiting, self._waiting = self._waiting, set()
@@ -270,7 +270,7 @@ class SnapshotReceiver:
         return len(self._buffer.received), total
 
     def take_parts(self) -> tuple[memoryview, memoryview]:
-        """Return the private and the shared part of a complete snapshot, which are no longer kept here."""
+        """Return the private and the shared part of a complete snapshot, and drop them from this object."""
         shared, private = self._buffer.parts
         self._buffer.parts = [allocate(0), allocate(0)]
         return private, shared

@@ -32,7 +32,7 @@ MAX_SETTINGS_BYTES = 1 << 20
 parameter may have its own group."""
 _DIGEST_BYTES = 32
 _FLAGS_BYTES = 8
-_FIXED_BYTES = 4 + _FLAGS_BYTES + 1  # besides settings, digests and the update
+_FIXED_BYTES = 4 + _FLAGS_BYTES + 1  # excluding settings, digests and the update
 _ENTRY_BYTES = 8  # an index and a float32 value in memory
 _REMEDY = "request the updates from another member"
 

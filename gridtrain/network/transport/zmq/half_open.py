@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 HALF_OPEN_S = 5.0
 """The accepting side's time limit for connection, handshake and Hello, which take a few round trips.  The
-connecting side waits longer (`dialer.HELLO_TIMEOUT_S`), so this limit decides."""
+connecting side waits longer (`dialer.HELLO_TIMEOUT_S`), so this limit applies first."""
 
 MAX_HALF_OPEN = 256
 MAX_OF_ONE_RANGE = 64
@@ -57,8 +57,8 @@ def connections_to_close(waiting: HalfOpenConnections, drained_s: float, now_s: 
     """Remove the connections that must be closed now from `waiting`, and return their descriptors.
 
     Args:
-        drained_s: a time such that all data that arrived earlier have been read.  A connection that was
-            accepted `HALF_OPEN_S` before it and is still in `waiting` has not sent Hello.
+        drained_s: the time until which all arrived data have been read.  A connection that was accepted
+            `HALF_OPEN_S` before this time and is still in `waiting` has not sent Hello.
     """
     return waiting.take_expired(drained_s - HALF_OPEN_S) + waiting.take_surplus(now_s)
 

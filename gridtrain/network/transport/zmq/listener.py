@@ -219,7 +219,7 @@ class Listener:
         """Close surplus and expired half-open connections, and the connections that `silence` has scheduled.
 
         Args:
-            drained_s: a time such that all data that arrived earlier have been read.
+            drained_s: the time until which all arrived data have been read.
         """
         for fd in half_open.connections_to_close(self._half_open, drained_s, now_s):
             self._shut_down(fd)

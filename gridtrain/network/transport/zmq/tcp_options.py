@@ -140,8 +140,8 @@ def keep_freed_pages() -> None:
     """Let the C library reuse the memory of received messages and of merges.
 
     glibc returns each freed block above a threshold to the system.  The kernel then has to provide empty
-    pages: 256 for every received slice, which takes a tenth of the CPU time of a dense round, and those of a
-    merge, which takes longer than merging 25,600 entries.  The threshold is the size of the largest block
+    pages: 256 for every received slice, which takes a tenth of the CPU time of a dense round, and those for a
+    merge, which take longer than merging 25,600 entries.  The threshold is the size of the largest block
     that was freed in this way, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD), so this function allocates and
     frees one large block.  `bytes` gets zeroed pages from the system (calloc) and never writes to the block,
     so the block takes no memory.

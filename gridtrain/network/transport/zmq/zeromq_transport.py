@@ -18,7 +18,7 @@ The access policy is consulted during the handshake (`handshake`), and again for
 whose key is no longer admitted is closed at its next message.
 
     `Dialer`     outgoing connections            `Listener`            incoming connections
-    `SendQueue`  messages to be sent             `ReceiveQueue`        messages that wait for the download cap
+    `SendQueue`  messages to be sent             `ReceiveQueue`        messages waiting for the download cap
     `sockets`    libzmq, with all limits set     `ReachabilityCheck`   checks of whether a peer can be dialled
 """
 
@@ -316,7 +316,7 @@ class ZeroMQTransport:
         return [self._connections[peer][0] for peer in self._send_queue.blocked_peers()]
 
     def _check_connections(self) -> None:
-        """Check for packet losses, and close connections over which too many bytes arrived unread.
+        """Check for packet losses, and close connections with too many unread bytes.
 
         Also forget the debts under the download cap of peers that may no longer connect.
         """
