@@ -175,7 +175,7 @@ def test_a_copy_with_a_gap_is_not_kept(tmp_path: Path) -> None:
         (b"12345678", 2, "table is 8 bytes long; it must be 16"),
         (struct.pack("<2Q", 10, 2**63), 5, "must total at most 100000000 bytes"),
         (struct.pack("<2Q", 0, 10), 2, "a checkpoint has files of"),
-        (struct.pack("<2Q", 10, 10), 7, "at most 100000000 bytes in total, in 3 blocks"),
+        (struct.pack("<2Q", 10, 10), 7, "at most 100000000 bytes, in 3 blocks"),
     ],
 )
 def test_an_impossible_table_is_refused(tmp_path: Path, table: bytes, total: int, words: str) -> None:
