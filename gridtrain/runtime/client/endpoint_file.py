@@ -8,7 +8,7 @@ folder.
         journal.sqlite  coordinator.key  operator.key     permanent
         coordinator.json                                  exists while the coordinator listens
 
-The coordinator also holds a lock on the file, so an unlocked file is that of a coordinator that was killed.
+The coordinator also holds a lock on the file, so an unlocked file was left by a coordinator that was killed.
 """
 
 from __future__ import annotations
