@@ -20,14 +20,14 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 # -- exchanges: how gradients are shared -----------------------------------------------------------
 
 WAITS = ("all", "auto")
-"""Whether the group waits for workers whose training loops have stalled."""
+"""The choices of whether the group waits for workers whose training loops have stalled."""
 
 BASES = ("exact", "any")
-"""Whether the frozen parameters must have the same values on all workers."""
+"""The choices of whether the frozen parameters must have the same values on all workers."""
 
 VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
-"""The possible encodings of the values in a sparse exchange; "int2" only for exchanges that round once, which
-are `TopK` and `GTopK(topology="star")`."""
+"""The possible encodings of the values in a sparse exchange; "int2" is only for exchanges that round once,
+namely `TopK` and `GTopK(topology="star")`."""
 
 DENSE_VALUES = ("fp32", "bf16", "int8")
 """The possible encodings of the values in a dense exchange."""
@@ -42,9 +42,9 @@ class Dense:
             "ring" otherwise; "ring" (Baidu, 2017); "direct", in which all members are connected to each other
             and each sums one chunk, in two hops; or "star", in which all members send to rank 0, as to a
             parameter server.
-        values: how the elements are sent: "fp32"; or "bf16" (2 bytes) or "int8" (1 byte, and 2 bytes for
-            each 256 elements), in which a worker rounds what it sends, and adds its rounding errors to its
-            next gradient.
+        values: how the elements are sent: as "fp32", or rounded to "bf16" (2 bytes) or "int8" (1 byte, plus 2
+            bytes for every 256 elements).  A worker that rounds adds its rounding errors to its next
+            gradient.
     """
 
     topology: str = "auto"
@@ -79,11 +79,11 @@ class _Sparse:
         warmup: the densities of the first steps as ((until_step, density), ...), in ascending order.  They
             depend only on the global step, so that a worker that joins late uses the same density as the
             others.
-        chunk: the length of the chunks of which the largest elements are selected (SparseLoCo, arXiv
-            2508.15706); 0 to select the largest of all.  Merges of `GTopK` keep the largest of all.
+        chunk: the length of the chunks from each of which the largest elements are selected (SparseLoCo,
+            arXiv 2508.15706); 0 to select the largest overall.  Merges of `GTopK` keep the largest overall.
         residual_decay: the share of the residual that is dropped after each committed step, as in SparseLoCo,
-            whose beta is 1 - residual_decay; 0 drops nothing.  What is dropped is lost; `gridtrain status`
-            shows the sum of its magnitudes as decayed_mass.
+            whose beta is 1 - residual_decay; 0 drops nothing.  Dropped values are lost; `gridtrain status`
+            shows the sum of their magnitudes as decayed_mass.
     """
 
     density: float = 0.01
@@ -140,8 +140,8 @@ class _Sparse:
     def k_at(self, step: int, n: int, share: float = 1.0) -> int:
         """Return the number of entries that a worker selects out of `n` in step `step`.
 
-        With `share` < 1 (`Member.entries_share`) it is that share of k, but at least one entry, and at least
-        one for each chunk.
+        With `share` < 1 (`Member.entries_share`) the number is that share of k, but at least one, and at
+        least one for each chunk.
         """
         k = min(n, max(1, round(self.density_at(step) * n)))
         if share >= 1.0:
@@ -194,7 +194,7 @@ class GTopK(_Sparse):
 Exchange = Dense | TopK | GTopK
 
 AUTO_TEXT = re.compile(r"auto\(([^()]*)\)")
-"""The text of `Auto`, as `Auto.describe` writes it, with its options."""
+"""The text of an `Auto` as `Auto.describe` writes it; the group captures its options."""
 
 _LOCAL_DENSITIES = (0.1, 0.03, 0.01)
 _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
@@ -212,9 +212,9 @@ class Auto:
         values: the encoding of the sparse exchanges' values.
         sparse: whether sparse exchanges may be chosen; set it to False for an optimizer that converges poorly
             with them.
-        computing: the wanted share of the time that workers compute.  Of the exchanges that reach it, the
-            densest is chosen; if none does, the fastest.  A dense exchange is also chosen if its steps take
-            at most 10 % longer than the fastest.
+        computing: the share of their time that workers should spend computing.  Of the exchanges that reach
+            it, the densest is chosen; if none does, the fastest.  A dense exchange is also chosen if its
+            steps take at most 10 % longer than those of the fastest.
     """
 
     density: float | None = None
@@ -247,10 +247,10 @@ class Auto:
         return float(f"{dense * (thin / dense) ** part:.2g}")
 
     def exchanges(self, parameters: int, *, local_steps: bool = False) -> tuple[Exchange, ...]:
-        """Return the exchanges that may be chosen for a model with this many parameters, the densest first.
+        """Return the exchanges that may be chosen for a model with this many parameters, densest first.
 
         Args:
-            local_steps: whether the changes of `LocalSteps` are exchanged.
+            local_steps: whether the parameter changes of `LocalSteps` are exchanged.
         """
         densities: tuple[float, ...] = ()
         if self.sparse and self.density is not None:
@@ -318,9 +318,9 @@ class Overlap:
 
     Attributes:
         buckets: the maximum number of buckets.
-        least: the minimum number of elements of a bucket.  None means 65,536 with a dense exchange; with a
+        least: the minimum number of elements in a bucket.  None means 65,536 with a dense exchange; with a
             sparse exchange, as many as yield 6,000 entries, but at least 65,536.  A gradient shorter than two
-            buckets is not divided.
+            such buckets is not divided.
         adaptive: whether the group occasionally times steps with and without overlap, and overlaps only if
             that saves time.
     """
@@ -342,7 +342,7 @@ class Overlap:
         return f"{'' if self.adaptive else ' always'} in at most {self.buckets} buckets{least}"
 
     def least_of(self, exchange: Exchange) -> int:
-        """Return the minimum number of elements of a bucket."""
+        """Return the minimum number of elements in a bucket."""
         if self.least is not None:
             return self.least
         return 1 << 16 if isinstance(exchange, Dense) else max(1 << 16, round(6000 / exchange.density))
@@ -365,7 +365,7 @@ class LocalSteps:
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
         overlap: the number of steps after which the change of the parameters is applied, 1 to `every`: until
             then it is exchanged while the next steps are computed (Streaming DiLoCo, arXiv 2501.18512; eager
-            updates, arXiv 2502.12996).  True is `every`; False does not overlap.
+            updates, arXiv 2502.12996).  True stands for `every`; False disables overlap.
     """
 
     every: int
@@ -409,7 +409,7 @@ class LocalSteps:
 
     @property
     def overlapped_steps(self) -> int:
-        """The number of local steps that an exchange overlaps with; 0 without overlap."""
+        """The number of local steps with which an exchange overlaps; 0 without overlap."""
         return self.every if self.overlap is True else int(self.overlap)
 
     def describe(self) -> str:
@@ -521,7 +521,7 @@ class JoinConfig:
         checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
         faults: the faults to inject (see `gridtrain.testing.Faults`); "" injects none.
         update_log_mib: the memory in MiB for the updates of the latest steps, with which a joining worker
-            catches up; with less, the group may have to wait while a slow one receives the state.
+            catches up; if it is small, the group may have to wait while a slow worker receives the state.
     """
 
     coordinator: str
@@ -563,8 +563,8 @@ class JoinConfig:
     def from_environment(
         cls, environ: Mapping[str, str] | None = None, **overrides: str | None
     ) -> JoinConfig:
-        """Build the settings: arguments take precedence over `GRIDTRAIN_*` variables, and these over
-        defaults.
+        """Build the settings: arguments take precedence over `GRIDTRAIN_*` variables, which take precedence
+        over defaults.
 
         Raises `ConfigError` if the coordinator, its key or the identity is missing, or if the key is invalid.
         """

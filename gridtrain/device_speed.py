@@ -13,7 +13,7 @@ CPU_SIZE, DEVICE_SIZE = 512, 2048
 
 def device_flops(device: torch.device) -> float:
     """Return the float32 operations per second of a device, measured with products of square matrices; takes
-    `MEASURE_DURATION_S` and a warm-up."""
+    `MEASURE_DURATION_S` plus a warm-up."""
     n = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
     least_s, ends_s = math.inf, time.perf_counter() + MEASURE_DURATION_S
     with torch.no_grad():
@@ -23,7 +23,7 @@ def device_flops(device: torch.device) -> float:
             product = a @ a
             if device.type != "cpu":
                 torch.get_device_module(device).synchronize()
-            # The fastest product: other processes, which often start at the same time, delay most of them.
+            # The fastest product counts, as other processes, often started at the same time, delay most.
             least_s = min(least_s, time.perf_counter() - began_s)
         del product
     return 2.0 * n**3 / least_s

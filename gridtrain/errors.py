@@ -1,7 +1,7 @@
 """The exceptions that gridtrain raises deliberately.
 
 A message says what happened, with the value, the bound and the peer, and what to do next (`remedy`), so that
-the last line of a traceback is enough to continue.
+the last line of a traceback tells users how to continue.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class ConfigError(GridtrainError):
 
 
 class DataError(GridtrainError):
-    """A file of the data set cannot be read, or is not the one that the index describes."""
+    """A file of the data set cannot be read, or does not match the index."""
 
 
 class LineBroken(GridtrainError):
-    """A pipeline's attempt cannot continue, because stage `peer`, if known, failed, left or sent invalid
+    """A pipeline's attempt cannot continue because a stage (`peer`, if known) failed, left or sent invalid
     data."""
 
     def __init__(self, reason: str, peer: int | None = None, *, remedy: str = "") -> None:
@@ -62,7 +62,7 @@ class TransportError(GridtrainError):
 
 
 class AddressTaken(TransportError):
-    """Another program listens at the address."""
+    """Another program is already listening at the address."""
 
 
 class CoordinatorUnreachable(GridtrainError):
@@ -96,7 +96,7 @@ class RunPaused(GridtrainError):
 
 
 class BudgetSpent(GridtrainError):
-    """This machine has used up the bytes that it may send and receive in a day."""
+    """This machine has reached its daily limit on bytes sent and received."""
 
 
 class JournalError(GridtrainError):

@@ -17,13 +17,13 @@ SKIP_REASON = "because a gradient was not finite"
 
 
 def parse_duration_s(text: str) -> float | None:
-    """Return the seconds in "200us", "10ms", "90s", "15m", "12h" or "7d"; None for any other string."""
+    """Convert "200us", "10ms", "90s", "15m", "12h" or "7d" to seconds; return None for any other string."""
     match = _DURATION.fullmatch(text.strip())
     return None if match is None else float(match[1]) * _UNIT_s[match[2]]
 
 
 def parse_bytes(text: str) -> int | None:
-    """Return the bytes in "100", "64kB", "1.5GB" (decimal) or "512MiB" (binary); None for any other
+    """Convert "100", "64kB", "1.5GB" (decimal) or "512MiB" (binary) to bytes; return None for any other
     string."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -34,7 +34,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def shorten(text: str, max_bytes: int) -> str:
-    """Return the text in at most `max_bytes` bytes of UTF-8; a longer one is cut after a word, with "..."."""
+    """Return the text; if it exceeds `max_bytes` bytes of UTF-8, cut it after a word and append "..."."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= max_bytes:
         return encoded.decode()
@@ -44,7 +44,7 @@ def shorten(text: str, max_bytes: int) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural, such as "1 worker" and "1,200 steps"."""
+    """Return a number with its noun in the singular or plural, such as "1 worker" and "1,200 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -62,18 +62,18 @@ def list_first(items: Sequence[str], most: int) -> str:
 
 
 def format_age(seconds_s: float) -> str:
-    """Format how long ago something was, such as "45 s", "12 min" and "30 h"."""
+    """Format how long ago something happened, such as "45 s", "12 min" and "30 h"."""
     if seconds_s < 120:
         return f"{seconds_s:.0f} s"
     return f"{seconds_s / 60:.0f} min" if seconds_s < 7200 else f"{seconds_s / 3600:.0f} h"
 
 
 def describe_skipped(skipped: int, samples: int, last: int = 0, of: str = "") -> str:
-    """Describe how many of a run's samples were in skipped steps; "" if less than 1 %, and `last` is 0.
+    """Describe how many of a run's samples were in skipped steps; "" if less than 1 % and `last` is 0.
 
     Args:
-        last: how many of the last steps were all skipped, if that is to be mentioned.
-        of: the steps that are meant, such as " of the first 30 steps"; by default all steps of the run.
+        last: the number of steps at the end that were all skipped; 0 if this should not be mentioned.
+        of: the steps that are counted, such as " of the first 30 steps"; by default all steps of the run.
     """
     if not skipped or (100 * skipped < samples and not last):
         return ""
@@ -90,8 +90,8 @@ def format_worker_state(state: str) -> str:
 
 
 def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
-    """Return the fields of an event as people read them: in place of a generation's verdict, what became of
-    the step that was open."""
+    """Return the fields of an event in readable form, with the outcome of the open step in place of a
+    generation's verdict."""
     return dict(
         ("open_step", "committed" if value == "COMMIT" else "repeated")
         if name == "verdict"
@@ -101,7 +101,7 @@ def format_fields(fields: Mapping[str, object]) -> dict[str, str]:
 
 
 def format_field(value: object) -> str:
-    """Return a field of an event as people write it: "yes", "no" and "none", and lists with commas."""
+    """Return a field of an event in readable form: "yes", "no" or "none"; lists with commas."""
     match value:
         case bool():
             return "yes" if value else "no"

@@ -270,8 +270,8 @@ class StageSummaryBuffer:
                 nbytes = memoryview(payload).nbytes
                 if nbytes != _SUMMARY.size:
                     raise RemoteProtocolError(
-                        f"the summary of rank {rank}, sent by rank {source.rank}, has {nbytes} bytes; "
-                        f"it must have {_SUMMARY.size}",
+                        f"the summary of rank {rank}, sent by rank {source.rank}, is {nbytes} bytes long; "
+                        f"it must be {_SUMMARY.size}",
                         remedy=_REMEDY,
                     )
                 summary = StageSummary.read(payload)

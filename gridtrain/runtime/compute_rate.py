@@ -1,4 +1,4 @@
-"""Measures how fast this worker computes: counts its samples and the seconds that their gradients took.
+"""Measures how fast this worker computes: counts its samples and the seconds spent on their gradients.
 
 The coordinator computes shares from these figures (`gridtrain.core.planning.batch_shares`).
 
@@ -56,7 +56,7 @@ class ComputeRate:
     def end(self, now_s: float) -> bool:
         """Count the current turn, whose gradient is complete; return whether the figures have changed.
 
-        Only the first call in a turn can change the figures, and none while the measurement is paused.
+        Only the first call in a turn can change the figures, and no call does so while measuring is paused.
         """
         began_s, self._began_s = self._began_s, None
         if began_s is None:
@@ -66,7 +66,8 @@ class ComputeRate:
         return True
 
     def turn_s(self, now_s: float) -> float:
-        """Return how long the current turn takes, counted or not, if its samples were computed until now."""
+        """Return the current turn's computing time up to now, extrapolated to all its samples; it need not be
+        a counted turn."""
         return (now_s - self._turn_began_s) / self._computed_share
 
     def figures(self) -> dict[str, float]:

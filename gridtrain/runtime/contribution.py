@@ -25,7 +25,7 @@ REPORT_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 4096
 MAX_COUNT = 1 << 63
 MAX_REPEATED_STEPS = 10_000
-"""The steps by which a run may go back without steps being counted twice."""
+"""The number of steps by which a run may be set back without any step being counted twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class ContributionReporter:
     def step_committed(self, step: int, samples: int) -> None:
         """Count a committed step in which this worker had `samples` samples.
 
-        Steps from this one on that this process has counted were lost, and are repeated: they are no longer
-        counted.
+        If this process has already counted this step or later ones, they were lost and are being repeated, so
+        they are no longer counted.
         """
         while self._counted and self._counted[-1][0] >= step:
             self._steps -= 1

@@ -1,7 +1,7 @@
 """Means of numbers over the members, for logs (`Grid.mean`) and for the weights of a step's batches.
 
-Each call of the loop in a step has an index.  A member that enters a generation makes all calls of its step,
-so the other members contribute their values of the step once more in each new generation.
+Each call that the loop makes in a step has an index.  A member that enters a generation makes all calls of
+its step, so the other members contribute their values for the step once more in each new generation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class GroupMeans:
     def __init__(self, connection: GroupConnection) -> None:
         self._connection = connection
         self._step, self._generation = 0, -1
-        self._values: list[float] = []  # this worker's, in `_step`
+        self._values: list[float] = []  # this worker's values in `_step`
         self._announced: tuple[int, int, int] | None = None  # generation, step and weight
 
     def average(self, step: int, generation: int, value: float) -> float:
@@ -30,7 +30,7 @@ class GroupMeans:
         self._values.append(value)
         index = len(self._values) - 1
         self._connection.loop.request_average(step, index, value)
-        self._announced = None  # the answer to it is no longer awaited
+        self._announced = None  # its answer is no longer awaited
         mean = self._await(step, index)
         if mean is None:  # the generation had ended, or had not started
             self._generation = -1
@@ -45,7 +45,7 @@ class GroupMeans:
                 self._connection.loop.request_average(step, index, value)
 
     def announce_weight(self, generation: int, step: int, weight: int) -> None:
-        """Contribute the weight of this worker's batch, without waiting for those of the others."""
+        """Contribute the weight of this worker's batch, without waiting for the others' weights."""
         self._announced = generation, step, weight
         self._connection.loop.request_average(step, WEIGHTS_INDEX, weight)
 

@@ -73,8 +73,8 @@ class GroupSession:
         on_turn_begun: a function that is called with this worker's rank and the step before the loop gets the
             batch.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
-        end_reason: what the coordinator said when it refused this worker because the run has finished: it was
-            on standby, or the run was ended without a model; otherwise "".
+        end_reason: the coordinator's reason for refusing this worker after the end of the run (the worker was
+            on standby, or the run was ended without a model); otherwise "".
         failure: why this worker leaves, if its data cannot be read or its final model cannot be written.
     """
 
@@ -96,7 +96,7 @@ class GroupSession:
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
         self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
-        self._is_dropping_batch = False  # until this worker has left: buckets of it may be under way
+        self._is_dropping_batch = False  # until this worker has left: its buckets may be in transit
         self._means = GroupMeans(self.connection)
         self._compute_rate = ComputeRate()
         self._contribution = ContributionReporter(Path(config.contribution) if config.contribution else None)
@@ -135,7 +135,7 @@ class GroupSession:
     def pause(self, reason: str) -> int:
         """Leave the run until `resume`.  See `GroupConnection.pause`.
 
-        Returns the number of members of the last generation, with this worker; 0 if there was none.
+        Returns the number of members of the last generation, including this worker; 0 if there was none.
         """
         self.connection.pause(reason)
         with suppress(GridtrainError):  # the error that ended the I/O thread is raised when it joins again
@@ -201,7 +201,7 @@ class GroupSession:
     def predict_spans(self, count: int) -> list[tuple[m.Span, ...]]:
         """Predict this worker's positions in the next `count` steps, assuming that the group does not change.
 
-        Returns an empty list if no turn has begun, and in a pipeline.
+        Returns an empty list in a pipeline, or if no turn has begun.
         """
         turn = self._turn
         if turn is None or self._joined is None or self._is_pipeline:
@@ -219,7 +219,7 @@ class GroupSession:
 
     @property
     def batch_size_is_one(self) -> bool:
-        """Whether this worker's script asks for batches, or for steps of all workers, of one sample."""
+        """Whether the batch size or the global batch size in this worker's script is one sample."""
         setup = self._joined.setup if self._joined is not None else None
         return setup is not None and 1 in (setup.batch_size, setup.global_batch_size)
 
@@ -272,7 +272,7 @@ class GroupSession:
 
     @contextmanager
     def _ends_as_standby(self) -> Iterator[None]:
-        """Record that the run has ended without this worker if the coordinator says so in this context.
+        """Record that the run has ended without this worker, instead of raising the coordinator's refusal.
 
         Without stages, only a worker that had already joined may end normally, such as a worker that was
         still receiving the state or had lost its connection; a worker that joins after the end is refused.
@@ -313,8 +313,8 @@ class GroupSession:
         return plan
 
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
-        """Begin to exchange a bucket of the first buffer of the next `run`.  That buffer is a
-        `BucketedBuffer`, whose buffer of this bucket must be `buffer`.  Returns at once."""
+        """Begin to exchange a bucket of the first buffer passed to the next `run`: a `BucketedBuffer`, in
+        which `buffer` must be the buffer of this bucket.  Returns at once."""
         if self._early_plan is not None and self._early_plan[1] is plan:
             with self._ends_as_standby():
                 self._loop.step_rounds.begin_bucket(
@@ -322,7 +322,7 @@ class GroupSession:
                 )
 
     def _has_begun(self, snapshot: WorkerSnapshot) -> bool:
-        """Return whether buckets of the open round were sent; if so, their residual must not change."""
+        """Return whether buckets of the open round have been sent; if so, the residual must not change."""
         return self._early_plan is not None and self._early_plan[0] == snapshot.open_round
 
     def begin(self) -> StepPlan | None:
@@ -427,7 +427,7 @@ class GroupSession:
 
     def finish_computing(self) -> None:
         """Report this turn's compute figures, once the gradient of its samples is complete.  Later calls in a
-        turn have no effect; `begin` and `await_submitted` include one, unless computing is paused.
+        turn have no effect; `begin` and `await_submitted` also call this method, unless computing is paused.
 
         In a pipeline it is called when the last micro-batch has left this stage.
         """
@@ -454,7 +454,7 @@ class GroupSession:
         Args:
             skip: whether this worker's gradient is not finite; the step is skipped if any member sets this
                 flag.
-            settings: the optimizer's settings, equal on all members; part of the vote's digest.
+            settings: the optimizer's settings, which the vote's digest covers and all members must share.
         """
         assert self._turn is not None and self._turn.open_round is not None
         self._early_plan = None
@@ -481,7 +481,7 @@ class GroupSession:
         skip: bool,
         settings: bytes,
     ) -> None:
-        """Submit this worker's part for the plan that `predict_plan` has returned, without waiting.
+        """Submit this worker's part for the plan that `predict_plan` returned, without waiting.
 
         The arguments are those of `run`.  `await_submitted` returns the outcome.
         """
@@ -526,7 +526,7 @@ class GroupSession:
             return value
         step, turn = self.step, self._turn
         if turn is not None and turn.open_round is not None and self._has_delay:
-            step = turn.open_round.step  # a newcomer, too, counts from 0 in each turn
+            step = turn.open_round.step  # newcomers also count from 0 in each turn
         return self._means.average(step, self.snapshot.generation, value)
 
     def announce_weight(self, weight: int) -> None:
@@ -540,14 +540,14 @@ class GroupSession:
     def total_weight(self, plan: StepPlan, weight: int) -> int | None:
         """Return the sum of the weights of all members' batches in the plan's step.
 
-        Returns None if the generation has ended, or if a member has sent none in time or a wrong one.  The
-        weight is sent unless `announce_weight` has sent the same one for this step.
+        Returns None if the generation has ended, or if a member's weight is wrong or did not arrive in time.
+        `weight` is sent unless `announce_weight` has already sent it for this step.
         """
         return self._means.total_weight(plan, weight)
 
     @property
     def step(self) -> int:
-        """The number of steps committed so far; with a delay, those whose update this worker has applied."""
+        """The number of steps committed so far; with a delay, only those whose update has been applied."""
         turn = self._turn
         if not self._has_delay or turn is None or turn.open_round is None:
             return self.snapshot.applied + 1
@@ -567,7 +567,7 @@ class GroupSession:
 
     @property
     def why_waiting(self) -> str:
-        """Why no worker trains, as the coordinator says; "" if the run trains.  Thread-safe."""
+        """Why no worker is training, according to the coordinator; "" if any is.  Thread-safe."""
         snapshot = self._loop.mailbox.snapshot
         if snapshot.phase is io.MemberPhase.RUNNING or snapshot.run_state[0] not in ("waiting", "paused"):
             return ""

@@ -1,10 +1,10 @@
-"""Collects the content of this worker's heartbeats: progress, whether the trainer waits, and figures.
+"""Collects the content of this worker's heartbeats: progress, whether the trainer is waiting, and figures.
 
     trainer: add_figures, set_busy --+
     bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)
     Mailbox.progress ----------------+
 
-The peers and the coordinator decide from the heartbeats whether this worker makes enough progress.
+From the heartbeats, the peers and the coordinator decide whether this worker is making enough progress.
 """
 
 from __future__ import annotations

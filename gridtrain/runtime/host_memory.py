@@ -1,4 +1,4 @@
-"""The memory that is free on this host, in a container within the container's limit."""
+"""The free memory on this host or, in a container, within the container's limit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int:
-    """Return the bytes that a new process can use on this host and in its container (cgroup v2); 0 if that is
-    unknown.
+    """Return the number of bytes that a new process can use on this host and in its container (cgroup v2); 0
+    if unknown.
 
     Args:
         system: the folder of proc/ and sys/.
@@ -19,7 +19,7 @@ def free_memory_bytes(system: Path = Path("/")) -> int:
         free_bytes = 1024 * int(kibibytes)
         if (group / "memory.max").is_file() and (most := (group / "memory.max").read_text().strip()) != "max":
             counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = int(counts["active_file"]) + int(counts["inactive_file"])  # freed when it is needed
+            cached = int(counts["active_file"]) + int(counts["inactive_file"])  # freed when needed
             free_bytes = min(free_bytes, int(most) - int((group / "memory.current").read_text()) + cached)
     except (OSError, ValueError, KeyError):
         return 0

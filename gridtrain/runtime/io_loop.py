@@ -11,7 +11,7 @@ The loop's state is divided among parts, which do not depend on this module:
 
     mailbox              commands, the snapshot, and the lock of all data that both threads use
     step_rounds          collectives and their buffers, until their round is over
-    state_sender         this worker's state, for members of a generation that forms
+    state_sender         this worker's state, for members of a generation that is forming
     state_receiver       the state that this worker lacks
     catch_up_source      this worker's snapshot and updates, for workers that catch up during rounds
     catch_up             the catch-up of this worker
@@ -72,11 +72,11 @@ from gridtrain.runtime.step_rounds import StepRounds
 log = logging.getLogger("gridtrain")
 
 HOUSEKEEPING_INTERVAL_S = 0.005
-"""Shortest interval of housekeeping while payloads are in flight.  It applies if housekeeping is due or a
-worker catches up."""
+"""Shortest housekeeping interval while payloads are in flight.  It applies if housekeeping is due or a worker
+is catching up."""
 
 QUIET_INTERVAL_S = 0.1
-"""Longest interval of housekeeping while payloads are in flight."""
+"""Longest housekeeping interval while payloads are in flight."""
 
 PEER_EFFECTS = (
     io.ApplyToBuffer
@@ -147,7 +147,7 @@ class IoLoop:
         )
         self._link_probe = LinkProbe(transport, deadlines.probe_s, SystemRandom())
         self._reconnect_policy = ReconnectPolicy(config.coordinator, deadlines.paused_s)
-        self._averages: dict[tuple[int, int], float | None] = {}  # the answers to the trainer, by its key
+        self._averages: dict[tuple[int, int], float | None] = {}  # for the trainer, by step and index
         self._is_payload_only = False  # only payloads were received and sent since the last iteration
         self._is_snapshot_due = False
         self._housekeeping_s = -math.inf  # when housekeeping was done last
@@ -239,7 +239,7 @@ class IoLoop:
             self._transport.close()
 
     def _run_commands(self) -> bool:
-        """Carry out the submitted commands; return whether there were any commands."""
+        """Carry out the submitted commands; return whether there were any."""
         commands = self.mailbox.take_commands()
         if commands:
             self.state_sender.drop_other_generations(self._core.generation)
@@ -530,7 +530,7 @@ class IoLoop:
         return []
 
     def _request_state(self, peer: m.PeerId, request: m.StateRequest) -> None:
-        """Send the part of a request for the state that concerns blocks which have not arrived yet."""
+        """Send a request for the state, reduced to the blocks that have not arrived yet."""
         current = self._core.current_generation
         if current is not None:
             incoming = current.incoming_state

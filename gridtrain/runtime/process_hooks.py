@@ -45,7 +45,7 @@ _HINTS = {
         "BatchNorm1d, 2d or 3d"
     ),
 }
-"""What gridtrain adds to the traceback of an error of another library that contains a text."""
+"""Hints that gridtrain adds to the traceback of another library's error, by a text in the error."""
 
 
 def install_error_hook() -> None:
@@ -59,7 +59,7 @@ def install_error_hook() -> None:
 
 
 def describe_end(error: BaseException | None) -> str:
-    """Return the reason with which a worker leaves the run when its script ends, with or without an error."""
+    """Return a worker's reason for leaving the run when its script ends, with or without an error."""
     match error:
         case None | SystemExit(code=None | 0):
             return "the training script ended before the run"

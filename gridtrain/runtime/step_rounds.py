@@ -126,8 +126,8 @@ class StepRounds:
         Buckets that `begin_bucket` has already submitted are not submitted again.
 
         Args:
-            is_awaited: whether the trainer only waits for the outcome, with which a snapshot is published; it
-                then needs no snapshot that says that the round is submitted.
+            is_awaited: whether the trainer now only waits for the outcome.  As a snapshot is published with
+                the outcome, the trainer then needs none that shows the submission.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation != round_id.generation:
@@ -167,7 +167,7 @@ class StepRounds:
 
         A worker calls this method when it leaves after an interruption before or during a round.  An attempt
         that was never submitted was not committed.  Unless this worker has voted YES, it votes NO now, so
-        that the round can end while other members are in a long computation.
+        that the round can end while other members are busy with a long computation.
         """
         latest = self.last_submitted
         if latest is None or not self._submitted:
@@ -211,7 +211,7 @@ class StepRounds:
     def take_missed(self, last_step: int | None = None) -> list[MissedStep]:
         """Take the steps that the trainer has to apply, oldest first: up to `last_step`, or all.
 
-        The trainer may have missed a later step that the snapshot does not contain yet.
+        The trainer may have missed a later step that the snapshot does not show yet.
         """
         with self._mailbox.condition:
             taken = [each for each in self._missed if last_step is None or each.step <= last_step]

@@ -140,7 +140,7 @@ class TrainerTasks:
     def attach_absence(
         self, make_empty: MakeEmpty, apply_missed: ApplyMissed, drop_missed: ApplyMissed
     ) -> None:
-        """Set how a step can commit without the trainer, and how the trainer applies such steps later.
+        """Set how a step can commit without the trainer, and how the trainer later applies missed steps.
 
         Args:
             make_empty: makes an empty contribution; it is called in the I/O thread.
@@ -280,7 +280,7 @@ class TrainerTasks:
     def _apply_missed_steps(self, last_step: int) -> None:
         """Apply the steps from which this worker was absent, up to `last_step`."""
         assert self._apply_missed is not None
-        self._loop.mailbox.submit(io.TrainerReturned())  # before: the next step need not be missed as well
+        self._loop.mailbox.submit(io.TrainerReturned())  # first, so that the next step is not missed as well
         self._apply_missed(self._loop.step_rounds.take_missed(last_step))
 
     def _do_catch_up_work(self) -> None:

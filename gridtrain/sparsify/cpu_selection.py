@@ -12,8 +12,8 @@ second-level cache.
 
 The result is exact.  An element that is not among the k largest of the blocks so far (ties go to the lower
 index) is not among the k largest of the vector, and a later element that equals the k-th largest has a higher
-index, so it loses the tie.  A threshold only saves time.  With many entries it comes from a sample that is
-computed first, otherwise from the last step, whose threshold is too low while a residual grows.
+index, so it loses the tie.  A threshold only saves time.  For many entries it comes from a sample that is
+computed first, otherwise from the last step, whose threshold is too low while a residual is growing.
 
 Magnitudes are compared as integers, because the bits of float32 numbers without the sign have the same order
 as their magnitudes; infinity comes after every finite number, and NaN comes after infinity.  Values that are
@@ -34,7 +34,7 @@ IndexArray = npt.NDArray[np.int64]
 BitsArray = npt.NDArray[np.uint32]
 
 BLOCK = 1 << 16
-"""Number of elements of a block.  A block takes 256 KiB of each vector, which fit into the second-level
+"""Number of elements in a block.  A block takes 256 KiB of each vector, which fits into the second-level
 cache."""
 
 MAGNITUDE_MASK = 0x7FFF_FFFF
@@ -109,8 +109,8 @@ class CpuSelection:
         Args:
             acc_N: the vector, (n,) float32, contiguous.
             k: the number of entries to select, 1 <= k <= n.
-            fill: computes acc_N; called once for each block in ascending order, with a large k also for a
-                sample before them.  None if acc_N has already been computed.
+            fill: computes acc_N; called once for each block in ascending order, and first for a sample if k
+                is large.  None if acc_N has already been computed.
             floor: the smallest magnitude to select.
 
         Returns:

@@ -195,9 +195,9 @@ def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, S
 
 
 def _copy_to_host(packed: Tensor) -> Tensor:
-    """Return the values in host memory, which is pinned if they come from a GPU: it copies faster then.
+    """Return the values in host memory, which is pinned if they come from a GPU, to make the copy faster.
 
-    torch keeps pinned memory that is freed, so only the first call has to pin some.
+    torch caches freed pinned memory, so only the first call has to pin any.
     """
     if packed.device.type != "cuda":
         return packed

@@ -270,9 +270,9 @@ class ErrorFeedback:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add this worker's truncated entries or rounding errors of a round with its empty contribution.
+        """Add this worker's truncated entries or rounding errors from a round with an empty contribution.
 
-        The momentum does not change.  Call it between two rounds.
+        The momentum does not change.  Call this method between two rounds.
         """
         _add_entries(self._residual_N, truncated)
         if rest_N is not None:
@@ -310,10 +310,10 @@ class ErrorFeedback:
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state that `state` has returned.
+        """Load a state that `state` returned.
 
         Raises:
-            ConfigError: the state was saved for a model of another size, or with or without momentum.
+            ConfigError: the state is from a model of a different size, or only one of the two has momentum.
         """
         expected = {"residual": self._residual_N} | ({} if self._u_N is None else {"u": self._u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

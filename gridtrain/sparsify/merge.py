@@ -29,7 +29,7 @@ TruncatedEntries = tuple[IndexArray, FloatArray]
 """Entries to add to a residual: strictly increasing indices (K,), and non-zero values (K,)."""
 
 _LARGEST = float(np.finfo(np.float32).max)
-_SAMPLED_FROM = 1 << 13  # the number of magnitudes from which a sample saves time
+_SAMPLED_FROM = 1 << 13  # the number of magnitudes from which sampling saves time
 _STRIDE = 32
 _MARGIN = (
     3  # times the square root of the sample's size, on both sides: six standard deviations at the median
@@ -60,7 +60,7 @@ class MergeResult:
         return self.encoded.sparse
 
     def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
-        """Return the truncated entries for whose indices i % modulus == residue."""
+        """Return the truncated entries whose indices i satisfy i % modulus == residue."""
         if modulus == 1:
             return self.truncated_indices, self.truncated_values
         # Moduli are powers of two, for which a mask takes a tenth of the time of a division.
@@ -90,7 +90,7 @@ def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: Val
     Args:
         mine, theirs: the decoded entries of a vector of n elements.
         n: the number of elements of the vector.
-        k: the largest number of entries of the result.
+        k: the largest number of entries in the result.
         kind: the encoding of the values.
 
     Raises:
@@ -106,10 +106,10 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
     The other entries, and the rounding errors of the encoding, are the truncated entries of the result.
 
     Args:
-        summed: the entries of a vector of n elements.  Entries of value 0 are ignored; an index may occur
-            again in them, after the entry that is not 0.
+        summed: the entries of a vector of n elements.  Entries of value 0 are ignored; they may repeat the
+            index of the entry before them.
         n: the number of elements of the vector.
-        k: the largest number of entries of the result.
+        k: the largest number of entries in the result.
         kind: the encoding of the values.
     """
     chosen = np.flatnonzero(_largest(np.abs(summed.values), k))
@@ -125,8 +125,9 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
 def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
     """Sum two sparse vectors by index in float32.
 
-    An index of both vectors has two entries in the result: the sum, and then 0.  Entries of value 0 are not
-    removed, because `truncate` ignores them.  The result has the same bits if the two vectors are exchanged.
+    An index that is in both vectors has two entries in the result: the sum, and then 0.  Entries of value 0
+    are not removed, because `truncate` ignores them.  Swapping the two vectors does not change the result's
+    bits.
 
     Raises:
         RemoteProtocolError: a sum overflows float32.
@@ -189,7 +190,7 @@ def _check_sums(indices: IndexArray, sums: FloatArray) -> None:
     if not np.isfinite(sums).all():
         raise RemoteProtocolError(
             f"a sum of sparse payloads overflows float32 at index {indices[~np.isfinite(sums)][0]}",
-            remedy="disconnect the peer; a member with such large values must skip the step",
+            remedy="disconnect the peer; a member whose values are this large must skip the step",
         )
 
 
@@ -210,7 +211,7 @@ def _kth_largest(magnitudes: FloatArray, k: int) -> np.float32:
     If there are many magnitudes, a sample is used to exclude most of them before the rest is partitioned.
     The k-th largest magnitude nearly always lies between two bounds that are taken from the sample, and few
     other magnitudes lie between them.  If the k-th largest magnitude is outside the bounds (because of many
-    ties, or of an order that coincides with the stride), all magnitudes are partitioned.
+    ties, or an order that coincides with the stride), all magnitudes are partitioned.
     """
     size = magnitudes.size
     if size >= _SAMPLED_FROM:

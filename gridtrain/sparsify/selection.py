@@ -38,8 +38,8 @@ from gridtrain.sparsify.cpu_selection import (
 
 _INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
 _FEW = 1 << 20
-"""Largest number of candidates to sort at once, if it exceeds 4 k.  If there are more candidates, the exact
-threshold is computed instead."""
+"""Largest number of candidates to sort at once, or 4 k if that is larger.  If there are more candidates, the
+exact threshold is computed instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class ChunkedSelection:
         n = terms.acc_N.numel()
         check_k(n, k)
         bits_N = _sum(terms).view(torch.int32) & MAGNITUDE_MASK
-        rows = max(1, n // self._chunk) - 1  # without the last chunk
+        rows = max(1, n // self._chunk) - 1  # excluding the last chunk
         start = rows * self._chunk
         ends = torch.arange(rows + 1) * self._chunk * k // n
         selected_N = torch.empty(n, dtype=torch.bool, device=bits_N.device)

@@ -607,9 +607,9 @@ LIES = [
     pytest.param(
         [m.StateBlock(1, 5, 0, 2, struct.pack("<2Q", 2**63, 2**63))], "at most 1000", id="absurd lengths"
     ),
-    pytest.param([m.StateBlock(1, 5, 0, 2, b"1234567")], "table of lengths has 7 bytes", id="half a length"),
+    pytest.param([m.StateBlock(1, 5, 0, 2, b"1234567")], "table of lengths is 7 bytes", id="half a length"),
     pytest.param(
-        [m.StateBlock(1, 5, 0, 2, bytes(8 * MAX_BLOBS + 8))], "table of lengths has 32776", id="many blobs"
+        [m.StateBlock(1, 5, 0, 2, bytes(8 * MAX_BLOBS + 8))], "table of lengths is 32776", id="many blobs"
     ),
     pytest.param(
         blocks_of(b"abc", total=9), "the state has 9 blocks; .* have 2", id="more blocks than bytes"
@@ -619,11 +619,11 @@ LIES = [
     ),
     pytest.param(
         [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 2, b"abcd")],
-        "block 1 of a state has 4 bytes",
+        "block 1 of a state is 4 bytes",
         id="longer",
     ),
     pytest.param(
-        [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 2, b"")], "block 1 of a state has 0 bytes", id="empty"
+        [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 2, b"")], "block 1 of a state is 0 bytes", id="empty"
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Injects faults into a worker of a real run at a given step, before, during or after sending.
+"""Injects faults into a worker in a real run at a given step, before, during or after sending.
 
     faults = Faults()                                   before   nothing of the step has been sent
     faults.kill_at("anna", step=10, point="during")     during   the step's first Data has been sent
@@ -12,7 +12,7 @@ A stall affects the training thread, which calls `Faults.stall`; all other fault
 
 Threads share the `Faults` object (`LocalGroup(faults=...)`).  Processes read the plan's text from
 GRIDTRAIN_FAULTS, in `gridtrain.join`.  Each fault happens once per process; if GRIDTRAIN_FAULTS is "@FILE",
-each fault happens only once in all processes, including restarted processes.
+each fault happens only once across all processes, including restarted ones.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def fail_at(self, who: Target, step: int, point: Point = "before") -> Faults:
-        """Plan a failure: the training script ends with `InjectedFailure`, as with any other error."""
+        """Plan a failure: `InjectedFailure` ends the training script as any other error would."""
         return self._plan(PlannedFault("fail", who, step, point))
 
     def kill_at(self, who: Target, step: int, point: Point = "before") -> Faults:
@@ -117,7 +117,8 @@ class Faults:
         return self._plan(PlannedFault("kill", who, step, point))
 
     def freeze_at(self, who: Target, step: int, seconds: float, point: Point = "before") -> Faults:
-        """Plan a freeze: the worker sends nothing for `seconds`, as after SIGSTOP; connections stay open."""
+        """Plan a freeze: the worker sends nothing for `seconds`, as if stopped by SIGSTOP, with connections
+        open."""
         return self._plan(PlannedFault("freeze", who, step, point, seconds))
 
     def slow_at(self, who: Target, step: int, seconds: float) -> Faults:
@@ -130,10 +131,10 @@ class Faults:
         return self._plan(PlannedFault("stall", who, step, "before", seconds))
 
     def corrupt_at(self, who: Target, step: int) -> Faults:
-        """Plan a corruption: one bit in a Data of the step is flipped, as by broken memory.
+        """Plan a corruption: one bit in a Data of the step is flipped, as faulty memory might do.
 
-        Data with partial sums are not changed, because all members would continue with the same wrong sum and
-        no digest would differ, just as with a wrong gradient.
+        Data with partial sums are not changed, because all members would continue with the same wrong sum, so
+        their digests would agree and the error would go undetected.
         """
         return self._plan(PlannedFault("corrupt", who, step))
 
@@ -178,7 +179,7 @@ class Faults:
         return FaultyTransport(inner, self, name, die or _kill_this_process)
 
     def stall(self, name: str, rank: int, step: int) -> None:
-        """Sleep as long as planned for a worker's training thread at this step."""
+        """Sleep for the time planned for a worker's training thread at this step."""
         for fault in self.strike(name, rank, step, ("before",), of_trainer=True):
             time.sleep(fault.seconds)
 
@@ -188,7 +189,8 @@ class Faults:
         """Return the faults that are due for a worker, and record that they have happened.
 
         Args:
-            of_trainer: whether to return the faults of the training thread, rather than of the I/O thread.
+            of_trainer: whether to return the faults of the training thread rather than those of the I/O
+                thread.
         """
         due: list[PlannedFault] = []
         with self._lock:
@@ -235,7 +237,7 @@ class FaultyTransport(WrappingTransport):
         self._rank: int | None = None
         self._roster_pages: dict[int, MemberListPage] = {}
         self._members: tuple[Member, ...] = ()
-        self._begun: set[int] = set()  # steps of which a Data was sent
+        self._begun: set[int] = set()  # steps of which a Data has been sent
         self._slow_s: dict[int, float] = {}
         self._corrupt: set[int] = set()
         self._delayed: dict[PeerId, deque[_DelayedMessage]] = {}

@@ -50,7 +50,7 @@ RETRY_S = 0.02
 """The delay before another attempt to send after the queue of the inner transport was full."""
 
 Waiting = tuple[Message, Frames, int]
-"""A message that waits for credit, its frames, and the size of the frames in bytes."""
+"""A message waiting for credit, its frames, and the size of the frames in bytes."""
 
 
 def needs_credit(message: Message) -> bool:
@@ -67,7 +67,7 @@ def exceeds_credit(outstanding_bytes: int, nbytes: int, largest_bytes: int, wind
     """Return whether a received message of `nbytes` exceeds the credit of a correct peer.
 
     Args:
-        outstanding_bytes: bytes that were received and for which no new credit was granted.
+        outstanding_bytes: bytes that were received and for which no new credit has been granted.
         largest_bytes: size of the largest message from this peer, including this message.
     """
     return outstanding_bytes + nbytes > 2 * (window_bytes + largest_bytes)
@@ -137,7 +137,7 @@ class FlowControlTransport(WrappingTransport):
     # -- Transport -----------------------------------------------------------------------------
 
     def hang_up(self, peer: PeerId) -> None:
-        """See `Transport.hang_up`; messages that wait for credit are dropped."""
+        """See `Transport.hang_up`; messages waiting for credit are dropped."""
         self._accounts.pop(peer, None)
         self._inner.hang_up(peer)
 
@@ -173,7 +173,7 @@ class FlowControlTransport(WrappingTransport):
         return self._inner.backlog_bytes(peer) + (account.waiting_bytes if account is not None else 0)
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
-        """See `Transport.poll`.  The call also returns, possibly without events, when credit arrives."""
+        """See `Transport.poll`.  This method also returns, possibly without events, when credit arrives."""
         if self._blocked:
             timeout_s = min(timeout_s, RETRY_S)
             for peer in list(self._blocked):

@@ -35,7 +35,7 @@ _HEADER = "gridtrain secret key, keep it private: "
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A key pair; each key has 32 bytes.  `repr` omits the secret key."""
+    """A key pair; each key is 32 bytes long.  `repr` omits the secret key."""
 
     public: PeerId
     secret: bytes = field(repr=False)
@@ -46,9 +46,9 @@ class Identity:
 
     @classmethod
     def from_secret(cls, secret: bytes) -> Identity:
-        """Return the identity with this secret key.  Raises `ConfigError` unless the key has 32 bytes."""
+        """Return the identity with this secret key.  Raises `ConfigError` unless it is 32 bytes long."""
         if len(secret) != KEY_BYTES:
-            raise ConfigError(f"a secret key must have {KEY_BYTES} bytes; it has {len(secret)}")
+            raise ConfigError(f"a secret key must be {KEY_BYTES} bytes long; this one has {len(secret)}")
         return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
     @classmethod
@@ -91,7 +91,7 @@ class Identity:
             ConfigError: the file cannot be read or written.
         """
         if not path.exists():
-            with contextlib.suppress(FileExistsError):  # another process was faster
+            with contextlib.suppress(FileExistsError):  # another process has created it
                 cls.generate().write(path)
         return cls.read(path)
 

@@ -8,11 +8,11 @@ Payloads are copied, so that a sender cannot change a received message.
     thread B: MemoryTransport <------------------- poll ------------------------+
 
 Messages move from the bounded send queue to the peer's bounded mailbox as far as the upload cap and the free
-space in the mailbox permit; so there are two queues, and the same backpressure, as over a socket.  A
+space in the mailbox permit, so there are two queues with the same backpressure as over a socket.  A
 connection is made immediately, or as soon as the other end listens.  A dialler that is not admitted retries
 after a back-off.
 
-The hub's lock protects all state of the hub and its endpoints; methods named `*_locked` expect it to be held.
+The hub's lock protects all state of the hub and its endpoints; callers of methods named `*_locked` hold it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gridtrain.network.wire import codec
 SOFTWARE = "gridtrain"
 MAX_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
-"""The largest number of unread bytes from one sender in a mailbox, which represents a socket's buffers."""
+"""The largest number of unread bytes from one sender in a mailbox, which stands in for a socket's buffers."""
 
 CLOSE_S = 1.0
 BACKOFF_FIRST_S = 0.01
@@ -89,7 +89,7 @@ class MemoryHub:
 
     @property
     def endpoints(self) -> dict[PeerId, MemoryTransport]:
-        """The endpoints that are neither closed nor killed, by key; the latest if several have one key."""
+        """The endpoints that are neither closed nor killed, by key; the latest of those that share a key."""
         return {endpoint.me: endpoint for endpoint in self._alive}
 
     # -- faults, from any thread ---------------------------------------------------------------
@@ -100,7 +100,7 @@ class MemoryHub:
             self.kill_locked(peer)
 
     def hide(self, peer: PeerId) -> None:
-        """Simulate NAT: no peer can dial this endpoint; connections remain."""
+        """Simulate NAT: no peer can dial this endpoint; existing connections remain."""
         with self.lock:
             self._hidden.add(peer)
 
@@ -138,7 +138,7 @@ class MemoryHub:
         return other
 
     def connect_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
-        """Connect two endpoints; return False if an endpoint's access policy does not admit the other one."""
+        """Connect two endpoints; return False if the access policy of either does not admit the other."""
         if not (
             access_control.is_still_admitted(acceptor.access_policy, dialler.me, False)
             and access_control.is_still_admitted(dialler.access_policy, acceptor.me, False)
@@ -191,7 +191,7 @@ class MemoryTransport:
 
     Args:
         me: this endpoint's key.
-        hub: the network that is shared with the other endpoints.
+        hub: the network shared with the other endpoints.
         gate: the access policy.  The threads of other endpoints also call the policy, while they hold the
             hub's lock, so the policy must be fast and must not call a transport.
         host: the address that other endpoints see as the origin of this endpoint's connections.
@@ -215,10 +215,10 @@ class MemoryTransport:
         self._changed = threading.Condition(hub.lock)
         self._send_queue: SendQueue[Message] = SendQueue(UploadLimiter(upload_Bps))
         self._dialed: dict[str, _DialedAddress] = {}  # by address
-        self._connections: dict[PeerId, MemoryConnection] = {}  # by the name of the other end
+        self._connections: dict[PeerId, MemoryConnection] = {}  # by the key of the other end
         self._mailbox: deque[_QueuedEvent] = deque()
         self._unread_bytes: dict[PeerId, int] = {}
-        self._refused: set[PeerId] = set()  # senders that wait for space in the mailbox
+        self._refused: set[PeerId] = set()  # senders waiting for space in the mailbox
         self._woken = self._closed = self._killed = False
         with hub.lock:
             hub.add_locked(self)

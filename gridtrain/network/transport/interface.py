@@ -94,7 +94,7 @@ class ConnectionDenied:
 
 @dataclass(frozen=True, slots=True)
 class ReachResult:
-    """The result of `Transport.reach`; `address` is the first that answered with the peer's key, or ""."""
+    """The result of `Transport.reach`; `address` is the first to answer with the peer's key, or ""."""
 
     peer: PeerId
     address: str
@@ -175,7 +175,7 @@ class Transport(Protocol):
     def connected(self, peer: PeerId) -> bool: ...
 
     def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
-        """Queue a message; `frames` is the encoded message, if the caller has encoded it already.
+        """Queue a message; `frames` is the encoded message if the caller has already encoded it.
 
         Raises `TransportError` if the peer is not connected or its queue is full; the caller should treat
         both cases as a failed connection.  Buffers in the message must not be written to until their round is
@@ -191,7 +191,7 @@ class Transport(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
-        """Wait at most `timeout_s` for events or a call of `wake`, and send the messages that are due.
+        """Wait at most `timeout_s` for events or a call to `wake`, and send the messages that are due.
 
         Returns the events.  The list may be empty, even before the timeout, if a layer of the transport has
         consumed everything that arrived.
@@ -199,8 +199,7 @@ class Transport(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make the current call of `poll`, or the next one, return immediately.
-        Thread-safe."""
+        """Make the current call of `poll`, or the next one, return immediately.  Thread-safe."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The rate cap for upload, and flood detection.  Pure: sizes and times are passed as arguments.
+"""The upload rate cap, and flood detection.  Pure: sizes and times are passed as arguments.
 
 A message is sent when its last byte would have left a link with the capped rate.  There are no bursts, so a
 capped worker on a fast network behaves like a worker with a slow link.
@@ -7,7 +7,7 @@ capped worker on a fast network behaves like a worker with a slow link.
     |---- A's bytes ----|-------- B's bytes --------|
                         A is sent                   B is sent      -> time
 
-`receive_queue.ReceiveQueue` has the cap for download.
+`receive_queue.ReceiveQueue` implements the download cap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parse_rate(text: str, name: str = "") -> float:
     Prefixes are decimal.
 
     Args:
-        name: the setting, which the error names.
+        name: the name of the setting, for the error message.
 
     Raises:
         ConfigError: the text is not a rate, or the rate is less than one byte per second.
@@ -49,8 +49,8 @@ def parse_rate(text: str, name: str = "") -> float:
 class UploadLimiter:
     """The upload cap: a virtual link over which bulk messages are sent one after another.
 
-    Control messages (votes, heartbeats), which are small, do not wait for bulk.  They are also limited to the
-    rate, and their bytes delay later bulk, so that the cap holds for control and bulk together.
+    Control messages (votes, heartbeats), which are small, do not wait for bulk.  They are also subject to the
+    cap, and their bytes delay later bulk, so that the cap holds for control and bulk together.
 
     Args:
         rate_Bps: the cap in bytes per second; None for no cap.
@@ -85,7 +85,7 @@ class UploadLimiter:
 FLOOD_MESSAGES, FLOOD_MESSAGES_per_s = 20_000, 2_000.0
 FLOOD_BYTES, FLOOD_Bps = 64 * 2**20, 8.0 * 2**20
 """Limits for the messages that one connection may send without credit: the size of a burst, and the sustained
-rate.  A busy member sends a few hundred control messages per second, each with a few hundred bytes."""
+rate.  A busy member sends a few hundred control messages per second, of a few hundred bytes each."""
 
 
 def is_flood(messages: float, nbytes: float) -> bool:

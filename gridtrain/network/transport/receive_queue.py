@@ -31,8 +31,8 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Hashable)
 MOST_WAITING_BYTES = 768 * 2**20
 MIN_WAITING_BYTES = 32 * 2**20
-"""The limit of the bytes that wait from all senders together: `MOST_WAITING_BYTES`, or `MIN_WAITING_BYTES` (a
-flow control window) for each sender if that is more."""
+"""The limit on the bytes waiting from all senders together: `MOST_WAITING_BYTES`, or `MIN_WAITING_BYTES` (a
+flow control window) per sender if that is more."""
 MOST_OWNERS = 1024
 _DEBT_EPSILON = 1e-6
 """A debt of at most this many bytes is treated as a rounding error."""
@@ -48,7 +48,7 @@ class _SenderQueue(Generic[T]):
 
 
 class ReceiveQueue(Generic[S, T]):
-    """The received messages of all senders.  A sender is a connection, and its owner is a peer.
+    """The messages received from all senders.  A sender is a connection, and its owner is a peer.
 
     Args:
         rate_Bps: the cap in bytes per second; None for no cap, so that everything is delivered at once.
@@ -63,7 +63,7 @@ class ReceiveQueue(Generic[S, T]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no cap and no message waits, so that a message can be delivered at once."""
+        """Whether there is no cap and no message is waiting, so that a message can be delivered at once."""
         return self.rate_Bps is None and not self._queues
 
     def charge(self, sender: S, nbytes: int, now_s: float) -> None:
@@ -120,8 +120,8 @@ class ReceiveQueue(Generic[S, T]):
     def forget_departed(self, has_departed: Callable[[bytes], bool]) -> None:
         """Forget the debts of the closed connections of owners that have left or were excluded.
 
-        If such an owner becomes a member again, its messages must not be late: all members would wait for
-        them.
+        If such an owner becomes a member again, its messages must not be late, because all members would wait
+        for them.
         """
         for owner in [owner for owner in self._departed_debts if has_departed(owner)]:
             del self._departed_debts[owner]
@@ -142,18 +142,18 @@ class ReceiveQueue(Generic[S, T]):
         return 0 if queue is None else queue.waiting_bytes
 
     def due_s(self) -> float:
-        """Return the time from which `take_due` returns a message; infinity if no message waits."""
+        """Return the time from which `take_due` returns a message; infinity if no message is waiting."""
         if self.rate_Bps is None:
             return -math.inf if self._queues else math.inf
         owed = [queue.debt_bytes for queue in self._queues.values()]
         waiting = [queue.debt_bytes for queue in self._queues.values() if queue.waiting]
         if not waiting:
             return math.inf
-        next_bytes = min(waiting)  # by then each other debt has decreased by the same amount, or to 0
+        next_bytes = min(waiting)  # by then every other debt has decreased by the same amount, or to 0
         return self._paid_until_s + sum(min(debt, next_bytes) for debt in owed) / self.rate_Bps
 
     def _start_accounting(self, now_s: float) -> None:
-        """If the queue was idle, settle debts from now on, or from up to `MAX_LATENESS_S` ago."""
+        """If the queue was idle, start settling debts as of now, or as of up to `MAX_LATENESS_S` ago."""
         if not self._queues:
             self._paid_until_s = max(self._paid_until_s, now_s - MAX_LATENESS_S)
 

@@ -9,7 +9,7 @@
                               +--- the relay has disconnected ------------------------+  hang-up of the peer
 
 Packets are encrypted end to end (`secure_channel`).  Bytes that a relay may have forged are not reported as a
-violation of the peer.  Both sides dial "relay:" followed by the relay's key.  A direct connection is
+violation by the peer.  Both sides dial "relay:" followed by the relay's key.  A direct connection is
 preferred as soon as it exists.
 """
 
@@ -57,7 +57,7 @@ from gridtrain.network.wire import codec
 CALL_INITIAL_S = 0.25
 CALL_MAX_S = 2.0
 CONFIRM_S = 10.0
-"""The longest wait for the first encrypted packet after an offer is answered; then a new call is made."""
+"""The longest wait for the first encrypted packet after answering an offer, before a new call is made."""
 
 FORGED_LIMIT = 16
 """The number of packets in a session that may fail to decrypt before the session is abandoned."""
@@ -120,7 +120,7 @@ class RelayTransport(WrappingTransport):
         self._software = bytes(hello)
         self._forwarder = RelayForwarder(inner, may_relay)
         self._relayed: dict[PeerId, _RelayedConnection] = {}
-        self._dialed: set[PeerId] = set()  # peers that are dialled directly
+        self._dialed: set[PeerId] = set()  # peers dialled directly
         self._events: list[TransportEvent] = []
 
     # -- Transport -----------------------------------------------------------------------------

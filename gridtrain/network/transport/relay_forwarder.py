@@ -1,4 +1,5 @@
-"""The relay's side: forwards encrypted packets, which it cannot read, between peers that cannot connect.
+"""The relay's side: forwards encrypted packets, which it cannot read, between peers that cannot connect to
+each other.
 
 origin -- RelayRequest(to, packet) --> RelayForwarder -- RelayedMessage(origin, packet) --> to
        <-- RelayFailed(to, reason) ---- not permitted, not connected, queue full; or `to` has disconnected
@@ -87,5 +88,5 @@ class RelayForwarder:
 
     def _send_relay_lost(self, origin: PeerId, to: PeerId, reason: str) -> None:
         if self._inner.connected(origin):
-            with contextlib.suppress(TransportError):  # if its queue is full, its deadlines detect this
+            with contextlib.suppress(TransportError):  # queue full: the origin's deadlines detect the loss
                 self._inner.send(origin, RelayFailed(to, reason))

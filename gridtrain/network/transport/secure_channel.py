@@ -18,8 +18,8 @@ session key of each side.  `seen` is a session key of the other side, or zeros. 
     attack by a relay                 defence
     --------------------------------  ---------------------------------------------------------------------
     read, alter, forge                every box is authenticated under a key that only the two peers can
-                                      compute from their own keys; the shared secret of the session keys is
-                                      part of it, so a key that leaks later does not decrypt older packets
+                                      compute from their own keys; the shared secret of the session keys also
+                                      enters into it, so a key that leaks later cannot decrypt older packets
     reflect, swap packets of peers    keys depend on sender and receiver
     replay or splice sessions         keys depend on both session keys; each serves one session at most
     repeat, reorder within a session  each packet class has its own key and counter from 0, and the counter
@@ -75,9 +75,7 @@ class PacketClass(IntEnum):
 
 
 class RejectReason(Enum):
-    """The reason for rejecting a packet.  No reason proves a fault of the peer, because the relay may be at
-    fault.
-    """
+    """The reason for rejecting a packet.  None proves that the peer is at fault; it may be the relay."""
 
     FORGED = "it cannot be decrypted"
     REPLAYED = "it is a copy"
@@ -204,7 +202,7 @@ class SecureSession:
         self._pieces_bytes += len(plain) - 1
         if self._pieces_bytes > _MAX_BODY_BYTES:
             self._pieces, self._pieces_bytes = [], 0
-            raise RemoteProtocolError(f"an encrypted message has more than {_MAX_BODY_BYTES} bytes")
+            raise RemoteProtocolError(f"an encrypted message is longer than {_MAX_BODY_BYTES} bytes")
         self._pieces.append(plain[1:])
         if plain[:1] == _MORE:
             return None
@@ -215,15 +213,15 @@ class SecureSession:
 def _frames(body: memoryview) -> Frames:
     if len(body) < _BODY.size:
         raise RemoteProtocolError(
-            f"an encrypted message has {len(body)} bytes; it must have at least {_BODY.size}"
+            f"an encrypted message is {len(body)} bytes long; the minimum is {_BODY.size}"
         )
     count, header_bytes = _BODY.unpack_from(body)
     rest = body[_BODY.size :]
     whole = header_bytes == len(rest) if count < 2 else header_bytes <= len(rest)
     if count > codec.MAX_FRAMES or not whole or (count == 0 and len(rest) > 0):
         raise RemoteProtocolError(
-            f"an encrypted message of {len(rest)} bytes claims to have {count} frames, of which the first "
-            f"has {header_bytes} bytes"
+            f"an encrypted message of {len(rest)} bytes claims to consist of {count} frames, the first of "
+            f"which is {header_bytes} bytes long"
         )
     frames: Frames = [bytes(rest[:header_bytes]), rest[header_bytes:]]
     return frames[:count]

@@ -170,7 +170,7 @@ class SendQueue(Generic[T]):
         return not self._queues
 
     def due_s(self) -> float:
-        """Return the time at which the cap permits the next message; infinity if no message waits for it."""
+        """Return the time at which the cap permits the next message; infinity if no message is waiting."""
         due_s = self._release_s if self._in_transit is not None else float("inf")
         if any(queues.control and not queues.is_blocked for queues in self._queues.values()):
             due_s = min(due_s, self.limiter.control_free_s)
@@ -212,7 +212,7 @@ class SendQueue(Generic[T]):
         return None
 
     def _start_next_bulk(self, now_s: float) -> bool:
-        """Choose the next bulk message and move its peer to the end of the rotation; False if none waits."""
+        """Choose the next bulk message and move its peer to the end of the rotation; False if none."""
         for peer, queues in self._queues.items():
             if queues.bulk and not queues.is_blocked:
                 self._in_transit = queues.bulk.popleft()

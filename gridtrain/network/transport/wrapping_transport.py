@@ -1,4 +1,4 @@
-"""The base of the transports that are layers over another one: flow control, relayed connections, faults."""
+"""The base class of transports layered over another one: flow control, relayed connections, faults."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gridtrain.network.transport.interface import Transport
 
 
 class WrappingTransport:
-    """Passes calls of `Transport` on; a layer overrides those that it changes.
+    """Forwards the methods of `Transport` to the layer below; a layer overrides those that it changes.
 
-    `hang_up`, `send` and `poll` are missing, because every layer has its own.
+    `hang_up`, `send` and `poll` are not defined because every layer implements its own.
     """
 
     def __init__(self, inner: Transport) -> None:

@@ -4,5 +4,5 @@
 - `codec` converts messages to frames and back, and rejects messages that are out of bounds.
 - `dense_payload` encodes a slice of a dense exchange with `value_encoding`.
 - `sparse_payload` encodes the payload of a sparse exchange: indices with `elias_fano`, values with
-  `value_encoding`, of which `level_encoding` encodes 4 and 2 bits.
+  `value_encoding`, which uses `level_encoding` for 4 and 2 bits.
 """

@@ -43,5 +43,5 @@ def decode_slice(payload: ByteArray, elements: int, kind: ValueKind) -> FloatArr
 
 
 def _indices(elements: int) -> npt.NDArray[np.int64]:
-    """Return placeholder indices, one per element, which take no memory; these kinds do not read them."""
+    """Return placeholder indices, one per element, which take no memory; dense kinds do not read them."""
     return np.broadcast_to(np.int64(0), elements)

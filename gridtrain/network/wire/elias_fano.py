@@ -47,7 +47,7 @@ def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArra
     low_width, high_width = bit_widths(k, n)
     _check_padding("low", low, k * low_width)
     _check_padding("high", high, high_width)
-    # The view as booleans makes `flatnonzero` seven times as fast.
+    # Viewing the bits as booleans makes `flatnonzero` seven times as fast.
     ones = np.flatnonzero(np.unpackbits(high, count=high_width, bitorder="little").view(np.bool_))
     _check_popcount(ones.size, k)
     ones -= np.arange(k)

@@ -8,9 +8,10 @@
     blocks    | scale                 | scale                 | ...     64 entries on average
     section   the scales of all blocks, 2 bytes each | codes, in each byte the lowest bits first
 
-An entry v is sent as q only if v / 2 <= q <= 2 v in magnitude.  The remainder v - q is then exactly a float32
-(Sterbenz' lemma).  Entries that are too small for their block's scale are left out of the payload.  No q is
-larger than the largest magnitude of its block, so repeated rounding cannot increase a sum's bound.
+An entry v is sent as q only if v / 2 <= q <= 2 v in magnitude.  The remainder v - q is then exactly
+representable in float32 (Sterbenz' lemma).  Entries that are too small for their block's scale are left out
+of the payload.  No q exceeds the largest magnitude of its block, so repeated rounding cannot increase the
+bound on a sum.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class LevelCode:
         name: the name of the kind.
         bits: the bits of a code: the level's number, and above it the sign.
         levels: the magnitudes, as multiples of the scale, ascending.
-        limits: the smallest magnitudes that are rounded to each level, as multiples of the scale.
-        top: the smallest multiple of the scale that a block's largest magnitude can be; the largest is below
-            2 top.
+        limits: the smallest magnitude that is rounded to each level, as a multiple of the scale.
+        top: the smallest multiple of the scale that a block's largest magnitude can be; it is always less
+            than 2 top.
         steps: the number of scales per octave.
         max_scale: the number of the largest scale.
     """
@@ -67,7 +68,7 @@ INT2 = LevelCode("int2", 2, (0.375, 1.0), (0.1875, 0.6875), 1.0, 4, 4 * 127 + 3)
 
 
 def section_bytes(k: int, n: int, code: LevelCode) -> int:
-    """Return the size of k encoded values of n in bytes."""
+    """Return the size in bytes of the encoded values of k out of n elements."""
     return 2 * _block_count(k, n) + -(-k * code.bits // 8)
 
 
@@ -80,7 +81,7 @@ def write_levels(
     them).
     """
     sent_K, shift = np.flatnonzero(values_K), -1
-    while shift != (shift := _block_shift(sent_K.size, n)):  # ends, because fewer entries have wider blocks
+    while shift != (shift := _block_shift(sent_K.size, n)):  # ends, as fewer entries make wider blocks
         blocks_K = indices_K.take(sent_K) >> shift
         starts_B, counts_B = _runs(blocks_K)
         scales_B, levels_K = _choose(values_K.take(sent_K), starts_B, counts_B, code)
@@ -114,7 +115,7 @@ def read_levels(section: ByteArray, indices_K: IndexArray, n: int, code: LevelCo
 
 
 def _check_levels(tops_B: IndexArray, words_B: npt.NDArray[np.int16], code: LevelCode) -> None:
-    """Check that each block's scale follows from its largest level, which is -1 without entries."""
+    """Check that each block's scale follows from its largest level, which is -1 if it has no entries."""
     least, most, top = _EXPONENT_MIN * code.steps, code.max_scale, code.levels.index(code.top)
     good = np.where(tops_B < 0, words_B == 0, (words_B >= least) & (words_B <= most) & (tops_B >= top))
     if not good.all():
@@ -148,7 +149,7 @@ def _runs(blocks_K: IndexArray) -> tuple[IndexArray, IndexArray]:
 
 
 def _scale_values(words_B: npt.NDArray[np.integer], code: LevelCode) -> DoubleArray:
-    """Return the scales with these numbers: steps * e + m stands for (1 + m / steps) * 2**e."""
+    """Return the scales with these numbers; number steps * e + m stands for (1 + m / steps) * 2**e."""
     exponents, rest = np.divmod(words_B.astype(np.int64), code.steps)
     return np.ldexp(1.0 + rest / code.steps, exponents)
 
@@ -158,8 +159,8 @@ def _choose(
 ) -> tuple[IndexArray, ByteArray]:
     """Return the number of each block's scale and the number of each entry's level.
 
-    The largest magnitude of a block is top to 2 top times the scale.  Of the scales with this property, the
-    one with the least squared error is chosen; in a tie, the largest.
+    The largest magnitude of a block is between top and 2 top times the scale.  Of the scales with this
+    property, the one with the least squared error is chosen; in a tie, the largest.
     """
     magnitudes_K = np.abs(values_K.astype(np.float64))
     tops_B = np.maximum.reduceat(magnitudes_K, starts_B) if starts_B.size else np.zeros(0)

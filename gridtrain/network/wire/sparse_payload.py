@@ -59,7 +59,7 @@ class SparseVector:
 class EncodedSparse:
     """A payload, and the entries that `decode` returns for it.
 
-    The indices are encoded when the payload is first read: a result that is not sent on needs none.
+    The indices are encoded when the payload is first read, because a result may not be sent on.
 
     Attributes:
         sparse: the decoded entries.
@@ -141,7 +141,7 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
 
 def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], n: int) -> None:
     if not 1 <= n <= MAX_N:
-        raise LocalProtocolError(f"a sparse vector has {n} elements; it must have 1 to {MAX_N}")
+        raise LocalProtocolError(f"a sparse vector has {n} elements; it must have between 1 and {MAX_N}")
     if indices.shape != values_K.shape or indices.ndim != 1 or values_K.dtype != np.float32:
         raise LocalProtocolError(
             f"indices have shape {indices.shape}, and values have shape {values_K.shape} and type "

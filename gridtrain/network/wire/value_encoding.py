@@ -28,8 +28,8 @@ FloatArray = npt.NDArray[np.float32]
 IndexArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
-# fp16: values are sent as v / 2**exponent, with the largest magnitude in [2**14, 2**15).  This is the last
-# binade but one of fp16, so that rounding never gives infinity, and far above its subnormals.
+# fp16: values are sent as v / 2**exponent, with the largest magnitude in [2**14, 2**15).  This is the
+# second-highest binade of fp16, so that rounding never yields infinity, and far above its subnormals.
 _TOP_BITS_MIN = 0x7400  # 2**14 as fp16
 _TOP_BITS_MAX = 0x77FF  # 2**15 - 16, the largest fp16 below 2**15
 _EXPONENT_MIN = -149 - 14  # the largest magnitude is float32's smallest subnormal, 2**-149
@@ -81,7 +81,7 @@ largest magnitude."""
 
 
 def section_bytes(k: int, n: int, kind: ValueKind) -> int:
-    """Return the size of k encoded values of n in bytes."""
+    """Return the size in bytes of the encoded values of k out of n elements."""
     if kind in _LEVELS:
         return level_encoding.section_bytes(k, n, _LEVELS[kind])
     return k * _ITEM_BYTES[kind] + (2 * -(-k // SCALE_BLOCK) if kind is ValueKind.INT8 else 0)
@@ -197,7 +197,7 @@ def float32_to_fp16_bits(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
 
 
 def fp16_bits_to_float32(bits_K: npt.NDArray[np.uint16]) -> FloatArray:
-    """Convert the bits of finite fp16 values to float32 without rounding."""
+    """Convert finite fp16 values, given as bits, to float32 without rounding."""
     wide = bits_K.astype(np.uint32)
     magnitudes = wide & _MAGNITUDE
     if int(magnitudes.min(initial=0x400)) < 0x400:  # subnormal, or zero

@@ -63,8 +63,8 @@ class BucketedBuffer:
 
     @property
     def rest_N(self) -> FloatArray | None:
-        """This member's rounding errors of a dense exchange, a new array of shape (n,); None if it does not
-        round."""
+        """This member's rounding errors in a dense exchange: a new array of shape (n,); None if the exchange
+        does not round."""
         rests = [part.rest_N for part in self.parts if isinstance(part, DenseRingBuffer)]
         known = [rest_B for rest_B in rests if rest_B is not None]
         return np.concatenate(known) if len(known) == len(self.parts) else None
@@ -86,7 +86,7 @@ def update_of(buffer: CollectiveBuffer | BucketedBuffer) -> FloatArray | SparseV
 
 
 def is_resumable(buffer: CollectiveBuffer | BucketedBuffer) -> bool:
-    """Return whether a retry in the same generation uses the same buffer and what it has received."""
+    """Return whether a retry in the same generation reuses the buffer and the data that it has received."""
     first = buffer.parts[0] if isinstance(buffer, BucketedBuffer) else buffer  # all parts are of one kind
     return isinstance(first, DenseRingBuffer) and first.is_resumable
 
@@ -94,7 +94,7 @@ def is_resumable(buffer: CollectiveBuffer | BucketedBuffer) -> bool:
 def buffers_by_channel(
     buffers: Sequence[CollectiveBuffer | BucketedBuffer],
 ) -> dict[Channel, CollectiveBuffer]:
-    """Map channels to buffers: a channel's index is the position in `buffers`, its group is the bucket."""
+    """Map channels to buffers: a channel's index is the position in `buffers`; its group is the bucket."""
     channels: dict[Channel, CollectiveBuffer] = {}
     for index, buffer in enumerate(buffers):
         parts = buffer.parts if isinstance(buffer, BucketedBuffer) else (buffer,)
@@ -112,7 +112,7 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
     Args:
         sizes: the number of elements of each parameter, in the vector's order.
         most: the largest number of buckets.
-        least: the smallest number of elements of a bucket; a vector with fewer elements is one bucket.
+        least: the smallest number of elements in a bucket; a vector with fewer elements is one bucket.
     """
     n, target = sum(sizes), max(least, -(-sum(sizes) // most))
     starts, filled, at = [n], 0, n

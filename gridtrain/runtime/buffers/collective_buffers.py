@@ -125,7 +125,7 @@ class DenseRingBuffer:
     """Whether the whole vector is one segment; otherwise each rank has a segment."""
 
     is_resumable = True
-    """Whether a retry in the same generation uses the same buffer."""
+    """Whether a retry in the same generation reuses the buffer."""
 
     slices_of = staticmethod(count_slices)
 
@@ -217,7 +217,8 @@ class DenseRingBuffer:
         if (segment, slice_) not in self._checked and not _is_finite(self._slice_view(segment, slice_)):
             raise RemoteProtocolError(
                 "the dense sum is not finite although no member skips the step",
-                remedy="abort the round; a member with too large or non-finite values must skip the step",
+                remedy="abort the round; a member whose values are too large or not finite must skip the "
+                "step",
             )
         return self._hash(segment, slice_)
 
@@ -265,7 +266,7 @@ class SparseBuffer:
 
     Args:
         n: the length of the vector.
-        k: the largest number of entries of a payload.
+        k: the largest number of entries in a payload.
         kind: the encoding of the values.
     """
 
@@ -379,7 +380,7 @@ class ButterflyBuffer(SparseBuffer):
         self, payload: bytes, *, n: int, k: int, kind: ValueKind, decoded: SparseVector | None = None
     ) -> None:
         super().__init__(n=n, k=k, kind=kind)
-        self._payload: bytes | memoryview | MergeResult = payload  # a result is encoded if it is sent on
+        self._payload: bytes | memoryview | MergeResult = payload  # a result is encoded when it is sent
         self.update = self._decode(payload) if decoded is None else decoded
         self.truncated: list[TruncatedEntries] = []
 
@@ -426,7 +427,7 @@ def _is_finite(values: FloatArray) -> bool:
 def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
     if payload_bytes != expected_bytes:
         raise RemoteProtocolError(
-            f"{what} has {payload_bytes} bytes; it must have {expected_bytes} bytes",
+            f"{what} is {payload_bytes} bytes long; it must be {expected_bytes} bytes long",
             remedy="disconnect the peer; check that all members of the run train the same model",
         )
 
@@ -447,7 +448,8 @@ def _check_magnitudes(
         raise RemoteProtocolError(
             f"{what} has values from {low:g} to {high:g}; in a sum over {source.contributors} of "
             f"{source.world_size} members, the magnitude of each value must be at most {limit:g}",
-            remedy="disconnect the peer; a member with too large or non-finite values must skip the step",
+            remedy="disconnect the peer; a member whose values are too large or not finite must skip the "
+            "step",
         )
 
 

@@ -9,10 +9,10 @@
             keeps the rest                 keeps the rest             keeps the rest
 
 A member rounds each element exactly once, either in what it sends to be added or in the final sum, and keeps
-the difference, which is exactly a float32 (`value_encoding`), in `rest_N`.  Hence, apart from the rounding of
-float32 additions, contributions == update + rests, summed over all members.  The member that rounds the final
-sum uses the rounded sum as well, so all members get the same bits.  Nothing is rounded in a group of one
-member.
+the difference, which is exactly representable in float32 (`value_encoding`), in `rest_N`.  Hence, apart from
+the rounding of float32 additions, contributions == update + rests, summed over all members.  The member that
+rounds the final sum uses the rounded sum as well, so all members get the same bits.  Nothing is rounded in a
+group of one member.
 
 Received payloads are decoded, and forwarded as they are.  If a ring resumes, it sends the stored payload
 again.
@@ -35,7 +35,7 @@ from gridtrain.sparsify.merge import FloatArray, largest_summable
 
 
 def largest_contribution(world_size: int, kind: ValueKind) -> float:
-    """Return the largest magnitude that a member may contribute to a dense exchange of this kind of values.
+    """Return the largest magnitude that a member may contribute to a dense exchange with this value kind.
 
     A sum in a ring is rounded up to `world_size` times; see `largest_summable`.
     """

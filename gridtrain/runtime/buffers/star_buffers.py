@@ -83,7 +83,7 @@ class DenseStarBuffer(DenseRingBuffer):
         return DenseStar(rank, self._world_size, self.slices, flags)
 
     def _is_last(self, segment: int, source: Provenance) -> bool:
-        return False  # others may follow
+        return False  # other payloads may follow
 
 
 SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {

@@ -33,7 +33,7 @@ BUDGET_EXHAUSTED = "spent"
 """The state that a script reports when it ends because its next step would exceed the day's byte budget."""
 
 DAY_BYTES = "day_bytes"
-"""A field of a directive that is sent only to a script that knows it."""
+"""A field of a directive that is sent only to a script that supports it."""
 
 REPORT_INTERVAL_S = 0.25
 
@@ -65,7 +65,7 @@ class AgentDirective:
 
 
 class NoAgent:
-    """Replaces the agent for a script that was started by hand, or in a group in one process.
+    """Replaces the agent in a script that was started by hand, or in a group within one process.
 
     Attributes:
         directive: the current permissions.  Tests and programs may replace them from any thread.
@@ -92,8 +92,8 @@ class AgentLink:
         path: the path of the agent's Unix socket.
         moved_bytes: a function that returns the number of bytes that this process has sent and received so
             far; it may be called from any thread.
-        why_waiting: a function that returns why no worker trains; "" if the run trains.  It may be called
-            from any thread.
+        why_waiting: a function that returns why no worker is training; "" if the run is training.  It may be
+            called from any thread.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class AgentLink:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the agent's process has ended, which normally ends the script first."""
+        """Whether the agent's process has ended; normally the agent ends the script first."""
         try:
             end = select.poll()
             end.register(self._socket, select.POLLIN)
             return bool(end.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
-        except TimeoutError:  # the thread has read what there was
+        except TimeoutError:  # the thread has already read everything
             return False
         except (OSError, ValueError):  # closed, and not connected again
             return True

@@ -82,7 +82,7 @@ class CoordinatorClient:
         self._is_tcp = transport is None
         if transport is None:
             from gridtrain.network.transport.zmq.zeromq_transport import (
-                ZeroMQTransport,  # imported only if it is needed
+                ZeroMQTransport,  # imported only if needed
             )
 
             address = parse_coordinator_address(address)

@@ -8,7 +8,7 @@ folder.
         journal.sqlite  coordinator.key  operator.key     permanent
         coordinator.json                                  exists while the coordinator listens
 
-The coordinator also holds a lock of the file, by which the file of a killed coordinator is recognized.
+The coordinator also holds a lock on the file, so an unlocked file was left by a coordinator that was killed.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class EndpointFile:
         """
         self.write(folder)
         try:
-            with open(folder / CONTACT_FILE, "r+b") as file:  # NFS locks only what is open for writing
+            with open(folder / CONTACT_FILE, "r+b") as file:  # NFS locks only files open for writing
                 with contextlib.suppress(OSError):  # the file system does not support locks
-                    fcntl.flock(file, fcntl.LOCK_EX)  # at once, but for the moment of an `is_abandoned`
+                    fcntl.flock(file, fcntl.LOCK_EX)  # only `is_abandoned` could hold it, for a moment
                 yield
         finally:
             self.remove(folder)
@@ -112,7 +112,7 @@ class EndpointFile:
         system does not support locks."""
         try:
             with open(folder / CONTACT_FILE, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may look, too
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may check, too
         except OSError:  # it is locked, cannot be locked, or does not exist
             return False
         return True
@@ -130,5 +130,5 @@ class EndpointFile:
             raise TypeError("a field has the wrong type")
         key = bytes.fromhex(body["key"])
         if len(key) != 32:
-            raise ValueError(f"the key has {len(key)} bytes; it must have 32 bytes")
+            raise ValueError(f"the key is {len(key)} bytes long; it must be 32 bytes long")
         return cls(address, here, key, run, encrypted)

@@ -48,7 +48,7 @@ PLAIN_ANSWER_TIMEOUT_S = 1.0
 client with an unknown key receives no answer."""
 
 SILENT_S = 1.5
-"""Time after which a worker says that it waits for the coordinator."""
+"""Time after which a worker reports that it is waiting for the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def enroll(
         invitation: the invitation to the run.
         timeout_s: the time limit of each request to the coordinator.
         unencrypted: whether the run must be unencrypted; if False, the run must be encrypted.
-        tell: called, possibly in another thread, with what the worker waits for if that takes long.
+        tell: called, possibly in another thread, with a text that says what a long wait is for.
 
     Raises:
         CoordinatorUnreachable: the coordinator did not answer in time.
@@ -151,7 +151,7 @@ class _ClaimedIdentity:
 
     @contextlib.contextmanager
     def discarded_after(self, error: type[BaseException]) -> Iterator[None]:
-        """Remove a new key after this error, with which the coordinator cannot have admitted it."""
+        """Remove a new key if this error occurs, which implies that the coordinator has not admitted it."""
         try:
             yield
         except error:

@@ -6,8 +6,8 @@ Commands are authorized with the key in `operator.key`, so every user who can re
                                                                   <--- OperatorReply | Refused ---
 
 A coordinator keeps only the latest connection of each key, and all commands on this machine use the same key.
-Each request therefore opens its own connection, and holds a lock on the key's file so that the requests of
-different processes follow each other.
+Each request therefore opens its own connection, and holds a lock on the key's file so that requests from
+different processes are sent one after the other.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CoordinatorEndpoint:
             run: the run's name.
             state: the state folder; None for the default folder of `run`.
             wait_s: the time to wait for a coordinator that is starting.
-            say: is told once, before the wait, what is awaited.
+            say: called once, before the wait, with a text that says what is awaited.
 
         Raises:
             CoordinatorUnreachable: no coordinator is running.
@@ -117,7 +117,7 @@ class CoordinatorEndpoint:
 class OperatorClient:
     """Sends commands with the operator's key.
 
-    Each request opens a new connection, and requests of other programs on this machine wait until it is
+    Each request opens a new connection, and requests from other programs on this machine wait until it is
     closed.
 
     Args:
@@ -188,7 +188,7 @@ class OperatorClient:
 
 @contextlib.contextmanager
 def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
-    """Return a context manager that holds the lock of the key's file.
+    """Return a context manager that holds the lock on the key's file.
 
     If the lock cannot be acquired within `timeout_s`, the context is entered without the lock.
     """
@@ -212,8 +212,8 @@ def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_errors(endpoint: CoordinatorEndpoint) -> Iterator[None]:
-    """Return a context manager that replaces the errors raised for an unknown operator's key, and for a
-    coordinator of this machine that has ended."""
+    """Return a context manager that replaces the errors raised for an operator's key that is unknown, and for
+    a coordinator on this machine that has ended."""
     try:
         yield
     except CoordinatorUnreachable:

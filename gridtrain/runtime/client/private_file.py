@@ -17,13 +17,13 @@ from gridtrain.errors import ConfigError
 LEFTOVER_AGE_S = 60.0
 MAX_LEFTOVERS = 100
 PARTIAL = "partial-"
-"""Part of the names of files that are being written, which no user's file has."""
+"""Part of the name of a file that is being written; no user's file has it in its name."""
 
 
 def replace_private_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace a file by one of mode 0600, or leave it as it is.  Other processes may do so at the same time.
+    """Replace a file with one of mode 0600, or leave it unchanged.  Several processes may do so at once.
 
-    A process that is killed leaves a partial file beside it, which a later call removes.
+    A process that is killed leaves a partial file in the same folder, which a later call removes.
 
     Args:
         durable: whether to return only when the content is on disk.
@@ -46,7 +46,7 @@ def replace_private_file(path: Path, content: str | bytes, *, durable: bool = Fa
 
 
 def replace_private_json(path: Path, body: object, remedy: str) -> None:
-    """Replace a file by one of mode 0600 with `body` as JSON.  Raises `ConfigError` with this remedy."""
+    """Replace a file with `body` as JSON, with mode 0600.  Raises `ConfigError` with this remedy."""
     try:
         replace_private_file(path, json.dumps(body, indent=1))
     except OSError as error:
@@ -54,7 +54,7 @@ def replace_private_json(path: Path, body: object, remedy: str) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the partial files of killed processes: those that are old, and that no process has locked."""
+    """Remove the partial files of killed processes: those that are old and not locked by any process."""
     for left in islice(path.parent.glob(f".{glob.escape(path.name)}.{PARTIAL}*"), MAX_LEFTOVERS):
         with suppress(OSError):  # it is being written, or another process has removed it
             if time.time() - left.stat().st_mtime < LEFTOVER_AGE_S:

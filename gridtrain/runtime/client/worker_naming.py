@@ -37,8 +37,8 @@ _ANIMALS = ("ant", "bear", "crane", "deer", "elk", "finch", "gecko", "hare", "ib
 
 
 def name_of_key(public: bytes) -> str:
-    """Return a name such as "keen-otter-4f2a" for the worker with this public key, which is random and stays
-    the same over restarts.  It reveals nothing about the machine."""
+    """Return a name such as "keen-otter-4f2a" for the worker with this public key.  Keys are random and kept
+    across restarts, so the name stays the same and reveals nothing about the machine."""
     adjective, animal = _ADJECTIVES[public[0] % len(_ADJECTIVES)], _ANIMALS[public[1] % len(_ANIMALS)]
     return f"{adjective}-{animal}-{public[2:4].hex()}"
 
@@ -53,10 +53,10 @@ def state_directory(run: str) -> Path:
 
 
 def export_folder(run: str, export_dir: str) -> Path:
-    """Create, check and return the folder for the final model, which is `export_dir`, or the state directory
-    if that is "".
+    """Create, check and return the folder for the final model: `export_dir`, or the state directory if that
+    is "".
 
-    Call this before the training, too, because afterwards it would be too late to choose another folder.
+    Also call this function before training; afterwards it would be too late to choose another folder.
     """
     if "://" in export_dir:
         raise ConfigError(
@@ -77,7 +77,7 @@ def export_folder(run: str, export_dir: str) -> Path:
 
 
 def identity_folder(run: str, coordinator: bytes) -> Path:
-    """Return the folder with this user's identities in a run of the coordinator with that key."""
+    """Return the folder with this user's identities in a run whose coordinator has this key."""
     return state_directory(run) / "identities" / coordinator.hex()[:16]
 
 

@@ -1,7 +1,7 @@
 """Measures the bandwidth to peers with one short burst for each peer.
 
-A burst has `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends the bursts to its peers one
-after the other, so that they do not share its link.
+A burst consists of `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends bursts to its peers
+one after the other, so that they do not share its link.
 
     sender    Burst 0, 1, 2 .. 15 --------------->  receiver   message 0 arrives .. message 15 arrives
                                <------ BurstReceived           received_Bps = bytes of 15 messages / this time
@@ -9,7 +9,7 @@ after the other, so that they do not share its link.
 
 The last 8 bytes of the last message are random, and BurstReceived repeats them, so no peer can answer before
 the burst has arrived.  All messages have to arrive in order.  A peer that does not answer delays the
-measurement of the other peers by at most its own part of the time.
+measurement of the other peers by at most its own share of the time.
 
 A new connection has not reached its full rate yet, so the rate measured for a fast link with a long
 round-trip time is too low; an exchange of so few bytes would be equally slow.  The coordinator uses the
@@ -72,7 +72,7 @@ class BandwidthProbe:
 
     Args:
         rng: the generator that selects the peers to measure if there are more than `MOST_TARGETS`, and that
-            makes the random bytes of a burst, which peers must not be able to predict.
+            produces the random bytes of a burst, which peers must not be able to predict.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -111,7 +111,7 @@ class BandwidthProbe:
         self._until_s, self._current_burst = until_s, None
 
     def advance(self, transport: Transport, now_s: float) -> bool:
-        """Send the next burst if no burst is under way; return whether a burst is still unanswered."""
+        """Send the next burst if none is in progress; return whether a burst is still unanswered."""
         if now_s >= self._until_s:
             self._pending_targets, self._current_burst = [], None
         if self._current_burst is not None and now_s >= self._current_burst.until_s:
@@ -160,7 +160,7 @@ class BandwidthProbe:
             return f"sent more than {MOST_BURSTS * BURST_MESSAGES} Bursts in {BURST_WINDOW_S:.0f} s"
         arrivals.append(now_s)
         if len(burst.payload) != BURST_MESSAGE_BYTES:
-            return f"sent a Burst of {len(burst.payload)} bytes; it must have {BURST_MESSAGE_BYTES} bytes"
+            return f"sent a Burst of {len(burst.payload)} bytes; it must be {BURST_MESSAGE_BYTES} bytes long"
         if burst.index == 0:
             self._incoming[peer] = _IncomingBurst(burst.nonce, now_s)
             return None
@@ -189,7 +189,7 @@ class BandwidthProbe:
     def take_new_rates(self) -> tuple[tuple[PeerId, float, float], ...] | None:
         """Return (peer, rate to the peer, rate from the peer) for `LinkRates`.
 
-        Returns None if there are no new rates since the last call, or while a burst is under way.
+        Returns None if there have been no new rates since the last call, or while a burst is in progress.
         """
         if not self._has_new_rates or self._current_burst is not None:
             return None
@@ -205,8 +205,8 @@ def estimate_rate_Bps(whole_s: float, rtt_s: float) -> float:
     """Return the rate of a burst whose end was observed `whole_s` after the burst was sent or requested.
 
     The round-trip time is subtracted from `whole_s`, but at least `MIN_BURST_FRACTION` of `whole_s` is kept,
-    because `rtt_s` is too large if a busy loop delayed the pings, and the burst would seem to have taken no
-    time.
+    because `rtt_s` is too large if a busy loop delayed the pings, and the burst would then seem to have taken
+    no time.
     """
     return (
         BURST_MESSAGES * BURST_MESSAGE_BYTES / max(MIN_BURST_S, whole_s - rtt_s, MIN_BURST_FRACTION * whole_s)

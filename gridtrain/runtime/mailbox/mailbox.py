@@ -56,7 +56,7 @@ class Mailbox:
         self._wake_loop = wake_loop
         self._commands: deque[Command] = deque()
         self._finished: set[WorkerTask] = set()  # since the loop last took commands
-        self._wait_condition: Callable[[WorkerSnapshot], bool] | None = None  # of the trainer that waits
+        self._wait_condition: Callable[[WorkerSnapshot], bool] | None = None  # of the waiting trainer
 
     # -- training thread -------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Mailbox:
             self.condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Record the error that ended the loop.  The trainer's next call of `wait` or `read` raises it."""
+        """Record the error that ended the loop.  The trainer's next call to `wait` or `read` raises it."""
         with self.condition:
             self.error = error
             self.condition.notify_all()

@@ -18,11 +18,11 @@ class WorkerSnapshot:
     Attributes:
         open_round: the round to which the trainer may submit now; None if the trainer has to wait.
         spans: this worker's positions in the open step.
-        samples, total_samples: the number of samples of this worker's contribution to the open step, and of
-            all members; they are not those of `spans` in a run with a delay (`LedgerSpec.delay`).
+        samples, total_samples: the number of samples in the contributions to the open step of this worker
+            and of all members; in a run with a delay (`LedgerSpec.delay`) they do not match `spans`.
         shares: the key and the share of each member of the generation, in rank order.
         applied: the last step that this worker has applied; -1 if it has applied none.
-        is_ended_early: whether the run has ended by its owner's word, with steps left.
+        is_ended_early: whether the owner ended the run before all of its steps were completed.
         compare_after_step: whether all members compare their replicas after the open step.
         tasks: the trainer's tasks for the group, in order of priority.
         is_synced: whether this worker holds the state that `applied` and `history` identify.
@@ -37,7 +37,7 @@ class WorkerSnapshot:
         stage_bounds: for a model in stages, the first layer of each stage, and the number of layers.
         first_step: the first step of this generation.
         entries_share: this worker's share of the k entries of a sparse exchange (`Member.entries_share`).
-        is_late: whether `spans` are those of an earlier step, from which this worker was absent.
+        is_late: whether `spans` belong to an earlier step, from which this worker was absent.
     """
 
     is_welcomed: bool = False

@@ -114,7 +114,7 @@ class BlobSender:
         Args:
             peer: the peer that has requested the state.
             term, generation: the term and the generation of the request.
-            whole: whether the whole state is requested, not only its first blob.
+            whole: whether the whole state is requested rather than only its first blob.
             blocks_received: the number of blocks that the peer already has.
             digest_only: whether only the digest is requested.
         """
@@ -167,7 +167,7 @@ class BlobSender:
             if asked.digest_only:
                 continue
             blocks = split_blocks(blobs if asked.is_whole else blobs[:1])
-            # At least one block is sent: from its `total` a receiver may detect that its blocks are wrong.
+            # At least one block is sent, because its `total` may show a receiver that its blocks are wrong.
             for index in range(min(asked.blocks_received, len(blocks) - 1), len(blocks)):
                 queue.append(StateBlock(asked.term, generation, index, len(blocks), blocks[index]))
 
@@ -276,7 +276,7 @@ class BlobReceiver:
         self._expected_digest = (generation, digest)
 
     def received_blocks(self, generation: int) -> int:
-        """Return the number of received blocks of this generation's state, even if they were taken since."""
+        """Return the number of received blocks of this generation's state, including blocks already taken."""
         return self._count if generation == self._id[1] else 0
 
     def forwardable_block(self, generation: int, index: int) -> tuple[int, bytes | memoryview] | None:
@@ -316,7 +316,8 @@ class BlobReceiver:
 
         Args:
             block: the received block.
-            vouched: whether the state source itself has sent the block, not a member that forwards the state.
+            vouched: whether the block comes from the state source itself rather than from a member that
+                forwards the state.
             keep_blocks: whether to keep the blocks after `take_blobs` until `stop_forwarding`, so that they
                 can be forwarded.
 
@@ -430,8 +431,8 @@ def _exceeds_request_limit(asks: int) -> bool:
 def _read_table(payload: bytes) -> tuple[int, ...]:
     if len(payload) % 8 or len(payload) > 8 * MAX_BLOBS:
         raise RemoteProtocolError(
-            f"the state's table of lengths has {len(payload)} bytes; its size must be a multiple of 8 and at "
-            f"most {8 * MAX_BLOBS} bytes",
+            f"the state's table of lengths is {len(payload)} bytes long; its size must be a multiple of 8, "
+            f"at most {8 * MAX_BLOBS} bytes",
             remedy=_REMEDY,
         )
     return struct.unpack(f"<{len(payload) // 8}Q", payload)
@@ -456,7 +457,7 @@ def _check_total(total: int, expected: int) -> None:
 def _check_block(index: int, payload_bytes: int, expected_bytes: int) -> None:
     if payload_bytes != expected_bytes:
         raise RemoteProtocolError(
-            f"block {index} of a state has {payload_bytes} bytes; according to the state's table of lengths, "
-            f"it must have {expected_bytes} bytes",
+            f"block {index} of a state is {payload_bytes} bytes long; according to the state's table of "
+            f"lengths, it must be {expected_bytes} bytes long",
             remedy=_REMEDY,
         )

@@ -2,7 +2,7 @@
 
     parts of 3 bytes and 2.5 MiB  ->  block 0 [3]   block 1 [1 MiB]   block 2 [1 MiB]   block 3 [0.5 MiB]
 
-A block holds bytes of only one part.  States for a generation that forms, snapshots and copies of checkpoints
+A block holds bytes of only one part.  States for a forming generation, snapshots and copies of checkpoints
 are all divided in this way, but their blocks are requested and checked in different ways.
 """
 
@@ -93,7 +93,7 @@ class BlockBuffer:
         self.received_bytes += sum(self.layout.place(index).nbytes for index in new)
 
     def store(self, index: int, payload: bytes | memoryview) -> None:
-        """Store a block that has not been received before.  `payload` must have the block's length."""
+        """Store a block that has not been received before.  `payload` must be as long as the block."""
         part, offset, nbytes = self.layout.place(index)
         self.parts[part][offset : offset + nbytes] = payload
         self.received.add(index)

@@ -34,7 +34,7 @@ PeerRequests = list[tuple[m.PeerId, m.Message]]
 
 CAUGHT_UP_STEPS = 2
 """Largest number of steps by which a worker that has caught up may be behind its update source.  The
-remaining updates arrive while the generation forms."""
+remaining updates arrive while the generation is forming."""
 
 PROGRESS_INTERVAL_S = 2.0
 MOST_PENDING_BYTES = 4 << 30
@@ -116,7 +116,7 @@ class CatchUpReceiver:
     def idle_key(self) -> object | None:
         """A key that stays the same while no data arrives.
 
-        None if this worker does not wait for data, because the trainer has work to do or the target is
+        None if this worker is not waiting for data, because the trainer has work to do or the target has been
         reached.
         """
         return (
@@ -240,7 +240,7 @@ class CatchUpReceiver:
     def _discard_before(self, at: tuple[int, bytes]) -> None:
         """Drop the updates up to the snapshot's step.
 
-        If the remaining updates do not start with the next step, also drop these, so that they are requested
+        If the remaining updates do not start with the next step, drop them too, so that they are requested
         again.
         """
         while self._pending and self._pending[0][0].step <= at[0]:

@@ -216,7 +216,7 @@ class CatchUpSource:
 def exceeds_request_limit(requests: int) -> bool:
     """Return whether a receiver has sent too many requests.
 
-    A limit is needed because a request has only a few bytes, while its answer may be hundreds of updates, or
+    A limit is needed because a request is only a few bytes, while its answer may be hundreds of updates, or
     the table of a large snapshot, neither of which the rate cap delays.
     """
     return requests > MAX_REQUESTS

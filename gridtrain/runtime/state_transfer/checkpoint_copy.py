@@ -161,7 +161,7 @@ class CheckpointCopier:
         effect = self._outgoing.effect if self._outgoing is not None else None
         try:
             if self._outgoing is not None and self._outgoing.effect.generation != generation:
-                self._give_up()  # the peer may have another stage now
+                self._give_up()  # the peer may hold another stage now
             while self._outgoing is None and (self._waiting or self._awaited):
                 first = next(iter(self._awaited), None)
                 effect = self._awaited.pop(first) if first is not None else self._waiting.popleft()
@@ -230,8 +230,8 @@ class _IncomingCopy:
         part, offset, expected = self._layout.place(self._index - 1)
         if len(block.payload) != expected:
             raise RemoteProtocolError(
-                f"block {block.index} of a checkpoint has {len(block.payload)} bytes; "
-                f"it must have {expected} bytes",
+                f"block {block.index} of a checkpoint is {len(block.payload)} bytes long; "
+                f"it must be {expected} bytes long",
                 remedy=_REMEDY,
             )
         if offset == 0:
@@ -262,7 +262,7 @@ def _read_sizes(table: bytes, total: int, max_bytes: int) -> tuple[int, ...]:
     least = 8 * len(FILES)
     if len(table) not in (least, least + 8):
         raise RemoteProtocolError(
-            f"a checkpoint's table has {len(table)} bytes; it must have {least} or {least + 8} bytes",
+            f"a checkpoint's table is {len(table)} bytes long; it must be {least} or {least + 8} bytes long",
             remedy=_REMEDY,
         )
     sizes = struct.unpack(f"<{len(table) // 8}Q", table)
@@ -270,7 +270,7 @@ def _read_sizes(table: bytes, total: int, max_bytes: int) -> tuple[int, ...]:
     if sum(sizes) > max_bytes or min(sizes) < 1 or blocks != total:
         raise RemoteProtocolError(
             f"a checkpoint has files of {sizes} bytes in {total} blocks; no file may be empty, and the files "
-            f"must have at most {max_bytes} bytes in total, in {blocks} blocks",
+            f"must total at most {max_bytes} bytes, in {blocks} blocks",
             remedy=_REMEDY,
         )
     return sizes

@@ -64,9 +64,10 @@ class StateReceiver:
         Returns None if no blocks are missing, or if they cannot be requested yet.
 
         Args:
-            ask: the core's request, as if no blocks had arrived.
+            ask: the core's request, which assumes that no blocks have arrived.
             position: the position of the state (see `BlobReceiver.begin`).
-            to_source: whether the request goes to the state source, not to a member that forwards the state.
+            to_source: whether the request goes to the state source rather than to a member that forwards the
+                state.
         """
         with self._mailbox.condition:
             self.blobs.begin(ask.generation, position if ask.is_whole else None)
@@ -91,7 +92,8 @@ class StateReceiver:
 
         Args:
             block: the received block.
-            vouched: whether the state source itself has sent the block, not a member that forwards the state.
+            vouched: whether the block comes from the state source itself rather than from a member that
+                forwards the state.
             is_forwarding: whether this worker forwards the state to another member.
         """
         with self._mailbox.condition:

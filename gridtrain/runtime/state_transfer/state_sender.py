@@ -1,4 +1,4 @@
-"""Sends this worker's state, or a checkpoint from its disk, to members of a generation that forms.
+"""Sends this worker's state, or a checkpoint from its disk, to members of a generation that is forming.
 
 The core decides which worker sends to which worker; the training thread captures the state and reads the
 checkpoint.
@@ -117,7 +117,7 @@ class StateSender:
         digest: bytes,
     ) -> None:
         if task.generation != self._generation:
-            return  # the blobs were captured for another generation than the current one
+            return  # the blobs were captured for a generation other than the current one
         sender.mark_supplied(task.generation, is_whole)
         if blobs is not None:
             sender.store(task.generation, blobs, digest)

@@ -4,13 +4,13 @@
              bert   table T1 --+-> later step, then the table received first; its sources share the blocks
              carl   table T2       no blocks are requested from carl
 
-    receiver  --SnapshotBlocksRequest [0 1 2 3]--> anna      at most WINDOW blocks under way from each source
+    receiver  --SnapshotBlocksRequest [0 1 2 3]--> anna      at most WINDOW blocks in flight from each source
               --SnapshotBlocksRequest [4 5 6 7]--> bert      if a source leaves, other sources send its blocks
               <--SnapshotBlock 4------------------ bert      checked against the table, then stored
 
 No more blocks are requested from a source that is silent or far slower than the other sources, unless it is
-the only source.  If all sources are lost, the received blocks are kept.  From the next snapshot,
-which may be the state after another step, only the blocks with a different digest are requested.
+the only source.  If all sources are lost, the received blocks are kept.  From the next snapshot, which may be
+the state after another step, only the blocks whose digests differ are requested.
 
 A snapshot has two parts.  The private part (such as the model's buffers) may differ between members, so it is
 requested from only one source.  The blocks of the shared part have the same digests on all sources.
@@ -51,7 +51,7 @@ time that the fastest source needs for a block.  Its blocks are then requested f
 
 MAX_QUEUED = 64
 SHARED = 0
-"""Index of the shared part, which the private part follows."""
+"""Index of the shared part; the private part follows it."""
 
 _TABLE = struct.Struct("<2Q")
 _DIGEST_BYTES = 16
@@ -64,7 +64,7 @@ def block_digest(block: bytes | memoryview) -> bytes:
 
 
 def matches_digest(block: memoryview, digest: bytes) -> bool:
-    """Return whether the block has this digest from the chosen table."""
+    """Return whether the block matches this digest, taken from the chosen table."""
     return block_digest(block) == digest
 
 
@@ -131,7 +131,7 @@ class SnapshotSender:
             self.snapshot = None
 
     def store(self, snapshot: StateSnapshot) -> list[tuple[m.PeerId, m.Message]]:
-        """Replace the snapshot; return the messages that send its table to the receivers that wait for it."""
+        """Replace the snapshot; return the messages that send its table to the receivers waiting for it."""
         self.snapshot = snapshot
         self._queues.clear()
         waiting, self._waiting = self._waiting, set()
@@ -211,7 +211,7 @@ class _Source:
         requested: the indices of the blocks that are requested and have not arrived.
         blocks: the number of blocks that the source has sent.
         busy_s: the time that the source took to send them.
-        waiting_since_s: the time at which the latest block arrived, or, if it is later, the time of the first
+        waiting_since_s: the time at which the latest block arrived or, if later, the time of the first
             request after all earlier requests had been answered.
         is_slow: whether the source is too slow, so that the other sources send its blocks.
     """
@@ -270,7 +270,7 @@ class SnapshotReceiver:
         return len(self._buffer.received), total
 
     def take_parts(self) -> tuple[memoryview, memoryview]:
-        """Return the private and the shared part of a complete snapshot, and release their memory here."""
+        """Return the private and the shared part of a complete snapshot, and drop them from this object."""
         shared, private = self._buffer.parts
         self._buffer.parts = [allocate(0), allocate(0)]
         return private, shared
@@ -466,7 +466,7 @@ def _read_table(message: m.SnapshotDigests, max_bytes: int) -> SnapshotTable:
     payload = bytes(message.payload)
     if len(payload) < _TABLE.size:
         raise RemoteProtocolError(
-            f"a snapshot's table has {len(payload)} bytes; it must have at least {_TABLE.size} bytes",
+            f"a snapshot's table is {len(payload)} bytes long; the minimum is {_TABLE.size} bytes",
             remedy=_REMEDY,
         )
     shared_bytes, private_bytes = _TABLE.unpack_from(payload)

@@ -1,4 +1,4 @@
-"""Keeps the updates of the last steps, so that a new worker can catch up while the members train.
+"""Keeps the updates of the latest steps, so that a new worker can catch up while the members train.
 
     member:    committed round --> UpdateLog (the last few hundred, bounded in bytes) --> UpdateLogEntry
     receiver:  UpdateLogEntry --> decode_update --> digest of the vote --> history, step by step
@@ -32,7 +32,7 @@ MAX_SETTINGS_BYTES = 1 << 20
 parameter may have its own group."""
 _DIGEST_BYTES = 32
 _FLAGS_BYTES = 8
-_FIXED_BYTES = 4 + _FLAGS_BYTES + 1  # besides settings, digests and the update
+_FIXED_BYTES = 4 + _FLAGS_BYTES + 1  # excluding settings, digests and the update
 _ENTRY_BYTES = 8  # an index and a float32 value in memory
 _REMEDY = "request the updates from another member"
 
@@ -75,12 +75,12 @@ def vote_digest(settings: bytes, flags: int, digests: Sequence[bytes]) -> bytes:
 
 
 def matches_history(history: bytes, voted: bytes) -> bool:
-    """Return whether, by their histories, the replayed updates are those that the members voted for."""
+    """Return whether the histories show that the replayed updates are those that the members voted for."""
     return history == voted
 
 
 class UpdateLog:
-    """The updates of the last steps, oldest first and without a gap; indices are kept in 4 bytes."""
+    """The updates of the latest steps, oldest first and without gaps; each index is stored in 4 bytes."""
 
     def __init__(self, max_count: int = MOST_UPDATES, max_bytes: int = MOST_BYTES) -> None:
         self._max_count, self._max_bytes = max_count, max_bytes
@@ -136,13 +136,13 @@ def decode_update(step: int, payload: bytes | memoryview, n: int) -> StepUpdate:
     data = memoryview(payload).cast("B")
     if len(data) < _FIXED_BYTES:
         raise RemoteProtocolError(
-            f"an update has {len(data)} bytes; it must have at least {_FIXED_BYTES} bytes", remedy=_REMEDY
+            f"an update is {len(data)} bytes long; the minimum is {_FIXED_BYTES} bytes", remedy=_REMEDY
         )
     (settings_bytes,) = struct.unpack_from("<I", data)
     if settings_bytes > min(MAX_SETTINGS_BYTES, len(data) - _FIXED_BYTES):
         raise RemoteProtocolError(
-            f"the settings in an update of {len(data)} bytes have {settings_bytes} bytes; they must fit into "
-            f"the update and have at most {MAX_SETTINGS_BYTES} bytes",
+            f"the settings in an update of {len(data)} bytes are {settings_bytes} bytes long; they must fit "
+            f"into the update, and the maximum is {MAX_SETTINGS_BYTES} bytes",
             remedy=_REMEDY,
         )
     end = 4 + settings_bytes

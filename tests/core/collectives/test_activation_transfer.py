@@ -234,7 +234,7 @@ def test_a_stage_summary_of_another_length_is_refused() -> None:
     from gridtrain.core.collectives.collective import Provenance, StoreFromRank
 
     buffer = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
-    with pytest.raises(RemoteProtocolError, match="has 3 bytes; it must have 120"):
+    with pytest.raises(RemoteProtocolError, match="is 3 bytes long; it must be 120"):
         buffer.apply(StoreFromRank(1, b"abc", Provenance(1, 1, 2, 1)))
 
 

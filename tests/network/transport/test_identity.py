@@ -53,7 +53,7 @@ def test_the_secret_is_in_no_text():
 
 @pytest.mark.parametrize("nbytes", [0, 31, 33])
 def test_a_secret_has_32_bytes(nbytes):
-    with pytest.raises(ConfigError, match=f"must have 32 bytes; it has {nbytes}"):
+    with pytest.raises(ConfigError, match=f"must be 32 bytes long; this one has {nbytes}"):
         Identity.from_secret(bytes(nbytes))
 
 

@@ -96,7 +96,7 @@ def test_more_ranks_than_elements_leave_empty_segments():
 @pytest.mark.parametrize("nbytes", [0, 4, 7, 12])
 def test_a_slice_of_another_length_is_refused(nbytes):
     buffer = DenseRingBuffer(floats(1, 2, 3, 4), 2)
-    with pytest.raises(RemoteProtocolError, match=f"has {nbytes} bytes; it must have 8"):
+    with pytest.raises(RemoteProtocolError, match=f"is {nbytes} bytes long; it must be 8"):
         buffer.apply(AddSlice(0, 0, bytes(nbytes), FROM_1))
 
 

@@ -90,7 +90,7 @@ def test_a_slice_of_another_length_is_refused(topology, kind, effect, extra):
     buffer = make_dense_buffer(topology, np.ones(600, np.float32), 2, kind)
     elements = 600 if topology == "star" else 300
     nbytes = slice_bytes(elements, kind)
-    with pytest.raises(RemoteProtocolError, match=f"has {nbytes + extra} bytes; it must have {nbytes}"):
+    with pytest.raises(RemoteProtocolError, match=f"is {nbytes + extra} bytes long; it must be {nbytes}"):
         buffer.apply(effect(0, 0, bytes(nbytes + extra), FROM_1))
     assert (buffer.update_N == 1).all() and not buffer.rest_N.any()
 

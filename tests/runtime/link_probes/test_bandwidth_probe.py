@@ -208,4 +208,4 @@ def test_too_many_bursts_are_a_violation() -> None:
 
 def test_a_burst_of_another_length_is_a_violation() -> None:
     violation = BandwidthProbe(Random(8)).handle_burst(ANNA, Burst(1, 0, b"short"), 0.0)
-    assert violation == "sent a Burst of 5 bytes; it must have 16384 bytes"
+    assert violation == "sent a Burst of 5 bytes; it must be 16384 bytes long"

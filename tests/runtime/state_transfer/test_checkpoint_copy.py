@@ -172,10 +172,10 @@ def test_a_copy_with_a_gap_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "total", "words"),
     [
-        (b"12345678", 2, "table has 8 bytes; it must have 16"),
-        (struct.pack("<2Q", 10, 2**63), 5, "must have at most 100000000 bytes"),
+        (b"12345678", 2, "table is 8 bytes long; it must be 16"),
+        (struct.pack("<2Q", 10, 2**63), 5, "must total at most 100000000 bytes"),
         (struct.pack("<2Q", 0, 10), 2, "a checkpoint has files of"),
-        (struct.pack("<2Q", 10, 10), 7, "at most 100000000 bytes in total, in 3 blocks"),
+        (struct.pack("<2Q", 10, 10), 7, "at most 100000000 bytes, in 3 blocks"),
     ],
 )
 def test_an_impossible_table_is_refused(tmp_path: Path, table: bytes, total: int, words: str) -> None:
@@ -189,5 +189,5 @@ def test_a_block_of_another_length_is_refused(tmp_path: Path) -> None:
     blocks = sent_by(CheckpointCopier(disk, None, 10**8), transport)
     receiver = CheckpointCopier(disk, None, 10**8)
     receiver.receive(blocks[0])
-    with pytest.raises(RemoteProtocolError, match="block 1 of a checkpoint has 99 bytes; it must have 100"):
+    with pytest.raises(RemoteProtocolError, match="block 1 of a checkpoint is 99 bytes long; it must be 100"):
         receiver.receive(replace(blocks[1], payload=blocks[1].payload[:-1]))

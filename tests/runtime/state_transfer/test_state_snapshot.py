@@ -280,7 +280,7 @@ def test_a_block_that_differs_from_the_table_is_refused() -> None:
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (b"short", "table has 5 bytes"),
+        (b"short", "table is 5 bytes"),
         (
             StateSnapshot.build(1, b"", b"", bytes(2000)).table,
             "a snapshot has 2000 bytes; this worker accepts at most 1000",

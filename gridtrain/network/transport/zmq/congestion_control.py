@@ -8,11 +8,11 @@ bbr pauses for 0.2 s every 10 s to measure the round trip again, and underestima
 have short gaps between them.  cubic forgets its window in a pause: after about 0.25 s without data the kernel
 starts again with 10 segments (net.ipv4.tcp_slow_start_after_idle, RFC 2861), so that a sparse payload after
 each computation takes several round trips.  Also, cubic interprets each lost packet as a sign of a full
-queue.  If cubic itself fills the queue, many packets are lost at once, every other second with several
-connections on one link, but the window is then large.  On a link that loses a share p of its packets, the
-window remains at about 1.2 / sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore losses are
-considered only while the window is small, and the monitor counts the intervals of a quarter of a second in
-which such a loss occurred.
+queue.  If cubic itself fills the queue, many packets are lost at once (every other second with several
+connections on one link), but the window is then large.  On a link that loses a share p of its packets, the
+window stays at about 1.2 / sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore losses are
+considered only while the window is small, and the monitor counts the quarter-second intervals in which such a
+loss occurred.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MIN_SEGMENTS = 200
 """The smallest number of segments between two observations; fewer segments do not characterize the link."""
 
 PAUSE_SEGMENTS = 10
-"""Fewer segments than this between two observations, less than the window with which the kernel starts
-again, are a pause."""
+"""Fewer segments than this between two observations (fewer than the window with which the kernel starts
+again) count as a pause."""
 
 BUSY_LOOKS = 4
 """The number of observations without a pause after which cubic is chosen again."""
@@ -82,7 +82,7 @@ class SendMonitor:
             if self.control == "cubic":
                 self.recent.append(retransmitted != self.retransmitted and window < FULL_QUEUE_SEGMENTS)
             self.counted, self.retransmitted = segments, retransmitted
-        is_lossy = sum(self.recent) >= BAD_LOOKS  # then it remains so, because nothing more is recorded
+        is_lossy = sum(self.recent) >= BAD_LOOKS  # stays true, because nothing more is recorded
         is_bursty = self.restarts and self.busy_looks < BUSY_LOOKS
         self.control = "bbr" if is_lossy or is_bursty else "cubic"
         return self.control
@@ -94,7 +94,7 @@ def preferred_control(control: str, round_trip_s: float) -> str:
 
 
 def choose_control(connection: socket.socket) -> SendMonitor | None:
-    """Choose the initial congestion control; return a monitor if cubic was set instead of bbr, else None."""
+    """Choose the initial congestion control; return a monitor if cubic replaced bbr, otherwise None."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
         if control := preferred_control(control_of(connection), _read_info(connection, _MIN_RTT_AT)[0] / 1e6):
             _set_control(connection, control)
@@ -111,16 +111,16 @@ def revise_control(connection: socket.socket, monitor: SendMonitor) -> None:
 
 
 def restarts_after_idle(settings: Path = _SETTINGS) -> bool | None:
-    """Return whether the kernel starts again with a small window after a pause; None if it is unknown."""
+    """Return whether the kernel starts again with a small window after a pause; None if unknown."""
     with contextlib.suppress(OSError):
         return (settings / "tcp_slow_start_after_idle").read_text().strip() != "0"
     return None
 
 
 def slow_restart(settings: Path = _SETTINGS) -> str:
-    """Return the name of the kernel's default congestion control if it loses its window in a pause, else "".
+    """Return the name of the kernel's default congestion control if a pause resets its window, else "".
 
-    "" also if it is unknown.  bbr keeps its estimate of the link.
+    Also returns "" if this is unknown.  bbr keeps its estimate of the link.
     """
     with contextlib.suppress(OSError):
         control = (settings / "tcp_congestion_control").read_text().strip()

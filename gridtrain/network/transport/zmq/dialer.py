@@ -1,4 +1,4 @@
-"""Outgoing connections: dials addresses, retries, and makes the connection when the peer has sent Hello.
+"""Outgoing connections: dials addresses, retries, and creates a `Connection` when the peer has sent Hello.
 
 OutgoingConnection   waiting --due--> connecting --Hello answered--> established (has a Connection)
                         ^---- back-off ----+------- lost, or no answer in time ---+
@@ -29,7 +29,7 @@ BACKOFF_MAX_S = 2.0
 
 REDIAL_S, STEADY_S = 0.01, 1.0
 """A connection that lasted at least `STEADY_S` is redialled within `REDIAL_S`, so that a running process is
-connected again before the coordinator concludes from several broken connections that the process has
+connected again before the coordinator concludes, from several broken connections, that the process has
 ended."""
 
 MAX_UNREAD_BYTES = 192 * 2**20
@@ -166,7 +166,7 @@ class OutgoingConnection:
 
 
 class Dialer:
-    """Makes and keeps the outgoing connections.
+    """Establishes and maintains the outgoing connections.
 
     Args:
         context: the ZeroMQ context of all sockets.
@@ -210,7 +210,7 @@ class Dialer:
         self._outgoing.remove(dial)
 
     def retry_due(self, now_s: float) -> None:
-        """Dial the addresses whose back-off has ended, and abandon attempts without an answer in time."""
+        """Dial the addresses whose back-off has ended, and abandon attempts that got no answer in time."""
         for dial in self._outgoing:
             if now_s >= dial.due_s:
                 if dial.socket is None:

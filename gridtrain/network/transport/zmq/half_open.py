@@ -1,4 +1,4 @@
-"""Decides which half-open connections to close, that is, accepted connections without Hello.
+"""Decides which half-open connections (accepted, but without Hello so far) to close.
 
 Strangers can open many half-open connections, and each one costs a descriptor and part of a handshake.
 Their age and their number are therefore limited, in total and for each address range.  Pure: times are passed
@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 
 HALF_OPEN_S = 5.0
 """The accepting side's time limit for connection, handshake and Hello, which take a few round trips.  The
-connecting side waits longer (`dialer.HELLO_TIMEOUT_S`), so this limit decides."""
+connecting side waits longer (`dialer.HELLO_TIMEOUT_S`), so this limit applies first."""
 
 MAX_HALF_OPEN = 256
 MAX_OF_ONE_RANGE = 64
 """The largest numbers of half-open connections, in total and from one address range.  All workers in a
-household or laboratory share one range, and after an outage they all connect again at the same time."""
+household or laboratory share one range, and after an outage they all reconnect at the same time."""
 
 CLOSES_PER_S = 200.0
 """The rate at which connections are closed while `MAX_HALF_OPEN` or `MAX_OF_ONE_RANGE` is exceeded."""
@@ -57,8 +57,8 @@ def connections_to_close(waiting: HalfOpenConnections, drained_s: float, now_s: 
     """Remove the connections that must be closed now from `waiting`, and return their descriptors.
 
     Args:
-        drained_s: a time before which all data that had arrived have been read.  A connection that was
-            accepted `HALF_OPEN_S` earlier and is still in `waiting` has not sent Hello.
+        drained_s: the time until which all arrived data have been read.  A connection that was accepted
+            `HALF_OPEN_S` before this time and is still in `waiting` has not sent Hello.
     """
     return waiting.take_expired(drained_s - HALF_OPEN_S) + waiting.take_surplus(now_s)
 
@@ -95,7 +95,7 @@ class HalfOpenConnections:
         return True
 
     def due_s(self) -> float:
-        """Return the time at which the next connection must be closed; infinity if no connection waits."""
+        """Return the time at which the next connection must be closed; infinity if none is waiting."""
         for _, accepted_s in self._waiting.values():
             crowded = len(self._waiting) > MAX_HALF_OPEN or self._largest() > MAX_OF_ONE_RANGE
             next_s = self._last_close_s + 1.0 / CLOSES_PER_S if crowded else float("inf")
@@ -111,9 +111,9 @@ class HalfOpenConnections:
         return self._take(old)
 
     def take_surplus(self, now_s: float) -> list[int]:
-        """Remove and return surplus connections, each time the oldest connection of the largest range.
+        """Remove and return surplus connections, each the oldest of the range with the most connections.
 
-        The number of connections depends on the limits and on the rate at which connections are closed.
+        Their number depends on the limits and on the rate at which connections are closed.
         """
         allowed = int(min((now_s - self._last_close_s) * CLOSES_PER_S, CLOSES_PER_S))
         taken: list[int] = []

@@ -1,4 +1,4 @@
-"""Handles the beginning of a connection: CURVE's handshake (ZAP, RFC 27), and then the first message, Hello.
+"""Handles the start of a connection: CURVE's handshake (ZAP, RFC 27), and then the first message, Hello.
 
     stranger --handshake--> ROUTER --request: domain, mechanism, key--> ZapHandler --> access policy
              <---- 400 -----        <------- 200 and User-Id, or 400 ----------
@@ -50,7 +50,7 @@ def authenticate(policy: AccessPolicy, domain: bytes, mechanism: bytes, credenti
 
 
 class ZapHandler:
-    """Answers libzmq's ZAP requests, which ask whether a key may finish its handshake.
+    """Answers libzmq's ZAP requests, which ask whether the owner of a key may complete the handshake.
 
     Raises:
         zmq.ZMQError: the context already has a handler.

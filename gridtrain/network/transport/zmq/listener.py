@@ -30,7 +30,7 @@ BATCH_EVENTS = 256
 """The largest number of monitor events to read at once, so that messages are not delayed."""
 
 CLOSE_DELAY_S = 1.0
-"""The delay before `hang_up` closes a pending member's connection, so that the reply is sent first."""
+"""The delay between `hang_up` and the closing of a pending member's connection, so that the reply is sent."""
 
 DRAIN_S = 0.1
 """The longest delay before a lost connection is reported while its earlier messages are still unread."""
@@ -57,7 +57,7 @@ class Listener:
         self._accepted: dict[int, TcpConnection] = {}  # all accepted connections, by descriptor
         self._by_fd: dict[int, Connection] = {}
         self._half_open = half_open.HalfOpenConnections()
-        self._lost: list[tuple[Connection, float]] = []  # lost connections, and the times of their loss
+        self._lost: list[tuple[Connection, float]] = []  # lost connections, and when they were lost
         self._closing: list[tuple[float, Connection]] = []
 
     def listen(self, address: str) -> str:
@@ -156,7 +156,7 @@ class Listener:
         return replaced
 
     def surplus_pending_members(self) -> list[Connection]:
-        """Return the oldest connections of pending members, as many as exceed `MAX_PENDING_MEMBERS`."""
+        """Return the oldest connections of pending members in excess of `MAX_PENDING_MEMBERS`."""
         pending = [one for one in self._connections.values() if one.is_pending and one.state != "shut"]
         return pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]
 
@@ -219,7 +219,7 @@ class Listener:
         """Close surplus and expired half-open connections, and the connections that `silence` has scheduled.
 
         Args:
-            drained_s: a time before which all data that had arrived have been read.
+            drained_s: the time until which all arrived data have been read.
         """
         for fd in half_open.connections_to_close(self._half_open, drained_s, now_s):
             self._shut_down(fd)

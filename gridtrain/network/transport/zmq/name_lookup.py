@@ -1,8 +1,8 @@
 """Finds the IPv6 addresses of host names that have no IPv4 address.
 
 libzmq resolves names only to IPv4 addresses, unless IPv6 is enabled; then it prefers IPv6 addresses, at which
-a coordinator may not listen.  Therefore libzmq resolves a name that has an IPv4 address, and a name that has
-only IPv6 addresses is replaced:
+a coordinator may not be listening.  Therefore a name that has an IPv4 address is left to libzmq, and a name
+that has only IPv6 addresses is replaced:
 
     tcp://lab.example:7700    A 192.0.2.7, AAAA 2001:db8::7   unchanged
     tcp://home.example:7700   AAAA 2001:db8::9                tcp://[2001:db8::9]:7700

@@ -1,10 +1,10 @@
-"""Checks whether a peer can be dialled, by making new connections that end after the handshake.
+"""Checks whether a peer can be dialled by making new connections that end after the handshake.
 
     reach(peer, addresses) --> one attempt per address, at the same time, up to `MAX_ATTEMPTS`
                                   handshake finished --------> ReachResult(peer, address)
                                   all failed, or timeout ----> ReachResult(peer, "")
 
-A finished handshake proves the peer's key.  Without encryption a Hello that names the key is accepted.
+A finished handshake proves the peer's key.  Without encryption, a Hello that names the key is sufficient.
 Host names are not resolved, because a peer chooses the addresses.
 """
 
@@ -46,7 +46,7 @@ class _ReachRequest:
 
 
 class ReachabilityCheck:
-    """Checks whether peers can be dialled; checks of several peers can run at the same time.
+    """Checks whether peers can be dialled; several peers can be checked at the same time.
 
     Args:
         open_dealer: opens a socket that connects only to the given peer.
@@ -120,7 +120,7 @@ class ReachabilityCheck:
             request.attempts.append(attempt)
 
     def _poll_request(self, request: _ReachRequest) -> str:
-        """Close failed attempts; return the address that has answered, or "" if none has answered."""
+        """Close failed attempts; return the address that has answered, or "" if there is none yet."""
         for attempt in list(request.attempts):
             events = [event for event, _ in sockets.monitor_events(attempt.monitor)]
             if self._has_answered(attempt, request.peer, events):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-import zmq.utils.garbage  # imported early, so that its exit handler runs after a Grid's, which sends
+import zmq.utils.garbage  # imported early, so that its exit handler runs after a Grid's, which still sends
 
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import AddressTaken, TransportError
@@ -285,7 +285,7 @@ def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) ->
     if count > codec.MAX_FRAMES:
         excess = f"a message has {count} frames; at most {codec.MAX_FRAMES} are allowed"
     elif content_bytes > codec.MAX_MESSAGE_BYTES:
-        excess = f"a message has {content_bytes} bytes; at most {codec.MAX_MESSAGE_BYTES} are allowed"
+        excess = f"a message is {content_bytes} bytes long; at most {codec.MAX_MESSAGE_BYTES} are allowed"
     return IncomingMessage(routing_id, [] if excess else frames, content_bytes, wire, excess, user_id, first)
 
 

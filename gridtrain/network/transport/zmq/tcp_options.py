@@ -1,8 +1,8 @@
 """Sets options on TCP connections, which are identified by their file descriptors.
 
 libzmq owns the descriptors and closes them in its own thread, and their numbers are reused.  Therefore each
-access uses a duplicate of the descriptor, and checks first that both ends of the connection are as expected.
-The duplicate has a reserved number, so that connections can be closed when no descriptor is free.
+access uses a duplicate of the descriptor, after checking that both ends of the connection are as expected.
+The duplicate has a reserved number, so that connections can be closed even when no descriptor is free.
 This module neither reads nor writes data.  Options that the system does not support are skipped.
 
 Buffers:
@@ -10,10 +10,10 @@ Buffers:
     send() --> libzmq (8 messages) --> not sent yet (at most 2 MiB) | sent, not acknowledged --> network
                                        `------------------ SO_SNDBUF -------------------'
 
-SO_SNDBUF limits the unacknowledged data.  Linux lets the buffer grow to 4 MiB, which with the kernel's
+SO_SNDBUF limits the unacknowledged data.  Linux lets the buffer grow to 4 MiB, which after the kernel's
 overhead holds 2.5 MB of data, enough for 0.5 Gbit/s at a round trip of 40 ms.  A fixed size may be larger if
-`net.core.wmem_max` allows it.  The part that is not sent yet is limited separately (TCP_NOTSENT_LOWAT), so
-that control messages do not wait behind a large buffer on a slow link.
+`net.core.wmem_max` allows it.  The unsent part is limited separately (TCP_NOTSENT_LOWAT), so that control
+messages do not wait behind a large buffer on a slow link.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RemoteAddress = tuple[str, int]
 
 
 class TcpConnection:
-    """A TCP connection that was identified by its descriptor, and is recognized by the addresses of its ends.
+    """A TCP connection, identified by its descriptor and verified by the addresses of its ends.
 
     Args:
         fd: the descriptor.
@@ -85,7 +85,7 @@ class TcpConnection:
             return True
 
     def received_bytes(self) -> int:
-        """Return the number of bytes that have arrived, whether or not they were read; 0 if unknown."""
+        """Return the number of bytes that have arrived, read or unread; 0 if unknown."""
         with self._duplicate() as duplicate:
             if duplicate is not None:
                 with contextlib.suppress(OSError, AttributeError, struct.error):  # Linux only
@@ -128,7 +128,7 @@ class TcpConnection:
 
 
 def buffer_bytes_to_request(wmem_max_bytes: int, grows_to_bytes: int) -> int:
-    """Return the value for SO_SNDBUF, or 0 if the buffer grows to the same size or more by itself.
+    """Return the value for SO_SNDBUF, or 0 if the buffer grows to at least the same size by itself.
 
     Linux allocates twice the requested size, at most twice `wmem_max_bytes`, and a requested size is fixed.
     """
@@ -140,8 +140,8 @@ def keep_freed_pages() -> None:
     """Let the C library reuse the memory of received messages and of merges.
 
     glibc returns each freed block above a threshold to the system.  The kernel then has to provide empty
-    pages: 256 for every received slice, which takes a tenth of the CPU time of a dense round, and those of a
-    merge, which takes longer than merging 25,600 entries.  The threshold is the size of the largest block
+    pages: 256 for every received slice, which takes a tenth of the CPU time of a dense round, and those for a
+    merge, which take longer than merging 25,600 entries.  The threshold is the size of the largest block
     that was freed in this way, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD), so this function allocates and
     frees one large block.  `bytes` gets zeroed pages from the system (calloc) and never writes to the block,
     so the block takes no memory.
@@ -163,7 +163,7 @@ def raise_descriptor_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     with contextlib.suppress(OSError):
-        _reserved_descriptors()  # before strangers can take the last ones
+        _reserved_descriptors()  # before strangers can exhaust the descriptors
     return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MAX_DESCRIPTORS)
 
 
@@ -205,7 +205,7 @@ def _reserved_descriptors() -> tuple[int, int]:
 
 
 def _forget_reserved() -> None:
-    """In a forked process, which may close all descriptors and use their numbers for other files."""
+    """Forget the reserved descriptors in a forked process, which may reuse their numbers for other files."""
     global _reserved_lock
     _reserved_lock = threading.Lock()  # another thread may have held it
     _reserved_descriptors.cache_clear()

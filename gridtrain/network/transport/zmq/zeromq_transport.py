@@ -18,7 +18,7 @@ The access policy is consulted during the handshake (`handshake`), and again for
 whose key is no longer admitted is closed at its next message.
 
     `Dialer`     outgoing connections            `Listener`            incoming connections
-    `SendQueue`  messages to be sent             `ReceiveQueue`        messages that wait for the download cap
+    `SendQueue`  messages to be sent             `ReceiveQueue`        messages waiting for the download cap
     `sockets`    libzmq, with all limits set     `ReachabilityCheck`   checks of whether a peer can be dialled
 """
 
@@ -64,7 +64,7 @@ BATCH_MESSAGES = 64
 
 ROUTER_RETRY_S = (0.001, 0.1)
 """The bounds of the delay before another attempt to write to a ROUTER.  A ROUTER does not report when the
-full queue of a connection has room again, so the delay is half of the time for which the queue has been full.
+full queue of a connection has room again, so the delay is half the time for which the queue has been full.
 libzmq accepts messages again when half of its queue has been sent; it sends the other half during the
 delay."""
 
@@ -316,9 +316,9 @@ class ZeroMQTransport:
         return [self._connections[peer][0] for peer in self._send_queue.blocked_peers()]
 
     def _check_connections(self) -> None:
-        """Check for packet losses, and close connections over which too many bytes arrived unread.
+        """Check for packet losses, and close connections with too many unread bytes.
 
-        Also forget what the download cap has charged to peers that may no longer connect.
+        Also forget the debts under the download cap of peers that may no longer connect.
         """
         self._receive_queue.forget_departed(lambda peer: self._access_policy(peer) is ConnectionRole.STRANGER)
         for connections in self._connections.values():
@@ -361,7 +361,7 @@ class ZeroMQTransport:
         """
         try:
             taken = sockets.write(connection.socket, frames, connection.routing_id)
-        except zmq.ZMQError:  # EHOSTUNREACH: the connection is closed, but its monitor was not read yet
+        except zmq.ZMQError:  # EHOSTUNREACH: the connection is closed; its monitor has not been read yet
             self._send_queue.clear_peer(connection.peer)
             self._listener.mark_lost(connection)
             return True
@@ -374,7 +374,7 @@ class ZeroMQTransport:
     def _read_router(self) -> bool:
         """Read at most one batch from all accepted connections; return whether no message is left."""
         for count in range(BATCH_MESSAGES):
-            is_ready = not count or sockets.is_readable(self._listener.router)  # the first: says `wait`
+            is_ready = not count or sockets.is_readable(self._listener.router)  # `wait` reported the first
             incoming = self._listener.read() if is_ready else None
             if incoming is None:
                 return True
@@ -392,7 +392,7 @@ class ZeroMQTransport:
             if dial.socket is None:
                 return True  # the connection was closed while messages were handled
             incoming = None
-            if not count or sockets.is_readable(dial.socket):  # the first: says `wait`
+            if not count or sockets.is_readable(dial.socket):  # `wait` reported the first
                 incoming = sockets.read(dial.socket, encrypted=self._encrypted)
             if incoming is None:
                 return True
@@ -522,7 +522,7 @@ class ZeroMQTransport:
             text = f"more than {access_control.MAX_PENDING_MEMBERS} connections with invitations"
             self._close_connection(surplus, text)
 
-    # -- connections that come and go ----------------------------------------------------------
+    # -- connections made and lost -------------------------------------------------------------
 
     def _read_dial_monitor(self, dial: OutgoingConnection) -> None:
         if dial.monitor is None or (event := dial.read_monitor()) is None:
@@ -541,7 +541,7 @@ class ZeroMQTransport:
             self._connection_down(connection, reason)
 
     def _close_connection(self, connection: Connection, reason: str) -> None:
-        """Close a connection immediately; its messages that wait to be delivered are dropped."""
+        """Close a connection immediately; its messages that are waiting to be delivered are dropped."""
         self._receive_queue.remove_sender(connection, connection.peer, time.monotonic())
         if connection.outgoing is not None:
             self._redial(connection.outgoing, reason)
