@@ -15,8 +15,8 @@ The owner of segment s starts with its own part and adds the parts of ranks s + 
 order as a ring, so both exchanges produce the same bits.  A payload that arrives before its turn is held; at
 most one payload is held for each sender and slice, and none that is longer than the slice.
 
-All slices of a member carry the same flags, so the decision whether to skip the step is known when one
-slice is complete.  A retry starts from the beginning, because it repeats only two hops.
+All slices of a member carry the same flags, so whether the step is skipped is known when one slice
+is complete.  A retry starts from the beginning, because it repeats only two hops.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class DirectAllReduce(CollectiveBase):
     def _check_length(self, from_rank: int, slot: PayloadSlot, payload: Any) -> None:
         """Raise `RemoteProtocolError` if the payload is too long to be held until its turn.
 
-        A payload may have up to 64 MiB; the buffer checks the exact length only when it adds the payload.
+        A payload may be up to 64 MiB long; the buffer checks the exact length only when it adds the payload.
         """
         if self._most_bytes is not None and len(payload) > self._most_bytes:
             raise RemoteProtocolError(

@@ -43,7 +43,7 @@ MAX_SLICE_BYTES = 2**20
 MIN_SLICE_BYTES = 128 * 1024
 """Smallest size of a slice.
 
-A message costs each end about 0.3 ms of CPU time, which is the time that 40 KiB take at 1 Gbit/s.
+A message costs each end about 0.3 ms of CPU time, the time that it takes to send 40 KiB at 1 Gbit/s.
 """
 PREFERRED_SLICES = 8
 """Preferred number of slices of a segment: one is sent and one is added while the other slices wait."""

@@ -125,7 +125,7 @@ class Attempts:
     Attributes:
         rank: rank of this member.
         open_attempt: the attempt in progress; None between two attempts.
-        flags: the flags of the contributions to the round that have arrived (`core.group.round_flags`).
+        flags: the combined flags of the round's contributions that have arrived (`core.group.round_flags`).
         is_absent: whether this member's contribution to the open attempt is empty.
         compute_s: the time from the previous commit to the trainer's submission, for the vote; None if the
             trainer is absent.

@@ -7,9 +7,9 @@
       v                           v   else ABORT; decided once
     Decided                     Decided
 
-After a YES a member never aborts by itself: it waits for the root, or for the coordinator's Freeze.  The root
-aborts when a member has neither voted nor reported that it is alive for `timeout_s`, or when no member has
-made progress for that time (because a payload was lost with a connection, and all members wait for it).
+After a YES, a member never aborts on its own: it waits for the root, or for the coordinator's Freeze.  The
+root aborts when a member has neither voted nor reported that it is alive for `timeout_s`, or when no member
+has made progress for that long (because a payload was lost with a connection, and all members wait for it).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LaterStepSeen:
 
 @dataclass(frozen=True, slots=True)
 class ProgressReceived:
-    """The member is alive: its trainer computes, or waits inside gridtrain for the other members.
+    """The member is alive: its trainer is computing, or is waiting inside gridtrain for the other members.
 
     `has_moved` is True if it has also made progress, for example received a payload or computed a layer.
     """
@@ -155,7 +155,7 @@ class TwoPhaseCommit:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether this member has voted YES and waits for the verdict."""
+        """Whether this member has voted YES and is waiting for the verdict."""
         return self.vote is True and self.verdict is None
 
     @property
@@ -232,7 +232,7 @@ class TwoPhaseCommit:
         check_vote(vote.rank, self.rank)
         self._last_progress_s[vote.rank] = self._last_movement_s = now_s
         if self.verdict is not None:
-            return []  # decided already; the caller repeats the decision to late voters
+            return []  # already decided; the caller repeats the decision to late voters
         earlier = self._votes.get(vote.rank)
         if earlier is not None and not _is_same_vote(earlier, vote):
             raise RemoteProtocolError(

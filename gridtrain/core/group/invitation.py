@@ -160,6 +160,6 @@ def invitation_digest(key: PeerId) -> str:
 
 
 def comparable_key(key: PeerId) -> str:
-    """Return the first 32 digits of a key in groups of four, which people compare."""
+    """Return the first 32 digits of a key in groups of four, for people to compare."""
     digits = key.hex()[:32]
     return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))

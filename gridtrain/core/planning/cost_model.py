@@ -38,7 +38,7 @@ from gridtrain.core.planning.workload import (
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """The cost of one exchange, from the moment at which all members have their gradient.
+    """The cost of one exchange, from the moment at which all members have their gradients.
 
     Attributes:
         exchange_s: time until the last member may apply the update, including the vote.
@@ -128,7 +128,7 @@ def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
 
 
 _ENTRY_COSTS = ("decode_entry_s", "merge_entry_s", "sum_entry_s", "round_element_s", "widen_element_s")
-"""Without selecting and encoding, which come before packets."""
+"""Costs per entry or element, except those of selecting and encoding, which precede all packets."""
 
 
 def _slowed_cpu(cpu: CpuCosts, times: float) -> CpuCosts:

@@ -4,7 +4,7 @@
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)
     exchange, parameters --+
 
-Reports of workers are not trusted.  If both ends of a link report its rate, the smaller value is used, and if
+Workers' reports are not trusted.  If both ends of a link report its rate, the smaller value is used, and if
 both report a round trip, the larger value is used; a rate that only one end reports is limited to the median
 of the other rates.  Therefore no worker can make a link look better than the other end has measured it.  A
 worker that makes its own links look worse only gets the rank of a worker with slow links, and cannot cause a
@@ -36,13 +36,13 @@ MIN_SPEEDUP = 1.2
 """Start a generation with another order only if the exchange is predicted to be this many times as fast."""
 
 MAX_REPLANNED_MEMBERS = 64  # in larger groups the order changes only when a worker joins or leaves
-MAX_LISTED_MEMBERS = 32  # the most members whose links the status shows
+MAX_LISTED_MEMBERS = 32  # number of members whose links the status shows
 DEFAULT_LINK_Bps = 12.5e6  # 100 Mbit/s, assumed where nothing has been measured
 MOST_Bps, LEAST_Bps = 1e11, 1e3
-"""Bounds of a reported rate."""
+"""Bounds on a reported rate."""
 
 MAX_UNCONFIRMED_Bps = 125e6
-"""The bound of a rate that only one end has reported while no other worker has reported any rate: 1 Gbit/s.
+"""The bound on a rate that only one end has reported while no other worker has reported any rate: 1 Gbit/s.
 A rate that only one end has reported may be far too high, because a worker whose loop was busy reads the
 whole burst from a buffer at once."""
 
@@ -86,7 +86,7 @@ class LinkMeasurements:
     received_Bps: dict[PeerPair, float] = field(default_factory=dict)
 
     def record(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
-        """Record a report of `peer`; return whether the report has changed any rate.
+        """Record a report from `peer`; return whether the report has changed any rate.
 
         Args:
             rates: (other end, bytes per second to the other end, bytes per second from it) for each link; 0
@@ -166,7 +166,7 @@ class LinkMeasurements:
             if rate_Bps > down_Bps[b]:
                 down_Bps[b] = rate_Bps
 
-        @cache  # a search looks at the same links again and again
+        @cache  # a search looks up the same links repeatedly
         def link(a: int, b: int) -> LinkModel:  # made on demand, because 1000 members have a million links
             trip_s = trips.get((min(a, b), max(a, b)), usual_s)
             return LinkModel(trip_s / 2, rates.get((a, b), usual_Bps if rates else math.inf))
@@ -208,7 +208,7 @@ class LinkMeasurements:
             return rates
         ordered = sorted(rates, key=lambda pair: rates[pair])
         ordered_Bps = [rates[pair] for pair in ordered]
-        places: dict[int, list[int]] = {}  # in `ordered`, of what a member alone reports
+        places: dict[int, list[int]] = {}  # in `ordered`, of the rates that only this member reports
         for place, pair in enumerate(ordered):
             if pair in unconfirmed:
                 places.setdefault(unconfirmed[pair], []).append(place)
@@ -290,7 +290,7 @@ def search_rank_order(
 
 
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
-    """Return the order of joining, if the operator has chosen it; rank 0 is the first of `firsts`."""
+    """Return the order of joining, for when the operator has chosen it; rank 0 is the first of `firsts`."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
     return RankOrder(order, "ranks in the order of joining, as configured")
 
@@ -324,7 +324,7 @@ def compare_rank_orders(
     now = [peers.index(peer) for peer in current]
     now_s = simulated_exchange_s(load, network, CpuCosts(), now)
     yield
-    found = yield from _search_best_order(load, network, peers, peers, current)  # of `search_rank_order`
+    found = yield from _search_best_order(load, network, peers, peers, current)  # as in `search_rank_order`
     if now_s < MIN_SPEEDUP * found.exchange_s:
         return ""
     is_corroborated = yield from _corroborate(load, measured, peers, now, found.order, shares)
@@ -363,7 +363,7 @@ def _corroborate(
 def with_entry_shares(
     network: NetworkModel, peers: Sequence[PeerId], shares: Mapping[PeerId, int]
 ) -> NetworkModel:
-    """Return the network of `peers` with these values of `Member.entries_share`, the others whole."""
+    """Return the network of `peers` with these entries shares (`Member.entries_share`), by default whole."""
     fractions = [shares.get(peer, WHOLE_SHARE) / WHOLE_SHARE for peer in peers]
     return replace(network, entry_shares=fractions if shares else ())
 

@@ -304,7 +304,7 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
 
 
 def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:
-    """Return the CPU time of decoding the whole dense vector and, where a ring sends it on, rounding it."""
+    """Return the CPU time of decoding the whole dense vector and, if a ring sends it on, of rounding it."""
     if not load.is_rounded:
         return 0.0
     rounding_s = cpu.round_element_s if is_sent_on and load.kind is ExchangeKind.DENSE else 0.0
