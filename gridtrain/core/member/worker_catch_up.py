@@ -6,7 +6,7 @@
     ServeCatchUp(receivers)  --> TakeSnapshot                             requests of receivers are delivered
 
 A worker that is catching up has no rank, so no member notices a missing connection to it; the worker itself
-therefore reports sources that it cannot reach.  The coordinator decides from which sources a worker catches up.
+therefore reports sources that it cannot reach.  The coordinator decides which sources a worker uses.
 """
 
 from __future__ import annotations

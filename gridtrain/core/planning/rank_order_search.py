@@ -9,8 +9,8 @@
 For up to 7 members, every order is tried unless members wait for the plan.  Otherwise, good starting
 orders are improved in a limited number of trials, by swapping two members or reversing a range of ranks;
 above 128 members only the root of a star is chosen.  Orders are compared by `order_estimator`, which adds up
-hops without queueing; the best orders are then simulated message by message.  `SearchLimits` bounds counts, not
-time, so that the same measurements always lead to the same order.  `search_order` is a generator that
+hops without queueing; the best orders are then simulated message by message.  `SearchLimits` bounds counts,
+not time, so that the same measurements always lead to the same order.  `search_order` is a generator that
 yields after each piece of its work, so that a coordinator of many members can handle messages in between.
 """
 
@@ -109,7 +109,7 @@ OrderEstimator = Callable[[Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class RankOrderEstimate:
-    """The fastest order found, and the predicted time of an exchange with it and with the order of joining."""
+    """The fastest order found, and the predicted time of an exchange with it and with the join order."""
 
     order: MemberOrder
     exchange_s: float
