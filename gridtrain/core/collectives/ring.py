@@ -7,8 +7,8 @@ are busy at the same time.  Each slice goes around the ring twice.  For example,
     REDUCE   0 --hop 0--> 1 --hop 1--> 2          each member adds its own part, then sends it on
     GATHER   2 --hop 0--> 0 --hop 1--> 1          the sum goes around, and each member stores it
 
-The ring fixes the order of the additions, and each segment is summed only once, so all ranks end with the
-same bits.  A REDUCE message carries the combined flags of all members that it has passed.  At the last
+The ring fixes the order of the additions, and each segment is summed only once, so all ranks end with
+the same bits.  A REDUCE message carries the combined flags of all members that it has passed.  At the last
 member they are complete, and GATHER carries the result on unchanged.
 
 A retry of an aborted attempt (same generation, same contributions) would produce the same bits again, so it
@@ -162,8 +162,8 @@ class RingAllReduce(CollectiveBase):
         keys, lacks = self._keys(), bytes(payload)
         if len(lacks) != len(keys) or max(lacks) > _MISSING_NOTHING:
             raise RemoteProtocolError(
-                f"{self._label}: RESUME from rank {right} has {len(lacks)} bytes with values up to "
-                f"{max(lacks, default=0)}; it must have {len(keys)} bytes with values up to "
+                f"{self._label}: RESUME from rank {right} contains {len(lacks)} bytes with values up to "
+                f"{max(lacks, default=0)}; it must contain {len(keys)} bytes with values up to "
                 f"{_MISSING_NOTHING}",
                 remedy=NEVER_SENT,
             )

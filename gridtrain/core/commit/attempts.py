@@ -75,7 +75,7 @@ It covers a flow control window, one message beyond the window, and small messag
 """
 
 MAX_STALE_MESSAGES = 20_000
-"""Largest number of messages of past rounds that a correct peer can send between two commits."""
+"""Largest number of messages for past rounds that a correct peer can send between two commits."""
 
 MAX_STEPS_AHEAD = 1
 """Largest number of steps by which a member can be ahead of another member.
@@ -555,7 +555,7 @@ def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def exceeds_stale_limit(messages: int) -> bool:
-    """Return whether a peer sent more messages of past rounds than are tolerated.
+    """Return whether a peer sent more messages for past rounds than are tolerated.
 
     Reading a message that is then dropped costs as much as reading any other.
     """
@@ -567,7 +567,7 @@ def _is_over(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def _proves_commit(from_rank: int) -> bool:
-    """Return whether a message of the next step from this rank proves this step's commit (commit rule 3).
+    """Return whether a message for the next step from this rank proves this step's commit (commit rule 3).
 
     A member at the next step has received the verdict on this step.  Only the root is trusted, because a
     faulty member could otherwise make this member alone apply the update.

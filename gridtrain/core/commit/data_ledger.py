@@ -11,14 +11,14 @@ determines.
     step 3 begins the next pass                               a a b b
 
 The state is replicated.  It changes only when a step commits (`commit`), or when a MembershipView follows an
-aborted step (`reassign`).  All other values are computed from the state, with equal results on every worker.
+aborted step (`reassign`).  All other values are computed from the state, identically on every worker.
 `commit` and `reassign` check an invariant:
 
     cursor == consumed + requeued + held by the members that a MembershipView named + late + pending + leased
 
 A member may be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
 remains the member's only assignment until the member takes part in a committed step again, which consumes the
-batch.  Meanwhile the share of the member counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
+batch.  Meanwhile, the member's share counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
 re-queued for other members.
 
 If `LedgerSpec.delay` is 1, each batch is pending for a step: a member computes the batch that a step hands
@@ -31,8 +31,8 @@ out while the gradient of its previous batch is exchanged, and the next step con
 A share is a batch size in samples.  A step takes as many samples as the sum of all shares, or fewer at the
 end of a pass, because it extends at most from the cursor to the end of the pass.  Therefore, no step has
 samples from two passes unless some samples are re-queued.  A short step is split in proportion to the shares
-(largest remainder, ties to the lower rank).  If the ranks were filled one after the other, the last ranks
-would be idle while the first have full batches, and a step takes as long as its slowest worker.
+(largest remainder, ties to the lower rank).  Filling the ranks one after another would leave the last
+ranks idle while the first have full batches, and a step takes as long as its slowest worker.
 
 With `LedgerSpec.shards`, a step gives each member as many samples as without, but different positions: each
 member reads from the shard that it has leased (`shard_leases`).
@@ -163,7 +163,7 @@ def predict_assignments(
 def contribution_weight(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
 ) -> tuple[int, int]:
-    """Return the weight of a member's contribution to step `state.step`: its samples, and those of the step.
+    """Return the weight of a member's contribution to step `state.step`: (its samples, the step's samples).
 
     A late or pending batch is weighted by the total of the step that handed it out.
 
@@ -312,7 +312,7 @@ def _split(total: int, shares: Sequence[int]) -> list[int]:
 
 def _rest_of_pass(spec: LedgerSpec, state: LedgerState) -> tuple[Span, ...]:
     """Return the positions from the cursor to the end of its pass, or () once the last pass is assigned, or
-    while members have leases of a pass that is fully assigned."""
+    while members have leases in a pass that is fully assigned."""
     cursor = state.cursor
     is_last = spec.epochs is not None and cursor >= spec.epochs * spec.size
     if is_last or (state.leases and cursor % spec.size == 0):

@@ -16,7 +16,7 @@ second half of the longest lease.  The same rule covers groups with more members
 join late.  The next pass begins when no lease of the previous pass is left, so steps are as large as in a run
 without shards.
 
-Everything is computed from the replicated ledger and the members' counts, with equal results on every worker.
+Everything is computed from the replicated ledger and the members' counts, identically on every worker.
 """
 
 from __future__ import annotations

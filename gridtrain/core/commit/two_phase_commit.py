@@ -3,7 +3,7 @@
     member                      root (rank 0)
       | Prepared(digest)          | Prepared(digest)
       |-------- Vote YES -------->|
-      |<----- Decision -----------|   COMMIT iff every member voted YES for one digest,
+      |<----- Decision -----------|   COMMIT iff every member voted YES for the same digest,
       v                           v   else ABORT; decided once
     Decided                     Decided
 
@@ -77,7 +77,7 @@ class DecisionReceived:
 
 @dataclass(frozen=True, slots=True)
 class LaterStepSeen:
-    """A message of the next step in this generation arrived, which proves the commit (commit rule 3)."""
+    """A message for the next step in this generation arrived, which proves the commit (commit rule 3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class TwoPhaseCommit:
             case Prepared(digest):
                 return self._cast_vote(VoteReceived(self.rank, True, digest, ""), now_s)
             case Failed(reason):
-                # After a YES only the root or the coordinator may end the attempt.
+                # After a YES, only the root or the coordinator may end the attempt.
                 if self.vote is not None:
                     return []
                 return self._cast_vote(VoteReceived(self.rank, False, b"", reason), now_s)

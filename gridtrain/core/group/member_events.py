@@ -277,7 +277,7 @@ GenerationEvent = (
     | StateDigestMismatch
     | StageCheckpointsChanged
 )
-"""Events of the trainer and of the I/O loop that concern a generation."""
+"""Events from the trainer and the I/O loop that concern a generation."""
 
 MemberEvent = (
     GenerationEvent
@@ -485,7 +485,7 @@ class DiscardCheckpoints(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class BeginCatchUp(MemberEffect):
-    """Begin to catch up with a new snapshot, followed by the updates of the sources."""
+    """Begin catch-up with a new snapshot, followed by the sources' updates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class MemberContext:
     def known_peers(self, assignment: RankAssignment | None) -> frozenset[m.PeerId]:
         """Return the peers whose messages are accepted.
 
-        These are the coordinator, the members, the announced peers, and the partners of catch-up.
+        These are the coordinator, the members, the announced peers, and the catch-up partners.
         """
         return self.peer_links.known_peers(assignment, self.catch_up.peers)
 

@@ -279,7 +279,7 @@ class Generation:
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
         """Report to the coordinator that a connection was lost; while RUNNING, also fail the open round.
 
-        The report is sent in every phase, so that a member that ends during a view change is detected too.
+        The report is sent in every phase, so that a member that exits during a view change is detected too.
         """
         effects: list[MemberEffect] = []
         rank, required = self.rank_assignment.rank_of(peer), self.required_peers

@@ -68,7 +68,7 @@ def with_own_addresses(own_id: m.PeerId, members: Sequence[m.Member]) -> tuple[m
 
 
 def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tuple[int, ...]:
-    """Return the first layer of each stage, then the number of layers; () for a model in one piece.
+    """Return the first layer of each stage, then the number of layers; () for an unpartitioned model.
 
     Raises:
         RemoteProtocolError: the MembershipView's partition is not valid for this model.

@@ -141,7 +141,7 @@ class ReplicaState:
         self.applied, self.history = view.applied, view.history
         self.is_synced, self._layers = as_built, layers
         if as_built:
-            self.memory_layers = None  # building the stage again overwrites it
+            self.memory_layers = None  # rebuilding the stage overwrites it
 
     def enter_standby(self, ledger: m.LedgerState) -> None:
         self.memory_layers = None

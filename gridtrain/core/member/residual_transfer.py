@@ -63,7 +63,7 @@ class ResidualTransfer:
     """Both sides of the transfer, for one member.
 
     Attributes:
-        is_leaving: whether this member transfers its residual and takes part in no more steps.
+        is_leaving: whether this member is transferring its residual and takes part in no more steps.
         is_refusing: whether this member declines all residuals, because it is about to leave.
     """
 

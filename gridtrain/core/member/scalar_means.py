@@ -5,8 +5,8 @@ and for the total weight of a step's contributions (`grid.weigh`).
 
 Within a step, the i-th call on one worker corresponds to the i-th call on each other worker; weights have the
 index `WEIGHTS_INDEX`.  If the generation ends before all members have called, the average is cancelled and
-the trainer continues with its own value.  A rank that has made a later call is not waited for.  The
-root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of
+the trainer continues with its own value.  The root does not wait for a rank that has made a later call.  It
+stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of
 another member.
 """
 

@@ -55,7 +55,7 @@ class StepPace:
         """Return the next heartbeat for the coordinator.
 
         Args:
-            skips: `ReplicaState.skip_metrics`, which follow the metrics of `event` as far as there is room.
+            skips: `ReplicaState.skip_metrics`, which follow the metrics of `event` as far as space permits.
         """
         self._heartbeats += 1
         metrics = *event.metrics, *((name, float(steps)) for name, steps in skips.items())

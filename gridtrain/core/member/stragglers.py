@@ -84,8 +84,8 @@ class UsualDelays:
     """The delays that one member knows; they outlive the generations.
 
     Attributes:
-        compute: for each member, from a commit to its trainer's submission, with its share as the scale.
-        wait: from this member's submission to the commit.
+        compute: each member's delay from a commit to its trainer's submission, with its share as the scale.
+        wait: this member's delay from its submission to the commit.
     """
 
     def __init__(self) -> None:
@@ -100,16 +100,16 @@ class UsualDelays:
 
 
 class Stragglers:
-    """The waiting and absent members of one generation, as one member sees them.
+    """The waiting and absent members of one generation, as seen by one member.
 
     Args:
         count_samples: returns the number of samples of each rank in the open step.
         delays: the delays that this member knows from earlier generations.
-        is_enabled: whether steps may continue without members in this run.
+        is_enabled: whether steps may continue without some members in this run.
 
     Attributes:
         absent: the ranks that were absent from the last committed step.
-        is_enabled: whether steps may continue without members in this generation.
+        is_enabled: whether steps may continue without some members in this generation.
         absence: the step that this member is missing, and the others' optimizer settings; or None.
     """
 
@@ -322,7 +322,7 @@ class Stragglers:
 
     @property
     def _has_quorum(self) -> bool:
-        """Whether this is the root, and enough members, by samples, wait with equal optimizer settings."""
+        """Whether this is the root, and the waiting members have enough samples and equal settings."""
         if not self._waiting or len(set(self._waiting.values())) > 1:  # always empty except on the root
             return False
         counts, shares = self._count_samples(), [share for _, share in self._assignment.shares]
@@ -342,7 +342,7 @@ class Stragglers:
         """The time from which the root requests this rank to be absent.
 
         A member reports its delays to the root only.  A new root may not know the member's limit, but the
-        member complies with no request before its own limit, so the root applies its own limit instead.
+        member does not comply with a request before its own limit, so the root applies its own limit instead.
         """
         late_s = self._late_s(rank)
         return late_s if math.isfinite(late_s) else self._opened_s + self._own_limit_s

@@ -193,7 +193,7 @@ class ViewChanges:
         members = changes.apply(self._listed) if changes.base == self.generation_number else None
         if members is None:
             self._unlisted_generation = changes.generation
-            reason = f"the changes of the member list of generation {changes.base} do not apply here"
+            reason = f"the changes to generation {changes.base}'s member list do not apply to this worker's"
             return self._coordinator_link.rejoin(reason, self.generation_number)
         self._pages = {0: m.MemberListPage(changes.term, changes.generation, 0, 1, members)}
         return []

@@ -3,7 +3,7 @@
     CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
       |                          CaughtUp --> CatchUpReport
       +-- `route_s` without any connected source --> PeersUnreachable --> CatchUpFrom with other addresses
-    ServeCatchUp(receivers)  --> TakeSnapshot                             requests of receivers are delivered
+    ServeCatchUp(receivers)  --> TakeSnapshot                             receivers' requests are delivered
 
 A worker that is catching up has no rank, so no member notices a missing connection to it; the worker itself
 therefore reports sources that it cannot reach.  The coordinator decides which sources a worker uses.
@@ -39,7 +39,7 @@ class WorkerCatchUp:
     """Catch-up of one worker.
 
     Args:
-        route_s: time that establishing a connection may take.
+        route_s: time allowed for establishing a connection.
 
     Attributes:
         sources: peers from which this worker catches up.

@@ -531,7 +531,7 @@ class MembershipView(Message):
         decided_round: the round that the verdict commits; None if the verdict is ABORT.
         applied, history, ledger: the state after the verdict; each member must hold it to send Ready.
         exchange: the exchange that the coordinator chose, as `Exchange.describe` writes it, if the script
-            leaves the choice to the coordinator; empty until one is chosen, and no round begins before.
+            leaves the choice to the coordinator; empty before it has chosen, when no round can begin.
         stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, then
             the number of layers.
     """

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from gridtrain.quantities import shorten
 
 MESSAGE_TYPES: dict[int, type] = {}
-"""Every message class by its code, which is the first item of its header."""
+"""Every message class, keyed by its code, which is the first item of its header."""
 
 
 class Message:

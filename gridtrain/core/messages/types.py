@@ -127,7 +127,7 @@ class Span:
         return None if self.start <= self.stop else f"{self}; it must not stop before it starts"
 
     def find_problem_of_layers(self) -> str | None:
-        """Return the problem of a span of layers, which must contain at least one layer, or None."""
+        """Return the problem with a span of layers, which must contain at least one layer, or None."""
         return None if self.start < self.stop else f"layers {self}; there must be at least one layer"
 
 
@@ -198,10 +198,10 @@ class LedgerState:
         skipped: number of samples of committed steps whose update was skipped.
         holders: the positions of each member in step `step`, if a MembershipView fixed them; None if they are
             assigned by shares.
-        late: the batches of members that are absent, by peer in ascending order.
-        pending: the batches of the previous step, if `LedgerSpec.delay` is 1, by peer in ascending order.
+        late: the batches of members that are absent, sorted by peer.
+        pending: the batches of the previous step, if `LedgerSpec.delay` is 1, sorted by peer.
         leases: the positions of a shard that later steps assign to each member, if `LedgerSpec.shards` is
-            not empty, by peer in ascending order.
+            not empty, sorted by peer.
     """
 
     step: UInt = 0
@@ -331,7 +331,7 @@ class StagedModel:
 
 
 def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:
-    """Return the problem of block `index` of `total`, or None; there may be at most `max_blocks` blocks."""
+    """Return the problem with block `index` of `total`, or None; at most `max_blocks` blocks are allowed."""
     if not index < total <= max_blocks:
         return f"block {index} of {total}; it must be below the total, which must be at most {max_blocks}"
     return find_problem_of_size(payload, MAX_BLOCK_BYTES)

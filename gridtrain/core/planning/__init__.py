@@ -1,6 +1,6 @@
 """Choose a run's exchange, its order of ranks and its batch shares from measured links and speeds.
 
-Contains pure functions of measurements, and the state of a run's choice; nothing in it measures or sends.
+Contains pure functions of measurements, and the state of a run's choice; it neither measures nor sends.
 
     exchange_facts        the facts of a run --> Dense | TopK | GTopK | Auto, number of parameters
     network_model         links, latencies and rates;  workload: bytes and CPU time of an exchange

@@ -147,7 +147,7 @@ def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
 def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
     """Return integer shares with the sum `total` that minimize the longest count / speed.
 
-    Every worker gets at least 1 sample if there are enough samples; in a tie the worker with the lower index
+    Every worker gets at least 1 sample if there are enough samples; in a tie, the worker with the lower index
     gets the sample.
 
     Args:

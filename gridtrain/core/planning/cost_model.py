@@ -113,9 +113,9 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 
 
 def _packet_s(network: NetworkModel, cpu: CpuCosts) -> float:
-    """Return the CPU time of a packet, which is 0 if packets arrive faster than a core handles both ends.
+    """Return the CPU time per packet; it is 0 if packets arrive faster than a core can handle both ends.
 
-    Then many of them are read at once.  All members exchange at the pace of the slowest link.
+    Many packets are then read at once.  All members exchange at the pace of the slowest link.
     """
     slowest_Bps = min(*network.up_Bps, *network.down_Bps, *network.shared_Bps.values())
     return cpu.packet_s if PACKET_BYTES / slowest_Bps > 2 * cpu.packet_s else 0.0

@@ -38,14 +38,14 @@ KEPT_SPEEDUP = 1.1
 """Current shares are kept if they make the exchange this many times as fast; new ones need `MIN_SPEEDUP`."""
 
 MIN_CHANGE = 1.5
-"""A share changes only by at least this factor."""
+"""A share is changed only by at least this factor."""
 
 RATIO_FACTORS = (8.0, 4.0, 2.0, 1.0)
 """The shares to try, as multiples of the ratio of a member's upload to the other members' uploads."""
 
 ACCEPTED_SLOWDOWN = 1.1
-"""The largest shares are chosen with which an exchange takes at most this many times as long as with the
-smallest ones."""
+"""The chosen shares are the largest with which an exchange takes at most this many times as long as with the
+smallest."""
 
 
 MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator

@@ -279,7 +279,7 @@ class ExchangeChoice:
         return network is None and now_s < self._all_reported_s + self.rate_timeout_s
 
     def reconsider(self, size: int, network: NetworkModel | None, compute_s: Sequence[float]) -> str:
-        """Change the choice if that makes steps much faster; return the reason, or "" if it is kept.
+        """Change the choice if steps become sufficiently faster; return the reason, or "" if it is kept.
 
         A choice made for a single worker is not kept for several workers: without measurements it becomes
         open again.

@@ -307,7 +307,7 @@ def choose_dense_topology(
     if not edges:
         return DenseTopology(False, "around a ring, because some members cannot connect directly")
     if network is None:
-        return DenseTopology(True, f"direct: {load.unit_bytes} bytes are few, and no link has been measured")
+        return DenseTopology(True, f"direct: {load.unit_bytes} bytes is small, and no link has been measured")
     if (share := _slowest_link_share(network)) < MIN_LINK_SHARE:
         reason = f"around a ring, because a link has only {share:.0%} of the rate of its ends"
         return DenseTopology(False, reason, inf)

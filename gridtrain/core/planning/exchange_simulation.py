@@ -81,7 +81,7 @@ class MessageCost(NamedTuple):
 
     Attributes:
         wire_bytes: size of the message, including headers.
-        handling_s: CPU time of the sender for writing it, and of the receiver for reading it.
+        handling_s: CPU time at each end, for writing or reading the message.
         work_s: CPU time of the receiver for processing its contents.
     """
 

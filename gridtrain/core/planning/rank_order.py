@@ -6,7 +6,7 @@
 
 Workers' reports are not trusted.  If both ends of a link report its rate, the smaller value is used, and if
 both report a round trip, the larger value is used; a rate that only one end reports is limited to the median
-of the other rates.  Therefore no worker can make a link look better than the other end has measured it.  A
+of the other rates.  Therefore, no worker can make a link look better than the other end measured it to be.  A
 worker that makes its own links look worse only gets the rank of a worker with slow links, and cannot cause a
 new order that is not also justified by the reports of the other workers.
 """
@@ -144,7 +144,7 @@ class LinkMeasurements:
         )
 
     def build_network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> NetworkModel | None:
-        """Build the network of these members, in their order; return None if no link has been measured.
+        """Build the network of these members, in this order; return None if no link has been measured.
 
         A link without a measurement gets the median of the measured links, and a member's upload or download
         gets the rate of its fastest link.
@@ -290,7 +290,7 @@ def search_rank_order(
 
 
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
-    """Return the order of joining, for when the operator has chosen it; rank 0 is the first of `firsts`."""
+    """Return the join order, for use if the operator has chosen it; rank 0 is the first of `firsts`."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
     return RankOrder(order, "ranks in the order of joining, as configured")
 

@@ -46,7 +46,7 @@ would take the coordinator too long."""
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """How much one search may compute.
+    """Limits on the work of one search.
 
     Attributes:
         edges: the number of edges of the orders that are estimated; an edge takes 0.2 to 0.7 us.

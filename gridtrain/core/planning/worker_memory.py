@@ -22,7 +22,7 @@ _LOGGED_ENTRY_BYTES, _LOGGED_STEP_BYTES = 8, 800
 """Bytes of an entry in the update log, and of a step in addition to its entries."""
 
 MOST_LOGGED_STEPS, MOST_LOGGED_BYTES = 512, 128 << 20
-"""The largest length of the update log."""
+"""The maximum length of the update log, in steps and in bytes."""
 
 ROUNDED_BYTES = {"fp32": 0.0, "bf16": 2.0, "int8": 1.0 + 2.0 / 256}
 """Bytes per element of the copy of what was sent, which a dense exchange keeps if it rounds values."""

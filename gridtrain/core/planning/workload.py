@@ -72,8 +72,8 @@ class CpuCosts:
         begin_s: starting and ending an exchange: the training thread submits its part and is woken at the
             end.
         packet_s: handling one packet at one end of a link that is slower than the processor, so that each
-            packet wakes a thread; on faster links it is not counted.  This work delays no exchange, but takes
-            CPU time from members that share the core.
+            packet wakes a thread; on faster links it is not counted.  This work does not delay exchanges, but
+            takes CPU time from members that share the core.
         byte_s: moving one byte through one end's socket.
         crypt_byte_s: encrypting or decrypting one byte (CURVE), in addition to `byte_s`.
         add_byte_s, store_byte_s: adding or copying one byte of a dense slice.

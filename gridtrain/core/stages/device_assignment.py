@@ -141,7 +141,7 @@ def _stage_orders(
     """Return the orders of stages to try.
 
     If there are few orders, all are returned.  Otherwise the given order, the order of decreasing memory
-    (because 1F1B keeps most in the first stages), and both orders reversed are returned.
+    (because 1F1B needs most in the first stages), and both orders reversed are returned.
     """
     if len(rows) <= MAX_ORDERED_WORKERS and blocks <= MAX_ORDERED_LAYERS:
         return permutations(rows)

@@ -72,7 +72,7 @@ def stage_spans(cuts: Sequence[int]) -> list[Span]:
 
 
 def uncovered_spans(spans: Iterable[Span], count: int) -> list[Span]:
-    """Return spans of the layers from 0 to `count` - 1 that are in none of these spans."""
+    """Return the layers from 0 to `count` - 1 that are in none of `spans`, as spans."""
     found, reached = [], 0
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         if span.start > reached:
@@ -381,7 +381,7 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
 
 
 def restricted_to(locations: StateLocations, members: Sequence[PeerId]) -> StateLocations:
-    """Return `locations` restricted to these members, who create the initial state that only others have."""
+    """Return `locations` restricted to these members; they create initial state that only others have."""
     mine = replace(
         locations,
         in_memory={p: n for p, n in locations.in_memory.items() if p in members},

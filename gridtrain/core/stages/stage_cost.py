@@ -6,7 +6,7 @@
     copies          gradients and the optimizer's state: `copies` x the trainable parameters
     activations     b (k input + kept + output)   with re-materialization: one micro-batch is recomputed
                     b k (input + kept + output)   without re-materialization
-                    + b work + fixed work         each of the layer in which it is largest
+                    + b work + fixed work         each for the layer in which it is largest
     transit         2 b (all payloads received or sent): one micro-batch in use, one in transfer
 
 k is M in fill-drain, and up to S - s in 1F1B with `ahead` = 0 (`schedule`).
@@ -171,7 +171,7 @@ class ExecutionSettings:
     def recomputes_forward(self, stage: int, stages: int) -> bool:
         """Return whether backward runs the forward again.
 
-        In the last stage of 1F1B, backward follows the forward immediately, which need not be run again.
+        In the last stage of 1F1B, backward immediately follows the forward, which need not be run again.
         """
         at_once = self.order is ScheduleKind.ONE_F_ONE_B and stage + 1 == stages
         return self.rematerialise and not at_once

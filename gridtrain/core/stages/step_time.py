@@ -165,8 +165,8 @@ def _best_for_count(
 ) -> StepEstimate:
     """Return the best step with `number` micro-batches.
 
-    For 1F1B without a fixed `ahead`, the smallest `ahead` is used with which the step is nearly as fast as
-    with the best `ahead`.
+    For 1F1B without a fixed `ahead`, use the smallest `ahead` with which the step is nearly as fast as with
+    the best one.
     """
     running = replace(running, samples=math.ceil(batch / number), micro_batches=number, ahead=fixed or 0.0)
     cut = _partition_for(layers, cards, network, running, cuts, slack)
