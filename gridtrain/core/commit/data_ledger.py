@@ -75,7 +75,7 @@ def validate(spec: LedgerSpec) -> None:
     if spec.epochs is not None and not 1 <= spec.epochs * spec.size <= MAX_POSITION:
         raise ConfigError(
             f"epochs is {spec.epochs} and the data set has {spec.size} samples; epochs must be at least 1, "
-            "and the product of both must be < 2**63",
+            "and their product must be < 2**63",
             remedy="use epochs=1",
         )
     if spec.steps is not None and not 1 <= spec.steps <= MAX_POSITION:

@@ -264,7 +264,7 @@ class TwoPhaseCommit:
             return []
         if verdict is Verdict.COMMIT and self.vote is not True:
             raise RemoteProtocolError(
-                f"rank {rank} sent COMMIT of round {self.round_id} without the YES of rank {self.rank}",
+                f"rank {rank} sent COMMIT of round {self.round_id} without a YES from rank {self.rank}",
                 remedy=NEVER_SENT,
             )
         self.verdict = verdict

@@ -518,7 +518,7 @@ class Generation:
         timeout_s = self._context.step_pace.timeout_s
         is_overdue = attempts.is_stuck and now_s >= self._attempt_ended_s + timeout_s
         if is_overdue and not self._is_stall_reported:  # the root has not reported it
-            reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen, for {timeout_s:.1f} s"
+            reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen in {timeout_s:.1f} s"
             effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
         if attempts.rank == ROOT:

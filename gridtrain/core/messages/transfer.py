@@ -271,7 +271,7 @@ class UpdatesRequest(Message):
 @message(75)
 @dataclass(frozen=True, slots=True)
 class UpdateLogEntry(Message):
-    """The update of step `step`; `latest_step` is the source's last step.
+    """The update for step `step`; `latest_step` is the source's last step.
 
     `runtime.state_transfer.update_log` defines the format of `payload`.
     """

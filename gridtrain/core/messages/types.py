@@ -163,7 +163,7 @@ class LedgerSpec:
         if self.shards and (sum(self.shards) != self.size or min(self.shards) < 1):
             return (
                 f"{len(self.shards)} shards of {sum(self.shards)} samples, the smallest with "
-                f"{min(self.shards)}; each must have at least 1 sample, and all together {self.size}"
+                f"{min(self.shards)}; each must have at least 1, and their sum must be {self.size}"
             )
         one_limit = (self.epochs is None) != (self.steps is None)
         return None if one_limit else f"{self}; it must have either epochs or steps"

@@ -80,7 +80,7 @@ def choose_entry_shares(
 
     Args:
         load: the workload; None if it is unknown.  A dense exchange has no shares.
-        peers: the members in the order of joining.
+        peers: the members in join order.
         firsts: the members that may be rank 0.
         current: the shares of the current generation, below `WHOLE_SHARE`.
         names: the members' names, for the reason.

@@ -65,7 +65,7 @@ own compute times."""
 
 MAX_ORDERED_MEMBERS = 32
 """The largest group in which each exchange is estimated with its best order of ranks.  In larger groups,
-exchanges are compared with ranks in the order of joining, because several searches would block the
+exchanges are compared with ranks in join order, because several searches would block the
 coordinator."""
 
 DEFAULT_ALPHA_s = 1e-3

@@ -263,7 +263,7 @@ def search_rank_order(
     Args:
         load: the workload, or None if it is unknown.  If it is unknown, or if it is a ring and no rate is
             measured, only round trips are considered.
-        peers: the members in the order of joining, without duplicates.
+        peers: the members in join order, without duplicates.
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference.
         current: the current order; the search also starts from this order, with new members at its end.
@@ -307,7 +307,7 @@ def compare_rank_orders(
     Returns "" if another order does not justify a new generation, or if no rates are known.
 
     Args:
-        peers: the members of `current` in the order of joining, by default `current`; all of them hold the
+        peers: the members of `current` in join order, by default `current`; all of them hold the
             state.
         entry_shares: see `search_rank_order`.
     """

@@ -40,7 +40,7 @@ from gridtrain.core.planning.workload import (
 EXACT_MAX_PEERS = 7  # 720 orders for each member that may be rank 0
 MAX_ROOTS = 3  # members tried as rank 0 when not every order is tried
 MAX_SEARCHED_PEERS = 128
-"""The largest group for which an order is searched; larger groups keep the order of joining, because a search
+"""The largest group for which an order is searched; larger groups keep the join order, because a search
 would take the coordinator too long."""
 
 
@@ -136,7 +136,7 @@ def search_order(
     """Find the order of `network`'s members that makes the exchange of `load` fastest.
 
     Args:
-        network: the network of the members, in the order of joining.
+        network: the network of the members, in join order.
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference (`RING_KINDS`).
         now: the current order, or empty; the search also starts from this order.

@@ -71,7 +71,7 @@ class StepTimings:
 
 
 TrialTimings = tuple[StepTimings, ...]
-"""The timings of all members in one step, in the order of ranks."""
+"""The timings of all members in one step, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class RankPlacement:
     """The ranks of a generation.
 
     Attributes:
-        order: the members in the order of ranks.
+        order: the members in rank order.
         state_sources: for each member that needs its stage's state, the rank that sends it.
         standbys: the workers without a rank.
         reason: the reason, as text.
