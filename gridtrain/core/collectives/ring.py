@@ -82,7 +82,7 @@ class RingAllReduce(CollectiveBase):
         self._right_lacks: bytes | None = None  # of a retry; None: no RESUME has arrived
         self._forwarded_flags: dict[tuple[int, int], int] = {}  # of slices that are sent on with flags
         # The next message of each slice that has not passed completely.  A rank receives each segment twice,
-        # but starts its own (no REDUCE arrives) and completes that of its right neighbour (no GATHER).
+        # but starts its own (no REDUCE arrives) and completes its right neighbour's (no GATHER).
         self._due: dict[tuple[int, int], PayloadSlot] = {}
         if world_size > 1:
             for segment in range(world_size):
@@ -125,7 +125,7 @@ class RingAllReduce(CollectiveBase):
                 if slot.hop < last_hop:
                     onward = PayloadSlot(CollectivePhase.REDUCE, slot.hop + 1, *key)
                     self._due[key] = self._gather_due(*key)
-                else:  # the sum is complete: GATHER starts here and does not return
+                else:  # the sum is complete: GATHER starts at this rank and does not return
                     onward = PayloadSlot(CollectivePhase.GATHER, 0, *key)
                     del self._due[key]
                 effects += self._forward(onward, flags)

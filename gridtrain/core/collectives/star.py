@@ -82,7 +82,7 @@ class _Star(CollectiveBase):
 
 
 class SparseStar(_Star):
-    """One gTop-k exchange; `flags` are those of this rank's contribution."""
+    """One gTop-k exchange; `flags` belong to this rank's contribution."""
 
     __slots__ = ()
 
@@ -100,7 +100,7 @@ class SparseStar(_Star):
 
 
 class DenseStar(_Star):
-    """One dense sum in `slices` >= 1 slices; `flags` are those of this rank's contribution."""
+    """One dense sum in `slices` >= 1 slices; `flags` belong to this rank's contribution."""
 
     __slots__ = ("_missing_parts",)
 

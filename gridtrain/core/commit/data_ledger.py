@@ -202,7 +202,7 @@ def commit(
     state = _take(spec, state, assignment)
     if spec.delay:
         contributed = [batch.spans for batch in state.pending if batch.peer not in absent]
-        # Only a faulty member is absent here: its pending batch stays, and its new one is returned.
+        # With a delay, only a faulty member is absent: its pending batch stays, and its new one is returned.
         returned = [span for peer, spans in assignment.items() if peer in absent for span in spans]
         pending = [batch for batch in state.pending if batch.peer in absent]
         pending += [

@@ -123,7 +123,7 @@ class Setup(Message):
 class StageCheckpointList(Message):
     """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
-    `generation` is that of the last MembershipView that the worker had received when it sent this list.
+    `generation` is taken from the last MembershipView that the worker had received when it sent this list.
     """
 
     checkpoints: Annotated[tuple[CheckpointInfo, ...], AtMost(MAX_STAGE_CHECKPOINTS)]

@@ -7,8 +7,8 @@
 Workers' reports are not trusted.  If both ends of a link report its rate, the smaller value is used, and if
 both report a round trip, the larger value is used; a rate that only one end reports is limited to the median
 of the other rates.  Therefore, no worker can make a link look better than the other end measured it to be.  A
-worker that makes its own links look worse only gets the rank of a worker with slow links, and cannot cause a
-new order that is not also justified by the reports of the other workers.
+worker that makes its own links look worse merely gets the rank of a worker with slow links, and cannot cause
+a new order that is not also justified by the reports of the other workers.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class LinkMeasurements:
         return min(reported, default=None)
 
     def min_rate_Bps(self, senders: Collection[PeerId], receivers: Collection[PeerId]) -> float | None:
-        """Return the lowest measured rate from `senders` to `receivers`; None without a measurement."""
+        """Return the lowest measured rate from `senders` to `receivers`; None if none has been measured."""
         return min(
             (
                 rate_Bps

@@ -97,7 +97,7 @@ def in_one_piece(begin: Callable[P, Pieces[T]]) -> Callable[P, T]:
 
 
 def finish(pieces: Pieces[T]) -> T:
-    """Compute all further pieces; return the result."""
+    """Compute the remaining pieces; return the result."""
     while (result := advance(pieces)) is None:
         pass
     return result
@@ -200,7 +200,7 @@ def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, o
 def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> OrderEstimator:
     """Return a function that estimates the time of an exchange in an order, without simulating queues.
 
-    Links that several pairs share only add a lower bound: an exchange takes at least as long as the busiest
+    Links that several pairs share add only a lower bound: an exchange takes at least as long as the busiest
     shared link.
     """
     size = network.size

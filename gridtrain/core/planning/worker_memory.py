@@ -33,7 +33,7 @@ class WorkerMemory:
     """Bytes per trainable parameter.
 
     Attributes:
-        parameter, gradient, optimizer: those of the model, as without gridtrain.
+        parameter, gradient, optimizer: the memory that training needs even without gridtrain.
         flat_gradient: the flat gradient, always float32.
         residual: the residual and its momentum, each with the copy that an exchange writes.
         local_steps: the parameters of the last exchange, the outer velocity, and the change that is being

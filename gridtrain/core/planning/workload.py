@@ -255,7 +255,7 @@ def messages_of(load: Workload, world_size: int, max_messages: int = MAX_MESSAGE
 
 
 def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESSAGES) -> int:
-    """Return the length of `messages_of` without making the list, which may have millions of messages."""
+    """Return the length of `messages_of` without building the list, which may have millions of messages."""
     others = world_size - 1
     match load.kind:
         case ExchangeKind.DENSE | ExchangeKind.DIRECT | ExchangeKind.STAR:
