@@ -1,7 +1,7 @@
 """The pure core: all decisions, without sockets, threads, clocks, arrays or tensors.
 
 Time and randomness are arguments, and payloads are opaque tokens.  The same code therefore runs
-over ZeroMQ, in memory, and in the simulator of the tests.
+over ZeroMQ, in memory, and in the tests' simulator.
 
     messages/      the messages between programs, as frozen dataclasses
     collectives/   all-reduce and all-gather as state machines, one for each algorithm

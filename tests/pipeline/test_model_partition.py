@@ -52,7 +52,7 @@ def test_a_printed_partition_shows_its_stages_and_reasons() -> None:
     ]
     assert "#" * 12 in lines[0] and " of 20 MB" in lines[0] and " of 40 MB" in lines[1]
     assert found.reason.startswith("Stages begin at block2, block6: stage ")
-    assert "by computing" in found.reason
+    assert "is slowest (computing)" in found.reason
     assert "As specified: 8 micro-batches of 4 of 32 samples over 3 stages" in found.reason
 
 
@@ -75,7 +75,7 @@ def test_the_picture_has_a_bar_for_every_stage() -> None:
 
 def test_links_are_two_numbers_or_a_network() -> None:
     slow = plan(network=(0.005, 1e5), micro_batches=8)
-    assert "by its link" in slow.reason
+    assert "is slowest (its link)" in slow.reason
     assert slow.outlook.step_s > 2 * plan(micro_batches=8).outlook.step_s
 
 

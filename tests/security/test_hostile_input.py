@@ -363,7 +363,7 @@ REFUSED = [
         B,
         A,
         m.Decision(round_id(), m.Verdict.COMMIT, ""),
-        "without the YES of rank 1",
+        "without a YES from rank 1",
         id="COMMIT before YES",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Collective operations as state machines, which decide the senders, receivers and order of payloads.
+"""Collective operations as state machines that decide the senders, receivers and order of payloads.
 
 `collective` is the interface to the I/O loop.  Dense sums are computed by `ring`, `direct` and `star`, sparse
 sums by `allgather`, `star`, and the gTop-k merges `butterfly` and `tree` (schedules that `hop_exchange`

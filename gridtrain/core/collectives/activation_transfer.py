@@ -4,9 +4,9 @@
       ACTIVATION hop = 3, slice 0 (the header) -->
       ACTIVATION hop = 3, slice 1 --------------->
       ACTIVATION hop = 3, slice 2 --------------->  complete: all three have arrived
-      complete at once: the transport delivers
+      complete once sent: the transport handles delivery
 
-`PayloadSlot.hop` is the number of slices, so each slice that arrives contains this number.  A channel (group,
+`PayloadSlot.hop` is the number of slices, so each slice that arrives carries this number.  A channel (group,
 kind, index) identifies one transfer: `group` combines the numbers of both stages, and the pipeline chooses
 `kind`, the kind of payload, and `index`, the micro-batch (`core.stages.schedule`).
 """

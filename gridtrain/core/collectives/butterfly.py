@@ -63,7 +63,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 class ButterflyExchange(HopExchange):
-    """One gTop-k exchange by `schedule`; `flags` are those of this rank's contribution."""
+    """One gTop-k exchange by `schedule`; `flags` belong to this rank's contribution."""
 
     __slots__ = ()
 

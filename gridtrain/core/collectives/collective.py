@@ -103,7 +103,7 @@ class ReplacePayload:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveComplete:
-    """The buffer holds the whole update; `flags` combines those of all contributions."""
+    """The buffer holds the whole update; `flags` combines the flags of all contributions."""
 
     flags: int
 
@@ -147,7 +147,7 @@ class CollectiveBase:
         self._name = name
         self._rank = rank
         self._world_size = world_size
-        self._flags = int(flags)  # and later, combined with those of the contributions that have arrived
+        self._flags = int(flags)  # later combined with the flags of the contributions that have arrived
         self.complete = False
 
     @property

@@ -12,11 +12,11 @@ All segments are exchanged at the same time, so each member sends and receives a
 that hops cost more time than bytes.  Every member is connected to every other member.
 
 The owner of segment s starts with its own part and adds the parts of ranks s + 1, s + 2 .. s - 1, in the same
-order as a ring, so both exchanges produce the same bits.  A payload that arrives before its turn is held; at
+order as a ring, so both produce bit-identical results.  A payload that arrives before its turn is held; at
 most one payload is held for each sender and slice, and none that is longer than the slice.
 
-All slices of a member carry the same flags, so the decision whether to skip the step is known when one
-slice is complete.  A retry starts from the beginning, because it repeats only two hops.
+All slices of a member carry the same flags, so whether the step is skipped is known when one slice
+is complete.  A retry starts from the beginning, because it repeats only two hops.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ class DirectAllReduce(CollectiveBase):
     def _check_length(self, from_rank: int, slot: PayloadSlot, payload: Any) -> None:
         """Raise `RemoteProtocolError` if the payload is too long to be held until its turn.
 
-        A payload may have up to 64 MiB; the buffer checks the exact length only when it adds the payload.
+        A payload may be up to 64 MiB long; the buffer checks the exact length only when it adds the payload.
         """
         if self._most_bytes is not None and len(payload) > self._most_bytes:
             raise RemoteProtocolError(
                 f"{self._label}: rank {from_rank} sent {len(payload)} bytes for {slot}; "
-                f"a slice of this segment has at most {self._most_bytes} bytes",
+                f"a slice of this segment is at most {self._most_bytes} bytes long",
                 remedy="disconnect the peer; all members of a run train the same model",
             )
 

@@ -29,7 +29,7 @@ class Hop:
     Attributes:
         owner_modulus: number of ranks that compute the same merge with the received payload; 0 if the
             received payload replaces this rank's payload instead.
-        contributors, roundings: upper bounds for the received payload (see `collective.Provenance`).
+        contributors, roundings: the bounds in the received payload's `collective.Provenance`.
     """
 
     slot: PayloadSlot

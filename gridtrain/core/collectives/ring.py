@@ -7,8 +7,8 @@ are busy at the same time.  Each slice goes around the ring twice.  For example,
     REDUCE   0 --hop 0--> 1 --hop 1--> 2          each member adds its own part, then sends it on
     GATHER   2 --hop 0--> 0 --hop 1--> 1          the sum goes around, and each member stores it
 
-The ring fixes the order of the additions, and each segment is summed only once, so all ranks end with the
-same bits.  A REDUCE message carries the combined flags of all members that it has passed.  At the last
+The ring fixes the order of the additions, and each segment is summed only once, so all ranks end with
+the same bits.  A REDUCE message carries the combined flags of all members that it has passed.  At the last
 member they are complete, and GATHER carries the result on unchanged.
 
 A retry of an aborted attempt (same generation, same contributions) would produce the same bits again, so it
@@ -43,7 +43,7 @@ MAX_SLICE_BYTES = 2**20
 MIN_SLICE_BYTES = 128 * 1024
 """Smallest size of a slice.
 
-A message costs each end about 0.3 ms of CPU time, which is the time that 40 KiB take at 1 Gbit/s.
+A message costs each end about 0.3 ms of CPU time, the time that it takes to send 40 KiB at 1 Gbit/s.
 """
 PREFERRED_SLICES = 8
 """Preferred number of slices of a segment: one is sent and one is added while the other slices wait."""
@@ -82,7 +82,7 @@ class RingAllReduce(CollectiveBase):
         self._right_lacks: bytes | None = None  # of a retry; None: no RESUME has arrived
         self._forwarded_flags: dict[tuple[int, int], int] = {}  # of slices that are sent on with flags
         # The next message of each slice that has not passed completely.  A rank receives each segment twice,
-        # but starts its own (no REDUCE arrives) and completes that of its right neighbour (no GATHER).
+        # but starts its own (no REDUCE arrives) and completes its right neighbour's (no GATHER).
         self._due: dict[tuple[int, int], PayloadSlot] = {}
         if world_size > 1:
             for segment in range(world_size):
@@ -125,7 +125,7 @@ class RingAllReduce(CollectiveBase):
                 if slot.hop < last_hop:
                     onward = PayloadSlot(CollectivePhase.REDUCE, slot.hop + 1, *key)
                     self._due[key] = self._gather_due(*key)
-                else:  # the sum is complete: GATHER starts here and does not return
+                else:  # the sum is complete: GATHER starts at this rank and does not return
                     onward = PayloadSlot(CollectivePhase.GATHER, 0, *key)
                     del self._due[key]
                 effects += self._forward(onward, flags)
@@ -162,8 +162,8 @@ class RingAllReduce(CollectiveBase):
         keys, lacks = self._keys(), bytes(payload)
         if len(lacks) != len(keys) or max(lacks) > _MISSING_NOTHING:
             raise RemoteProtocolError(
-                f"{self._label}: RESUME from rank {right} has {len(lacks)} bytes with values up to "
-                f"{max(lacks, default=0)}; it must have {len(keys)} bytes with values up to "
+                f"{self._label}: RESUME from rank {right} contains {len(lacks)} bytes with values up to "
+                f"{max(lacks, default=0)}; it must contain {len(keys)} bytes with values up to "
                 f"{_MISSING_NOTHING}",
                 remedy=NEVER_SENT,
             )

@@ -13,8 +13,8 @@ bottleneck that rings were designed to avoid, so the star is also the baseline f
     DenseStar    the vector is sent in slices; the root adds each slice as it arrives, and sends its sum as
                  soon as it is complete, while later slices are still arriving.
 
-All slices of a member carry the same flags, so the decision whether to skip the step is known when one
-slice is complete.  Only the root adds, and all members take over its bits, so the results are equal.  The
+All slices of a member carry the same flags, so whether the step is skipped is known when one slice
+is complete.  Only the root adds, and all members store its sums bit for bit, so the results are equal.  The
 order of the additions may differ between runs, because with a fixed order the root would have to hold the
 vectors of all members except the slowest.
 """
@@ -82,7 +82,7 @@ class _Star(CollectiveBase):
 
 
 class SparseStar(_Star):
-    """One gTop-k exchange; `flags` are those of this rank's contribution."""
+    """One gTop-k exchange; `flags` belong to this rank's contribution."""
 
     __slots__ = ()
 
@@ -100,7 +100,7 @@ class SparseStar(_Star):
 
 
 class DenseStar(_Star):
-    """One dense sum in `slices` >= 1 slices; `flags` are those of this rank's contribution."""
+    """One dense sum in `slices` >= 1 slices; `flags` belong to this rank's contribution."""
 
     __slots__ = ("_missing_parts",)
 

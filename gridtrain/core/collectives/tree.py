@@ -1,14 +1,14 @@
 """gTop-k on a tree, as in the paper: merge up the tree, then send the result down (Shi et al., 2019, alg. 3).
 
 The tree is binomial, for any number of ranks P >= 1, with rank 0 at its root.  Rank r sends its payload to
-rank r - 2^j, where 2^j is the lowest bit of r, after it has merged the payloads of those of the ranks r + 1,
-r + 2 .. r + 2^(j-1) that exist.  P = 6:
+rank r - 2^j, where 2^j is the lowest set bit of r, after merging the payloads of the ranks r + 1, r + 2 ..
+r + 2^(j-1), as far as these exist.  P = 6:
 
     rank         0      1      2      3      4      5
     TO_ROOT 0    <----- 1      <----- 3      <----- 5
     TO_ROOT 1    <------------ 2
     TO_ROOT 2    <-------------------------- 4
-    FROM_ROOT    the same links backwards, the longest first
+    FROM_ROOT    the same links in reverse, longest first
 
 The paper's algorithm loses the values that a merge drops.  In this implementation, the rank that computes a
 merge keeps all of them in its residual (owner_modulus 1, owner_residue 0).  A rank sends and receives at most
@@ -59,7 +59,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 class TreeExchange(HopExchange):
-    """One gTop-k exchange by `schedule`; `flags` are those of this rank's contribution."""
+    """One gTop-k exchange by `schedule`; `flags` belong to this rank's contribution."""
 
     __slots__ = ()
 

@@ -2,6 +2,6 @@
 
 `attempts` runs the attempts at one step, and `two_phase_commit` the vote on each attempt.  `verdict` decides
 a step that a freeze interrupted (rule 6).  `data_ledger` assigns every sample to exactly one committed step,
-with the operations of `spans`; `shard_leases` keeps each member within few shards of the data, and
+with the operations of `spans`; `shard_leases` confines each member to a few shards of the data, and
 `ledger_record` converts the ledger to JSON for the coordinator's journal and for checkpoints.
 """

@@ -75,7 +75,7 @@ It covers a flow control window, one message beyond the window, and small messag
 """
 
 MAX_STALE_MESSAGES = 20_000
-"""Largest number of messages of past rounds that a correct peer can send between two commits."""
+"""Largest number of messages for past rounds that a correct peer can send between two commits."""
 
 MAX_STEPS_AHEAD = 1
 """Largest number of steps by which a member can be ahead of another member.
@@ -125,7 +125,7 @@ class Attempts:
     Attributes:
         rank: rank of this member.
         open_attempt: the attempt in progress; None between two attempts.
-        flags: the flags of the contributions to the round that have arrived (`core.group.round_flags`).
+        flags: the combined flags of the round's contributions that have arrived (`core.group.round_flags`).
         is_absent: whether this member's contribution to the open attempt is empty.
         compute_s: the time from the previous commit to the trainer's submission, for the vote; None if the
             trainer is absent.
@@ -555,7 +555,7 @@ def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def exceeds_stale_limit(messages: int) -> bool:
-    """Return whether a peer sent more messages of past rounds than are tolerated.
+    """Return whether a peer sent more messages for past rounds than are tolerated.
 
     Reading a message that is then dropped costs as much as reading any other.
     """
@@ -567,7 +567,7 @@ def _is_over(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def _proves_commit(from_rank: int) -> bool:
-    """Return whether a message of the next step from this rank proves this step's commit (commit rule 3).
+    """Return whether a message for the next step from this rank proves this step's commit (commit rule 3).
 
     A member at the next step has received the verdict on this step.  Only the root is trusted, because a
     faulty member could otherwise make this member alone apply the update.

@@ -11,18 +11,18 @@ determines.
     step 3 begins the next pass                               a a b b
 
 The state is replicated.  It changes only when a step commits (`commit`), or when a MembershipView follows an
-aborted step (`reassign`).  All other values are computed from the state, with equal results on every worker.
+aborted step (`reassign`).  All other values are computed from the state, identically on every worker.
 `commit` and `reassign` check an invariant:
 
     cursor == consumed + requeued + held by the members that a MembershipView named + late + pending + leased
 
 A member may be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
 remains the member's only assignment until the member takes part in a committed step again, which consumes the
-batch.  Meanwhile the share of the member counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
+batch.  Meanwhile, the member's share counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
 re-queued for other members.
 
-With `LedgerSpec.delay` 1 each batch is pending for a step: a member computes the batch that a step hands out
-while the gradient of its previous batch is exchanged, and the next step consumes it.
+If `LedgerSpec.delay` is 1, each batch is pending for a step: a member computes the batch that a step hands
+out while the gradient of its previous batch is exchanged, and the next step consumes it.
 
     step                    0        1        2        3, the last one with `steps=3`
     handed out              a0 b0    a1 b1    a2 b2    -
@@ -30,11 +30,11 @@ while the gradient of its previous batch is exchanged, and the next step consume
 
 A share is a batch size in samples.  A step takes as many samples as the sum of all shares, or fewer at the
 end of a pass, because it extends at most from the cursor to the end of the pass.  Therefore, no step has
-samples of two passes unless some samples are re-queued.  A short step is split in proportion to the shares
-(largest remainder, ties to the lower rank).  If the ranks were filled one after the other, the last ranks
-would be idle while the first have full batches, and a step takes as long as its slowest worker.
+samples from two passes unless some samples are re-queued.  A short step is split in proportion to the shares
+(largest remainder, ties to the lower rank).  Filling the ranks one after another would leave the last
+ranks idle while the first have full batches, and a step takes as long as its slowest worker.
 
-With `LedgerSpec.shards` a step has as many samples of each member as without, but other positions: each
+With `LedgerSpec.shards`, a step gives each member as many samples as without, but different positions: each
 member reads from the shard that it has leased (`shard_leases`).
 """
 
@@ -75,7 +75,7 @@ def validate(spec: LedgerSpec) -> None:
     if spec.epochs is not None and not 1 <= spec.epochs * spec.size <= MAX_POSITION:
         raise ConfigError(
             f"epochs is {spec.epochs} and the data set has {spec.size} samples; epochs must be at least 1, "
-            "and the product of both must be < 2**63",
+            "and their product must be < 2**63",
             remedy="use epochs=1",
         )
     if spec.steps is not None and not 1 <= spec.steps <= MAX_POSITION:
@@ -109,7 +109,7 @@ def assign(
 
     Raises:
         LocalProtocolError: the shares are invalid (a share is negative, none is above 0, or a member occurs
-            twice), or a worker that has positions already is not a member.
+            twice), or a worker that already has positions is not a member.
     """
     peers = [peer for peer, _ in shares]
     wanted = sum(share for _, share in shares)
@@ -163,7 +163,7 @@ def predict_assignments(
 def contribution_weight(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
 ) -> tuple[int, int]:
-    """Return the weight of a member's contribution to step `state.step`: its samples, and all samples.
+    """Return the weight of a member's contribution to step `state.step`: (its samples, the step's samples).
 
     A late or pending batch is weighted by the total of the step that handed it out.
 
@@ -186,9 +186,9 @@ def commit(
     skipped: bool,
     absent: Collection[PeerId] = (),
 ) -> LedgerState:
-    """Return the state after step `state.step` was committed, which consumes exactly the assigned samples.
+    """Return the state after the commit of step `state.step`, which consumes exactly the assigned samples.
 
-    With a delay it consumes the pending batches, and the assigned ones are pending.
+    With a delay, it consumes the pending batches instead, and the assigned ones become pending.
 
     Args:
         assignment: the result of `assign` for this step.
@@ -202,7 +202,7 @@ def commit(
     state = _take(spec, state, assignment)
     if spec.delay:
         contributed = [batch.spans for batch in state.pending if batch.peer not in absent]
-        # Only a faulty member is absent here: its pending batch stays, and its new one is returned.
+        # With a delay, only a faulty member is absent: its pending batch stays, and its new one is returned.
         returned = [span for peer, spans in assignment.items() if peer in absent for span in spans]
         pending = [batch for batch in state.pending if batch.peer in absent]
         pending += [
@@ -311,8 +311,8 @@ def _split(total: int, shares: Sequence[int]) -> list[int]:
 
 
 def _rest_of_pass(spec: LedgerSpec, state: LedgerState) -> tuple[Span, ...]:
-    """Return the positions from the cursor to the end of its pass, or () once the last pass is assigned, and
-    while members have leases of a pass that is assigned."""
+    """Return the positions from the cursor to the end of its pass, or () once the last pass is assigned, or
+    while members have leases in a pass that is fully assigned."""
     cursor = state.cursor
     is_last = spec.epochs is not None and cursor >= spec.epochs * spec.size
     if is_last or (state.leases and cursor % spec.size == 0):
@@ -325,7 +325,7 @@ def _hand_out(spec: LedgerSpec, state: LedgerState, counts: Sequence[tuple[PeerI
 
 
 def _take(spec: LedgerSpec, state: LedgerState, assignment: Assignment) -> LedgerState:
-    """Return the ledger with the newly assigned positions taken from it."""
+    """Return the ledger without the newly assigned positions."""
     taken = _newly_assigned(state, assignment)
     if not spec.shards or state.holders is not None:
         requeued = subtract(state.requeued, taken)
@@ -359,7 +359,7 @@ def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) 
 
     This is the case if the state balances, no position occurs twice or lies beyond the cursor, positions are
     assigned only to members, batches are pending only in a run with a delay and leased only in one with
-    shards, and the step and the cursor are so far from overflow that no run reaches it.
+    shards, and the step and the cursor are so far from overflow that no run can reach it.
     """
     holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
     pending = [(batch.peer, batch.spans) for batch in state.pending]

@@ -42,7 +42,7 @@ def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
         body["holders"] = [[peer.hex(), _span_entries(spans)] for peer, spans in state.holders]
     for name in _DEFERRED:
         del body[name]
-        if batches := getattr(state, name):  # none in the usual case, and in records of earlier versions
+        if batches := getattr(state, name):  # usually there are none; earlier versions never had any
             body[name] = [asdict(batch) | {"peer": batch.peer.hex()} for batch in batches]
     del body["leases"]
     if state.leases:

@@ -1,6 +1,6 @@
 """Leases of shards: which positions of a sharded data set a member reads, so that it opens few files.
 
-The positions of a pass are those of its shards, one shard after the other, in an order that the data seed and
+The positions of a pass are those of its shards, one shard after another, in an order that the data seed and
 the pass determine.  A member that takes positions from a shard leases the rest of it: later steps give that
 rest to this member, and to no other, so that it reads the shard alone and in ascending order.
 
@@ -10,13 +10,13 @@ rest to this member, and to no other, so that it reads the shard alone and in as
     step 2                                  a a         b  b  .  .  .     leases  b: 12-14
     step 3: no shard is left, a takes over part of b's lease       b  a  a
 
-A member whose lease ends takes the next free piece: first what lost members have left
+A member whose lease ends takes the next free piece: first what lost members left behind
 (`LedgerState.requeued`), then the next shard of the pass.  If no shard of the pass is left, it takes over the
-second half of the longest lease.  The same rule serves groups with more members than shards, and members that
-join late.  The next pass begins when no lease of the pass before is left, so the sizes of steps are those of
-a run without shards.
+second half of the longest lease.  The same rule covers groups with more members than shards, and members that
+join late.  The next pass begins when no lease of the previous pass is left, so steps are as large as in a run
+without shards.
 
-Everything is computed from the replicated ledger and the members' counts, with equal results on every worker.
+Everything is computed from the replicated ledger and the members' counts, identically on every worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from itertools import accumulate
 from gridtrain.core.messages import LedgerSpec, LedgerState, PeerId, Span
 
 MAX_LEASES = 256
-"""Largest number of members with leases, so that a ledger fits into a message; what other members leave of a
+"""Largest number of members with leases, so that a ledger fits into a message; the rest of any other member's
 shard is re-queued after each step."""
 
 
@@ -79,12 +79,12 @@ class HandOut:
 
     Args:
         free: the positions of the pass that are neither assigned nor re-queued.
-        counts: the members that take positions, in rank order, each with its number of samples.  The numbers
-            must not exceed the positions that are leased, re-queued and free.
+        counts: the members that take positions, in rank order, each with its number of samples.  Their sum
+            must not exceed the number of positions that are leased, re-queued or free.
 
     Attributes:
         taken: the spans of each member.
-        state: the ledger in which the positions are taken and the leases are those after the step.
+        state: the ledger after the step, without the taken positions and with the new leases.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HandOut:
     ) -> None:
         self._spec = spec
         self._leases = dict(state.leases)
-        # Cut lazily, because a hostile member may report spans of any length.
+        # Split lazily, because a hostile member may report spans of any length.
         self._requeued, self._free = deque(state.requeued), deque(free)
         self._cursor = state.cursor
         self._missing = dict(counts)
@@ -116,7 +116,7 @@ class HandOut:
         )
 
     def _take(self, peer: PeerId, piece: Span) -> None:
-        """Give a member what it lacks from `piece`, and lease it the rest."""
+        """Give a member the positions that it still needs from `piece`, and lease it the rest."""
         stop = min(piece.stop, piece.start + self._missing[peer])
         if piece.start < stop:
             self.taken[peer].append(Span(piece.start, stop))
@@ -138,7 +138,7 @@ class HandOut:
         return piece
 
     def _split_longest(self, count: int) -> Span | None:
-        """Remove the second half of the longest lease, or `count` positions if these are more."""
+        """Remove and return the second half of the longest lease, or `count` positions if that is more."""
         if not self._leases:
             return None
         owner = max(self._leases, key=lambda peer: (_length(self._leases[peer]), peer))

@@ -1,4 +1,4 @@
-"""Operations on spans of positions: take the first of them, join, subtract."""
+"""Operations on spans of positions: take the first ones, join, subtract."""
 
 from __future__ import annotations
 

@@ -3,13 +3,13 @@
     member                      root (rank 0)
       | Prepared(digest)          | Prepared(digest)
       |-------- Vote YES -------->|
-      |<----- Decision -----------|   COMMIT iff every member voted YES for one digest,
+      |<----- Decision -----------|   COMMIT iff every member voted YES for the same digest,
       v                           v   else ABORT; decided once
     Decided                     Decided
 
-After a YES a member never aborts by itself: it waits for the root, or for the coordinator's Freeze.  The root
-aborts when a member has neither voted nor reported that it is alive for `timeout_s`, or when no member has
-made progress for that time (because a payload was lost with a connection, and all members wait for it).
+After a YES, a member never aborts on its own: it waits for the root, or for the coordinator's Freeze.  The
+root aborts when a member has neither voted nor reported that it is alive for `timeout_s`, or when no member
+has made progress for that long (because a payload was lost with a connection, and all members wait for it).
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class DecisionReceived:
 
 @dataclass(frozen=True, slots=True)
 class LaterStepSeen:
-    """A message of the next step in this generation arrived, which proves the commit (commit rule 3)."""
+    """A message for the next step in this generation arrived, which proves the commit (commit rule 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressReceived:
-    """The member is alive: its trainer computes, or waits inside gridtrain for the other members.
+    """The member is alive: its trainer is computing, or is waiting inside gridtrain for the other members.
 
     `has_moved` is True if it has also made progress, for example received a payload or computed a layer.
     """
@@ -155,7 +155,7 @@ class TwoPhaseCommit:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether this member has voted YES and waits for the verdict."""
+        """Whether this member has voted YES and is waiting for the verdict."""
         return self.vote is True and self.verdict is None
 
     @property
@@ -177,7 +177,7 @@ class TwoPhaseCommit:
             case Prepared(digest):
                 return self._cast_vote(VoteReceived(self.rank, True, digest, ""), now_s)
             case Failed(reason):
-                # After a YES only the root or the coordinator may end the attempt.
+                # After a YES, only the root or the coordinator may end the attempt.
                 if self.vote is not None:
                     return []
                 return self._cast_vote(VoteReceived(self.rank, False, b"", reason), now_s)
@@ -232,7 +232,7 @@ class TwoPhaseCommit:
         check_vote(vote.rank, self.rank)
         self._last_progress_s[vote.rank] = self._last_movement_s = now_s
         if self.verdict is not None:
-            return []  # decided already; the caller repeats the decision to late voters
+            return []  # already decided; the caller repeats the decision to late voters
         earlier = self._votes.get(vote.rank)
         if earlier is not None and not _is_same_vote(earlier, vote):
             raise RemoteProtocolError(
@@ -264,7 +264,7 @@ class TwoPhaseCommit:
             return []
         if verdict is Verdict.COMMIT and self.vote is not True:
             raise RemoteProtocolError(
-                f"rank {rank} sent COMMIT of round {self.round_id} without the YES of rank {self.rank}",
+                f"rank {rank} sent COMMIT of round {self.round_id} without a YES from rank {self.rank}",
                 remedy=NEVER_SENT,
             )
         self.verdict = verdict

@@ -2,7 +2,7 @@
 
     S = the members that reported, A = the highest applied step among them
     at A - 1   the member is prepared for A, and applies it
-    at A       all of S are prepared for one (round, digest) of step A + 1: COMMIT it, otherwise ABORT
+    at A       all of S are prepared for the same (round, digest) of step A + 1: COMMIT it, otherwise ABORT
 
 This is safe, because a step is applied only after all members, including all of S, have voted YES.  The
 coordinator's journal stores the verdict, which never changes afterwards.
@@ -77,7 +77,7 @@ def decide_outcome(
 def _highest_credible_step(reports: Sequence[m.FreezeReport]) -> int:
     """Return the highest credible step of the reports, which begin with the longest-serving member's.
 
-    A step requires the YES of all members, so correct members of a generation are at most one step apart, and
+    A step requires a YES from all members, so correct members of a generation are at most one step apart, and
     those behind are prepared for the step that the others have applied.  A step that exceeds the median by
     more than one is ignored, and so is a step for which most others are not prepared.  Of two members, the
     longer-serving one is trusted.

@@ -29,7 +29,7 @@ MAX_PASTED_LENGTH = 2000
 KEY_BYTES, CHECKSUM_BYTES = 32, 8
 MAX_ADDRESS_BYTES = 128
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Pattern of a run's name.  The name may become a folder name, so it has no separator and is not `..`."""
+"""Pattern of a run's name.  The name may become a folder name, so it excludes separators and `..`."""
 
 _ADDRESS = re.compile(r"(tcp|memory)://[!-~]+")
 _VERSION = re.compile(r"gridtrain(\d{1,9}):")
@@ -61,7 +61,7 @@ class Invitation:
         for key in (self.coordinator, self.token):
             if len(key) != KEY_BYTES:
                 raise ConfigError(
-                    f"a key of the invitation has {len(key)} bytes; it must have {KEY_BYTES} bytes"
+                    f"a key of the invitation is {len(key)} bytes long; it must be {KEY_BYTES} bytes long"
                 )
         if not RUN_NAME.fullmatch(self.run):
             raise ConfigError(
@@ -160,6 +160,6 @@ def invitation_digest(key: PeerId) -> str:
 
 
 def comparable_key(key: PeerId) -> str:
-    """Return the first 32 digits of a key in groups of four, which people compare."""
+    """Return the first 32 digits of a key in groups of four, for people to compare."""
     digits = key.hex()[:32]
     return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))

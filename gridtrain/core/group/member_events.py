@@ -192,10 +192,10 @@ class HeartbeatDue:
     """A heartbeat is due.
 
     Attributes:
-        progress: a counter that grows with each payload, block of state, and step of the trainer's
+        progress: a counter that increases with each payload, block of state, and step of the trainer's
             computation.
-        is_waiting: whether the trainer waits inside gridtrain, so that a lack of progress does not mean that
-            the trainer hangs.
+        is_waiting: whether the trainer is waiting inside gridtrain, so that a lack of progress does not mean
+            that the trainer hangs.
         metrics: values for display, by name.
     """
 
@@ -215,7 +215,7 @@ class RequestMean:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """The worker leaves the run; `is_temporary` is True if the worker intends to rejoin."""
+    """The worker is leaving the run; `is_temporary` is True if the worker intends to rejoin."""
 
     reason: str
     is_temporary: bool = False
@@ -230,7 +230,7 @@ class ProbeResults:
 
 @dataclass(frozen=True, slots=True)
 class AbandonRound:
-    """The trainer leaves during a round; the member votes NO unless it has voted YES already."""
+    """The trainer is leaving during a round; the member votes NO unless it has already voted YES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ GenerationEvent = (
     | StateDigestMismatch
     | StageCheckpointsChanged
 )
-"""Events of the trainer and of the I/O loop that concern a generation."""
+"""Events from the trainer and the I/O loop that concern a generation."""
 
 MemberEvent = (
     GenerationEvent
@@ -327,7 +327,7 @@ class SendPayload(MemberEffect):
 class ApplyToBuffer(MemberEffect):
     """Apply `effect` to the buffer of `channel`.
 
-    If the buffer refuses the payload of `peer`, `ProtocolViolation` follows.
+    If the buffer rejects the payload of `peer`, `ProtocolViolation` follows.
     """
 
     channel: m.Channel
@@ -396,7 +396,7 @@ class SendState(MemberEffect):
     Attributes:
         is_whole: whether to send the whole state, or only the part that catch-up does not transfer.
         checkpoint: a stage checkpoint on this worker's disk to be sent instead; None to send the state.
-        blocks_received: number of blocks that the joining member has already.
+        blocks_received: number of blocks that the joining member already has.
         digest_only: whether to send only the digest.
     """
 
@@ -413,7 +413,7 @@ class SendState(MemberEffect):
 class ForwardState(MemberEffect):
     """Forward each block of the state, as it arrives, to another joining member.
 
-    That member has `blocks_received` blocks already.
+    That member already has `blocks_received` blocks.
     """
 
     peer: m.PeerId
@@ -446,7 +446,7 @@ class LoadCheckpoints(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint(MemberEffect):
-    """Write the state in memory to the disk, because stages of a new partition are assembled from it.
+    """Write the state in memory to disk, because stages of a new partition are assembled from it.
 
     `StageCheckpointsChanged` follows.
     """
@@ -458,7 +458,7 @@ class SaveCheckpoint(MemberEffect):
 class SendCheckpoint(MemberEffect):
     """Send this checkpoint as CheckpointBlocks to another member, which stores it on its disk.
 
-    `is_awaited` is True if the group waits for the checkpoint.
+    `is_awaited` is True if the group is waiting for the checkpoint.
     """
 
     peer: m.PeerId
@@ -485,7 +485,7 @@ class DiscardCheckpoints(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class BeginCatchUp(MemberEffect):
-    """Begin to catch up with a new snapshot, followed by the updates of the sources."""
+    """Begin catch-up with a new snapshot, followed by the sources' updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +508,7 @@ class SetCatchUpTarget(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class DeliverCatchUpMessage(MemberEffect):
-    """Deliver a catch-up message of `peer`: a receiver's request, or a source's answer."""
+    """Deliver a catch-up message from `peer`: a receiver's request, or a source's answer."""
 
     peer: m.PeerId
     message: m.Message

@@ -158,6 +158,6 @@ class RankAssignment:
         return self.members[self.rank].pieces
 
     def checkpoint_source_digest(self, layers: Span, rank: int) -> bytes:
-        """Return the digest of one of `checkpoint_sources`, as the member list has it; empty if unknown."""
+        """Return the digest that the member list gives for a checkpoint source; empty if unknown."""
         own = self.members[self.rank]
         return dict(zip(own.pieces, own.piece_digests, strict=False)).get((layers, rank), b"")

@@ -3,8 +3,8 @@
     bit 0        the update is skipped, because a contribution is not finite
     bit 1 + r    rank r is absent: its contribution is empty, because its trainer has stalled
 
-Every payload of a collective carries the flags of the contributions that are in it.  So a complete collective
-has the flags of all members, and all members that vote for one digest agree on them.
+Every payload of a collective carries the flags of the contributions that it contains.  A complete collective
+therefore has the flags of all members, and all members that vote for the same digest agree on them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 SKIP = 1
 
 MAX_RANKS = 62
-"""Largest world size in which a member may be absent: flags travel as signed 64-bit integers."""
+"""Largest world size in which a member may be absent: flags are sent as signed 64-bit integers."""
 
 
 def absent_flag(rank: int) -> int:

@@ -15,9 +15,9 @@ class SensorReadings:
     """Current sensor values; None for each sensor that was not read.
 
     Attributes:
-        on_battery: whether the computer runs on its battery.
-        gpu_used: whether another program uses the GPU.
-        idle_s: time since the last input of a user.
+        on_battery: whether the computer is running on battery power.
+        gpu_used: whether another program is using the GPU.
+        idle_s: time since the last user input.
         temperature_C: temperature of the hottest monitored component.
         absent: by sensor name, the reason why the sensor cannot be read.
     """

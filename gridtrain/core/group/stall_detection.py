@@ -15,7 +15,7 @@ import math
 STALL_THRESHOLD_S = 0.5
 """Delay above which a late call is treated as a stall.
 
-A loop that runs is never this late, because it waits only until its deadline.
+A running loop is never this late, because it waits only until its deadline.
 """
 
 
@@ -32,7 +32,7 @@ class LoopStallDetector:
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:
-        """Return the seconds by which this call missed the deadline; 0.0 up to `STALL_THRESHOLD_S`."""
+        """Return the seconds by which this call missed the deadline; 0.0 if at most `STALL_THRESHOLD_S`."""
         late_s = now_s - max(deadline_s, min(self._last_call_s, now_s))
         self._last_call_s = now_s
         return late_s if late_s > STALL_THRESHOLD_S else 0.0

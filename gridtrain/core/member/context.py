@@ -52,7 +52,7 @@ class MemberContext:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has ended for the state that this worker holds."""
+        """Whether the run has ended, at its last step or early."""
         return self.is_at_end or self.is_ended_early
 
     @property
@@ -62,7 +62,7 @@ class MemberContext:
 
     @property
     def is_ended_early(self) -> bool:
-        """Whether the run's owner has ended the run, which has steps left."""
+        """Whether the owner ended the run before all of its steps were completed."""
         is_finished = self.replica_state.is_synced and self.coordinator_link.run_state[0] == "finished"
         return is_finished and self.trainer is not None and not self.is_at_end
 
@@ -85,7 +85,7 @@ class MemberContext:
     def known_peers(self, assignment: RankAssignment | None) -> frozenset[m.PeerId]:
         """Return the peers whose messages are accepted.
 
-        These are the coordinator, the members, the announced peers, and the partners of catch-up.
+        These are the coordinator, the members, the announced peers, and the catch-up partners.
         """
         return self.peer_links.known_peers(assignment, self.catch_up.peers)
 

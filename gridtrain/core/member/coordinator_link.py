@@ -1,4 +1,4 @@
-"""A worker's side of the link to the coordinator: the term, the Welcome, and the messages that introduce it.
+"""A worker's side of the link to the coordinator: the term, the Welcome, and the worker's introduction.
 
 PeerConnected --> Join     Welcome, term t >= ours   welcomed: Setup, and messages that may have been lost
                            Welcome, term t < ours    fenced: CurrentGeneration reports our term
@@ -38,9 +38,9 @@ class CoordinatorLink:
 
     Attributes:
         term: the highest known term; 0 if none is known.
-        is_welcomed: whether this connection has received a Welcome of a valid term.
-        is_fenced: whether the coordinator has answered in a term that is over, so that it is ignored.
-        run_state: the last (state, reason) that the coordinator has sent.
+        is_welcomed: whether this connection has received a Welcome with a valid term.
+        is_fenced: whether the coordinator answered in a past term, so that its messages are ignored.
+        run_state: the last (state, reason) that the coordinator sent.
     """
 
     def __init__(self, coordinator: m.PeerId, join: m.Join) -> None:

@@ -279,7 +279,7 @@ class Generation:
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
         """Report to the coordinator that a connection was lost; while RUNNING, also fail the open round.
 
-        The report is sent in every phase, so that a member that ends during a view change is detected too.
+        The report is sent in every phase, so that a member that exits during a view change is detected too.
         """
         effects: list[MemberEffect] = []
         rank, required = self.rank_assignment.rank_of(peer), self.required_peers
@@ -290,7 +290,7 @@ class Generation:
             effects = [log, Send(self._context.coordinator, lost)]
         if self._is_forming:
             required.disconnected_while_forming(peer, now_s)
-            # A peer that was connected at the MembershipView was not dialled.
+            # A peer that was connected when the MembershipView arrived was not dialled.
             return effects + self.dial_members()
         if not self._is_running or not effects:
             return effects
@@ -338,7 +338,7 @@ class Generation:
         return Send(self._context.coordinator, m.Ready(assignment.term, assignment.generation, history))
 
     def start(self, now_s: float) -> list[MemberEffect]:
-        """Handle StartGeneration: begin to train, because all members are ready."""
+        """Handle StartGeneration: begin training, because all members are ready."""
         if not self._is_forming:
             return []
         assignment, context = self.rank_assignment, self._context
@@ -348,9 +348,8 @@ class Generation:
         self.phase = MemberPhase.RUNNING
         self.stragglers.started([batch.peer for batch in context.replica_state.ledger.late], now_s)
         self.required_peers.restart_running_wait(now_s)
-        # Not at the MembershipView, because that of a restarted coordinator may name the first step of a
-        # generation that has committed further steps since, and this worker's disk may hold checkpoints of
-        # those steps.
+        # Not done at the MembershipView: a restarted coordinator's view may name the first step of a
+        # generation that has since committed further steps, whose checkpoints may be on this worker's disk.
         discarded = context.checkpoints.discard(context.replica_state.applied)
         event = LogEvent("start", {**fields, "of": assignment.world_size})
         return [event, *discarded, *context.report_finished()]
@@ -378,7 +377,7 @@ class Generation:
     def close(self, first_step: int) -> None:
         """End the open step, because the run has ended without another generation.
 
-        At its last step the trainer then ends; otherwise the coordinator's refusal ends it, with the reason.
+        At the last step, the trainer then ends; otherwise, the coordinator's refusal ends it with a reason.
         """
         self.phase = MemberPhase.RUNNING if self._context.is_at_end else MemberPhase.FROZEN
         self._is_ready_sent = self._is_stall_reported = False
@@ -387,7 +386,7 @@ class Generation:
     # -- other members -------------------------------------------------------------------------
 
     def receive_data(self, rank: int, data: m.Data, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """Process a payload of the member with this rank.
+        """Process a payload from the member with this rank.
 
         Raises:
             RemoteProtocolError: the payload violates the protocol.
@@ -401,7 +400,7 @@ class Generation:
         return effects
 
     def receive(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """Process a message of a member, except Data.
+        """Process a message from a member, other than Data.
 
         Raises:
             RemoteProtocolError: the message violates the protocol.
@@ -462,7 +461,7 @@ class Generation:
         assignment, checkpoints = self.rank_assignment, self._context.checkpoints
         match message:
             case m.StateRequest():
-                # Before StartGeneration all members hold the state.  A later request would only keep the
+                # By StartGeneration, all members hold the state; a later request would only keep the
                 # trainer busy.
                 return self.incoming_state.serve(peer, message) if not self._is_running else []
             case m.CheckpointRequest():
@@ -519,7 +518,7 @@ class Generation:
         timeout_s = self._context.step_pace.timeout_s
         is_overdue = attempts.is_stuck and now_s >= self._attempt_ended_s + timeout_s
         if is_overdue and not self._is_stall_reported:  # the root has not reported it
-            reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen, for {timeout_s:.1f} s"
+            reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen in {timeout_s:.1f} s"
             effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
         if attempts.rank == ROOT:
@@ -546,7 +545,7 @@ class Generation:
     def _repeat_report(self) -> list[MemberEffect]:
         """Send a second FreezeReport if FROZEN, because the first says that this member is not synced.
 
-        The run may be paused for that reason, and the state loaded since may be the last copy.
+        The run may be paused for that reason, and the state loaded since then may be the last copy.
         """
         if self.phase is not MemberPhase.FROZEN:
             return []
@@ -566,7 +565,7 @@ class Generation:
         context, assignment, checkpoints = self._context, self.rank_assignment, self._context.checkpoints
         new, is_lost = checkpoints.update_stored(event.checkpoints, event.failed_write)
         effects = checkpoints.report()
-        # Otherwise the MembershipView may be old, see `start`.
+        # If neither is true, the MembershipView may be old; see `start`.
         has_begun = self._is_ready_sent or self._is_forming
         if context.replica_state.is_synced and has_begun:  # written while the group rolled back
             effects += checkpoints.discard(context.replica_state.applied)
@@ -609,7 +608,7 @@ class Generation:
         return self._process_effects(effects, now_s) + self.stragglers.tick(now_s)
 
     def _abandon_round(self, now_s: float) -> list[MemberEffect]:
-        """Vote NO, because the trainer leaves, and end the round without the root's decision."""
+        """Vote NO, because the trainer is leaving, and end the round without the root's decision."""
         reason = "this worker is leaving"
         effects = self._update_round(lambda attempts: attempts.advance(Failed(reason), now_s), now_s)
         attempt = self.attempts.open_attempt
@@ -618,7 +617,7 @@ class Generation:
         return [*effects, ResolveRound(attempt.round_id, False, 0, reason)]
 
     def _transfer_residual(self, blocks: Sequence[object]) -> list[MemberEffect]:
-        """Start to transfer the residual of a trainer that leaves between two rounds."""
+        """Begin to transfer the residual of a trainer that is leaving between two rounds."""
         attempt, context = self.attempts.open_attempt, self._context
         is_free = self._is_running and (attempt is None or attempt.vote is False)
         assignment = self.rank_assignment if is_free else None
@@ -628,7 +627,7 @@ class Generation:
     def _send_digest(self, step: int, digest: bytes) -> list[MemberEffect]:
         """Send this replica's digest to the coordinator, which compares the digests of all replicas.
 
-        The digest of a trainer that has stalled is that of an earlier step of this generation.
+        After a stall, the trainer's digest may be for an earlier step of this generation.
         """
         if not self._is_running or not self.first_step <= step <= self._context.replica_state.applied:
             return []

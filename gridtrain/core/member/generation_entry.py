@@ -56,9 +56,9 @@ def make_rank_assignment(
 
 
 def with_own_addresses(own_id: m.PeerId, members: Sequence[m.Member]) -> tuple[m.Member, ...]:
-    """Return the members with the addresses that this worker dials; empty if the member dials.
+    """Return the members with the addresses that this worker dials; empty for members that dial it.
 
-    In a list in which this worker has an address itself, the keys decide who dials (see `m.Member.address`).
+    If this worker itself has an address in the list, the keys decide who dials (see `m.Member.address`).
     """
     has_address = any(member.peer == own_id and member.address for member in members)
     return tuple(
@@ -68,7 +68,7 @@ def with_own_addresses(own_id: m.PeerId, members: Sequence[m.Member]) -> tuple[m
 
 
 def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tuple[int, ...]:
-    """Return the first layer of each stage, then the number of layers; () for a model in one piece.
+    """Return the first layer of each stage, then the number of layers; () for an unpartitioned model.
 
     Raises:
         RemoteProtocolError: the MembershipView's partition is not valid for this model.
@@ -157,10 +157,9 @@ def _starts_as_built(view: m.MembershipView, context: MemberContext) -> bool:
 def _is_model_stale(
     view: m.MembershipView, own: m.Member, context: MemberContext, *, was_outside: bool
 ) -> bool:
-    """Return whether `view` expects the script's or a checkpoint's model, although this one has changed.
+    """Return whether `view` expects the script's or a checkpoint's model, but this worker's has changed.
 
-    Catch-up or a generation that has ended may have changed it.  A stage is never stale, because it is built
-    again.
+    Catch-up or an earlier generation may have changed it.  A stage is never stale, because it is rebuilt.
     """
     if own.joining or context.is_pipelined or not context.replica_state.is_modified:
         return False
@@ -182,7 +181,7 @@ def own_name_events(
     """Return log events about this member's name, and about newcomers that requested the same name.
 
     Args:
-        requested: the name that this member has requested, or has had until now.
+        requested: the name that this member requested, or has had until now.
         before: the members of the previous generation.
         members: the members of this generation, in which this member has rank `rank`.
     """

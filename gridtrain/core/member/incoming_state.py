@@ -53,10 +53,10 @@ class IncomingState:
 
     @property
     def shared_position(self) -> tuple[int, bytes] | None:
-        """(applied, history) of the missing state if its shared part is equal on all sources; otherwise None.
+        """(applied, history) of the missing state if all sources have the same shared part; otherwise None.
 
         The shared part may differ before the first step, because each member may have built its own state,
-        and for a model in stages, because a stage is either captured from memory or read from a disk.
+        and for a model in stages, because a stage is either captured from memory or read from disk.
         """
         applied, history = self._replica_state.position
         return (applied, history) if applied >= 0 and not self._context.is_pipelined else None
@@ -64,7 +64,7 @@ class IncomingState:
     def request(self, of: m.PeerId | None = None) -> list[MemberEffect]:
         """Request the state from all peers that send it or, if `of` is given, only from that peer.
 
-        The I/O loop fills in the number of blocks that have been received already.
+        The I/O loop fills in the number of blocks that have already been received.
         """
         if self._replica_state.is_synced or self._context.checkpoints.loading:
             return []

@@ -1,4 +1,4 @@
-"""A worker's state machine, which turns events of the I/O loop, the trainer and the network into effects.
+"""A worker's state machine, which turns events from the I/O loop, the trainer and the network into effects.
 
     event --> MemberCore       events and effects are in `core.group.member_events`
                  |
@@ -151,7 +151,7 @@ class MemberCore:
     @property
     def pause_reason(self) -> str:
         """The reason why training must wait for the coordinator (commit rule 10); empty if there is none."""
-        is_obeyed = not self.coordinator_link.is_fenced  # otherwise it is as good as away
+        is_obeyed = not self.coordinator_link.is_fenced  # a fenced one is ignored
         if self.coordinator in self._context.peer_links.connected and is_obeyed:
             return ""
         if not self.term or self.is_finished:

@@ -3,9 +3,9 @@
     MembershipView   SaveCheckpoint         write the state in memory, from which a new stage is assembled
                      StageCheckpointList    report that a checkpoint expected on this disk is missing
                      LoadCheckpoints        if all checkpoints of this member's stage are on this disk
-                     CheckpointRequest -->  otherwise: request the missing checkpoints, one after the other
+                     CheckpointRequest -->  otherwise: request the missing checkpoints, one at a time
                      <-- CheckpointRequest  SendCheckpoint, as soon as the checkpoint is on this disk
-    a step           SendCheckpoint         send the latest to a member of the next stage: disks fail
+    a step           SendCheckpoint         send the latest to a member of the next stage, as disks fail
     StartGeneration  DiscardCheckpoints     delete checkpoints of later steps: the group has rolled back
 
 The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The member list determines which
@@ -46,7 +46,7 @@ class MemberCheckpoints:
         self.stored: tuple[m.CheckpointInfo, ...] = ()
         self.loading: tuple[m.CheckpointInfo, ...] = ()
         self._generation = 0  # named in reports; 0: none
-        self._saving: m.CheckpointInfo | None = None  # the state in memory, while it is written to the disk
+        self._saving: m.CheckpointInfo | None = None  # the state in memory, while it is being written
         self._has_failed_write = False  # the state in memory cannot be written
         self._pending_requests: dict[m.PeerId, m.CheckpointRequest] = {}  # for checkpoints not stored yet
 
@@ -92,7 +92,7 @@ class MemberCheckpoints:
         self._generation = 0
 
     def _save_memory(self, assignment: RankAssignment) -> list[MemberEffect]:
-        """Write the state in memory to the disk if a stage of the new partition is assembled from it."""
+        """Write the state in memory to disk if a stage of the new partition is assembled from it."""
         layers, self._saving, self._has_failed_write = self._replica_state.memory_layers, None, False
         wanted = {source for member in assignment.members for source in member.pieces}
         if layers is None or (layers, assignment.rank) not in wanted or self.find(layers) is not None:

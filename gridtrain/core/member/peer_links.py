@@ -103,7 +103,7 @@ class PeerLinks:
         return self.dial(peers)
 
     def exclude_peer(self, peer: PeerId) -> bool:
-        """Exclude a peer that violated the protocol; return False if it was excluded already."""
+        """Exclude a peer that violated the protocol; return False if it was already excluded."""
         self.connected.discard(peer)
         self._dialled_addresses.pop(peer, None)
         if peer in self.excluded:

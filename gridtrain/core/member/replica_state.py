@@ -52,9 +52,9 @@ class ReplicaState:
 
     @property
     def skip_metrics(self) -> dict[str, int]:
-        """What was skipped, as metrics of a heartbeat; empty if nothing was.
+        """Skipped samples and steps, as heartbeat metrics; empty if there are none.
 
-        Of the steps before this worker has joined, it knows only whether all were skipped.
+        About the steps before it joined, this worker knows only whether all of them were skipped.
         """
         if not self.ledger.skipped:
             return {}
@@ -141,7 +141,7 @@ class ReplicaState:
         self.applied, self.history = view.applied, view.history
         self.is_synced, self._layers = as_built, layers
         if as_built:
-            self.memory_layers = None  # building the stage again overwrites it
+            self.memory_layers = None  # rebuilding the stage overwrites it
 
     def enter_standby(self, ledger: m.LedgerState) -> None:
         self.memory_layers = None

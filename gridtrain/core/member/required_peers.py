@@ -1,6 +1,6 @@
 """The connections that a member of a generation requires, and the report of peers that it cannot reach.
 
-    model in one piece    the exchange's neighbours, the root, the state source; the latter two are connected
+    unpartitioned model   the exchange's neighbours, the root, the state source; the latter two are connected
                           to all members
     model in stages       the exchange's neighbours, the root; the previous and the next stage of the
                           pipeline, as a ring; the sources of this member's state, and the members for which
@@ -23,7 +23,7 @@ from gridtrain.core.member.context import MemberContext
 
 
 def choose_state_source(assignment: RankAssignment, is_pipelined: bool) -> int | None:
-    """Return the rank of the state source for this member or, for a model in one piece, for all members.
+    """Return the rank of the state source for this member or, for an unpartitioned model, for all members.
 
     It is the rank that the coordinator chose, or else the lowest rank that holds the state (in a pipeline:
     the state of this member's stage).  The result is None if there is no state source.

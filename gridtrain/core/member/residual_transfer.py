@@ -1,7 +1,7 @@
 """Transfer of a leaving member's residual to a neighbour, so that no gradient is lost.
 
     leaving member, rank 2    recipient, rank 3 (or 1)   coordinator
-      | takes part in no step    |                          |
+      | takes part in no steps   |                          |
       | -- ResidualBlock 0, 1 -> | complete, checked        |
       | <---- ResidualReply ---- | stored apart             |
       | -- Leave ------------------------------------------> |
@@ -12,8 +12,8 @@
 A step requires every member's vote.  As long as the sender is a member, no step is committed without it, so a
 residual that it sent after step s stays complete until a MembershipView continues from s without the sender.
 If the sender nevertheless takes part in another step, the recipient drops the residual.  The sender asks a
-second recipient only if the first has declined.  Therefore a residual is added once or not at all, whichever
-messages are lost.
+second recipient only if the first has declined.  Therefore, a residual is added once or not at all, no matter
+which messages are lost.
 
 A recipient that is about to leave accepts no more residuals.  It waits until the residuals that it has
 accepted are added to its own, which it then transfers.
@@ -63,7 +63,7 @@ class ResidualTransfer:
     """Both sides of the transfer, for one member.
 
     Attributes:
-        is_leaving: whether this member transfers its residual and takes part in no more steps.
+        is_leaving: whether this member is transferring its residual and takes part in no more steps.
         is_refusing: whether this member declines all residuals, because it is about to leave.
     """
 
@@ -180,7 +180,7 @@ class ResidualTransfer:
         """Return the reason why this member cannot use a valid block, or an empty string if it can."""
         if self.is_refusing:
             return "it is leaving as well"
-        # The commit of the step after which the sender stopped may not have been received here yet.
+        # This member may not yet have received the commit of the step after which the sender stopped.
         if not is_synced or block.applied not in (applied, applied + 1):
             return f"it is at step {applied + 1}; the residual is of step {block.applied + 1}"
         return ""

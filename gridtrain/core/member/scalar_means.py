@@ -1,12 +1,12 @@
 """Averages of a value over the members of a generation, without votes or retries: for display (`grid.mean`),
-and for the weights of contributions (`grid.weigh`), of which each member uses its own.
+and for the total weight of a step's contributions (`grid.weigh`).
 
     member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
 
 Within a step, the i-th call on one worker corresponds to the i-th call on each other worker; weights have the
 index `WEIGHTS_INDEX`.  If the generation ends before all members have called, the average is cancelled and
-the trainer continues with its own value.  A rank that has made a later call is not waited for.  The
-root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of
+the trainer continues with its own value.  The root does not wait for a rank that has made a later call.  It
+stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of
 another member.
 """
 
@@ -31,7 +31,7 @@ class ScalarMeans:
     """The averages of one generation, as seen by one member.
 
     Attributes:
-        awaited_key: (step, index) of the average that the trainer waits for; None if it does not wait.
+        awaited_key: (step, index) of the average that the trainer is waiting for; None if there is none.
     """
 
     def __init__(self, assignment: RankAssignment) -> None:
@@ -39,7 +39,7 @@ class ScalarMeans:
         self._absent: frozenset[int] = frozenset()
         self._values: dict[MeanKey, dict[int, float]] = {}
         self._results: dict[MeanKey, float] = {}
-        self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, the latest last
+        self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, latest last
         self.awaited_key: MeanKey | None = None
         self._value = 0.0  # this member's value in the awaited average
 
@@ -84,7 +84,7 @@ class ScalarMeans:
         return [] if key is None else [DeliverMean(*key, None)]
 
     def receive(self, peer: m.PeerId, message: m.MeanRequest | m.MeanReply) -> list[MemberEffect]:
-        """Process a value or the root's reply; ignore messages of non-members and of other generations.
+        """Process a value or the root's reply; ignore messages from non-members and other generations.
 
         Raises:
             RemoteProtocolError: a request was not sent to the root, or a reply did not come from the root.
@@ -119,7 +119,7 @@ class ScalarMeans:
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def _complete(self, key: MeanKey, *, must_wait: bool) -> list[MemberEffect]:
-        """Compute and send an average; wait for the numbers of all ranks that are not absent and have not
+        """Compute and send an average; wait for the values of all ranks that are not absent and have not
         passed it."""
         values = self._values[key]
         awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
@@ -130,7 +130,7 @@ class ScalarMeans:
 
     def _has_passed(self, rank: int, key: MeanKey) -> bool:
         """Whether a rank has contributed to a later average, and so will not contribute to this one: with a
-        delay, a newcomer may begin with the step after the one in which the others compute."""
+        delay, a newcomer may begin one step after the one that the others are computing."""
         later = (each for each in self._keys_of.get(rank, ()) if each[1] != WEIGHTS_INDEX)
         return key[1] != WEIGHTS_INDEX and max(later, default=key) > key
 

@@ -32,7 +32,7 @@ class StateForwarding:
     """One member's position in the chain.
 
     Args:
-        chained: whether the joining members form a chain, as for the whole state of a model in one piece.
+        chained: whether the joining members form a chain, as for the whole state of an unpartitioned model.
 
     Attributes:
         upstream: the member that forwards the state to this one; None if the source sends it.
@@ -73,7 +73,7 @@ class StateForwarding:
     def record_block(self, peer: PeerId, index: int, now_s: float) -> None:
         """Record that a block arrived; ignore blocks from upstream that have arrived before.
 
-        Blocks arrive again after a connection broke, when blocks sent in the meantime are requested again.
+        Blocks may arrive again after a connection broke, because blocks sent meanwhile are requested again.
         """
         if peer == self.upstream:
             if index < self._next_block:

@@ -1,6 +1,6 @@
 """Duration of a step, the timeout for silent members that is based on it, and this worker's heartbeats.
 
-started    committed   committed        a step lasts from commit to commit, so its compute is included
+started    committed   committed        a step lasts from commit to commit, including its compute time
   |---------|-----------|------>        mean = 0.9 mean + 0.1 last
 first_step_s  floor + factor * mean     timeout: before the first step is committed, and after it
 """
@@ -32,7 +32,7 @@ class StepPace:
         return self._deadlines.patience_floor_s + self._deadlines.patience_factor * self._mean_step_s
 
     def step_started(self, now_s: float) -> None:
-        """Record the start of the step, unless an earlier part of it was submitted already."""
+        """Record the start of the step, unless an earlier part of it was already submitted."""
         self._step_start_s = now_s if self._step_start_s is None else self._step_start_s
 
     def step_committed(self, now_s: float) -> None:
@@ -55,7 +55,7 @@ class StepPace:
         """Return the next heartbeat for the coordinator.
 
         Args:
-            skips: `ReplicaState.skip_metrics`, which follow the metrics of `event` as far as there is room.
+            skips: `ReplicaState.skip_metrics`, which follow the metrics of `event` as far as space permits.
         """
         self._heartbeats += 1
         metrics = *event.metrics, *((name, float(steps)) for name, steps in skips.items())

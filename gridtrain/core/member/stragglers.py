@@ -9,17 +9,17 @@
                                                                      marked as absent, and votes
 
 A member is late if its delay exceeds the median of its latest delays by a multiple of their median absolute
-deviation.  The limit is computed for each member, in seconds for each sample of its share, so that a worker
+deviation.  The limit is computed for each member, in seconds per sample of its share, so that a worker
 that is always slow is never late.  If no member is late, no message is sent.  A member that was absent from
 the last step is requested to stay absent as soon as the others have submitted, so that a long stall delays
 the group only once.
 
 Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The
 decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier
-attempt.  So a trainer that stalls after it has sent some buckets is waited for: an attempt after which it is
-absent would need rings that restart on all members, which `Decision` cannot announce.  Nor can it be
-absent from the other buckets alone, because a late batch may be handed out again, and the sent part would
-count twice.
+attempt.  The group therefore waits for a trainer that stalls after sending some buckets: if it were absent
+from the next attempt, all members would have to restart their rings, which `Decision` cannot announce.  Nor
+can it be absent from the other buckets alone, because a late batch may be handed out again, and the part
+already sent would count twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
 from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 QUORUM = 0.5
-"""Smallest share of the samples of a full step with which the step continues; with less the group waits."""
+"""Smallest share of the samples of a full step with which the step continues; with less, the group waits."""
 
 WINDOW, FEWEST_DELAYS = 32, 4
 """Number of delays from which a limit is computed, and the number below which there is no limit."""
@@ -84,8 +84,8 @@ class UsualDelays:
     """The delays that one member knows; they outlive the generations.
 
     Attributes:
-        compute: by member, from a commit to the submission of its trainer, with its share as the scale.
-        wait: from this member's submission to the commit.
+        compute: each member's delay from a commit to its trainer's submission, with its share as the scale.
+        wait: this member's delay from its submission to the commit.
     """
 
     def __init__(self) -> None:
@@ -93,24 +93,24 @@ class UsualDelays:
         self.wait = UsualDelay()
 
     def forget_departed(self, members: Collection[m.PeerId]) -> None:
-        """Forget the delays of others than `members` if there are many of them."""
+        """Forget the delays of workers other than `members` if there are many of them."""
         if len(self.compute) > 2 * MAX_RANKS:
             present = {peer: delay for peer, delay in self.compute.items() if peer in members}
             self.compute = defaultdict(UsualDelay, present)
 
 
 class Stragglers:
-    """The waiting and absent members of one generation, as one member sees them.
+    """The waiting and absent members of one generation, as seen by one member.
 
     Args:
         count_samples: returns the number of samples of each rank in the open step.
         delays: the delays that this member knows from earlier generations.
-        is_enabled: whether steps may continue without members in this run.
+        is_enabled: whether steps may continue without some members in this run.
 
     Attributes:
         absent: the ranks that were absent from the last committed step.
-        is_enabled: whether steps may continue without members in this generation.
-        absence: the step that this member misses, and the others' optimizer settings; None if it misses none.
+        is_enabled: whether steps may continue without some members in this generation.
+        absence: the step that this member is missing, and the others' optimizer settings; or None.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Stragglers:
     def committed(self, flags: int, now_s: float) -> list[MemberEffect]:
         """Record that the open step was committed with these flags, and that the next one is open.
 
-        Returns the root's log events about members that were absent, but not from the step before.
+        Returns the root's log events about members that were absent from it, but not from the previous step.
         """
         if self._submission is not None:
             self._wait.record(now_s - self._submission[1])
@@ -262,7 +262,7 @@ class Stragglers:
         return max(self._earliest_s, min(due_s))
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """Report that this member waits; as the root, request late members to stay absent."""
+        """Report that this member is waiting; as the root, request late members to stay absent."""
         if now_s < self._earliest_s:
             return []
         effects: list[MemberEffect] = []
@@ -282,9 +282,10 @@ class Stragglers:
 
     @property
     def _absence_due_s(self) -> float:
-        """The time at which this member follows the root's request; infinite if it does not.
+        """The time at which this member complies with the root's request; infinite if it does not.
 
-        A trainer that has returned is given its usual time, because the others report at once that they wait.
+        A trainer that has returned is given its usual time, because the others report at once that they
+        are waiting.
         """
         if self._takes_part or self.absence is not None or self._requested_settings is None:
             return math.inf
@@ -306,14 +307,14 @@ class Stragglers:
 
     @property
     def _report_due_s(self) -> float:
-        """The time at which this member reports that it waits; infinite if it does not."""
+        """The time at which this member reports that it is waiting; infinite if it does not."""
         if not self.is_enabled or self._submission is None or self._is_reported:
             return math.inf
         return self._submission[1] + (0.0 if self.absent else self._wait.limit_s())
 
     @property
     def _candidates(self) -> list[int]:
-        """The ranks that have neither reported that they wait, nor been requested to stay absent."""
+        """The ranks that have neither reported that they are waiting nor been requested to stay absent."""
         known = self._waiting.keys() | self._requested
         if self._submission is not None:
             known |= {self._assignment.rank}
@@ -321,12 +322,12 @@ class Stragglers:
 
     @property
     def _has_quorum(self) -> bool:
-        """Whether this is the root, and members with enough samples and equal optimizer settings wait."""
-        if not self._waiting or len(set(self._waiting.values())) > 1:  # none on all other members
+        """Whether this is the root, and the waiting members have enough samples and equal settings."""
+        if not self._waiting or len(set(self._waiting.values())) > 1:  # always empty except on the root
             return False
         counts, shares = self._count_samples(), [share for _, share in self._assignment.shares]
         has_samples = any(counts[rank] for rank in self._waiting)
-        # Not of this step's samples: at the end of a pass there may be fewer than in a late batch.
+        # Shares, not this step's samples: at the end of a pass, there may be fewer than in a late batch.
         return has_samples and sum(shares[rank] for rank in self._waiting) >= QUORUM * sum(shares)
 
     def late_s(self, ranks: Iterable[int]) -> float:
@@ -341,7 +342,7 @@ class Stragglers:
         """The time from which the root requests this rank to be absent.
 
         A member reports its delays to the root only.  A new root may not know the member's limit, but the
-        member follows no request before its own limit, so the root applies its own limit instead.
+        member does not comply with a request before its own limit, so the root applies its own limit instead.
         """
         late_s = self._late_s(rank)
         return late_s if math.isfinite(late_s) else self._opened_s + self._own_limit_s

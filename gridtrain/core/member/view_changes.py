@@ -6,7 +6,7 @@ APART ----------------------------> FORMING ----------------------> FORMING (Rea
   |                     MembershipView |                                v
   +--- StandbyNotice ------ FROZEN <---+----------- Freeze --------- RUNNING
 
-message of       goes to
+message from     goes to
 a member, Data   the open attempt of the generation, after the checks that apply to all messages
 the coordinator  `coordinator_link` (its term), `generation_entry` (a MembershipView), the generation
 a peer           `worker_catch_up` (catch-up), the generation (a member); otherwise ignored
@@ -40,7 +40,7 @@ class ViewChanges:
         self._coordinator = context.coordinator
         self._pages: dict[int, m.MemberListPage] = {}  # of the next member list
         self._listed: tuple[m.Member, ...] = ()  # the list of the generation, as it was received
-        self._unlisted_generation = 0  # its list was sent as changes of another list than this worker's
+        self._unlisted_generation = 0  # its list was sent as changes to a list that this worker lacks
         self._early_requests: dict[m.PeerId, m.StateRequest | m.CheckpointRequest] = {}
 
     @property
@@ -187,13 +187,13 @@ class ViewChanges:
         return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected, *cancelled]
 
     def _change_list(self, changes: m.MemberListChanges) -> list[MemberEffect]:
-        """Make the next member list from the current one; if that fails, join again to receive all of it."""
+        """Make the next member list from the current one; if that fails, rejoin to receive the whole list."""
         if changes.term < self._coordinator_link.term or changes.generation <= self.generation_number:
             return []
         members = changes.apply(self._listed) if changes.base == self.generation_number else None
         if members is None:
             self._unlisted_generation = changes.generation
-            reason = f"the changes of the member list of generation {changes.base} do not apply here"
+            reason = f"the changes to generation {changes.base}'s member list do not apply to this worker's"
             return self._coordinator_link.rejoin(reason, self.generation_number)
         self._pages = {0: m.MemberListPage(changes.term, changes.generation, 0, 1, members)}
         return []

@@ -3,10 +3,10 @@
     CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
       |                          CaughtUp --> CatchUpReport
       +-- `route_s` without any connected source --> PeersUnreachable --> CatchUpFrom with other addresses
-    ServeCatchUp(receivers)  --> TakeSnapshot                             requests of receivers are delivered
+    ServeCatchUp(receivers)  --> TakeSnapshot                             receivers' requests are delivered
 
-A worker that catches up has no rank, so no member notices a missing connection to it; therefore the worker
-itself reports sources that it cannot reach.  The coordinator decides from which sources a worker catches up.
+A worker that is catching up has no rank, so no member notices a missing connection to it; the worker itself
+therefore reports sources that it cannot reach.  The coordinator decides which sources a worker uses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WorkerCatchUp:
     """Catch-up of one worker.
 
     Args:
-        route_s: time that establishing a connection may take.
+        route_s: time allowed for establishing a connection.
 
     Attributes:
         sources: peers from which this worker catches up.
@@ -50,7 +50,7 @@ class WorkerCatchUp:
     def __init__(self, peer_links: PeerLinks, route_s: float) -> None:
         self._peer_links = peer_links
         self._route_s = route_s
-        self._unreachable_since_s = math.inf  # infinite: not waiting for a source, or reported already
+        self._unreachable_since_s = math.inf  # infinite: not waiting for a source, or already reported
         self.sources: tuple[m.PeerId, ...] = ()
         self.receivers: frozenset[m.PeerId] = frozenset()
         self.last_report: m.CatchUpReport | None = None
@@ -60,7 +60,7 @@ class WorkerCatchUp:
         return self.receivers.union(self.sources)
 
     def receive(self, peer: m.PeerId, message: CatchUpMessage) -> list[MemberEffect]:
-        """Deliver a request of a receiver or an answer of a source; ignore messages of other peers."""
+        """Deliver a receiver's request or a source's answer; ignore messages from other peers."""
         if peer in (self.receivers if isinstance(message, CatchUpRequest) else self.sources):
             return [DeliverCatchUpMessage(peer, message)]
         return [LogEvent("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
@@ -73,7 +73,7 @@ class WorkerCatchUp:
     # -- catching up -----------------------------------------------------------------------------
 
     def start(self, sources: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
-        """Start to catch up from these sources; report sources that are no longer listed as disconnected."""
+        """Start catching up from these sources; report sources that are no longer listed as disconnected."""
         before, self.sources = self.sources, tuple(peer for peer, _ in sources)
         self._unreachable_since_s = now_s
         up = self._peer_links.connected

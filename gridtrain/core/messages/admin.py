@@ -65,7 +65,7 @@ class Unban(Message):
 @message(90)
 @dataclass(frozen=True, slots=True)
 class EndRun(Message):
-    """Order to end the run after its open step, although its script would train longer."""
+    """Order to end the run after its open step, even if its script would train for longer."""
 
 
 @message(19)
@@ -114,7 +114,7 @@ MAX_BUNDLE_BYTES = 8 << 20
 @message(88)
 @dataclass(frozen=True, slots=True)
 class BundleBlock(Message):
-    """Answer to BundleRequest: block `index` of `total`; all blocks except the last have 1 MiB."""
+    """Answer to BundleRequest: block `index` of `total`; all blocks except the last are 1 MiB long."""
 
     digest: Digest
     index: Count

@@ -123,7 +123,7 @@ class Setup(Message):
 class StageCheckpointList(Message):
     """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
-    `generation` is that of the last MembershipView that the worker had received when it sent this list.
+    `generation` is taken from the last MembershipView that the worker had received when it sent this list.
     """
 
     checkpoints: Annotated[tuple[CheckpointInfo, ...], AtMost(MAX_STAGE_CHECKPOINTS)]
@@ -153,7 +153,7 @@ class LinkRates(Message):
 @message(80)
 @dataclass(frozen=True, slots=True)
 class WorkerInfo(Message):
-    """This worker's device and software versions, only for display."""
+    """This worker's device and software versions, for display only."""
 
     texts: Annotated[tuple[tuple[Name, Text], ...], AtMost(16)]
 
@@ -174,8 +174,7 @@ COMMITTED_SAMPLES = "committed_samples"
 """Heartbeat metric: number of samples in all of the run's committed steps."""
 
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
-"""Heartbeat metric: number of consecutive steps, up to the latest, of which this worker knows that they were
-skipped."""
+"""Heartbeat metric: number of consecutive steps, up to the latest, that this worker knows were skipped."""
 
 MISSED_STEPS = "missed_steps"
 """Heartbeat metric: number of steps that the group committed without this worker, whose loop had stalled."""
@@ -318,24 +317,24 @@ or a part of it, but could not."""
 @message(17)
 @dataclass(frozen=True, slots=True)
 class Leave(Message):
-    """Notice that the worker leaves the run."""
+    """Notice that the worker is leaving the run."""
 
     reason: Reason
 
 
 ON_REQUEST = "on request"
-"""The beginning of the reason for a pause by the owner's command, rather than by a rule."""
+"""The beginning of the reason for a pause that the owner ordered, rather than a rule."""
 
 
 def ends_with_resume(reason: str) -> bool:
-    """Return whether `gridtrain worker resume` ends a pause: not if a rule is a reason, too."""
+    """Return whether `gridtrain worker resume` ends a pause; it does not if a rule is also a reason."""
     return reason == ON_REQUEST or reason.startswith(f"{ON_REQUEST}, until ")
 
 
 @message(83)
 @dataclass(frozen=True, slots=True)
 class TemporaryLeave(Message):
-    """Notice that the worker leaves the run until its owner's rules allow it to rejoin."""
+    """Notice that the worker is leaving the run until its owner's rules allow it to rejoin."""
 
     reason: Reason
 
@@ -343,7 +342,7 @@ class TemporaryLeave(Message):
 @message(18)
 @dataclass(frozen=True, slots=True)
 class RunFinished(Message):
-    """Notice that the run has ended according to the data ledger of this worker."""
+    """Notice that the run has ended according to this worker's data ledger."""
 
     applied: AppliedStep
     history: Digest
@@ -455,7 +454,7 @@ MAX_MEMBER_PAGES = 256
 class MemberListPage(Message):
     """One page of the next generation's members in rank order; all pages precede its MembershipView.
 
-    If the receiver has the list of its generation, it may receive `MemberListChanges` in place of all pages.
+    A receiver that has its generation's list may be sent `MemberListChanges` instead of the pages.
     """
 
     term: UInt
@@ -474,9 +473,9 @@ class MemberListPage(Message):
 
 
 def member_list_digest(members: Iterable[Member]) -> bytes:
-    """Return the 32 bytes by which a member verifies a list that it has made from `MemberListChanges`.
+    """Return the 32 bytes with which a member verifies a list that it has built from `MemberListChanges`.
 
-    It is BLAKE2b of one line for each member, with the fields in order, separated by tabs.
+    They are the BLAKE2b hash of one line per member, with the fields in order, separated by tabs.
     """
     text = "".join(map(_member_line, members))
     return blake2b(text.encode(), digest_size=32).digest()
@@ -494,12 +493,11 @@ def _member_line(x: Member) -> str:
 @message(81)
 @dataclass(frozen=True, slots=True)
 class MemberListChanges(Message):
-    """The next generation's members, as changes of the receiver's list; takes the place of all pages.
+    """The next generation's members, as changes to the receiver's list; replaces all pages.
 
     Attributes:
         base: the receiver's generation, whose list is changed.
-        order: the new list, as spans of entries: first the entries of the list of `base`, in rank order,
-            then `members`.
+        order: the new list, as spans of indices into the list of `base` followed by `members`.
         members: the entries that are not in the list of `base`.
         digest: `member_list_digest` of the new list.
     """
@@ -518,7 +516,7 @@ class MemberListChanges(Message):
         return f"{count} members; there may be at most {MAX_GENERATION_MEMBERS}"
 
     def apply(self, base: Sequence[Member]) -> tuple[Member, ...] | None:
-        """Return the new list, or None if `base` is not the list that is to be changed."""
+        """Return the new list, or None if `base` is not the list to which the changes apply."""
         entries = (*base, *self.members)
         members = tuple(entry for span in self.order for entry in entries[span.start : span.stop])
         return members if member_list_digest(members) == self.digest else None
@@ -531,9 +529,9 @@ class MembershipView(Message):
 
     Attributes:
         decided_round: the round that the verdict commits; None if the verdict is ABORT.
-        applied, history, ledger: the state after the verdict, which every member must hold to send Ready.
+        applied, history, ledger: the state after the verdict; each member must hold it to send Ready.
         exchange: the exchange that the coordinator chose, as `Exchange.describe` writes it, if the script
-            leaves the choice to the coordinator; empty if none is chosen yet, so that no round begins.
+            leaves the choice to the coordinator; empty before it has chosen, when no round can begin.
         stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, then
             the number of layers.
     """

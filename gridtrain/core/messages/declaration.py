@@ -3,7 +3,7 @@
 A message is a frozen dataclass with the base `Message`, decorated with `message(code)`.  Its annotations
 are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the
 end of this module, or `T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...], AtMost(n)]` of these types.  The
-method `find_problem(self) -> str | None` checks rules about several fields.
+method `find_problem(self) -> str | None` checks rules that involve several fields.
 
 The encoding (`gridtrain.network.wire.schema`) and the tables of PROTOCOL.md are derived from the annotations.
 """
@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from gridtrain.quantities import shorten
 
 MESSAGE_TYPES: dict[int, type] = {}
-"""Every message class by its code, which is the first item of its header."""
+"""Every message class, keyed by its code, which is the first item of its header."""
 
 
 class Message:
@@ -121,7 +121,7 @@ class FloatField(FieldType):
         self.name, self.bounds, self.low, self.high = name, bounds, low, high
 
     def pack(self, value: Any) -> float:
-        if type(value) is int:  # as Python does: an int is accepted where a float is expected
+        if type(value) is int:  # as in Python, an int is accepted where a float is expected
             value = float(value)
         return self.unpack(value)
 
@@ -203,7 +203,7 @@ class PayloadField(FieldType):
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Annotation of a variable-length tuple with the largest number of its items."""
+    """Annotation of a variable-length tuple with its maximum number of items."""
 
     items: int
 

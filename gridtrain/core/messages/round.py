@@ -62,7 +62,7 @@ class Decision(Message):
 @message(53)
 @dataclass(frozen=True, slots=True)
 class RoundProgress(Message):
-    """Report that the sender is alive and works on this round; the receiver extends its deadline."""
+    """Report that the sender is alive and working on this round; the receiver extends its deadline."""
 
     round: RoundId
     progress: UInt
@@ -71,7 +71,7 @@ class RoundProgress(Message):
 @message(48)
 @dataclass(frozen=True, slots=True)
 class Waiting(Message):
-    """Report to the root that the sender has submitted its contribution and waits for other members.
+    """Report to the root that the sender has submitted its contribution and is waiting for other members.
 
     The payload contains the optimizer settings of the sender's contribution.
     """

@@ -97,10 +97,10 @@ A receiver accepts at most the size that its own model needs (`runtime.state_tra
 """
 
 MAX_RESIDUAL_BLOCKS = 16
-"""Largest number of blocks of a residual: 16 MiB, which fit into one window of flow control."""
+"""Largest number of blocks of a residual: 16 MiB, which fits into one window of flow control."""
 
 BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
-"""Number of messages of a burst, and bytes of each: 256 KiB in all."""
+"""Number of messages in a burst, and bytes in each: 256 KiB in all."""
 
 
 @message(65)
@@ -130,7 +130,7 @@ class BurstReceived(Message):
 @message(86)
 @dataclass(frozen=True, slots=True)
 class BurstRequest(Message):
-    """Request for a burst with this nonce, by which `gridtrain doctor` measures the reverse direction."""
+    """Request for a burst with this nonce, with which `gridtrain doctor` measures the reverse direction."""
 
     nonce: UInt
 
@@ -183,7 +183,7 @@ class StateBlock(Message):
 @message(89)
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest(Message):
-    """Request for the receiver's checkpoint of these layers after the MembershipView's step.
+    """Request for the receiver's checkpoint of these layers, taken after the MembershipView's step.
 
     The member list must say that the requester assembles its stage from the checkpoint.  CheckpointBlocks
     answer the request.
@@ -271,7 +271,7 @@ class UpdatesRequest(Message):
 @message(75)
 @dataclass(frozen=True, slots=True)
 class UpdateLogEntry(Message):
-    """The update of step `step`; `latest_step` is the source's last step.
+    """The update for step `step`; `latest_step` is the source's last step.
 
     `runtime.state_transfer.update_log` defines the format of `payload`.
     """

@@ -47,14 +47,14 @@ Facts = Annotated[tuple[tuple[Name, Text], ...], AtMost(64)]
 """Short strings by name, which are displayed and compared between workers; see `Setup.facts`."""
 
 BASE_FACT = "base"
-BASE_ORIGIN = "base_origin"
-"""Text of a `WorkerInfo`: where the worker has loaded its base from."""
-
 """Name of the fact that describes the frozen parameters; models without frozen parameters do not have it."""
 
+BASE_ORIGIN = "base_origin"
+"""Text of a `WorkerInfo`: where the worker loaded its base from."""
+
 LATER_FACTS = (BASE_FACT, "adapter")
-"""Names of facts that earlier versions did not record: where one is missing, in a journal or a checkpoint, it
-may be unknown.  A fact that later versions add to runs that exist belongs here."""
+"""Names of facts that earlier versions did not record: if a journal or a checkpoint lacks one, its value may
+be unknown.  Facts that later versions add to existing runs belong in this tuple."""
 
 
 RELAY_PREFIX = "relay:"
@@ -127,26 +127,26 @@ class Span:
         return None if self.start <= self.stop else f"{self}; it must not stop before it starts"
 
     def find_problem_of_layers(self) -> str | None:
-        """Return the problem of a span of layers, which must contain at least one layer, or None."""
+        """Return the problem with a span of layers, which must contain at least one layer, or None."""
         return None if self.start < self.stop else f"layers {self}; there must be at least one layer"
 
 
 Spans = Annotated[tuple[Span, ...], AtMost(4096)]
 
 MAX_SHARDS = 4096
-"""Largest number of shards of a data set; a data set of more files joins several files to one shard."""
+"""Largest number of shards of a data set; if it has more files, each shard combines several files."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerSpec:
-    """Size of the data set, seed of its order, and end of the run.  Replicated, and constant over the run.
+    """Size of the data set, seed of its order, and end of the run.  Replicated and constant during a run.
 
     Exactly one of `epochs` and `steps` is not None; the run ends after that many epochs or steps.
 
     Attributes:
         delay: number of steps after which the gradients of a step's samples are exchanged: 0, or 1 if they
             are exchanged while the samples of the next step are computed.
-        shards: the number of samples of each shard, if members read the data set by shards
+        shards: the number of samples of each shard, if members read the data set shard by shard
             (`core.commit.shard_leases`); otherwise empty.
     """
 
@@ -163,7 +163,7 @@ class LedgerSpec:
         if self.shards and (sum(self.shards) != self.size or min(self.shards) < 1):
             return (
                 f"{len(self.shards)} shards of {sum(self.shards)} samples, the smallest with "
-                f"{min(self.shards)}; each must have at least 1 sample, and all together {self.size}"
+                f"{min(self.shards)}; each must have at least 1, and their sum must be {self.size}"
             )
         one_limit = (self.epochs is None) != (self.steps is None)
         return None if one_limit else f"{self}; it must have either epochs or steps"
@@ -171,10 +171,10 @@ class LedgerSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeferredBatch:
-    """A batch that its member contributes to a later step than the step that handed it out.
+    """A batch that its member contributes to a later step than the one that handed it out.
 
     Attributes:
-        spans: the positions of the batch; () if the member was absent without positions, or if its batch was
+        spans: the positions of the batch; () if the member was absent and had none, or if its batch was
             re-queued because it was too late.
         total_samples: number of samples that step `step` handed out; the batch keeps that step's weight.
         step: the step that handed the batch out, from which the member was absent if the batch is late.
@@ -198,10 +198,10 @@ class LedgerState:
         skipped: number of samples of committed steps whose update was skipped.
         holders: the positions of each member in step `step`, if a MembershipView fixed them; None if they are
             assigned by shares.
-        late: the batches of members that are absent, by peer in ascending order.
-        pending: the batches of the step before, if `LedgerSpec.delay` is 1, by peer in ascending order.
-        leases: the positions of a shard that later steps give to this member, if `LedgerSpec.shards` is not
-            empty, by peer in ascending order.
+        late: the batches of members that are absent, sorted by peer.
+        pending: the batches of the previous step, if `LedgerSpec.delay` is 1, sorted by peer.
+        leases: the positions of a shard that later steps assign to each member, if `LedgerSpec.shards` is
+            not empty, sorted by peer.
     """
 
     step: UInt = 0
@@ -224,7 +224,7 @@ class Member:
             it for each pair.  "tcp://host:port" is dialled; "relay:" and a key in hexadecimal names the
             member, or the coordinator, that relays end-to-end encrypted messages; if the address is empty,
             the member dials.  If the receiver itself has an address in the list, the list is the same for
-            all members that can be dialled; of two members with addresses the one with the larger key dials.
+            all members that can be dialled; of two members with addresses, the one with the larger key dials.
         share: the member's batch size in samples.
         joining: whether the member must first receive the state.
         donor: rank of the member's state source; -1 stands for the lowest rank that holds the state.
@@ -233,7 +233,7 @@ class Member:
         digest: `CheckpointInfo.digest` of the checkpoint that the state source sends, according to the
             coordinator; empty if unknown.
         piece_digests: `CheckpointInfo.digest` of each of `pieces`; empty if unknown, because the checkpoint
-            is not on a disk yet.
+            is not on disk yet.
         entries_share: how many of the k entries of a sparse payload the member selects for its own
             contribution, in 256ths of k.
     """
@@ -331,7 +331,7 @@ class StagedModel:
 
 
 def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:
-    """Return the problem of block `index` of `total`, or None; there may be at most `max_blocks` blocks."""
+    """Return the problem with block `index` of `total`, or None; at most `max_blocks` blocks are allowed."""
     if not index < total <= max_blocks:
         return f"block {index} of {total}; it must be below the total, which must be at most {max_blocks}"
     return find_problem_of_size(payload, MAX_BLOCK_BYTES)

@@ -1,15 +1,15 @@
 """Choose a run's exchange, its order of ranks and its batch shares from measured links and speeds.
 
-Contains pure functions of measurements, and the state of one run's choice; no module here measures or sends.
+Contains pure functions of measurements, and the state of a run's choice; it neither measures nor sends.
 
     exchange_facts        the facts of a run --> Dense | TopK | GTopK | Auto, number of parameters
     network_model         links, latencies and rates;  workload: bytes and CPU time of an exchange
     message_schedule      an exchange as a list of messages that depend on each other
     exchange_simulation   the times of these messages on a network;  cost_model: the cost of an exchange
     rank_order_search     the fastest order of ranks;  rank_order: the order from workers' reports
-    entry_shares          which members select fewer entries, because their uploads are thin
+    entry_shares          which members select fewer entries, because their uploads are slow
     exchange_comparison   the fastest exchange, ring or direct;  exchange_choice: the choice of a run
-    worker_memory         bytes of a worker for each trainable parameter
+    worker_memory         memory of a worker, in bytes per trainable parameter
     batch_shares          samples of a step for each worker;  local_steps_proposal: steps between exchanges
     svg_elements          what charts of a plan have in common
 """

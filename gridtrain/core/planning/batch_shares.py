@@ -147,7 +147,7 @@ def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
 def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
     """Return integer shares with the sum `total` that minimize the longest count / speed.
 
-    Every worker gets at least 1 sample if there are enough samples; in a tie the worker with the lower index
+    Every worker gets at least 1 sample if there are enough samples; in a tie, the worker with the lower index
     gets the sample.
 
     Args:
@@ -174,7 +174,7 @@ def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> 
 
 
 def _exceeded_limits(names: Sequence[str], counts: Sequence[int], most: Sequence[int]) -> str:
-    """Describe shares above their limits: the group is too small for the samples of a step."""
+    """Describe shares above their limits, which occur if the group is too small for a step's samples."""
     above = [
         f"{name} {count} instead of at most {limit}"
         for name, count, limit in zip(names, counts, most, strict=True)
@@ -203,7 +203,8 @@ def _rounded_down(total: int, speeds: Sequence[float], limits: Sequence[int], le
         whole = math.fsum(speeds[i] for i in unbounded)
         at_least = [i for i in unbounded if left * speeds[i] / whole <= least]
         at_most = [i for i in unbounded if left * speeds[i] / whole >= limits[i]]
-        # Fixing lower and upper bounds moves the rest in opposite directions: the larger surplus goes first.
+        # Fixing lower and upper bounds moves the rest in opposite directions, so the side with the larger
+        # surplus is fixed first.
         short = sum(least - left * speeds[i] / whole for i in at_least)
         over = sum(left * speeds[i] / whole - limits[i] for i in at_most)
         bound = at_least if at_least and short >= over else at_most

@@ -38,7 +38,7 @@ from gridtrain.core.planning.workload import (
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """The cost of one exchange, from the moment at which all members have their gradient.
+    """The cost of one exchange, from the moment at which all members have their gradients.
 
     Attributes:
         exchange_s: time until the last member may apply the update, including the vote.
@@ -115,7 +115,7 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 def _packet_s(network: NetworkModel, cpu: CpuCosts, host_cores: int | None) -> float:
     """Return the CPU time of a packet, which is 0 if the cores cannot handle packets one by one.
 
-    Then many of them are read at once.  All members exchange at the pace of the slowest link.
+    Many packets are then read at once.  All members exchange at the pace of the slowest link.
     """
     slowest_Bps = min(*network.up_Bps, *network.down_Bps, *network.shared_Bps.values())
     members, cores = (network.size, host_cores) if host_cores is not None else (1, 1)
@@ -130,7 +130,7 @@ def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
 
 
 _ENTRY_COSTS = ("decode_entry_s", "merge_entry_s", "sum_entry_s", "round_element_s", "widen_element_s")
-"""Without selecting and encoding, which come before packets."""
+"""Costs per entry or element, except those of selecting and encoding, which precede all packets."""
 
 
 def _slowed_cpu(cpu: CpuCosts, times: float) -> CpuCosts:

@@ -1,6 +1,6 @@
-"""Choose which members select fewer than k entries of a sparse exchange, because their uploads are thin.
+"""Choose which members select fewer than k entries of a sparse exchange, because their uploads are slow.
 
-    upload rates --thin members--> shares to try --simulated exchanges--> the largest shares that are nearly
+    upload rates --slow members--> shares to try --simulated exchanges--> the largest shares that are nearly
                                                                           as fast as the smallest
 
 A member sends its own payload once.  If it is a leaf of a tree, a star or the fold of a butterfly, it sends
@@ -31,21 +31,21 @@ MIN_ENTRIES_SHARE = WHOLE_SHARE // 16
 """The smallest share: with less, a member's gradient would reach the model very late."""
 
 THIN_RATIO, STILL_THIN_RATIO = 2.0, 1.5
-"""An upload is thin if the median upload of the other members is this many times as fast; the second value is
-for a member that has a smaller share already."""
+"""An upload is slow if the median upload of the other members is this many times as fast; the second value is
+for a member that already has a smaller share."""
 
 KEPT_SPEEDUP = 1.1
 """Current shares are kept if they make the exchange this many times as fast; new ones need `MIN_SPEEDUP`."""
 
 MIN_CHANGE = 1.5
-"""A share changes only by at least this factor."""
+"""A share is changed only by at least this factor."""
 
 RATIO_FACTORS = (8.0, 4.0, 2.0, 1.0)
 """The shares to try, as multiples of the ratio of a member's upload to the other members' uploads."""
 
 ACCEPTED_SLOWDOWN = 1.1
-"""The largest shares are chosen for which an exchange takes at most this many times as long as for the
-smallest ones."""
+"""The chosen shares are the largest with which an exchange takes at most this many times as long as with the
+smallest."""
 
 
 MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator
@@ -80,10 +80,10 @@ def choose_entry_shares(
 
     Args:
         load: the workload; None if it is unknown.  A dense exchange has no shares.
-        peers: the members in the order of joining.
+        peers: the members in join order.
         firsts: the members that may be rank 0.
-        current: the shares of the present generation, below `WHOLE_SHARE`.
-        names: the members' names for the reason.
+        current: the shares of the current generation, below `WHOLE_SHARE`.
+        names: the members' names, for the reason.
     """
     network = _rated_network(load, measured, peers)
     if load is None or network is None:
@@ -127,10 +127,10 @@ def share_change_reason(
     current: Mapping[PeerId, int],
     names: Mapping[PeerId, str],
 ) -> str:
-    """Return the reason for a new generation with other shares; "" if the present shares are kept.
+    """Return the reason for a new generation with different shares; "" if the current shares are kept.
 
     No member alone can cause a change: the reports of all other members must confirm that the upload of each
-    member whose share changes is thin, or is no longer thin.
+    member whose share changes is slow, or is no longer slow.
     """
     wanted = choose_entry_shares(load, measured, peers, peers, current, names)
     changed = [peer for peer in peers if wanted.share_of(peer) != current.get(peer, WHOLE_SHARE)]
@@ -164,7 +164,7 @@ def _rated_network(
 def _thin_ratios(
     network: NetworkModel, peers: Sequence[PeerId], current: Mapping[PeerId, int]
 ) -> dict[PeerId, float]:
-    """Return the ratio of each thin upload to the median upload of the other members."""
+    """Return the ratio of each slow upload to the median upload of the other members."""
     ratios = {}
     for at, peer in enumerate(peers):
         others_Bps = median(rate for i, rate in enumerate(network.up_Bps) if i != at)
@@ -180,7 +180,7 @@ def _bounded_share(share: float) -> int:
 
 
 def _settled_share(wanted: int, now: int) -> int:
-    """Return the present share unless the wanted one differs from it by `MIN_CHANGE`."""
+    """Return the current share unless the desired one differs from it by a factor of `MIN_CHANGE`."""
     return wanted if max(wanted, now) >= MIN_CHANGE * min(wanted, now) else now
 
 

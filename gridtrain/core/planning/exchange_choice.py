@@ -9,8 +9,8 @@ The choice is part of the MembershipView and is journalled with it.
 
     later: links, speeds or members change --> another choice, if it makes steps `MIN_SPEEDUP` times as fast
 
-A worker's first batch takes longest because kernels are compiled.  Compared with that compute time a dense
-exchange costs little, so the first choice may be a dense exchange and a later choice a sparse exchange.  The
+A worker's first batch takes longest because kernels are compiled.  Compared with that compute time, a dense
+exchange costs little, so the first choice may be a dense exchange, and a later choice a sparse exchange.  The
 exchange may change at any generation without loss: `Dense()` leaves no residual, all sparse exchanges
 use the same residual, and a dense step adds the residual to its contribution.
 """
@@ -64,8 +64,8 @@ MAX_MEDIAN_RATIO = 4.0
 own compute times."""
 
 MAX_ORDERED_MEMBERS = 32
-"""The largest group in which the best order of ranks is searched for each exchange.  In larger groups
-exchanges are compared with ranks in the order of joining, because several searches would block the
+"""The largest group in which each exchange is estimated with its best order of ranks.  In larger groups,
+exchanges are compared with ranks in join order, because several searches would block the
 coordinator."""
 
 DEFAULT_ALPHA_s = 1e-3
@@ -99,8 +99,8 @@ class ExchangeChoice:
         reason: the reason for the choice, as text.
         rate_timeout_s: how long the first choice waits for a measured rate.
         report_timeout_s: how long after the first report the choice waits for members that have not reported
-            their first batch.  No round, and so no deadline, is open yet; without this limit a member that
-            hangs would block all members.
+            their first batch.  No round is open yet, so no deadline applies; without this limit, a member
+            that hangs would block all members.
     """
 
     chosen: Exchange | None = None
@@ -118,7 +118,7 @@ class ExchangeChoice:
     _is_chosen_alone: bool = False  # chosen when the run had only one worker
 
     def configure(self, setup: Setup | None, chosen: str = "", alone: bool = False) -> None:
-        """Start with the set-up of the run and the exchange recorded in its journal, if any.
+        """Start with the run's setup and the exchange recorded in its journal, if any.
 
         Args:
             chosen: the exchange recorded in the journal; empty if there is none.
@@ -171,7 +171,7 @@ class ExchangeChoice:
 
     @property
     def effective_setup(self) -> Setup | None:
-        """The set-up with the exchange that is in use, as the status shows it."""
+        """The setup with the exchange in use, as the status shows it."""
         is_direct = self.dense_topology.is_direct
         if self._setup is None or not (self.chosen or is_direct):
             return self._setup
@@ -219,7 +219,7 @@ class ExchangeChoice:
 
         Args:
             network: see `exchange_comparison.choose_dense_topology`.
-            edges: returns `edges` of that function; called only if the exchange can be direct.
+            edges: returns the argument `edges` of that function; called only if the exchange can be direct.
             is_urgent: see `best_order`.
         """
         self.dense_topology = RING_TOPOLOGY
@@ -279,7 +279,7 @@ class ExchangeChoice:
         return network is None and now_s < self._all_reported_s + self.rate_timeout_s
 
     def reconsider(self, size: int, network: NetworkModel | None, compute_s: Sequence[float]) -> str:
-        """Change the choice if steps become fast enough; return the reason, or "" if the choice stays.
+        """Change the choice if steps become sufficiently faster; return the reason, or "" if it is kept.
 
         A choice made for a single worker is not kept for several workers: without measurements it becomes
         open again.
@@ -307,7 +307,7 @@ class ExchangeChoice:
         if is_lossy and dense.step_s <= DENSE_RETURN_RATIO * current.step_s:
             return self._adopt(estimates, dense)
         if current.efficiency >= self._computing:
-            permitted = (1.0 + self._computing) / 2  # it waits for at most half of the time limit
+            permitted = (1.0 + self._computing) / 2  # leaves half of the permitted waiting time unused
             denser = [x for x in estimates if _density(x) > _density(current) and x.efficiency >= permitted]
             if denser:
                 return self._adopt(estimates, self._best_of(denser))
@@ -340,10 +340,10 @@ class ExchangeChoice:
         return self._named.computing
 
     def _best_of(self, estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
-        """Return the densest exchange that lets workers compute for the wanted share of the time.
+        """Return the densest exchange that lets workers compute for the desired share of the time.
 
         A dense exchange that takes little longer than the fastest is preferred to sparse exchanges.  If no
-        exchange reaches the wanted share, the fastest is returned.
+        exchange reaches the desired share, the fastest is returned.
         """
         recommended = recommend_exchange(estimates).best
         reaching = [each for each in estimates if each.efficiency >= self._computing]
@@ -417,8 +417,8 @@ def _choice_reason(
 
 
 def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFacts | None) -> str:
-    """Return advice to use local steps, or more of them; "" if computation takes `LOCAL_STEPS_COMPUTE_SHARE`
-    of a step of the run or more.
+    """Return advice to use local steps, or more of them; "" if computation takes at least
+    `LOCAL_STEPS_COMPUTE_SHARE` of a step of the run.
 
     Local steps are only recommended, because they change what is optimized; only the script may decide that.
     """

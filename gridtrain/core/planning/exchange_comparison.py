@@ -4,8 +4,8 @@
 
 `recommend_exchange` chooses between dense exchanges and exchanges that omit gradients; it prefers a
 dense exchange that takes little more time.  `recommend_local_steps` recommends a number of local steps that
-lets workers compute for a wanted share of the time.  `choose_dense_topology` chooses between ring and direct
-topology, which produce the same bits.  `exchange_choice` holds the choice of a run.
+lets workers compute for a desired share of the time.  `choose_dense_topology` chooses between the ring and
+direct topologies, which produce bit-identical results.  `exchange_choice` holds the choice of a run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ExchangeEstimate:
 
     @property
     def hideable_s(self) -> float:
-        """The time of the exchange without selection, in seconds, which may overlap with computation."""
+        """The time of the exchange excluding selection, in seconds, which may overlap with computation."""
         return max(0.0, self.cost.exchange_s - self.cost.select_s)
 
     @property
@@ -65,7 +65,7 @@ class ExchangeEstimate:
 
     @property
     def speedup(self) -> float:
-        """Samples per second of the group, as a multiple of those of one member that trains alone."""
+        """The group's samples per second, as a multiple of a single member's."""
         return self.world_size * self.efficiency
 
 
@@ -166,7 +166,7 @@ def recommend_exchange(estimates: Sequence[ExchangeEstimate]) -> Recommendation:
 
 
 def fastest_estimate(estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
-    """Return the estimate with the shortest step; in a tie, the first of them."""
+    """Return the estimate with the shortest step; in a tie, the first."""
     return min(estimates, key=lambda each: each.step_s)
 
 
@@ -181,7 +181,7 @@ def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> L
     """Propose the fewest local steps that let workers compute for the share `computing` of the time.
 
     Args:
-        computing: the wanted share, 0 < computing < 1.
+        computing: the desired share, 0 < computing < 1.
     """
     return propose_local_steps(
         each.compute_s,
@@ -194,9 +194,9 @@ def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> L
 def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: float) -> str:
     """Recommend a number of local steps that lets workers compute for the share `computing` of the time.
 
-    All estimates are of the same network.  The fewest local steps are recommended, but a dense exchange if it
-    needs at most `MAX_DENSE_LOCAL_STEPS`.  The exchange overlaps with the next local steps, unless one step
-    is enough without overlap.
+    All estimates are for the same network.  The exchange with the fewest local steps is recommended, unless a
+    dense one needs at most `MAX_DENSE_LOCAL_STEPS`.  The exchange overlaps with the next local steps, unless
+    one step is enough without overlap.
 
     Raises:
         ConfigError: `computing` is not between 0 and 1.
@@ -230,7 +230,7 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
 
 
 def _as_call(load: Workload) -> str:
-    """Return the expression that makes this exchange in a script."""
+    """Return the expression that creates this exchange in a script."""
     topologies = {
         ExchangeKind.DIRECT: "direct",
         ExchangeKind.STAR: "star",
@@ -266,7 +266,7 @@ class DenseTopology:
     Attributes:
         is_direct: whether members exchange data directly instead of around a ring.
         reason: the reason, as text; empty if there was nothing to choose.
-        ring_speedup: how many times as fast a ring is as a direct exchange, if a ring is chosen because it is
+        ring_speedup: the speed of a ring relative to a direct exchange, if a ring is chosen because it is
             faster.
     """
 
@@ -307,7 +307,7 @@ def choose_dense_topology(
     if not edges:
         return DenseTopology(False, "around a ring, because some members cannot connect directly")
     if network is None:
-        return DenseTopology(True, f"direct: {load.unit_bytes} bytes are few, and no link has been measured")
+        return DenseTopology(True, f"direct: {load.unit_bytes} bytes is small, and no link has been measured")
     if (share := _slowest_link_share(network)) < MIN_LINK_SHARE:
         reason = f"around a ring, because a link has only {share:.0%} of the rate of its ends"
         return DenseTopology(False, reason, inf)

@@ -109,7 +109,7 @@ def workload_of(facts: Mapping[str, str]) -> Workload | None:
 
 
 def name_direct(text: str) -> str:
-    """Return an exchange's text in which the first dense exchange of open topology is made direct."""
+    """Return an exchange's text with the first dense exchange whose topology is open made direct."""
     return re.sub(r"Dense\((?=values=|\))", _name_direct, text, count=1)
 
 

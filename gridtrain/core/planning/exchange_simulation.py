@@ -3,7 +3,7 @@
     needs handled --> [sender's CPU] --> links --alpha--> [download] --> [receiver's CPU: work] --> next
 
 A member's CPU does one thing at a time, while its links transfer data.  With `host_cores` all members run
-on one machine and share that many cores, as in the lab.
+on one machine and share that many cores, as in the benchmarks.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ _DEPART, _REACH, _ARRIVE = range(3)
 
 
 class MessageCost(NamedTuple):
-    """What all messages of one size have in common.
+    """The cost of a message, which is the same for all messages of one size.
 
     Attributes:
-        wire_bytes: its bytes, with headers.
-        handling_s: the CPU time of its sender, and of its receiver, for reading and writing.
-        work_s: the CPU time of its receiver for what it contains.
+        wire_bytes: size of the message, including headers.
+        handling_s: CPU time at each end, for writing or reading the message.
+        work_s: CPU time of the receiver for processing its contents.
     """
 
     wire_bytes: float

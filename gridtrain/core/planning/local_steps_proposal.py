@@ -29,7 +29,7 @@ class LocalStepsProposal:
 
     Attributes:
         every: the number of steps for `LocalSteps(every=...)`.
-        share: the share of the time that this worker does not compute with this number, 0 .. 1.
+        share: the share of the time in which this worker does not compute, 0 .. 1.
         reason: the reason, as text.
     """
 
@@ -48,12 +48,12 @@ def propose_local_steps(
 ) -> LocalStepsProposal:
     """Propose the fewest steps for which exchanges take at most `target_share` of the time.
 
-    The fewest are proposed because a model learns better with fewer local steps.
+    The fewest are proposed, because a model learns better with fewer local steps.
 
     Args:
         step_s: time of one optimizer step on the slowest worker (`optimizer.timings["computing_s"]`).
         exchange_s: time of one exchange on the slowest link, measured or predicted, in seconds.
-        target_share: the wanted share of the time, 0 < target_share < 1.
+        target_share: the desired share of the time, 0 < target_share < 1.
         most: the largest number to propose.
         hidden_s: the part of `exchange_s` that may overlap with the next steps: 0 without overlap; with
             `LocalSteps(overlap=True)` all of it except the time for selection.

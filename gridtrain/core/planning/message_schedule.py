@@ -100,8 +100,8 @@ def direct(world_size: int, slices: int) -> list[PlannedMessage]:
 
 
 BUNDLING_MIN_RANKS = 32
-"""In an all-gather of more ranks, all payloads of a hop are counted as one message, so that there are P log P
-messages instead of P * P."""
+"""In an all-gather with more ranks, all payloads of a hop are counted as one message, so that there are
+P log P messages instead of P * P."""
 
 
 def all_gather(world_size: int) -> list[PlannedMessage]:
@@ -127,7 +127,7 @@ def _bundled_all_gather(world_size: int) -> list[PlannedMessage]:
     for hop in range((world_size - 1).bit_length()):
         count = min(1 << hop, world_size - (1 << hop))
         for rank in range(world_size):
-            # all earlier hops that ended here: one from the rank 2 ** h above, for each h < hop
+            # all earlier hops that ended at this rank: one from the rank 2 ** h above, for each h < hop
             needs = tuple(h * world_size + (rank + (1 << h)) % world_size for h in range(hop))
             dst = (rank - (1 << hop)) % world_size
             messages.append(PlannedMessage(rank, dst, 1.0, ReceiveWork.KEEP, needs, count=count))

@@ -45,7 +45,7 @@ class NetworkModel:
         shared_Bps: bytes per second of each link that several pairs share, by its name.
         entry_shares: (size,) the share of the k entries of a sparse payload that each rank contributes, > 0
             and <= 1; () if each contributes k.
-        burst_bytes: the bytes that a link passes at once after a pause, as a token bucket does.
+        burst_bytes: the bytes that a link lets through at once after a pause, like a token bucket.
 
     Raises:
         ConfigError: there are no ranks, a rate is not above 0, or the numbers of uploads and downloads

@@ -4,11 +4,11 @@
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)
     exchange, parameters --+
 
-Reports of workers are not trusted.  If both ends of a link report its rate, the smaller value is used, and if
+Workers' reports are not trusted.  If both ends of a link report its rate, the smaller value is used, and if
 both report a round trip, the larger value is used; a rate that only one end reports is limited to the median
-of the other rates.  Therefore no worker can make a link look better than the other end has measured it.  A
-worker that makes its own links look worse only gets the rank of a worker with slow links, and cannot cause a
-new order that is not also justified by the reports of the other workers.
+of the other rates.  Therefore, no worker can make a link look better than the other end measured it to be.  A
+worker that makes its own links look worse merely gets the rank of a worker with slow links, and cannot cause
+a new order that is not also justified by the reports of the other workers.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MIN_SPEEDUP = 1.2
 """Start a generation with another order only if the exchange is predicted to be this many times as fast."""
 
 MAX_REPLANNED_MEMBERS = 64  # in larger groups the order changes only when a worker joins or leaves
-MAX_LISTED_MEMBERS = 32  # the most members whose links the status shows
+MAX_LISTED_MEMBERS = 32  # number of members whose links the status shows
 DEFAULT_LINK_Bps = 12.5e6  # 100 Mbit/s, assumed where nothing has been measured
 MOST_Bps, LEAST_Bps = 1e11, 1e3
-"""Bounds of a reported rate."""
+"""Bounds on a reported rate."""
 
 MAX_UNCONFIRMED_Bps = 125e6
-"""The bound of a rate that only one end has reported while no other worker has reported any rate: 1 Gbit/s.
+"""The bound on a rate that only one end has reported while no other worker has reported any rate: 1 Gbit/s.
 A rate that only one end has reported may be far too high, because a worker whose loop was busy reads the
 whole burst from a buffer at once."""
 
@@ -86,7 +86,7 @@ class LinkMeasurements:
     received_Bps: dict[PeerPair, float] = field(default_factory=dict)
 
     def record(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
-        """Record a report of `peer`; return whether the report has changed any rate.
+        """Record a report from `peer`; return whether the report has changed any rate.
 
         Args:
             rates: (other end, bytes per second to the other end, bytes per second from it) for each link; 0
@@ -132,7 +132,7 @@ class LinkMeasurements:
         return min(reported, default=None)
 
     def min_rate_Bps(self, senders: Collection[PeerId], receivers: Collection[PeerId]) -> float | None:
-        """Return the lowest measured rate from `senders` to `receivers`; None without a measurement."""
+        """Return the lowest measured rate from `senders` to `receivers`; None if none has been measured."""
         return min(
             (
                 rate_Bps
@@ -144,7 +144,7 @@ class LinkMeasurements:
         )
 
     def build_network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> NetworkModel | None:
-        """Build the network of these members, in their order; return None if no link has been measured.
+        """Build the network of these members, in this order; return None if no link has been measured.
 
         A link without a measurement gets the median of the measured links, and a member's upload or download
         gets the rate of its fastest link.
@@ -166,7 +166,7 @@ class LinkMeasurements:
             if rate_Bps > down_Bps[b]:
                 down_Bps[b] = rate_Bps
 
-        @cache  # a search looks at the same links again and again
+        @cache  # a search looks up the same links repeatedly
         def link(a: int, b: int) -> LinkModel:  # made on demand, because 1000 members have a million links
             trip_s = trips.get((min(a, b), max(a, b)), usual_s)
             return LinkModel(trip_s / 2, rates.get((a, b), usual_Bps if rates else math.inf))
@@ -208,7 +208,7 @@ class LinkMeasurements:
             return rates
         ordered = sorted(rates, key=lambda pair: rates[pair])
         ordered_Bps = [rates[pair] for pair in ordered]
-        places: dict[int, list[int]] = {}  # in `ordered`, of what a member alone reports
+        places: dict[int, list[int]] = {}  # in `ordered`, of the rates that only this member reports
         for place, pair in enumerate(ordered):
             if pair in unconfirmed:
                 places.setdefault(unconfirmed[pair], []).append(place)
@@ -263,7 +263,7 @@ def search_rank_order(
     Args:
         load: the workload, or None if it is unknown.  If it is unknown, or if it is a ring and no rate is
             measured, only round trips are considered.
-        peers: the members in the order of joining, without duplicates.
+        peers: the members in join order, without duplicates.
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference.
         current: the current order; the search also starts from this order, with new members at its end.
@@ -290,7 +290,7 @@ def search_rank_order(
 
 
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
-    """Return the order of joining, if the operator has chosen it; rank 0 is the first of `firsts`."""
+    """Return the join order, for use if the operator has chosen it; rank 0 is the first of `firsts`."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
     return RankOrder(order, "ranks in the order of joining, as configured")
 
@@ -307,7 +307,7 @@ def compare_rank_orders(
     Returns "" if another order does not justify a new generation, or if no rates are known.
 
     Args:
-        peers: the members of `current` in the order of joining, by default `current`; all of them hold the
+        peers: the members of `current` in join order, by default `current`; all of them hold the
             state.
         entry_shares: see `search_rank_order`.
     """
@@ -324,7 +324,7 @@ def compare_rank_orders(
     now = [peers.index(peer) for peer in current]
     now_s = simulated_exchange_s(load, network, CpuCosts(), now)
     yield
-    found = yield from _search_best_order(load, network, peers, peers, current)  # of `search_rank_order`
+    found = yield from _search_best_order(load, network, peers, peers, current)  # as in `search_rank_order`
     if now_s < MIN_SPEEDUP * found.exchange_s:
         return ""
     is_corroborated = yield from _corroborate(load, measured, peers, now, found.order, shares)
@@ -363,7 +363,7 @@ def _corroborate(
 def with_entry_shares(
     network: NetworkModel, peers: Sequence[PeerId], shares: Mapping[PeerId, int]
 ) -> NetworkModel:
-    """Return the network of `peers` with these values of `Member.entries_share`, the others whole."""
+    """Return the network of `peers` with these entries shares (`Member.entries_share`), by default whole."""
     fractions = [shares.get(peer, WHOLE_SHARE) / WHOLE_SHARE for peer in peers]
     return replace(network, entry_shares=fractions if shares else ())
 

@@ -6,11 +6,11 @@
     star, tree  rank 0, through which all data pass, is the member with the fastest link that may be rank 0
     direct      all members exchange with each other; rank 0, the root of the vote, is chosen as for a star
 
-For up to 7 members every order is tried, if members do not wait for the plan.  Otherwise, good starting
+For up to 7 members, every order is tried unless members wait for the plan.  Otherwise, good starting
 orders are improved in a limited number of trials, by swapping two members or reversing a range of ranks;
 above 128 members only the root of a star is chosen.  Orders are compared by `order_estimator`, which adds up
-hops without queues; the best orders are then simulated message by message.  `SearchLimits` bounds numbers and
-not the time, so that the same measurements always lead to the same order.  `search_order` is a generator that
+hops without queueing; the best orders are then simulated message by message.  `SearchLimits` bounds counts,
+not time, so that the same measurements always lead to the same order.  `search_order` is a generator that
 yields after each piece of its work, so that a coordinator of many members can handle messages in between.
 """
 
@@ -38,15 +38,15 @@ from gridtrain.core.planning.workload import (
 )
 
 EXACT_MAX_PEERS = 7  # 720 orders for each member that may be rank 0
-MAX_ROOTS = 3  # members tried as rank 0 where not every order is tried
+MAX_ROOTS = 3  # members tried as rank 0 when not every order is tried
 MAX_SEARCHED_PEERS = 128
-"""The largest group for which an order is searched; larger groups keep the order of joining, because a search
+"""The largest group for which an order is searched; larger groups keep the join order, because a search
 would take the coordinator too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
-    """How much one search may compute.
+    """Limits on the work of one search.
 
     Attributes:
         edges: the number of edges of the orders that are estimated; an edge takes 0.2 to 0.7 us.
@@ -65,7 +65,7 @@ FULL_SEARCH = SearchLimits(150_000, 2_500, 6)
 """Up to 0.1 s for 64 members and 0.25 s for 128; the longest piece takes a fifth of that."""
 
 URGENT_SEARCH = SearchLimits(10_000, 300, 1, searched_peers=16)
-"""Up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; more members than 16 keep the
+"""Up to 15 ms for 16 members and 50 ms for 128, which all wait for the result; more than 16 members keep the
 current order."""
 
 SIMULATED_MESSAGES = 400  # of one exchange: a ring is compared with few slices
@@ -97,7 +97,7 @@ def in_one_piece(begin: Callable[P, Pieces[T]]) -> Callable[P, T]:
 
 
 def finish(pieces: Pieces[T]) -> T:
-    """Compute all further pieces; return the result."""
+    """Compute the remaining pieces; return the result."""
     while (result := advance(pieces)) is None:
         pass
     return result
@@ -109,7 +109,7 @@ OrderEstimator = Callable[[Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class RankOrderEstimate:
-    """The fastest order found, and the predicted seconds of an exchange in it and in the order of joining."""
+    """The fastest order found, and the predicted time of an exchange with it and with the join order."""
 
     order: MemberOrder
     exchange_s: float
@@ -136,11 +136,11 @@ def search_order(
     """Find the order of `network`'s members that makes the exchange of `load` fastest.
 
     Args:
-        network: the network of the members, in the order of joining.
+        network: the network of the members, in join order.
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference (`RING_KINDS`).
         now: the current order, or empty; the search also starts from this order.
-        is_urgent: whether members wait for the result, so that only few orders are tried.
+        is_urgent: whether members are waiting for the result, so that only a few orders are tried.
     """
     limits = URGENT_SEARCH if is_urgent else FULL_SEARCH
     members, is_ring = range(network.size), load.kind in RING_KINDS
@@ -200,7 +200,7 @@ def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, o
 def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> OrderEstimator:
     """Return a function that estimates the time of an exchange in an order, without simulating queues.
 
-    Links that several pairs share only add a lower bound: an exchange takes at least as long as the busiest
+    Links that several pairs share add only a lower bound: an exchange takes at least as long as the busiest
     shared link.
     """
     size = network.size
@@ -278,8 +278,8 @@ def _gather_estimator(
 def _hops_estimator(
     load: Workload, alpha_s: PairTable, byte_s: PairTable, own_bytes: Sequence[float]
 ) -> OrderEstimator:
-    """Return an estimator for the butterfly or the tree, in which a rank sends when its previous hop has
-    arrived.
+    """Return an estimator for the butterfly or the tree, in which a rank sends when the payload of its
+    previous hop has arrived.
 
     Args:
         own_bytes: (P,) the size of each member's own payload; after a merge, it sends a whole payload.
@@ -312,12 +312,12 @@ def _hops_estimator(
 
 
 def _edge_count(size: int) -> int:
-    """Return about how many edges one order of `size` members has."""
+    """Return the approximate number of edges of one order of `size` members."""
     return size * max(1, (size - 1).bit_length())
 
 
 def _affordable_roots(size: int, limits: SearchLimits) -> int:
-    """Return for how many ranks 0 every order of the others may be estimated; 0 if for none."""
+    """Return the number of choices of rank 0 for which all orders of the others may be estimated."""
     return limits.edges // (factorial(size - 1) * _edge_count(size)) if size <= EXACT_MAX_PEERS else 0
 
 
@@ -380,7 +380,7 @@ def _order_changes(size: int) -> Iterator[tuple[int, int, bool]]:
 
 
 def _pair_exchange_s(network: NetworkModel, load: Workload) -> Callable[[int, int], float]:
-    """Return a function that estimates the time in which two members exchange a payload, in seconds."""
+    """Return a function that estimates how long two members take to exchange a payload, in seconds."""
     payload_bytes = load.unit_bytes
 
     @cache
@@ -392,7 +392,7 @@ def _pair_exchange_s(network: NetworkModel, load: Workload) -> Callable[[int, in
 
 
 def _clustered_order(joined: MemberOrder, apart_s: Callable[[int, int], float]) -> MemberOrder:
-    """Return an order in which near members form groups of 2, near groups form groups of 4, and so on.
+    """Return an order in which nearby members form groups of 2, nearby groups form groups of 4, and so on.
 
     In a butterfly, members that are far apart then exchange last.
     """

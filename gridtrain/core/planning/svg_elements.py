@@ -1,4 +1,4 @@
-"""The page and the texts of a chart as SVG, for `core.stages.partition_chart` and `tools.demo.svg_chart`."""
+"""The page and the text of an SVG chart, for `core.stages.partition_chart` and `tools.demo.svg_chart`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def svg_text(
     extra: str = "",
     halo: bool = False,
 ) -> str:
-    """Return a line of text; a `halo` keeps it legible over lines, and `extra` has further attributes."""
+    """Return a line of text; a `halo` keeps it legible over lines, and `extra` holds further attributes."""
     around = ' stroke="#FFFFFF" stroke-width="3.5" paint-order="stroke"' if halo else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size:g}" '

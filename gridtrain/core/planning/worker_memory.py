@@ -1,11 +1,11 @@
-"""The memory of a worker in bytes for each trainable parameter.
+"""The memory of a worker, in bytes per trainable parameter.
 
     always                parameter, gradient, optimizer's state, flat gradient, residual, local steps, log
     during an exchange    the buffers of the exchange
     for a joining worker  a copy of the state, until that worker has it
 
-Activations, frozen parameters and buffers of layers are not included, nor what kernels need while they run.
-`tests/sdk/test_worker_memory.py` compares these figures with the memory of real workers.
+Activations, frozen parameters, buffers of layers and the memory that kernels need while they run are not
+included.  `tests/sdk/test_worker_memory.py` compares these figures with the memory of real workers.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _ENTRY_BYTES = 12
 """An index and a value of a sparse vector in memory."""
 
 _LOGGED_ENTRY_BYTES, _LOGGED_STEP_BYTES = 8, 800
-"""Bytes of an entry in the update log, and of a step besides its entries."""
+"""Bytes of an entry in the update log, and of a step in addition to its entries."""
 
 MOST_LOGGED_STEPS, MOST_LOGGED_BYTES = 512, 128 << 20
-"""The length of the update log."""
+"""The maximum length of the update log, in steps and in bytes."""
 
 ROUNDED_BYTES = {"fp32": 0.0, "bf16": 2.0, "int8": 1.0 + 2.0 / 256}
-"""Bytes of an element of a dense exchange that is kept as it was sent, if it was rounded."""
+"""Bytes per element of the copy of what was sent, which a dense exchange keeps if it rounds values."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Bytes for each trainable parameter.
+    """Bytes per trainable parameter.
 
     Attributes:
-        parameter, gradient, optimizer: the model's, as without gridtrain.
+        parameter, gradient, optimizer: the memory that training needs even without gridtrain.
         flat_gradient: the flat gradient, always float32.
         residual: the residual and its momentum, each with the copy that an exchange writes.
         local_steps: the parameters of the last exchange, the outer velocity, and the change that is being
@@ -55,7 +55,7 @@ class WorkerMemory:
 
     @property
     def always(self) -> float:
-        """What a worker holds between two exchanges."""
+        """Bytes that a worker holds between two exchanges."""
         return self.total - self.exchange - self.state
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def worker_memory(
     local: LocalSteps | None = None,
     logged_steps: int = MOST_LOGGED_STEPS,
 ) -> WorkerMemory:
-    """Return the bytes for each trainable parameter that a worker of this run holds.
+    """Return the bytes that a worker of this run holds per trainable parameter.
 
     Args:
         parameters: the number of trainable parameters.
@@ -95,7 +95,7 @@ def worker_memory(
     if isinstance(wire, Dense):
         rounded = ROUNDED_BYTES[wire.values]
         residual = 2.0 * _FLOAT if rounded else 0.0
-        # The sum; and if it is rounded the residual as it was sent, the rounding errors and what was sent.
+        # The sum; with rounding, also the residual as it was sent, the rounding errors and what was sent.
         buffers = 3.0 * _FLOAT + rounded if rounded else 1.0 * _FLOAT
     else:
         copies = 4.0 if wire.momentum else 2.0

@@ -72,8 +72,8 @@ class CpuCosts:
         begin_s: starting and ending an exchange: the training thread submits its part and is woken at the
             end.
         packet_s: handling one packet at one end of a link that is slower than the processor, so that each
-            packet wakes a thread; on faster links it is not counted.  This work delays no exchange, but takes
-            CPU time from members that share the core.
+            packet wakes a thread; on faster links it is not counted.  This work does not delay exchanges, but
+            takes CPU time from members that share the core.
         byte_s: moving one byte through one end's socket.
         crypt_byte_s: encrypting or decrypting one byte (CURVE), in addition to `byte_s`.
         add_byte_s, store_byte_s: adding or copying one byte of a dense slice.
@@ -255,7 +255,7 @@ def messages_of(load: Workload, world_size: int, max_messages: int = MAX_MESSAGE
 
 
 def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESSAGES) -> int:
-    """Return the length of `messages_of` without making the list, which may have millions of messages."""
+    """Return the length of `messages_of` without building the list, which may have millions of messages."""
     others = world_size - 1
     match load.kind:
         case ExchangeKind.DENSE | ExchangeKind.DIRECT | ExchangeKind.STAR:
@@ -304,7 +304,7 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
 
 
 def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:
-    """Return the CPU time of decoding the whole dense vector and, where a ring sends it on, rounding it."""
+    """Return the CPU time of decoding the whole dense vector and, if a ring sends it on, of rounding it."""
     if not load.is_rounded:
         return 0.0
     rounding_s = cpu.round_element_s if is_sent_on and load.kind is ExchangeKind.DENSE else 0.0

@@ -4,7 +4,7 @@ This module is used when a run begins.  A run that continues keeps its partition
 would require moving states.
 
     anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1   speeds are rounded to powers of sqrt(2), because
-                                                              two measurements of one card differ
+                                                              measurements of the same card differ
     2 stages x 2 replicas   [anna bert] [clara dora]          similar cards share a stage, which is limited by
                                                               its slowest card and its smallest memory
 """
@@ -78,7 +78,7 @@ def assign_devices(
     """Choose a partition and each worker's stage for a run that begins on uneven cards.
 
     Args:
-        peers: the workers, the longest-serving first, at least as many as stages.
+        peers: the workers, longest-serving first, at least as many as stages.
         cards: each worker's card.
         cost_s: returns the round trip between two workers in seconds.  It decides between partitions that are
             about equally fast, so that neighbouring stages are near each other.
@@ -141,7 +141,7 @@ def _stage_orders(
     """Return the orders of stages to try.
 
     If there are few orders, all are returned.  Otherwise the given order, the order of decreasing memory
-    (because 1F1B keeps the most in the first stages), and both orders reversed are returned.
+    (because 1F1B needs most in the first stages), and both orders reversed are returned.
     """
     if len(rows) <= MAX_ORDERED_WORKERS and blocks <= MAX_ORDERED_LAYERS:
         return permutations(rows)

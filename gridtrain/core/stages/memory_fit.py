@@ -62,7 +62,7 @@ def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSetti
 
 
 def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> ConfigError:
-    """Return an error that names the stage with too little memory and the sufficient changes."""
+    """Return an error that names the stage with too little memory and the changes that would suffice."""
     cuts, _ = smallest_shortfall(layers, cards, running)
     costs = StageCostModel(layers, cards, None, running)
 

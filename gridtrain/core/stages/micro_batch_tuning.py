@@ -8,11 +8,10 @@ All members of a committed step have the same timings, so all members choose the
                         |                   |
                   t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x per sample
 
-From the times of two sizes the fixed cost of a micro-batch is computed, which
-`step_time.propose_micro_batches` weighs, with the cost of the links, against the bubble.  The trials use at
-least the number of micro-batches that GPipe recommends (4 for each stage, section 2.3), so they need no more
-memory than GPipe.  The chosen number is smaller only if all members have reported that a larger micro-batch
-fits into their memory.
+The times of two sizes give the fixed cost of a micro-batch, which `step_time.propose_micro_batches` weighs,
+together with the cost of the links, against the bubble.  The trials use at least the number of micro-batches
+that GPipe recommends (4 for each stage, section 2.3), so they need no more memory than GPipe.  The chosen
+number is smaller only if all members have reported that a larger micro-batch fits into their memory.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TRIALS = (
     2 * TRIAL_MICRO_BATCHES_PER_STAGE,
 )
 MEASURED_TRIALS = (1, 3)
-"""Indices of the trials whose timings are used.  The other trials only warm up, because with a new size
+"""Indices of the trials whose timings are used.  The other trials are warm-ups, because for a new size
 kernels are compiled and memory is allocated."""
 
 MAX_FIGURE = 1e9
@@ -72,7 +71,7 @@ class StepTimings:
 
 
 TrialTimings = tuple[StepTimings, ...]
-"""The timings of all members in one step, in the order of ranks."""
+"""The timings of all members in one step, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def choose_micro_batches(
 
     Args:
         timings: the timings of each trial, as many as `TRIALS`.
-        layout: the layout of the generation that made the last trial.
+        layout: the layout of the generation that ran the last trial.
         order: the schedule of the run.
         ahead: see `schedule.one_forward_one_backward`.
         stages: the number of stages with which the trials began, by default `layout.stages`; after a

@@ -42,7 +42,7 @@ def best_partition(
 ) -> PartitionCost:
     """Find the best partition of `layers` into one stage for each of `cards`, in their order.
 
-    Each stage has a layer that is trained, unless no layer is known to be.
+    Each stage has at least one trained layer, unless no layer is known to be trained.
 
     Args:
         network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.

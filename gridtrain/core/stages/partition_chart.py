@@ -87,7 +87,7 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
     fullest, largest = max(enumerate(stages), key=lambda each: each[1].memory.total)
     limit = largest.card.memory_bytes
     return (
-        f"{f'Stages begin at {before}' if before else 'One stage'}: stage {slowest} is slowest by {what}, "
+        f"{f'Stages begin at {before}' if before else 'One stage'}: stage {slowest} is slowest ({what}), "
         f"{format_seconds(max(stage.compute_s, stage.transfer_s))} per micro-batch; "
         f"with perfectly even shares, computing would take {format_seconds(even_s)}; "
         f"stage {fullest} needs the most memory, {format_bytes(largest.memory.total)}"

@@ -27,10 +27,10 @@ from gridtrain.errors import LocalProtocolError
 from gridtrain.quantities import format_seconds, list_first
 
 PairCost = Callable[[PeerId, PeerId], float]
-"""Returns the round trip between two peers in seconds, the same for both orders of the peers."""
+"""Returns the round trip between two peers in seconds, which does not depend on their order."""
 
 MAX_ENUMERATED = 3000
-"""The largest number of placements for which all are tried; with more placements, pairs are swapped."""
+"""The largest number of placements that are all tried; if there are more, pairs are swapped."""
 
 MAX_SWAP_CHECKS = 200_000
 """The largest number of members to examine while swapping pairs, which takes the coordinator about 0.1 s."""
@@ -76,7 +76,7 @@ class RankPlacement:
     """The ranks of a generation.
 
     Attributes:
-        order: the members in the order of ranks.
+        order: the members in rank order.
         state_sources: for each member that needs its stage's state, the rank that sends it.
         standbys: the workers without a rank.
         reason: the reason, as text.
@@ -107,7 +107,7 @@ def place_ranks(
     """Place workers in as many complete replicas of the pipeline as possible.
 
     Args:
-        peers: the workers that may be members, at least `stages`, the longest-serving first, without
+        peers: the workers that may be members, at least `stages`, longest-serving first, without
             duplicates.
         locations: the holders of the state; each stage must be held by one of `peers` or be initial.
         speed: returns a worker's measured speed, or None if it has not been measured.
@@ -115,7 +115,7 @@ def place_ranks(
         name: returns a worker's name, for the reason.
 
     Raises:
-        LocalProtocolError: there are too few workers, or no worker has the state of some stage.
+        LocalProtocolError: there are too few workers, or there is a stage whose state no worker has.
     """
     if len(peers) < stages or len(set(peers)) != len(peers):
         raise LocalProtocolError(f"{len(peers)} workers cannot be placed in {stages} stages")
@@ -163,12 +163,12 @@ def _place_holders(
 def _place_disk_holders(
     layout: RankLayout, placed: list[list[PeerId]], rest: list[PeerId], locations: StateLocations
 ) -> None:
-    """Assign a member with a stage on its disk to each stage that no worker holds in memory.
+    """For each stage that no worker holds in memory, assign a member that has that stage on disk.
 
     Modifies `placed` and `rest`.
 
     Raises:
-        LocalProtocolError: no worker has the state of some stage.
+        LocalProtocolError: there is a stage whose state no worker has.
     """
     for peer in list(rest):
         last = locations.last_stage.get(peer, layout.stages)
@@ -199,7 +199,7 @@ def _fill_vacancies(
 ) -> None:
     """Fill the vacant ranks of each stage.
 
-    Workers with the stage on their disk are preferred, then near workers, then fast workers.
+    Workers with the stage on their disk are preferred, then nearby workers, then fast workers.
     """
     left = list(chosen)
     for stage, row in enumerate(placed):
@@ -237,7 +237,7 @@ def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tu
 def _improve_by_links(
     layout: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
 ) -> list[list[PeerId]]:
-    """Return the best placement that keeps the pinned members at their stages."""
+    """Return the best placement that keeps the pinned members in their stages."""
     loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
     count = math.factorial(len(loose)) * math.factorial(layout.replicas) ** (layout.stages - 1)
     if count <= MAX_ENUMERATED:

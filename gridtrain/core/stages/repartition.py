@@ -1,4 +1,4 @@
-"""Partition a model again over the remaining workers, and choose the sources of each stage's state.
+"""Repartition a model over the remaining workers, and choose the sources of each stage's state.
 
     3 stages, 6 layers           anna has [0 2) on its disk, and a copy of [4 6), the last stage
     bert, stage 1, has left      clara has [4 6) on its disk, and a copy of [2 4)
@@ -7,7 +7,7 @@
                                  clara has all of [3 6) on its own disk
 
 Stored state is identified by its layers, not by stages, so the state of one partition can be used in another
-partition.  If no worker has the exact state of a stage, the worker with most of the stage's layers becomes
+partition.  If no worker has the exact state of a stage, the worker with the most of its layers becomes
 the stage's *assembler*.  The assembler requests whole checkpoints from other workers, one at a time
 (`messages.CheckpointRequest`), and sends the assembled state to the stage's other replicas.
 """
@@ -72,7 +72,7 @@ def stage_spans(cuts: Sequence[int]) -> list[Span]:
 
 
 def uncovered_spans(spans: Iterable[Span], count: int) -> list[Span]:
-    """Return spans of the layers from 0 to `count` - 1 that are in none of these spans."""
+    """Return the layers from 0 to `count` - 1 that are in none of `spans`, as spans."""
     found, reached = [], 0
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         if span.start > reached:
@@ -176,7 +176,7 @@ def partition_over_fewer(
     """Choose a partition for fewer workers than the run has stages, with as many stages as possible.
 
     Args:
-        peers: the connected workers, the longest-serving first.
+        peers: the connected workers, longest-serving first.
         cards: the card of each worker.
         holds: the layers whose state each worker has; together the workers have all layers.
 
@@ -308,7 +308,7 @@ def _by_held_position(members: Sequence[PeerId], holds: HeldSpans) -> list[PeerI
 
 
 def _missing_spans(spans: Sequence[Span], wanted: Span) -> list[Span]:
-    """Return the wanted layers that are in none of `spans`, numbered from the first wanted layer."""
+    """Return the layers of `wanted` that are in none of `spans`, numbered from its first layer."""
     inside = [
         Span(max(0, s.start - wanted.start), s.stop - wanted.start)
         for s in spans
@@ -343,7 +343,7 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
     """Choose members for as many complete replicas as possible, and assemblers for missing stages.
 
     Args:
-        peers: the workers, the longest-serving first, at least as many as stages.
+        peers: the workers, longest-serving first, at least as many as stages.
         locations: the holders of the state, with stages as in `cuts`; each layer has a holder, unless the run
             is just beginning.
 
@@ -381,7 +381,7 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
 
 
 def restricted_to(locations: StateLocations, members: Sequence[PeerId]) -> StateLocations:
-    """Return `locations` restricted to these members, who create the initial state that only others have."""
+    """Return `locations` restricted to these members; they create initial state that only others have."""
     mine = replace(
         locations,
         in_memory={p: n for p, n in locations.in_memory.items() if p in members},

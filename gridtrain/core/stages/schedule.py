@@ -7,7 +7,7 @@ Each stage executes its own list of actions, and waits if the payload of an acti
     stage 1     .  F0  F1  F2  F3   .   .  B0  B1  B2  B3   .
     stage 2     .   .  F0  F1  F2  F3  B0  B1  B2  B3   .   .
 
-    1F1B (PipeDream-Flush, arXiv 2006.09503, section 2.2): as long; stage s keeps S - s micro-batches
+    1F1B (PipeDream-Flush, arXiv 2006.09503, section 2.2): equally long; stage s keeps S - s micro-batches
     stage 0    F0  F1  F2   .   .  B0  F3  B1   .  B2   .  B3
     stage 1     .  F0  F1   .  B0  F2  B1  F3  B2   .  B3   .
     stage 2     .   .  F0  B0  F1  B1  F2  B2  F3  B3   .   .
@@ -40,7 +40,7 @@ class PayloadKind(IntEnum):
     ACTIVATIONS = 1  # stage s to s + 1, index: the micro-batch
     GRADIENTS = 2  # stage s to s - 1, gradients of these activations, index: the micro-batch
     TIED_GRADIENTS = 3  # between the stages that hold a tied parameter, index: the tied parameter
-    TIED_PARAMETERS = 4  # from the lowest of these stages to the other ones, index: the tied parameter
+    TIED_PARAMETERS = 4  # from the lowest of these stages to the others, index: the tied parameter
 
 
 def activations_channel(micro_batch: int) -> Channel:

@@ -6,8 +6,8 @@
     copies          gradients and the optimizer's state: `copies` x the trainable parameters
     activations     b (k input + kept + output)   with re-materialization: one micro-batch is recomputed
                     b k (input + kept + output)   without re-materialization
-                    + b work + fixed work         each of the layer for which it is largest
-    transit         2 b (all payloads received or sent): one micro-batch in work, one in transfer
+                    + b work + fixed work         each for the layer in which it is largest
+    transit         2 b (all payloads received or sent): one micro-batch in use, one in transfer
 
 k is M in fill-drain, and up to S - s in 1F1B with `ahead` = 0 (`schedule`).
 """
@@ -62,7 +62,7 @@ class Layer:
         output_bytes: size of the output that is sent to the next layer, per sample.
         gradient_bytes: size of the gradient received from the next layer, per sample; None if it is the same
             as `output_bytes`.
-        kept_bytes: size of the tensors that autograd keeps for backward, without parameters, per sample.
+        kept_bytes: size of the tensors that autograd keeps for backward, excluding parameters, per sample.
         work_bytes: the largest amount of memory in use while forward or backward runs, per sample.  It
             includes the input and the gradient of the output, but not the kept bytes.  If it is None, it is
             unknown and the sum of input and output is used.
@@ -171,7 +171,7 @@ class ExecutionSettings:
     def recomputes_forward(self, stage: int, stages: int) -> bool:
         """Return whether backward runs the forward again.
 
-        In the last stage of 1F1B, backward follows the forward immediately, so that it need not be run again.
+        In the last stage of 1F1B, backward immediately follows the forward, which need not be run again.
         """
         at_once = self.order is ScheduleKind.ONE_F_ONE_B and stage + 1 == stages
         return self.rematerialise and not at_once
@@ -242,7 +242,7 @@ class PartitionCost:
 
 
 class StageCostModel:
-    """Computes the time and memory of a stage from prefix sums, because a search asks for many stages.
+    """Computes the time and memory of a stage from prefix sums, because a search evaluates many stages.
 
     A stage consists of layers `start` to `stop` - 1 on card `stage`.
 
@@ -290,8 +290,8 @@ class StageCostModel:
         self._backward_Bps = [path_Bps(stage + 1, stage) for stage in range(stages - 1)]
 
     def can_be_stage(self, start: int, stop: int) -> bool:
-        """Return whether one of the layers is trained, as each stage needs; True if none of the model is
-        known to be."""
+        """Return whether one of the layers is trained, as each stage requires; True if no layer of the model
+        is known to be trained."""
         return not self._trained[-1] or self._trained[stop] > self._trained[start]
 
     def forward_s(self, stage: int, start: int, stop: int) -> float:

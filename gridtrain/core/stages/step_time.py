@@ -49,9 +49,9 @@ class StepEstimate:
     Attributes:
         cut: the partition and its costs.
         settings: the settings, including the number of micro-batches and the samples in the largest one.
-        step_s: time from the first forward to the end of the last backward, without exchange and optimizer;
+        step_s: time from the first forward to the end of the last backward, excluding exchange and optimizer;
             transfers overlap with computing.
-        bubble: the share of `step_s` in which the busiest stage is idle.
+        bubble: the share of `step_s` during which the busiest stage is idle.
         sent_bytes: (S,) bytes sent by each stage in a step.
     """
 
@@ -165,8 +165,8 @@ def _best_for_count(
 ) -> StepEstimate:
     """Return the best step with `number` micro-batches.
 
-    For 1F1B without a fixed `ahead`, the smallest `ahead` that makes the step nearly as fast as the best
-    `ahead` does is used.
+    For 1F1B without a fixed `ahead`, use the smallest `ahead` with which the step is nearly as fast as with
+    the best one.
     """
     running = replace(running, samples=math.ceil(batch / number), micro_batches=number, ahead=fixed or 0.0)
     cut = _partition_for(layers, cards, network, running, cuts, slack)

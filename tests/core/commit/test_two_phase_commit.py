@@ -93,7 +93,7 @@ def test_a_message_of_the_next_step_proves_the_commit() -> None:
 
 
 def test_no_member_commits_without_a_yes() -> None:
-    with pytest.raises(RemoteProtocolError, match="without the YES of rank 1"):
+    with pytest.raises(RemoteProtocolError, match="without a YES from rank 1"):
         round_of(1).handle(DecisionReceived(0, COMMIT, ""), 1.0)
 
 

@@ -73,7 +73,7 @@ def test_a_slow_home_connection_does_not_count_as_a_slow_link() -> None:
 def test_the_choice_has_a_reason() -> None:
     assert choose_dense_topology(SMALL, 4, LAN, True).reason.startswith("direct: 1")
     assert " ms, around a ring 1" in choose_dense_topology(SMALL, 4, LAN, True).reason
-    assert "482304 bytes are few" in choose_dense_topology(SMALL, 4, None, True).reason
+    assert "482304 bytes is small" in choose_dense_topology(SMALL, 4, None, True).reason
 
 
 def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> ExchangeChoice:
@@ -196,7 +196,7 @@ def test_the_view_names_the_topology_and_the_status_its_reason() -> None:
     core = formed()
     assert core.run.view is not None and core.run.view.exchange == DIRECT_DENSE
     snapshot = core.snapshot(100.0)
-    assert "direct: 482304 bytes are few" in snapshot["plan_reason"]
+    assert "direct: 482304 bytes is small" in snapshot["plan_reason"]
     assert snapshot["facts"]["exchange"] == DIRECT_DENSE
 
 

@@ -139,7 +139,7 @@ FIELDS = [
         "a delay of two steps",
     ),
     refused(
-        "2 shards of 3 samples, the smallest with 1; each must have at least 1 sample, and all together 4",
+        "2 shards of 3 samples, the smallest with 1; each must have at least 1, and their sum must be 4",
         header(11, [], [4, 0, 1, None, 0, [1, 2]], 1, None, None, False, 1, [], None, 0, 0.0, b""),
         "shards of another data set",
     ),
