@@ -15,7 +15,7 @@ from gridtrain.errors import ConfigError
 log = logging.getLogger("gridtrain")
 
 MAX_FIGURES = 48
-"""The number of figures that a script may report; a heartbeat has room for 64, of which gridtrain uses the
+"""The maximum number of figures that a script may report; a heartbeat has room for 64, and gridtrain uses the
 rest."""
 
 

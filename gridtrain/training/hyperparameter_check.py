@@ -1,8 +1,8 @@
 """Find the workers whose optimizer settings differ, after a step was aborted for that reason.
 
-A digest of the optimizer settings is part of every vote, so that different settings never commit.  A
-retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so that the
-workers with different settings stop instead of aborting forever:
+A digest of the optimizer settings is part of every vote, so that a step with different settings never
+commits.  A retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so
+that the workers with different settings stop instead of aborting forever:
 
     attempt 0   update                         ABORT: the votes' digests differ
     attempt 1   update | row 0 | row 1 | ...   ABORT, but all have read the rows.  The largest agreeing group
@@ -57,7 +57,7 @@ def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer)
 
 
 def make_empty_buffer(plan: StepPlan) -> DenseRingBuffer:
-    """Return a buffer without a row, for a worker that contributes nothing; nothing is compared then."""
+    """Return a buffer without a row, for a worker that contributes nothing; nothing is then compared."""
     return DenseRingBuffer(np.zeros(plan.world_size * ROW_BYTES, np.float32), plan.world_size)
 
 

@@ -96,7 +96,7 @@ def transfer_residual(
     sent: bool | None = False  # None: the recipient has not answered, and may have it
     text = "there is no other worker" if chosen.entries else "the remaining budget allows no entry"
     if chosen.entries and snapshot.world_size > 1 and not snapshot.is_finished:
-        # The deadline begins only now, because selecting and encoding many entries takes time, too.
+        # The timeout begins only now, because selecting and encoding many entries also takes time.
         sent, text = session.connection.transfer_residual(
             residual_pieces.split_pieces(chosen.payload), timeout_s
         )

@@ -60,7 +60,7 @@ def test_values_that_are_not_of_json_become_text_or_are_refused() -> None:
 
 @pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-8], lambda b: b[1:], lambda b: b + bytes(7)])
 def test_damaged_rows_are_noticed(damage: Any) -> None:
-    with pytest.raises(ValueError, match="places of its"):
+    with pytest.raises(ValueError, match="offsets of its"):
         shard_rows.ranges(io.BytesIO(damage(stored(rows_of(0)).getvalue())))
     with pytest.raises(ValueError):
         shard_rows.decode(stored(rows_of(0)).getvalue()[:3])

@@ -470,5 +470,5 @@ def test_a_removed_worker_does_not_repeat_the_reason(caplog: pytest.LogCaptureFi
     )
     ModelState.leave(state, 0, between_steps=True)
     assert caplog.messages == [
-        "this worker leaves without a checkpoint of its last step: it is no member any more"
+        "this worker leaves without a checkpoint of its last step: it is no longer a member"
     ]

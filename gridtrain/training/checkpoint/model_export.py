@@ -3,7 +3,7 @@
 gridtrain export FOLDER OUT        FOLDER: one checkpoint, any folder above checkpoints, or their URL
                                    OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True),
                                            or a folder that `from_pretrained` of PEFT or transformers loads;
-                                           also as a URL
+                                           may be a URL
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def export_by_url(
 ) -> ExportResult:
     """Do what `export_model` does, where `source` and `out` may also be URLs.
 
-    Files of URLs are on this machine's temporary folder in between.
+    Files from or for a URL are stored in a temporary folder in between.
     """
     with tempfile.TemporaryDirectory(prefix="gridtrain-export-") as scratch:
         folder, target = Path(source), Path(out)
@@ -93,7 +93,7 @@ def export_model(
     read instead.
 
     Args:
-        max_shard_bytes: if `out` is a folder, the size of the largest file of a whole model.
+        max_shard_bytes: if `out` is a folder, the maximum size of each file of a whole model.
 
     Raises:
         ConfigError: there is no checkpoint, it cannot be read, `out` cannot be written, or `out` is a folder
@@ -192,7 +192,7 @@ def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Ten
 
 
 def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
-    """Return the checkpoints to try, the latest first."""
+    """Return the checkpoints to try, latest first."""
     if parse_step(folder.name) is not None and (folder / "state.json").exists():
         candidates = [folder]
     else:

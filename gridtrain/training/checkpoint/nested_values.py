@@ -34,15 +34,15 @@ DTYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-"""The names of dtypes in safetensors; a file has the tensors in the reverse order of their dtypes here."""
+"""The names of dtypes in safetensors; a file contains the tensors in the reverse of this order."""
 
 
 class Packer:
     """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered.
 
     Args:
-        tensors: the tensors so far, to which those of packed values are added.
-        copies: whether to copy the tensors to the CPU; otherwise they are those of the state.
+        tensors: the tensors packed so far, to which those of packed values are added.
+        copies: whether to copy the tensors to the CPU; otherwise they are the state's own.
     """
 
     def __init__(self, tensors: dict[str, Tensor] | None = None, *, copies: bool = True) -> None:

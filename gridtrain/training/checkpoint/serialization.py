@@ -53,7 +53,7 @@ _PACKED = ("parameters", "buffers", "optimizer", "trackers")
 
 
 class Stateful(Protocol):
-    """An object with a state_dict, such as a scheduler, an average of weights or a GradScaler."""
+    """An object with a state_dict, such as a scheduler, a weight average or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -86,7 +86,7 @@ def _invalid_state(reason: str) -> RemoteProtocolError:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Raise `RemoteProtocolError` in place of the errors of a state that is not what `pack_state` writes."""
+    """Raise `RemoteProtocolError` in place of errors caused by a state that `pack_state` did not write."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -396,8 +396,8 @@ def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
 
 
 def _has_named_groups(state: Any) -> bool:
-    """Whether the groups are lists of named values, as in every `Optimizer.state_dict()`; torch accepts
-    others, too."""
+    """Whether the groups are lists of named values, as in every `Optimizer.state_dict()`; torch also accepts
+    others."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return isinstance(groups, list) and all(
         isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups

@@ -3,8 +3,8 @@
     exchanges   sockets' received, moved bytes --+
     readers     fetched bytes of each process ---+--> request(n): wait for the limit; at most n; BudgetSpent
 
-A script and the processes that read its data ahead share one meter.  The download limit of the sockets is
-the transport's (`network.transport.rate_limiter`); a fetch waits also for what the sockets have received, so
+A script and the processes that read its data ahead share one meter.  The transport applies the download limit
+to the sockets (`network.transport.rate_limiter`); a fetch also waits for what the sockets have received, so
 that both together stay within the limit.
 """
 
@@ -20,7 +20,7 @@ from gridtrain.network.transport.rate_limiter import MAX_LATENESS_S
 from gridtrain.quantities import format_bytes
 
 PIECE_S = 0.1
-"""With a download limit, as much is read at once as this many seconds allow."""
+"""With a download limit, one read is at most as large as this many seconds allow."""
 
 MIN_PIECE_BYTES = 4096
 MAX_READERS = 128
@@ -34,7 +34,7 @@ class FetchMeter:
     Each field of the shared memory is written by one process: the script's, or one of `MAX_READERS` readers.
 
     Args:
-        clock, sleep: the time and how to wait for it.
+        clock, sleep: functions that return monotonic seconds, and that wait.
         fields: the memory; by default a tensor that torch shares with the processes of a `DataLoader`.
     """
 
@@ -81,14 +81,14 @@ class FetchMeter:
     # -- readers -----------------------------------------------------------------------------------
 
     def is_reader(self, number: int) -> None:
-        """Declare that this process is the given reader, from 0, of the script."""
+        """Declare that this process is the script's reader `number`, counted from 0."""
         self._reader = 1 + number % MAX_READERS
 
     def request(self, nbytes: int) -> int:
-        """Wait until the limit allows it; return how many bytes may be read now, at most `nbytes`.
+        """Wait until the limit allows a read; return how many bytes may be read now, at most `nbytes`.
 
         Raises:
-            BudgetSpent: no byte is left of the budget.
+            BudgetSpent: no byte of the budget is left.
         """
         self._follow_limit()
         while (wait_s := self._free_s - self._clock()) > 0:
@@ -107,7 +107,7 @@ class FetchMeter:
 
         Raises:
             DataError: the budget of a whole day is smaller than the file.
-            BudgetSpent: what is left of it is smaller.
+            BudgetSpent: what is left of the budget is smaller.
         """
         self._follow_limit()
         what = f"{place} of {format_bytes(nbytes)}, whose fetch cannot be continued later,"
@@ -152,10 +152,10 @@ class FetchMeter:
 
 
 def _array_of(memory: Any) -> Any:
-    """Return the memory as what reads and writes without torch's operations.
+    """Return the memory as an array that is read and written without torch's operations.
 
-    These release the interpreter's lock.  A daemon thread, such as that of the agent's link, which takes the
-    lock again while the interpreter ends, would abort the process.
+    Those operations release the interpreter's lock.  A daemon thread, such as the one for the agent's link,
+    that takes the lock again while the interpreter exits would abort the process.
     """
     return memory.numpy() if hasattr(memory, "numpy") else memory
 

@@ -187,8 +187,8 @@ def _digest(kind: str, content: bytes) -> bytes:
 
 def seed_random(seed: int) -> None:
     """Seed all random generators, so that random augmentation is the same on all workers.  Otherwise rare
-    augmentation would occur on some workers only, whose digests would then differ.  Call it within
-    `preserve_random_state`."""
+    augmentation would occur on some workers only, and digests would differ.  Call it while
+    `preserve_random_state` is active."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)  # only the CPU's generator, which is the one that is restored

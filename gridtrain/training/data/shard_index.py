@@ -5,8 +5,8 @@
     {"version": 1, "format": "jsonl", "tokenizer": "",
      "shards": [{"url": "part-0.jsonl", "samples": 1203, "bytes": 48213, "sha256": "9f2c...", "tokens": 0}]}
 
-Because of the index the number of samples is known before anything is read, and a file that was truncated or
-changed is noticed when it is opened.  A relative URL is relative to the folder of the index.
+With the index, the number of samples is known before anything is read, and a file that was truncated or
+changed is detected when it is opened.  A relative URL is relative to the folder of the index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSION = 1
 """The value of `version` in an index; a reader refuses others."""
 
 MAX_INDEX_BYTES = 256 << 20
-"""Largest index that is read."""
+"""The size of the largest index that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class ShardIndex:
 
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits of a digest of everything but the places of the files, which may differ from
-        worker to worker."""
+        """12 hexadecimal digits of a digest of everything but the locations of the files, which may differ
+        from worker to worker."""
         contents = [(s.samples, s.bytes, s.sha256, s.tokens) for s in self.shards]
         text = json.dumps([VERSION, self.format, self.tokenizer, contents])
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -115,8 +115,8 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
     """Write the index; the files are named relative to its folder if they are below it.
 
     Args:
-        url: the URL at which workers find the folder that has all files, if the files of the index are on
-            this machine; with it, names are URLs.
+        url: the URL at which workers find the folder with all files, if the files of the index are on this
+            machine; the index then contains URLs.
 
     Raises:
         ConfigError: no file has a sample, the index cannot be written, or the files are not on this machine
@@ -167,7 +167,7 @@ def build_index(
         format: a key of `shard_formats.FORMATS`; by default, the one that fits the names of the files.
         tokenize, tokenizer: a function from a sample to its tokens, and its name, so that the tokens of each
             shard are counted (`token_packing`).
-        progress: called for each file that was read.
+        progress: called for each file that has been read.
         copy: copies a remote file.
 
     Raises:
@@ -193,7 +193,7 @@ def _read_file(
     with file:
         try:
             ranges = reader.ranges(file)
-            # Every sample is decoded, so that a damaged one is noticed before the run.
+            # Every sample is decoded, so that a damaged one is detected before the run.
             for number, (start, stop) in enumerate(ranges.tolist()):
                 where = f"sample {number} (bytes {start} to {stop}) of "
                 file.seek(start)

@@ -1,10 +1,10 @@
-"""Data sets that are read by shards: each worker opens the files that the data ledger leases to it.
+"""Data sets that are read shard by shard: each worker opens the files that the data ledger leases to it.
 
     data = gridtrain.Shards("https://host/corpus/index.json", decode=to_tensors)
     for batch in grid.batches(data, batch_size=32, epochs=1): ...
 
-`grid.batches` and `grid.sampler` read every `ShardedDataset` by shards: the ledger assigns positions shard by
-shard (`core.commit.shard_leases`), and `shard_order` gives the samples of a shard in the order of a pass.
+`grid.batches` and `grid.sampler` read every `ShardedDataset` in this way: the ledger assigns positions shard
+by shard (`core.commit.shard_leases`), and `shard_order` gives a shard's samples in the order of a pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def permute(count: int, seed: int, pass_number: int, part: int) -> Order:
 
 
 def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
-    """Return an order of `count` samples: (count,) int64, read only.
+    """Return an order of `count` samples: (count,) int64, read-only.
 
     The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
     """
@@ -55,14 +55,14 @@ def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
 
 
 class ShardedDataset(Dataset[Any]):
-    """A data set with an index, `dataset[i]`, whose samples are in shards of which few should be open.
+    """A data set with an index, `dataset[i]`, whose samples are in shards; only a few should be open at once.
 
     Attributes:
         shard_sizes: the number of samples of each shard, at least 1.  The samples of a shard have consecutive
             indices.
         description: a text that is equal on workers with the same data.
-        failed_reads: the number of attempts at reading that have failed.
-        while_opening: entered while a shard is being opened, which may take long.
+        failed_reads: the number of failed attempts at reading.
+        while_opening: a context that is active while a shard is being opened, which may take a long time.
     """
 
     shard_sizes: tuple[int, ...]
@@ -85,11 +85,11 @@ class Shards(ShardedDataset):
     """A data set of files (JSON lines, text lines, WebDataset tar, Parquet, Arrow), described by an index.
 
     A sample is what its line, its row or its group of files contains (`shard_formats`), passed through
-    `decode`; or, with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random, by
-    the data seed.
+    `decode`; or, with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random,
+    determined by the data seed.
 
     Args:
-        index: the path or the URL of an index that `gridtrain data index` has written.
+        index: the path or the URL of an index that `gridtrain data index` wrote.
         root: the folder or the URL with the files, if it is not the folder of the index.
         decode: a function from a sample to what is collated into batches.
         pack: the number of tokens of a sequence (`token_packing`); None for samples as they are.
@@ -97,7 +97,8 @@ class Shards(ShardedDataset):
             tokenizer that the index names, on the field `text_field`.
         pack_seed: the seed for the order in which documents are packed, the same on all workers.
         cache: the folder for files that are fetched; by default `$XDG_CACHE_HOME/gridtrain/shards`.
-        cache_limit: the largest size of that folder, such as "20GB"; a limit of the volunteer precedes it.
+        cache_limit: the maximum size of that folder, such as "20GB"; a limit set by the volunteer takes
+            precedence.
         verify: whether the digest of a file is computed when it is opened; its size is always compared, and
             fetched files are always verified.
         keep_open: the number of files that are open at once in a process.
@@ -180,7 +181,7 @@ class Shards(ShardedDataset):
         """Return a sample.
 
         Raises:
-            DataError: its file cannot be read or is not the one of the index, or the sample is damaged.
+            DataError: its file cannot be read or does not match the index, or the sample is damaged.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -233,14 +234,14 @@ def _check_packing(index: ShardIndex, pack: int | None) -> int:
         raise ConfigError(f"pack is {pack}; it must be >= 1", remedy="pass pack=1024")
     if not index.tokenizer:
         raise ConfigError(
-            "pack was given, but the index does not have the numbers of tokens",
+            "pack was given, but the index contains no token counts",
             remedy="write the index again with `gridtrain data index --tokenizer NAME`",
         )
     return pack
 
 
 class _OpenFile:
-    """An open file of a data set, with the places of its samples."""
+    """An open file of a data set, with the byte ranges of its samples."""
 
     def __init__(self, place: str, file: BinaryIO, index: ShardIndex, shard: ShardFile) -> None:
         self._place, self._file, self._form = place, file, format_named(index.format)
@@ -258,7 +259,7 @@ class _OpenFile:
             )
 
     def pack(self, length: int, tokenize: token_packing.Tokenize, seed: int, tokens: int) -> None:
-        """Replace the samples by packed sequences."""
+        """Replace the samples with packed sequences."""
         try:
             packed = token_packing.pack(len(self._ranges), self._read, tokenize, seed)
         except ValueError as error:
@@ -280,7 +281,7 @@ class _OpenFile:
     def _read(self, number: int) -> Any:
         start, stop = self._ranges[number].tolist()
         try:
-            # Not by seek and read: a forked process shares the position in the file.
+            # Not seek and read, because a forked process shares the position in the file.
             return self._form.decode(os.pread(self._file.fileno(), stop - start, start))
         except (OSError, ValueError, TarError) as error:
             raise DataError(

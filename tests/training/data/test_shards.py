@@ -345,5 +345,5 @@ def test_invalid_arguments_are_refused(
 
 
 def test_packing_requires_counted_tokens(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"does not have the numbers of tokens.*--tokenizer"):
+    with pytest.raises(ConfigError, match=r"contains no token counts.*--tokenizer"):
         gridtrain.Shards(write_shards(tmp_path, (2,)), pack=8)
