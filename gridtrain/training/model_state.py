@@ -294,7 +294,7 @@ class ModelState(ABC):
             self._leave_residual(budget_bytes)
         except GridtrainError as error:
             is_settled = False
-            log.debug("the residual is not transferred: %s", error)  # this worker is not a member (any longer)
+            log.debug("the residual is not transferred: %s", error)  # this worker is no longer a member
         if is_settled:
             try:
                 self._keep_for_others(between_steps=between_steps)
