@@ -95,7 +95,7 @@ class GTopKState:
         self.kind: ValueKind = VALUE_KINDS[self.exchange.values]
         self.step = 0
         self._scaler = scaler
-        # A separate group: payloads are on the host, and DDP uses its own group meanwhile.
+        # A separate group: payloads are on the host, and DDP uses its own group at the same time.
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._channel = GlooChannel(group)
@@ -177,7 +177,7 @@ class GTopKState:
     def _own_stream(
         self, selected: torch.cuda.Event | None, device: torch.device
     ) -> AbstractContextManager[object]:
-        """Return a context in which a GPU does this thread's work beside backward, after `selected`.
+        """Return a context in which a GPU does this thread's work alongside backward, after `selected`.
 
         On backward's stream, each copy to the device would wait for what backward has queued there.
         """

@@ -1,4 +1,4 @@
-"""Run several processes at one site (the GPUs of a machine, the machines of a room) as one worker of a run.
+"""Run several processes at one site (the GPUs of a machine, the machines in a room) as one worker of a run.
 
     torchrun --nproc-per-node 8 train.py
 
@@ -167,10 +167,9 @@ class Site:
         """Yield this process's batches until the run ends; call `optimizer.step()` once for each batch.
 
         Args:
-            batch_size: the number of samples of each process; the site's batch is `world_size` times as
-                large.
-            global_batch_size: the number of samples of all workers of the run together.
-            max_batch_size: the maximum number of samples of each process.
+            batch_size: the number of samples per process; the site's batch is `world_size` times as large.
+            global_batch_size: the number of samples in a step over all workers of the run.
+            max_batch_size: the maximum number of samples per process.
         """
         if self._optimizer is None:
             raise ConfigError("the optimizer has not been wrapped yet", remedy="call site.optimizer first")

@@ -128,12 +128,12 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the running generation; 0 before the first generation."""
+        """This worker's rank in the current generation; 0 before the first generation."""
         return self._session.snapshot.rank
 
     @property
     def world_size(self) -> int:
-        """The number of workers in the running generation; 0 before the first generation."""
+        """The number of workers in the current generation; 0 before the first generation."""
         return self._session.snapshot.world_size
 
     @property
@@ -176,7 +176,7 @@ class Grid:
         return self._pauses.moved_bytes
 
     def why_waiting(self) -> str:
-        """Return why no worker of the run trains; "" if the run trains.  May be called from any thread."""
+        """Return why no worker of the run is training; "" if one is.  May be called from any thread."""
         return self._session.why_waiting
 
     # -- what a loop calls -------------------------------------------------------------------------
@@ -204,9 +204,9 @@ class Grid:
                 on all workers; `GTopK()` by default.  With "auto" or `Auto(...)`, even within `LocalSteps`,
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
-            average_buffers_every: the number of steps between two averagings of floating-point buffers (batch
-                norm).
-            compare_every: the number of steps between two comparisons of the workers' states; a state that
+            average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
+                averaged.
+            compare_every: the interval, in steps, at which the workers' states are compared; a state that
                 differs (because of a flipped bit or a different kind of processor) is replaced by the state
                 of the majority.  0 disables comparisons.
             overlap: `Overlap()` to exchange while backward is still computing; it must be the same on all
@@ -316,9 +316,9 @@ class Grid:
                 the latency of links does not keep a stage waiting (`gridtrain.core.stages.schedule`).
             wire: the encoding in which activations are sent: "exact", "fp16", "bf16" or "int8".
             clip_norm: the maximum 2-norm of the whole model's update.
-            average_buffers_every: the number of steps between two averagings of floating-point buffers over a
+            average_buffers_every: the interval, in steps, at which floating-point buffers are averaged over a
                 stage's replicas.
-            compare_every: the number of steps between two comparisons of the states of a stage's replicas; 0
+            compare_every: the interval, in steps, at which the states of a stage's replicas are compared; 0
                 disables comparisons.
             rematerialise: whether to store only the inputs of a stage for each micro-batch, and recompute all
                 other activations.
@@ -548,7 +548,7 @@ class Grid:
         """Report figures, such as `loss=...`, for `gridtrain status` and the run's owner.
 
         Values that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
-        with control characters, and for more than `reported_figures.MAX_FIGURES` names.
+        with control characters, or for more than `reported_figures.MAX_FIGURES` names.
         """
         self._session.report_figures(self._figures.filter_valid(figures))
 

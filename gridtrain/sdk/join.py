@@ -61,7 +61,7 @@ def join(
         name: the name of this worker, which the other workers can see; by default a random name that is
             derived from its key.
         listen: the address to which peers connect, "tcp://interface:port"; port 0 uses any free port.  The
-            default is a free port of the interface that leads to the coordinator.
+            default is a free port on the interface that leads to the coordinator.
         advertise: the address that is announced to peers, if it differs from `listen`.
         upload_limit, download_limit: rates such as "20Mbit"; they also apply to relayed traffic.
         export_dir: the folder to which the first worker writes the final model; the state directory by

@@ -120,7 +120,7 @@ class LocalGroup:
         checkpoints: str = "",
         owner: AgentControl | None = None,
     ) -> Grid:
-        """Add a worker, which must be used from one thread.  Raises `EndpointKilled` after the group ended.
+        """Add a worker, which must be used from one thread.  Raises `EndpointKilled` if the group has ended.
 
         With `hidden`, no worker can connect to the new worker, as if it were behind NAT.  Checkpoints work as
         in `gridtrain.join`, but none are written by default.  `owner` is an agent that may pause the worker.
@@ -190,7 +190,7 @@ def local(
     of their grid raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S`
     seconds keeps running in its thread.
 
-    Raises `ConfigError` if `workers` is not a number of workers.
+    Raises `ConfigError` if `workers` is not a positive integer.
     """
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers is {workers!r}; it must be a number from 1", remedy="try workers=4")

@@ -97,7 +97,7 @@ def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str
     """Return the settings that differ, with this worker's values and with the other rank's values.  `theirs`
     was received from the network."""
     pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
-    if not pairs:  # the difference is beyond the truncation
+    if not pairs:  # the difference is in the truncated part
         pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]
     return ", ".join(_printable(a) for a, _ in pairs), ", ".join(_printable(b) for _, b in pairs)
 

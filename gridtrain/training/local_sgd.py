@@ -12,7 +12,7 @@ retries.
                              +--> round (Dense, TopK, GTopK; error feedback)  --> update_N on all workers
     next anchor  <-------- anchor - outer_learning_rate * nesterov(update_N)
 
-After DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), with a sparse exchange after SparseLoCo
+Based on DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1); sparse exchanges are as in SparseLoCo
 (Sarfi et al. 2025, arXiv 2508.15706).  After each committed round the parameters and the outer velocity are
 equal on all workers; they are compared, and sent to joining workers.  The moments of the inner optimizer
 differ from worker to worker.

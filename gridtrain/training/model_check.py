@@ -3,7 +3,7 @@
 check_values(model)          when a worker joins: NaN in a parameter
 TokenCheck(model).check(b)   each batch: labels outside the vocabulary, more tokens than positions
                              the first batch: no token to predict
-   and in the forward of b   token ids outside the vocabulary
+   and in b's forward pass   token ids outside the vocabulary
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TokenCheck:
         self._is_first, self._has_warned, self._is_watching = True, False, False
 
     def check(self, batch: Any) -> None:
-        """Raise `ConfigError` if the model cannot compute the batch."""
+        """Raise `ConfigError` if the model cannot process the batch."""
         if not self._rows:
             return
         is_named = isinstance(batch, Mapping)

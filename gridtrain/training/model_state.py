@@ -210,7 +210,7 @@ class ModelState(ABC):
 
     @property
     def holds_stage(self) -> bool:
-        """Whether this worker is a member that holds its whole stage after the last step that it knows."""
+        """Whether this worker is a member that holds its whole stage after the last step it knows of."""
         return False
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:
@@ -412,7 +412,7 @@ class ModelState(ABC):
     # -- shared --------------------------------------------------------------------------------------------
 
     def _wait_for_writer(self, timeout_s: float) -> bool:
-        """Wait for a checkpoint that is being written; return whether no writing is left."""
+        """Wait until no checkpoint is being written; return False if `timeout_s` passes first."""
         return self._store is None or self._store.wait(timeout_s)
 
     def _restore_state(self, blobs: Sequence[bytes | memoryview]) -> None:
@@ -429,7 +429,7 @@ class ModelState(ABC):
         return not (snapshot.world_size and snapshot.is_synced)
 
     def _leave_residual(self, budget_bytes: int) -> None:
-        """Transfer the residual.  Keep the part that no worker accepts, together with the part that remained
+        """Transfer the residual.  Keep the part that no worker accepted, together with the part that remained
         before the last pause if no step has been taken since."""
         older, left = self._left, self._transfer_residual(budget_bytes)
         if older is None or left is None:

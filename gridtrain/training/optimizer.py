@@ -80,10 +80,10 @@ class GridOptimizer(WrappingOptimizer):
             `LocalSGDOptimizer`.
         session: this worker's session in the run.
         clip_norm: the maximum 2-norm of the exchanged update; None disables clipping.
-        average_buffers_every: the number of steps between two averagings of the model's buffers; 0 disables
+        average_buffers_every: the interval, in steps, at which the model's buffers are averaged; 0 disables
             averaging.
-        compare_every: the number of steps between two comparisons of the whole state with the other workers;
-            0 disables comparisons.
+        compare_every: the interval, in steps, at which the whole state is compared with the other workers'; 0
+            disables comparisons.
         overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
             overlap, gradients must not be changed between backward and `step`.
         wait: "all" to wait in every step for all workers; "auto" to go on without workers whose training
@@ -264,7 +264,7 @@ class GridOptimizer(WrappingOptimizer):
         """Replace every `p.grad` with the group's committed update; `step` then only applies the update.
 
         Returns False if the step is skipped; gradients are then unchanged, and `step` does not apply them.
-        With a GradScaler call `scaler.unscale_(optimizer)` first.
+        With a GradScaler, call `scaler.unscale_(optimizer)` first.
         """
         self._session.disable_replay("its script may change updates between exchange() and step()")
         self.absence.set_obstacle("its script may change updates between exchange() and step()")
@@ -289,7 +289,7 @@ class GridOptimizer(WrappingOptimizer):
         return not self.last_skipped
 
     def _run_attempts(self, usable: bool, early: EarlyBuckets | None = None) -> None:
-        """Attempt one step until an attempt is committed; the local gradient in flat_N stays until then.
+        """Attempt one step until an attempt is committed; the local gradient stays in flat_N until then.
 
         Args:
             usable: whether the gradient may be finite.

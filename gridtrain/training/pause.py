@@ -267,7 +267,7 @@ class PauseController:
         margin_bytes = max(CONTROL_RESERVE_BYTES, self._max_step_bytes) // 2
         if self._bound_bytes() == math.inf or self.moved_bytes + margin_bytes <= self._limit_bytes:
             return ""
-        self.report_spent()  # otherwise the agent, which still counts a few bytes, would see a failure
+        self.report_spent()  # otherwise the agent, which sees a few bytes left, would assume a failure
         return f"paused in the middle of a step: {directive.spent_text}"
 
     def _apply_rates(self, directive: AgentDirective) -> None:

@@ -1,7 +1,7 @@
 """The running statistics of a model's norms, which a batch with values that are not finite must not change.
 
 begin_turn    the statistics are copied
-the batch     if a value is not finite, neither are the gradient and, after the forward pass, the statistics
+the batch     a value that is not finite spreads to the statistics in the forward pass, and to the gradient
 skipped       the copy is restored; otherwise all later batches and the final model would be spoiled
 """
 

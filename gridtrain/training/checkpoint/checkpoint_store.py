@@ -1,7 +1,7 @@
 """Checkpoints on a worker's disk: the replicated state after a step, and this worker's residual.
 
     <folder>/step-00000200/
-        state.json             run, step, history, ledger, facts, and the places of the tensors;
+        state.json             run, step, history, ledger, facts, and references to the tensors;
                                for a PEFT or transformers model, also `pretrained.PretrainedLayout`
         tensors.safetensors    parameters, buffers, optimizer, trackers
         residual.safetensors   what this worker had not sent yet (sparse exchanges)
@@ -227,7 +227,7 @@ class CheckpointStore:
             (step_folder(self.folder, step) / RESIDUAL_FILE).unlink()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the checkpoint that is being written; return whether no writing is left."""
+        """Wait until no checkpoint is being written; return False if `timeout_s` passes first."""
         if self._writer is not None:
             self._writer.join(timeout_s)
         return not self._is_writing()
@@ -235,7 +235,7 @@ class CheckpointStore:
     def latest(self, facts: Facts) -> Checkpoint | None:
         """Return the latest readable checkpoint with these settings; None if there is none.
 
-        Damaged checkpoints, and checkpoints of another model or of other data, are skipped with a warning.
+        Damaged checkpoints, and checkpoints of a different model or data set, are skipped with a warning.
         """
         try:
             paths = list_checkpoints(self.folder)
@@ -285,7 +285,7 @@ class CheckpointStore:
 
 
 def parse_facts(pairs: Iterable[Sequence[object]]) -> Facts:
-    """Return the facts that were written to JSON as pairs of a name and a value."""
+    """Return the facts that were written to JSON as (name, value) pairs."""
     return tuple((str(name), str(value)) for name, value in pairs)
 
 
@@ -350,7 +350,7 @@ def save(content: CheckpointContent, path: Path) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint.  Raises `ConfigError` if it cannot be read, or is damaged."""
+    """Read a checkpoint.  Raises `ConfigError` if it cannot be read or is damaged."""
     try:
         text = _read_text(path / "state.json")
         body = json.loads(text)
@@ -451,7 +451,7 @@ def _read_text(path: Path) -> bytes:
 
 
 def publish_folder(partial: Path, path: Path) -> None:
-    """Rename a folder whose files are on disk to `path`.  Raises `OSError`."""
+    """Rename `partial`, whose files have been flushed to disk, to `path`.  Raises `OSError`."""
     sync_folder(partial)
     shutil.rmtree(path, ignore_errors=True)  # it is from an earlier run, or from before a rollback
     os.rename(partial, path)

@@ -40,7 +40,7 @@ FINAL_TURN_S, FINAL_LOOK_S = 120.0, 1.0
 interval at which it looks for it."""
 
 MAX_FINAL_ATTEMPTS = 5
-"""The number of attempts for a checkpoint when the worker is about to exit."""
+"""The maximum number of attempts to upload a checkpoint when the worker is about to exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class _Upload:
 
 
 class CheckpointUploader:
-    """Uploads the checkpoints of one worker.  The first of them starts a thread.
+    """Uploads the checkpoints of one worker.  The first upload starts a thread.
 
     Args:
         folder: the folder of the worker's checkpoints, by which its uploads are recognized after a restart.
         every, keep: the number of steps between two checkpoints, and the number of checkpoints to keep.
         start_step: the step of the latest checkpoint at the URL when this worker joined: a run that begins at
-            an earlier step must not replace it, and it does not prove that its uploader is still there.
+            an earlier step must not replace it, and it does not prove that its uploader is still active.
         report_figures, clock: as in `CheckpointStore`.
     """
 
@@ -169,8 +169,8 @@ class CheckpointUploader:
     def _next(self) -> _Upload | None:
         """Wait for a checkpoint to upload; return None if there is none and this worker leaves.
 
-        The latest goes first, except that a step for which the storage has another stage is preferred,
-        because a checkpoint of a pipeline needs all stages.
+        The latest goes first, except that a step for which the storage already has another stage is
+        preferred, because a checkpoint of a pipeline needs all stages.
         """
         with self._changed:
             self._current = None

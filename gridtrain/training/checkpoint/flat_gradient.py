@@ -4,8 +4,8 @@
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
     head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... ]
 
-A gradient of another dtype or device is converted when it is gathered, and the update is converted when it is
-scattered.
+A gradient with a different dtype or device is converted when it is gathered, and the update is converted when
+it is scattered.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _COMPILED = "_orig_mod."
 _DATA_PARALLEL = "module."
 
 _BLOCK = 1 << 17
-"""Number of elements of a block for each thread.  The calls for smaller blocks take longer than the transfers
-from the third-level cache that they save."""
+"""The number of elements in a block, per thread.  With smaller blocks, the calls would take longer than the
+transfers from the third-level cache that they avoid."""
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:
@@ -50,8 +50,8 @@ def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def describe_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> str:
-    """Return the numbers of parameters, and a digest of their names, shapes, dtypes and requires_grad, not of
-    their values."""
+    """Return the numbers of parameters, and a digest of their names, shapes, dtypes and requires_grad, but
+    not of their values."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()
     trainable = sum(p.numel() for _, p in parameters if p.requires_grad)
@@ -225,7 +225,7 @@ class FlatGradient:
             now = torch.zeros_like(view) if parameter.grad is None else parameter.grad.to(view)
             now = now if self.scale == 1.0 else now * self.scale
             if view.device.type == "cpu" and torch.equal(view, now):
-                continue  # one pass without temporaries; on a GPU each test would be a synchronization
+                continue  # one pass without temporaries; on a GPU each test would synchronize
             unlike.append(((view != now) & (view == view)).any())
         return bool(torch.stack(unlike).any()) if unlike else False  # synchronizes once
 

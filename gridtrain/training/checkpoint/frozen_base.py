@@ -120,7 +120,7 @@ class FrozenBase:
         self._checks = 0
 
     def mark(self, module: nn.Module) -> None:
-        """Mark the parameters of the base in the model, or in a part of it that was built again."""
+        """Mark the parameters of the base in the model, or in a part of it that was rebuilt."""
         for name, parameter in module.named_parameters():
             if name in self._names:
                 setattr(parameter, _MARK, True)
@@ -160,7 +160,7 @@ class FrozenBase:
         return self._digest
 
     def describe(self) -> str:
-        """Return the size and the digest; "" without a base.
+        """Return the size and the digest; "" if there is no base.
 
         Raises the errors of `digest`, unless each worker may have its own base.
         """
@@ -292,7 +292,7 @@ def _is_same(copied: Tensor, values: Tensor) -> bool:
 
 @torch.no_grad()
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes in logical order, without a copy of a contiguous tensor on the CPU."""
+    """Yield the bytes in logical order, without copying a contiguous tensor on the CPU."""
     flat = tensor.reshape(-1)
     step = max(1, _CHUNK_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):

@@ -62,7 +62,7 @@ class ExportResult:
 def export_by_url(
     source: str, out: str, step: int | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> ExportResult:
-    """Do what `export_model` does, where `source` and `out` may also be URLs.
+    """Export as `export_model` does; `source` and `out` may also be URLs.
 
     Files from or for a URL are stored in a temporary folder in between.
     """
@@ -241,7 +241,7 @@ def _writer(out: Path) -> Writer:
 
 
 class _ErrorRecordingFile:
-    """A file that records a write error, because torch reports an error of its archive instead."""
+    """A file that records a write error, because torch reports an archive error instead."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

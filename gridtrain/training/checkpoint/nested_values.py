@@ -1,4 +1,4 @@
-"""Nested values of state_dicts as JSON and tensors, and back.
+"""Convert nested values of state_dicts to JSON and tensors, and back.
 
 {"lr": 0.1, 3: (tensor, None)}  -->  {"dict": [["lr", 0.1], [3, {"tuple": [{"tensor": "0"}, null]}]]}
                                      {"0": tensor}

@@ -192,8 +192,8 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
     """Return the layout of the directory of `model`; None if it is not a PEFT or transformers model, or if a
     trained parameter would be missing.
 
-    To find the names, the library itself saves tensors of one number each: the positions of the tensors in
-    the state_dict.
+    To find the names, the library itself saves one-element tensors that contain the positions of the tensors
+    in the state_dict.
     """
     found = find_pretrained(model)
     if found is None:

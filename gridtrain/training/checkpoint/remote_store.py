@@ -6,8 +6,8 @@
     URL/step-00000200/blocks-000-003.json    a manifest of each stage of a pipeline, in the same way
 
 A manifest is written after its files and removed before them, so that a checkpoint counts only while all its
-files exist; a pipeline's counts if the manifests of one history cover all layers.  Because files are named
-by their contents, two workers, or two attempts, that write the same checkpoint cannot damage it.
+files exist; a pipeline's checkpoint counts if the manifests of one history cover all layers.  Because files
+are named by their contents, two workers, or two attempts, that write the same checkpoint cannot damage it.
 Residuals are not uploaded, because they contain traces of a worker's samples.
 """
 
@@ -51,7 +51,7 @@ MAX_INCOMPLETE = 4
 """The number of incomplete checkpoints to keep, which other workers may still be uploading."""
 
 CHECK_TIMEOUT_S = 60.0
-"""The time within which the storage has to answer before a run begins."""
+"""The time within which the storage must answer before a run begins."""
 
 FETCH_RETRY_AFTER_S = (1.0, 5.0, 25.0)
 """The seconds to wait before each further attempt at fetching a checkpoint."""
@@ -179,7 +179,7 @@ def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
 
     try:
         if path.is_file():
-            is_local = isinstance(files, LocalFileSystem)  # object stores replace a file at once
+            is_local = isinstance(files, LocalFileSystem)  # object stores replace a file atomically
             target = f"{root}.partial" if is_local else root
             files.put_file(str(path), target)
             if is_local:
@@ -314,7 +314,7 @@ class RemoteStore:
 
     def prune(self, keep: int) -> None:
         """Remove all but the latest `keep` complete checkpoints, and incomplete ones that are older than
-        these or more than `MAX_INCOMPLETE`."""
+        these or not among the latest `MAX_INCOMPLETE`."""
         counts: Counter[bool] = Counter()
         for step in self.steps():
             is_complete = bool(self.complete(step))
@@ -324,7 +324,7 @@ class RemoteStore:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Remove a checkpoint, its manifests first; files that do not belong to a checkpoint stay."""
+        """Remove a checkpoint, its manifests first; files that do not belong to a checkpoint are kept."""
         names = [
             name
             for name in _names(self._files, self._folder(step))

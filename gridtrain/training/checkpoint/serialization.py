@@ -8,8 +8,8 @@
 
 Parameters of the model's base, which are frozen, are in no part (see `frozen_base`).
 
-The shared part is bit-identical on all members.  The private part may differ between two averagings of
-buffers; a worker that has replayed all updates needs only this part.  Neither part contains residuals: every
+The shared part is bit-identical on all members.  The private part may differ until buffers are next averaged;
+a worker that has replayed all updates needs only this part.  Neither part contains residuals: every
 worker has its own, and a joining worker starts without a residual.  Nothing is ever unpickled.
 """
 
@@ -438,7 +438,7 @@ def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     """Return a 32-byte digest of the bits of the state's parameters, the optimizer's state and its
     hyperparameters.
 
-    Buffers are left out, because they may differ between two averagings.
+    Buffers are left out, because they may differ until they are next averaged.
     """
     packer = Packer(copies=False)
     layout = {

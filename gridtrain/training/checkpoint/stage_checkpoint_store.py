@@ -1,7 +1,7 @@
 """The checkpoints of a worker that holds a stage of a model, or has held several stages in turn.
 
     <folder>/blocks-000-003/step-00000200/     as `checkpoint_store` writes them, the latest few of each stage
-    <folder>/blocks-003-007/step-00000100/     and copies of the previous stage's (`checkpoint_copy`)
+    <folder>/blocks-003-007/step-00000100/     and copies from the previous stage (`checkpoint_copy`)
 
 A stage is named by the numbers of its first layer and of the layer after its last one, because the model may
 be partitioned again.  The coordinator decides from which checkpoints the run continues; it needs all stages
@@ -142,8 +142,8 @@ class StageCheckpointStore:
         """Write a checkpoint at once, whatever the step, because this worker is leaving with the only copy of
         the stage.
 
-        Returns False if the checkpoint cannot be written.  A checkpoint of a step that all stages have is not
-        replaced.
+        Returns False if the checkpoint cannot be written.  Checkpoints of steps at which all stages write
+        them are kept.
         """
         self.wait()
         self._drop_unaligned(blocks)

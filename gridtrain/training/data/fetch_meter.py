@@ -29,12 +29,12 @@ FIELDS = _FIRST_READER + 1 + MAX_READERS
 
 
 class FetchMeter:
-    """Counts the bytes that a worker fetches, and bounds them; without `limit` they are unbounded.
+    """Counts the bytes that a worker fetches, and bounds them; until `limit` is called, they are unbounded.
 
     Each field of the shared memory is written by one process: the script's, or one of `MAX_READERS` readers.
 
     Args:
-        clock, sleep: functions that return monotonic seconds, and that wait.
+        clock, sleep: functions that return monotonic seconds, and that sleep.
         fields: the memory; by default a tensor that torch shares with the processes of a `DataLoader`.
     """
 
@@ -70,7 +70,7 @@ class FetchMeter:
         self._fields[_MOST_BYTES], self._fields[_DAY_BYTES] = most_bytes, day_bytes
 
     def note_exchanges(self, received_bytes: int, moved_bytes: int) -> None:
-        """Record what the sockets have received, and received and sent, so far."""
+        """Record the bytes that the sockets have received, and have received or sent, so far."""
         self._fields[_RECEIVED_BYTES], self._fields[_MOVED_BYTES] = received_bytes, moved_bytes
 
     @property
@@ -103,7 +103,7 @@ class FetchMeter:
         return int(min(nbytes, most))
 
     def check_undivided(self, place: str, nbytes: int) -> None:
-        """Check the budget for a file whose fetch cannot be continued on another day.
+        """Check the budget for a file whose fetch cannot be resumed on another day.
 
         Raises:
             DataError: the budget of a whole day is smaller than the file.
@@ -135,7 +135,7 @@ class FetchMeter:
         self._charge()
 
     def _charge(self) -> None:
-        """Account for what this worker has received since the last call, in whatever way and at any time."""
+        """Account for what this worker has received since the last call, whether by sockets or fetches."""
         now_s, received_bytes = self._clock(), self._received_bytes
         if self._Bps < math.inf:
             start_s = max(self._free_s, self._charged_s - MAX_LATENESS_S)
@@ -161,6 +161,6 @@ def _array_of(memory: Any) -> Any:
 
 
 def _shared_memory() -> Any:
-    import torch  # here, because the agent uses a meter without it
+    import torch  # imported here, because the agent uses a meter without torch
 
     return torch.zeros(FIELDS, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]

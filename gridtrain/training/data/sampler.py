@@ -75,7 +75,7 @@ def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
 
 
 def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """Return the positions `start` to `stop` - 1 of `spans`, counted from its beginning."""
+    """Return the positions `start` to `stop` - 1 of `spans`, counted from their beginning."""
     taken, before = [], 0
     for span in spans:
         first, last = max(start - before, 0), min(stop - before, span.stop - span.start)

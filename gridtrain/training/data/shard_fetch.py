@@ -48,7 +48,7 @@ def copy_rest(
     meter: FetchMeter,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Append to `part` what it lacks of a remote file.
+    """Append to `part` the bytes of a remote file that it lacks.
 
     Args:
         limit_bytes: the size of the file, or the largest size that is accepted.

@@ -1,7 +1,7 @@
 """The files of a sharded data set: their locations, a cache for those not on this machine, and checks.
 
     path, file://...            opened where it is; its size and digest are compared with the index
-    https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed after a break, compared
+    https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed if interrupted, compared
     .gz, .bz2, .xz, .zst        compared, then decompressed into the cache
     .parquet, .arrow            compared, then converted in the cache (`shard_rows`)
 
@@ -48,7 +48,7 @@ LIMIT = "GRIDTRAIN_CACHE_LIMIT"
 """The variable with the volunteer's limit on the cache, which takes precedence over the script's."""
 
 _UNFINISHED = (".part", ".expanding")
-"""The suffixes of files that a worker writes while it has the lock of the same name."""
+"""The suffixes of files that a worker writes while it holds the lock of the same name."""
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _CHANGED = (
@@ -63,8 +63,8 @@ class ShardFile:
 
     Attributes:
         url: a URL, a path, or a path relative to the folder of the index.
-        bytes, sha256: size and digest of the file as it is stored.
-        tokens: the number of tokens of all samples; 0 if they were not counted.
+        bytes, sha256: the size and digest of the file as it is stored.
+        tokens: the number of tokens in all samples; 0 if they were not counted.
     """
 
     url: str
@@ -193,7 +193,7 @@ class ShardCache:
 
     Args:
         folder: by default `$XDG_CACHE_HOME/gridtrain/shards`.
-        limit_bytes: the size at which files are removed; the file that is opened must fit.
+        limit_bytes: the cache size above which files are removed; the file that is opened must fit.
         retry_after_s: see `RETRY_AFTER_S`.
 
     Attributes:

@@ -2,7 +2,7 @@
 
     jsonl   one JSON value in each line               any value
     text    one line, in UTF-8                        str
-    tar     WebDataset: files with one base name      {"__key__": "0001", "jpg": bytes, "cls": bytes}
+    tar     WebDataset: files with the same base name {"__key__": "0001", "jpg": bytes, "cls": bytes}
     parquet, arrow, rows    one row of a table        {"text": "...", "label": 3} (`shard_rows`)
 
 Every sample is a range of bytes of the decompressed or converted file, so that any sample can be read without

@@ -1,4 +1,4 @@
-"""The index of a sharded data set: its files, with the samples, size and digest of each.
+"""The index of a sharded data set: its files, with the number of samples, size and digest of each.
 
     gridtrain data index part-*.jsonl --out index.json
 
@@ -164,7 +164,7 @@ def build_index(
 
     Args:
         files: paths or URLs, in the order of the data set; `*` and `?` stand for parts of names.
-        format: a key of `shard_formats.FORMATS`; by default, the one that fits the names of the files.
+        format: a key of `shard_formats.FORMATS`; by default, the one that the file names indicate.
         tokenize, tokenizer: a function from a sample to its tokens, and its name, so that the tokens of each
             shard are counted (`token_packing`).
         progress: called for each file that has been read.

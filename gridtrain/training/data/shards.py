@@ -39,12 +39,12 @@ Order = npt.NDArray[np.int64]
 
 @lru_cache(maxsize=8)
 def permute(count: int, seed: int, pass_number: int, part: int) -> Order:
-    """Return an order of `count` samples of one part of the data; see `random_order`."""
+    """Return a random order of the `count` samples of one part of the data; see `random_order`."""
     return random_order(count, seed, pass_number, part)
 
 
 def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
-    """Return an order of `count` samples: (count,) int64, read-only.
+    """Return a random order of `count` samples: (count,) int64, read-only.
 
     The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
     """
@@ -92,9 +92,9 @@ class Shards(ShardedDataset):
         index: the path or the URL of an index that `gridtrain data index` wrote.
         root: the folder or the URL with the files, if it is not the folder of the index.
         decode: a function from a sample to what is collated into batches.
-        pack: the number of tokens of a sequence (`token_packing`); None for samples as they are.
-        tokenize: with `pack`, the function with which the tokens of the index were counted; by default, the
-            tokenizer that the index names, on the field `text_field`.
+        pack: the number of tokens in a sequence (`token_packing`); None for samples as they are.
+        tokenize: with `pack`, the function with which the tokens in the index were counted; by default, the
+            tokenizer that the index names, applied to the field `text_field`.
         pack_seed: the seed for the order in which documents are packed, the same on all workers.
         cache: the folder for files that are fetched; by default `$XDG_CACHE_HOME/gridtrain/shards`.
         cache_limit: the maximum size of that folder, such as "20GB"; a limit set by the volunteer takes

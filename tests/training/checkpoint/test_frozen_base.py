@@ -393,7 +393,7 @@ def test_a_peer_cannot_name_a_wrapped_tensor() -> None:
     values = TwoTensor(model.embed.weight.detach(), model.embed.weight.detach())
     model.embed.weight = nn.Parameter(values, requires_grad=False)
     FrozenBase(model)
-    with pytest.raises(RemoteProtocolError, match="another base"):
+    with pytest.raises(RemoteProtocolError, match="a different base"):
         frozen_base.without_base(model, {"embed.weight": torch.zeros(11, 16)})
 
 
