@@ -103,7 +103,7 @@ def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMet
                 if file.tell() > limit_bytes:
                     raise DataError(
                         f"{place} has changed: its rows are now larger than {limit_bytes} bytes",
-                        remedy="write the index again, or pin the data set's revision",
+                        remedy="regenerate the index, or pin the data set's revision",
                     )
                 meter.count(file.tell() - counted)
                 counted = file.tell()

@@ -175,7 +175,7 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
         if batch:
             return batch
     raise ConfigError(
-        f"the data collator makes no batch of samples such as {samples[0]!r:.80}"
+        f"the data collator cannot make a batch of samples such as {samples[0]!r:.80}"
         + (f": {type(cause).__name__}: {cause}" if cause else ""),
         remedy='make each sample a dict such as {"input_ids": ..., "labels": ...}, with decode= of '
         "gridtrain.Shards; or pass data_collator=",
@@ -186,7 +186,7 @@ def _refuse_stream_or_empty(dataset: Any) -> None:
     if dataset is not None and has_length(dataset) and not len(dataset):
         raise ConfigError(
             f"train_dataset, a {type(dataset).__name__}, has no samples",
-            remedy="check the paths and filters with which it is made",
+            remedy="check the paths and filters that define it",
         )
     if dataset is not None and readers.is_iterable(dataset) and not has_length(dataset):
         raise ConfigError(

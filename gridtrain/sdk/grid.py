@@ -144,8 +144,8 @@ class Grid:
 
     @property
     def run_id(self) -> str:
-        """A name for the run, for loggers and folders; it is equal on all its workers, and no other run has
-        it."""
+        """A name for the run, for loggers and folders: the same on all its workers, and different for every
+        run."""
         return f"{self._config.run}-{self._config.coordinator_key[:16]}"
 
     @property
@@ -502,8 +502,8 @@ class Grid:
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
 
     def weigh(self, count: int | torch.Tensor) -> None:
-        """Weight this worker's gradient by `count`, such as the number of tokens of which its loss is the
-        mean, so that the group's gradient is that of the mean loss over all tokens of the step.
+        """Weight this worker's gradient by `count`, such as the number of tokens over which its loss is
+        averaged, so that the group's gradient is that of the mean loss over all tokens of the step.
 
         The optimizer must have `weigh_by="tokens"`.  Call it once for each batch, before its backward pass:
         the counts of the other workers then arrive while it computes.  With `accumulate=a`, call it either
@@ -521,7 +521,7 @@ class Grid:
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
                 f"the weight of a batch is {count!r}; it must be a number of tokens",
-                remedy="pass the number of tokens of which the loss is the mean",
+                remedy="pass the number of tokens over which the loss is averaged",
             ) from None
         wrapped.weigh(tokens)
 

@@ -193,7 +193,7 @@ def local(
     Raises `ConfigError` if `workers` is not a positive integer.
     """
     if not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"workers is {workers!r}; it must be a number from 1", remedy="try workers=4")
+        raise ConfigError(f"workers is {workers!r}; it must be a whole number >= 1", remedy="try workers=4")
     ended: queue.SimpleQueue[tuple[int, Result | _Failure]] = queue.SimpleQueue()
 
     def one(number: int) -> None:

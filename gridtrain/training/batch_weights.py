@@ -61,7 +61,7 @@ class BatchWeights:
         if not 0 <= count <= _MOST_COUNTED:
             raise ConfigError(
                 f"the weight of a batch is {count}; it must be from 0 to {_MOST_COUNTED}",
-                remedy="pass the number of tokens of which the loss is the mean",
+                remedy="pass the number of tokens over which the loss is averaged",
             )
         self._counts.append(count * self._fraction)
         # The gradient is the weighted mean after each backward pass, so that a loop can clip it.

@@ -43,7 +43,7 @@ class _HyperparameterBuffer(DenseRingBuffer):
 
 
 def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer) -> DenseRingBuffer | None:
-    """Return a buffer with this worker's row and zeros elsewhere in a retry; None in the first attempt."""
+    """In a retry, return a buffer with this worker's row and zeros elsewhere; in the first attempt, None."""
     if plan.attempt == 0:
         return None
     body = (

@@ -154,7 +154,8 @@ def _unknown_id(ids: Tensor, rows: int) -> int | None:
 def _check_ids(name: str, rows: int, ids: Tensor) -> None:
     if (wrong := _unknown_id(ids, rows)) is not None:
         raise ConfigError(
-            f"{name} has the token id {wrong}, but the model's vocabulary has {rows} tokens, 0 to {rows - 1}",
+            f"{name} contains the token id {wrong}, but the model's vocabulary has {rows} tokens, "
+            f"0 to {rows - 1}",
             remedy="use the tokenizer of this model; if it has new tokens, call "
             "model.resize_token_embeddings(len(tokenizer)) before grid.optimizer, on all workers",
         )

@@ -203,8 +203,8 @@ class ModelState(ABC):
             f"{self._options.folder}, until later checkpoints replace it"
         )
         log.warning(
-            "this worker paused after step %d, but the group has begun again without its steps, and this "
-            "worker continues after its step %d%s",
+            "this worker paused after step %d, but the group has restarted without its steps, and this "
+            "worker continues after the group's step %d%s",
             *(step, snapshot.applied + 1, hint if is_written else ""),
         )
 
@@ -288,7 +288,7 @@ class ModelState(ABC):
         self._is_leaving, is_settled = True, False
         try:
             if self._leaves_before_first_step():  # what it has on disk stays valid
-                log.warning("this worker leaves before it took part in a step")
+                log.warning("this worker leaves before taking part in a step")
                 return
             is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)

@@ -578,7 +578,7 @@ def check_compatible(
     if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigError(f"{name} cannot be used in a run", remedy="use SGD or AdamW")
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
-        text = f"clip_norm is {clip_norm!r}; it must be a number > 0 and finite"
+        text = f"clip_norm is {clip_norm!r}; it must be a finite number > 0"
         raise ConfigError(text, remedy="try clip_norm=1.0")
     if isinstance(exchange, Dense | LocalSteps | Auto):
         return

@@ -52,7 +52,7 @@ def last_trial_start(phase: int) -> int | None:
 
 
 class OverlapTrial:
-    """One member's part in the decision whether to overlap.
+    """One member's part in deciding whether to overlap.
 
     Args:
         adaptive: whether to measure; if False, overlap is always on.

@@ -127,14 +127,14 @@ class SingleSampleReport:
                 f"{layer}, cannot train on a single sample, but with the script's batch sizes every batch of "
                 f"this {self._recipient} has only one",
                 remedy="use batch_size=2 or more, or larger values of global_batch_size and max_batch_size, "
-                "or a norm without statistics of the batch (GroupNorm)",
+                "or a norm without batch statistics (GroupNorm)",
             )
         if not is_normalized:
             raise ConfigError(
                 f"{layer}, cannot train on a single sample, but this step has only one for this "
                 f"{self._recipient}",
                 remedy="use batch sizes that leave no step with one sample, even at the end of a pass, or a "
-                "norm without a forward of its own or without statistics of the batch (GroupNorm)",
+                "norm without its own forward or without batch statistics (GroupNorm)",
             )
         if not self._has_warned:
             self._has_warned = True

@@ -171,7 +171,7 @@ def test_samples_that_a_trainer_cannot_collate_are_shown(
     with (
         ThreadedGroup(tmp_path, workers=1) as group,
         pytest.raises(
-            ConfigError, match="makes no batch of samples such as " + ("tensor" if pack else "'a line")
+            ConfigError, match="cannot make a batch of samples such as " + ("tensor" if pack else "'a line")
         ) as caught,
     ):
         group.start_all(work)

@@ -174,7 +174,7 @@ class CheckpointStore:
         except BlockingIOError:
             self.release()
             raise ConfigError(
-                f"the folder of checkpoints {self.folder} is in use by another worker",
+                f"the checkpoint folder {self.folder} is in use by another worker",
                 remedy="use a separate state directory for each worker: --state-dir",
             ) from None
         except OSError as error:

@@ -305,7 +305,7 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     normed_ids = {id(module.weight) for module in embeddings if module.max_norm is not None}
     if normed := [name for name, p in named if id(p) in normed_ids]:
         raise ConfigError(
-            f"the embedding of {normed[0]!r} has max_norm, with which each forward pass changes the rows of "
+            f"the embedding of {normed[0]!r} has max_norm, so each forward pass changes the rows of "
             "the weight that the worker's own samples use",
             remedy="build it without max_norm, and normalize its output",
         )

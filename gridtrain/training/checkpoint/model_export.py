@@ -74,7 +74,7 @@ def export_by_url(
                 raise ConfigError(
                     f"there is no complete checkpoint{'' if step is None else f' of step {step}'} at "
                     f"{store.shown}",
-                    remedy="pass the URL that the run's workers had as --checkpoints",
+                    remedy="pass the URL that the run's workers used as --checkpoints",
                 )
         if is_url(out):
             target = Path(scratch) / PurePosixPath(out).name
@@ -97,7 +97,7 @@ def export_model(
 
     Raises:
         ConfigError: there is no checkpoint, it cannot be read, `out` cannot be written, or `out` is a folder
-            and the model is neither PEFT's nor transformers'.
+            and the model is neither a PEFT nor a transformers model.
     """
     write = None if out.is_dir() or not out.suffix else _writer(out)
     found = _find_checkpoints(folder, step)
@@ -202,7 +202,7 @@ def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
         raise ConfigError(
             f"there is no checkpoint in {folder}",
             remedy="pass a worker's --state-dir; workers write a checkpoint every --checkpoint-every steps, "
-            "none if it is 0",
+            "or none if it is 0",
         )
     if step is not None and step not in steps.values():
         known = ", ".join(map(str, sorted(set(steps.values()))))
@@ -282,7 +282,7 @@ def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -
             partial.unlink(missing_ok=True)
     if damaged := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
         log.warning(
-            "%d of the %d tensors in %s, such as %r, have NaN values: check the run's loss, learning rate "
+            "%d of the %d tensors in %s, such as %r, contain NaN: check the run's loss, learning rate "
             "and data",
             *(len(damaged), len(tensors), out, damaged[0]),
         )

@@ -57,7 +57,7 @@ class Packer:
             elif value.dtype not in DTYPES:
                 raise ConfigError(
                     f"{where} is a tensor of {value.dtype}, which cannot be sent to a joining worker",
-                    remedy="keep it as another dtype in state_dict()",
+                    remedy="store it with a different dtype in state_dict()",
                 )
             self.tensors[name] = value.detach()
             return {"tensor": name}
@@ -74,7 +74,7 @@ class Packer:
             return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
         raise ConfigError(
             f"{where} is a {type(value).__name__}, which cannot be sent to a joining worker",
-            remedy="keep tensors, numbers, strings, lists and dicts in state_dict()",
+            remedy="store only tensors, numbers, strings, lists and dicts in state_dict()",
         )
 
 

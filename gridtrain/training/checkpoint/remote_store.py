@@ -300,7 +300,7 @@ class RemoteStore:
             if self._size(target) != stored.bytes:
                 self._files.put_file(str(path), target)
                 if (size := self._size(target)) != stored.bytes:
-                    raise OSError(f"{target} has {size} bytes; {stored.bytes} were written")
+                    raise OSError(f"{target} is {size} bytes long; {stored.bytes} were written")
             files.append(stored)
         manifest = Manifest(step, position.history.hex(), part, worker, facts, tuple(files))
         self._files.pipe_file(f"{self._folder(step)}/{part}.json", manifest.to_json())

@@ -68,7 +68,7 @@ def check_stateful(trackers: Trackers) -> None:
     for name, each in trackers.items():
         if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ConfigError(
-                f"grid.track was given {name}={each!r:.80}, which has no state_dict and load_state_dict",
+                f"grid.track was given {name}={each!r:.80}, which lacks state_dict or load_state_dict",
                 remedy="track an object that has both, such as a scheduler",
             )
 
@@ -369,7 +369,7 @@ def _keep_dtypes(own: Any, came: Any) -> None:
 def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
     """Parse the part that begins at `start`; return the part and its end."""
     if len(data) - start < _LENGTHS.size:
-        raise _invalid_state(f"it has only {len(data)} bytes")
+        raise _invalid_state(f"it is only {len(data)} bytes long")
     text_bytes, tensors_bytes = _LENGTHS.unpack_from(data, start)
     begin = start + _LENGTHS.size
     if text_bytes + tensors_bytes > len(data) - begin:

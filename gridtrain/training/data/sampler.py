@@ -137,7 +137,7 @@ def describe_dataset(dataset: Any) -> str:
     if size < 1:
         raise ConfigError(
             f"the {type(dataset).__name__} has {size} samples; it must have at least 1",
-            remedy="check the paths and filters with which the data set is made",
+            remedy="check the paths and filters that define the data set",
         )
     total = hashlib.blake2b(str(size).encode(), digest_size=32)
     samples = _samples_digest(dataset, size)

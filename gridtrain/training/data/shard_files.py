@@ -52,7 +52,7 @@ _UNFINISHED = (".part", ".expanding")
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _CHANGED = (
-    "fetch the file again; if the new file is the right one, write the index again with "
+    "fetch the file again; if the new file is the right one, regenerate the index with "
     "`gridtrain data index` and give it to all workers"
 )
 
@@ -164,7 +164,7 @@ def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
     if name not in compr:
         raise ConfigError(
             f"{place} is compressed by a method that is not installed",
-            remedy="pip install zstandard, or decompress the files and write the index again",
+            remedy="pip install zstandard, or decompress the files and regenerate the index",
         )
     opened: Callable[..., BinaryIO] = compr[name]
     return opened
@@ -334,7 +334,7 @@ class ShardCache:
         found = ""
         if size != expected.bytes:
             what = "is truncated" if size < expected.bytes else "has changed"
-            found = f"{what}: it has {size} bytes, but {expected.bytes} according to the index"
+            found = f"{what}: it is {size} bytes long, but {expected.bytes} according to the index"
         elif compares_digest and (sha256 := _sha256(file)) != expected.sha256:
             found = f"has changed: its SHA-256 is {sha256[:12]}, but {expected.sha256[:12]} in the index"
         file.seek(0)

@@ -89,7 +89,7 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
             found = body.get("version") if isinstance(body, dict) else type(body).__name__
             raise ConfigError(
                 f"{place} has version {found}; this version of gridtrain reads version {VERSION}",
-                remedy="write the index again with `gridtrain data index`",
+                remedy="regenerate the index with `gridtrain data index`",
             )
         shards = tuple(ShardFile(**entry) for entry in body["shards"])
         named, tokenizer = str(body["format"]), str(body["tokenizer"])
@@ -107,7 +107,7 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
     format_named(index.format)
     if not index.samples or any(shard.problem for shard in index.shards):
         problem = next((f"{s.url}: {s.problem}" for s in index.shards if s.problem), "no file has a sample")
-        raise ConfigError(f"{place} is not a valid index: {problem}", remedy="write the index again")
+        raise ConfigError(f"{place} is not a valid index: {problem}", remedy="regenerate the index")
     return index
 
 
@@ -201,7 +201,7 @@ def _read_file(
                 tokens += 0 if tokenize is None else _count_tokens(sample, tokenize, f"{where}{place}")
         except (ValueError, TarError) as error:
             raise DataError(
-                f"{where}{place} is not {reader.name}: {error}", remedy="mend the file, or pass --format"
+                f"{where}{place} is not {reader.name}: {error}", remedy="repair the file, or pass --format"
             ) from None
     return ShardFile(place, len(ranges), nbytes, sha256, tokens)
 
@@ -226,6 +226,6 @@ def _common_format(places: Sequence[str]) -> str:
         return name
     names = shorten(", ".join(map(posixpath.basename, places)), 80)
     raise ConfigError(
-        f"the file names ({names}) do not indicate one format",
+        f"the file names ({names}) do not indicate a single format",
         remedy=f"pass --format with one of {', '.join(FORMATS)}",
     )

@@ -74,7 +74,7 @@ class ShardedDataset(Dataset[Any]):
         return sum(self.shard_sizes)
 
     def obey(self, meter: FetchMeter) -> None:
-        """Keep what is fetched from now on within the limits of `meter`, and count it there."""
+        """From now on, keep fetches within the limits of `meter`, and count them there."""
 
     def shard_order(self, shard: int, seed: int, pass_number: int) -> Order:
         """Return the indices of a shard's samples in the order in which a pass reads them: (samples,)."""
@@ -235,7 +235,7 @@ def _check_packing(index: ShardIndex, pack: int | None) -> int:
     if not index.tokenizer:
         raise ConfigError(
             "pack was given, but the index contains no token counts",
-            remedy="write the index again with `gridtrain data index --tokenizer NAME`",
+            remedy="regenerate the index with `gridtrain data index --tokenizer NAME`",
         )
     return pack
 
@@ -250,12 +250,12 @@ class _OpenFile:
             self._ranges: Ranges = self._form.ranges(file)
         except (ValueError, TarError) as error:
             raise DataError(
-                f"{place} is not a {index.format} file: {error}", remedy="write the index again"
+                f"{place} is not a {index.format} file: {error}", remedy="regenerate the index"
             ) from None
         if len(self._ranges) != shard.samples:
             raise DataError(
                 f"{place} has {len(self._ranges)} samples, but {shard.samples} according to the index",
-                remedy="write the index again with `gridtrain data index`, and give it to all workers",
+                remedy="regenerate the index with `gridtrain data index`, and give it to all workers",
             )
 
     def pack(self, length: int, tokenize: token_packing.Tokenize, seed: int, tokens: int) -> None:
@@ -270,7 +270,7 @@ class _OpenFile:
         if len(packed) != tokens:
             raise DataError(
                 f"{self._place} has {len(packed)} tokens, but {tokens} according to the index",
-                remedy="pass the tokenizer with which the index was written, or write the index again",
+                remedy="pass the tokenizer with which the index was written, or regenerate the index",
             )
         whole = tokens // length * length
         self._tokens = torch.from_numpy(packed[:whole].reshape(-1, length))
@@ -287,7 +287,7 @@ class _OpenFile:
             raise DataError(
                 f"sample {number} of {self._place} (bytes {start} to {stop}) cannot be read: "
                 f"{type(error).__name__}: {error}",
-                remedy="mend the file, and write the index again with `gridtrain data index`",
+                remedy="repair the file, and regenerate the index with `gridtrain data index`",
             ) from None
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ def test_an_index_without_a_sample_is_not_written(tmp_path: Path) -> None:
         ("{0}", "{0} is a folder -> name files, such as "),
         (
             "{0}/a.jsonl {0}/b.bin",
-            "(a.jsonl, b.bin) do not indicate one format -> pass --format with one of jsonl",
+            "(a.jsonl, b.bin) do not indicate a single format -> pass --format with one of jsonl",
         ),
         (
             "{0}/a.jsonl --out {0}/none/i.json",
