@@ -1,12 +1,12 @@
 """Adapters of gridtrain to the training loops of other packages.
 
-Each module depends on a package that may not be installed, so it has to be imported explicitly:
+Each module depends on a package that may not be installed, so it must be imported explicitly:
 
     adapters.ddp           gTop-k instead of all-reduce in torch's DistributedDataParallel
     adapters.hugging_face  transformers.Trainer as a worker of a run; adapters.trl: trl.SFTTrainer
-    adapters.datasets      streams of the package datasets, read by shards
+    adapters.datasets      streams of the package datasets, read shard by shard
     adapters.lightning     lightning.Trainer as a worker of a run
-    adapters.decoder       language models of transformers as chains of blocks, for pipelines
+    adapters.decoder       language models from transformers as chains of blocks, for pipelines
     adapters.loggers       figures for TensorBoard, Weights & Biases and MLflow, of the run or of each worker
     adapters.site          several processes at one site as one worker
     adapters.loader        batches for loops that call `iter` and `len` themselves

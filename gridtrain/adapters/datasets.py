@@ -34,11 +34,11 @@ class StreamShards(Shards):
 
     Args:
         stream: the stream, the same on all workers.
-        index: the path or the URL of the index that `write_index` has written.
+        index: the path or the URL of the index that `write_index` wrote.
         options: the other arguments of `gridtrain.Shards`.
 
     Raises:
-        ConfigError: this is no such stream, or the index is that of other data.
+        ConfigError: `stream` is not such a stream, or the index describes other data.
     """
 
     def __init__(self, stream: Any, index: str | Path, **options: Any) -> None:
@@ -60,11 +60,11 @@ def write_index(stream: Any, path: str | Path, *, cache: ShardCache | None = Non
     """Read the whole stream, and write its index.
 
     Args:
-        cache: the cache for the rows, which `StreamShards` on this machine reads; by default the usual one.
+        cache: the cache for the rows, which `StreamShards` on this machine reads; by default `ShardCache()`.
         options: `tokenize`, `tokenizer` and `progress` of `shard_index.build_index`.
 
     Raises:
-        ConfigError: this is no stream of the package `datasets`.
+        ConfigError: `stream` is not a stream of the package `datasets`.
         DataError: a shard cannot be read.
     """
     places = _places(_shard_count(stream))
@@ -90,8 +90,8 @@ def _shard_count(stream: Any) -> int:
 def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMeter) -> None:
     """Write the rows of a shard; see `gridtrain.training.data.shard_fetch.copy_rest`.
 
-    The package datasets reads by itself, so rows stand for what it reads: the next are requested when the
-    limit allows as many bytes as the last ones have.
+    The package datasets does its own reading, so the rows are counted instead of what it reads: further rows
+    are requested when the limit allows as many bytes as the previous ones had.
     """
     meter.check_undivided(place, limit_bytes)
     shard = stream.shard(num_shards=stream.num_shards, index=int(place.removeprefix(_PLACE)))
@@ -102,8 +102,8 @@ def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMet
             for batch in shard.iter(batch_size=_BATCH_ROWS):  # `iter(shard)` would divide it among loaders
                 if file.tell() > limit_bytes:
                     raise DataError(
-                        f"{place} has changed: its rows have more than {limit_bytes} bytes",
-                        remedy="write the index again, or pin the data set's revision",
+                        f"{place} has changed: its rows are now larger than {limit_bytes} bytes",
+                        remedy="regenerate the index, or pin the data set's revision",
                     )
                 meter.count(file.tell() - counted)
                 counted = file.tell()

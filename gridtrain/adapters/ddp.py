@@ -95,7 +95,7 @@ class GTopKState:
         self.kind: ValueKind = VALUE_KINDS[self.exchange.values]
         self.step = 0
         self._scaler = scaler
-        # A separate group: payloads are on the host, and DDP uses its own group meanwhile.
+        # A separate group: payloads are on the host, and DDP uses its own group at the same time.
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._channel = GlooChannel(group)
@@ -116,7 +116,8 @@ class GTopKState:
 
     @property
     def decayed_magnitude(self) -> float:
-        """The sum of the magnitudes that `residual_decay` has dropped here, since the buckets were made."""
+        """The sum of the magnitudes that `residual_decay` has dropped on this process since the buckets were
+        made."""
         return sum(bucket.feedback.decayed_magnitude for bucket in self._buckets.values())
 
     # -- one bucket ------------------------------------------------------------------------------
@@ -176,9 +177,9 @@ class GTopKState:
     def _own_stream(
         self, selected: torch.cuda.Event | None, device: torch.device
     ) -> AbstractContextManager[object]:
-        """Return a context in which a GPU works for this thread beside backward, and after `selected`.
+        """Return a context in which a GPU does this thread's work alongside backward, after `selected`.
 
-        On the stream of backward, each copy to the device would wait for what backward has queued there.
+        On backward's stream, each copy to the device would wait for what backward has queued there.
         """
         if selected is None:
             return nullcontext()
@@ -236,7 +237,7 @@ class GTopKState:
 
     def _take_residual(self, parameter: Tensor) -> dict[str, Tensor]:
         """Remove and return a parameter's residual, flat.  Its old bucket is dissolved; the residuals of the
-        bucket's other parameters stay in `_loaded`."""
+        bucket's other parameters are moved to `_loaded`."""
         self._dissolve(parameter)
         names = ("residual", "u") if self.exchange.momentum else ("residual",)
         nothing = {name: torch.zeros(parameter.numel()) for name in names}

@@ -1,4 +1,4 @@
-"""Language models of transformers as chains of blocks, for `grid.pipeline`.
+"""Language models from transformers as chains of blocks, for `grid.pipeline`.
 
     pipe = grid.pipeline(decoder_blueprint(config), adamw, stages=4, loss_fn=next_token_loss)
 
@@ -58,8 +58,8 @@ _HIDDEN = "hidden_states"
 def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
     """Return a chain of blocks that computes the model's logits, bit for bit, with the model's parameters.
 
-    Its input is the token numbers, (B, T) int64, or a dict with `input_ids` and, if samples are padded or
-    packed, `attention_mask` and `position_ids`, each (B, T).  The model itself stays as it is.
+    Its input is the token ids, (B, T) int64, or a dict with `input_ids` and, if samples are padded or packed,
+    `attention_mask` and `position_ids`, each (B, T).  The model itself is not changed.
 
     Raises:
         ConfigError: the model is not one of `MODEL_TYPES` with a language modeling head.
@@ -74,7 +74,7 @@ def decoder_blocks(model: PreTrainedModel) -> nn.Sequential:
         )
     if int(transformers.__version__.partition(".")[0]) < 5:
         raise ConfigError(
-            f"transformers {transformers.__version__} computes masks in another way",
+            f"transformers {transformers.__version__} computes masks in a different way",
             remedy="install transformers 5 or newer",
         )
     names = (
@@ -108,7 +108,7 @@ def decoder_blueprint(
         lora: PEFT's configuration of the adapters that are trained instead of the model.
 
     Raises:
-        ConfigError: the folder has no such model, or the model or `lora` cannot be used; see
+        ConfigError: the folder contains no such model, or the model or `lora` cannot be used; see
             `decoder_blocks`.
     """
     folder = None if isinstance(source, PretrainedConfig) else Path(source)
@@ -197,7 +197,7 @@ class LayerPositions:
         """Return the keyword arguments of layer `number`, as the model's own forward passes them."""
         positions = _positions(hidden_BTH, others)
         arguments: dict[str, Any] = {"position_ids": positions, "use_cache": False, "attention_mask": None}
-        if not hidden_BTH.is_meta:  # where only shapes are wanted, and a mask depends on values
+        if not hidden_BTH.is_meta:  # where only shapes matter, but a mask depends on values
             mask = create_masks_for_generate(
                 self._config, hidden_BTH, others.get("attention_mask"), None, positions
             )
@@ -224,8 +224,8 @@ def _positions(hidden_BTH: Tensor, others: Mapping[str, Tensor]) -> Tensor:
 class _Plain(nn.Module):
     """A module that changes only the hidden states.
 
-    Each block is of a class that is derived from this class, or from one of the following, and from the class
-    of the model's own module.
+    Each block's class is derived from this class or one of the following, and from the class of the model's
+    own module.
     """
 
     def forward(self, x: Any) -> Any:
@@ -247,7 +247,7 @@ class _Tokens(_Plain):
             given = ", ".join(map(str, x)) if isinstance(x, Mapping) else type(x).__name__
             raise ConfigError(
                 f"the input of the model is {given}",
-                remedy=f"pass the token numbers, or a dict of {', '.join(_INPUTS)}; labels are the targets",
+                remedy=f"pass the token ids, or a dict of {', '.join(_INPUTS)}; labels are the targets",
             )
         others = {name: x[name] for name in _INPUTS[1:] if name in x}
         return super().forward({**others, _HIDDEN: x["input_ids"]} if others else x["input_ids"])
@@ -308,7 +308,7 @@ def _draw_values(model: PreTrainedModel) -> Init:
 def _with_adapters(base: Init, seed: int, lora: LoraConfig) -> Init:
     """Return a function that also gives a block's adapters their initial values.
 
-    Each has a seed of its own, because what is drawn before depends on the base's files and on libraries.
+    Each has its own seed, because the numbers drawn before it depend on the base's files and on libraries.
     """
 
     @torch.no_grad()
@@ -350,10 +350,10 @@ def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.M
             found = full if full in files else full.removeprefix(prefix)  # files of GPT-2 lack the prefix
             if found in files:
                 stored[name] = found
-                tensors[name]._is_hf_initialized = True  # so that it is not drawn as well
-            elif "lora_" not in name and (number, name) not in tied:  # a tied value is an earlier block's
+                tensors[name]._is_hf_initialized = True  # so that it is not also drawn
+            elif "lora_" not in name and (number, name) not in tied:  # tied values belong to earlier blocks
                 raise ConfigError(f"{folder} has no tensor {full!r}", remedy="download all of its files")
-        _draw_values(model)(block, number)  # of buffers that are in no file
+        _draw_values(model)(block, number)  # for buffers that are in no file
         for name, found in stored.items():
             with safe_open(folder / files[found], "pt") as file:
                 value = file.get_tensor(found)

@@ -55,7 +55,7 @@ class GlooChannel:
         if not 0 <= payload_bytes <= most_bytes:
             raise RemoteProtocolError(
                 f"local rank {from_rank} announced a payload of {payload_bytes} bytes; "
-                f"it must have 0 to {most_bytes}",
+                f"the allowed range is 0 to {most_bytes}",
                 remedy="start all processes of the group from the same script and version",
             )
         if not payload_bytes:
@@ -71,14 +71,14 @@ class GlooChannel:
             work.wait()
 
     def close(self) -> None:
-        """Destroy the group, unless it has been destroyed with all others, which ends its threads.
+        """Destroy the group, which ends its threads, unless it has been destroyed with all others.
 
-        A thread that releases a tensor while the interpreter ends would abort the process.  Later calls do
+        A thread that releases a tensor while the interpreter exits would abort the process.  Later calls do
         nothing.
         """
         group = vars(self).pop("group", None)  # its threads end with the last reference
         if group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # another initialization has followed
+            with contextlib.suppress(ValueError):  # torch.distributed was initialized again
                 dist.destroy_process_group(group)
 
     def _send_tensor(self, tensor: Tensor, to_rank: int) -> None:

@@ -91,7 +91,7 @@ class GridTrainerMixin(_Trainer):
                 "GridTrainer has no train_dataset", remedy="pass the same train_dataset on all workers"
             )
         dataset, collate = self.train_dataset, self.data_collator
-        if hasattr(dataset, "column_names"):  # of the package `datasets`: as Trainer does with columns
+        if hasattr(dataset, "column_names"):  # of the package `datasets`; Trainer does the same
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
@@ -106,13 +106,13 @@ class GridTrainerMixin(_Trainer):
             seed=self.args.data_seed or 0,
             num_workers=self.args.dataloader_num_workers,
             collate_fn=collate,
-            weigh=False,  # Trainer reads all batches of a step first, and weighs them itself
+            weigh=False,  # Trainer reads all batches of a step first, and weights them itself
         )
         return self._loader
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """Read the batches of a step as Trainer does; their tokens are the step's weight if the run weighs by
-        tokens."""
+        """Read the batches of a step as Trainer does; their tokens are the step's weight if the run weights
+        by tokens."""
         batches, count = super().get_batch_samples(*args, **options)
         if count is not None and self._grid_options.get("weigh_by") == "tokens":
             self.grid.weigh(count)
@@ -165,7 +165,7 @@ class _StepCallback(TrainerCallback):
 
 
 def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """Return the batch.  Raises `ConfigError` if the samples are not what `collate`, of a library, takes."""
+    """Return the batch.  Raises `ConfigError` if `collate`, a library's function, rejects the samples."""
     cause: Exception | None = None
     try:
         batch = collate(samples)
@@ -175,7 +175,7 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
         if batch:
             return batch
     raise ConfigError(
-        f"the data collator makes no batch of samples such as {samples[0]!r:.80}"
+        f"the data collator cannot make a batch of samples such as {samples[0]!r:.80}"
         + (f": {type(cause).__name__}: {cause}" if cause else ""),
         remedy='make each sample a dict such as {"input_ids": ..., "labels": ...}, with decode= of '
         "gridtrain.Shards; or pass data_collator=",
@@ -186,11 +186,11 @@ def _refuse_stream_or_empty(dataset: Any) -> None:
     if dataset is not None and has_length(dataset) and not len(dataset):
         raise ConfigError(
             f"train_dataset, a {type(dataset).__name__}, has no samples",
-            remedy="check the paths and filters with which it is made",
+            remedy="check the paths and filters that define it",
         )
     if dataset is not None and readers.is_iterable(dataset) and not has_length(dataset):
         raise ConfigError(
-            f"train_dataset is a {type(dataset).__name__} without a length: every worker would read all",
+            f"train_dataset is a {type(dataset).__name__} without a length: every worker would read it all",
             remedy="pass gridtrain.Shards(index), or gridtrain.adapters.datasets.StreamShards(stream, index) "
             "for a stream of the package datasets; see docs/data.md",
         )

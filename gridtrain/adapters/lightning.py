@@ -16,7 +16,7 @@ takes the step.
     GridStrategy           closure(): forward, backward, on_before_optimizer_step, clipping
                            optimizer.step(): exchange and apply
 
-Learning rate schedulers of `configure_optimizers` are tracked: joining workers receive their state.
+Learning rate schedulers from `configure_optimizers` are tracked: joining workers receive their state.
 Lightning treats the worker as one process on one device, so it distributes neither samples nor gradients.
 """
 

@@ -8,7 +8,7 @@
 
 Only the first worker of the generation writes, so that a run yields one curve.  When that worker leaves, the
 next first worker continues with its own writers, which it opens only then; with `run=grid.run_id` Weights &
-Biases and MLflow continue the run of the worker before.  `own=` names writers for the figures of each worker.
+Biases and MLflow continue the previous worker's run.  `own=` names writers for the figures of each worker.
 All workers report the figures to the group (`grid.report`).  The packages are imported at the first write.
 """
 
@@ -33,7 +33,7 @@ class Writer(Protocol):
 
 
 class Log:
-    """A logger that every worker calls with figures, but only the first worker passes them to its writers.
+    """A logger that every worker calls with figures; only the first worker passes them to its writers.
 
     Values that are not finite are left out.  The logger adds the figure `sent_bytes`, the bytes that this
     worker has sent so far.
@@ -82,7 +82,7 @@ class WeightsAndBiases:
     """Writes figures to a run of `wandb.init(**options)`; needs the package `wandb`.
 
     Args:
-        run: `grid.run_id`, so that workers which write one after the other write to one run.
+        run: `grid.run_id`, so that workers that write one after the other write to the same run.
     """
 
     def __init__(self, *, run: str = "", **options: Any) -> None:
@@ -107,8 +107,8 @@ class MLflow:
 
     Args:
         experiment: the experiment's name; it is created if it does not exist.
-        run: `grid.run_id`, so that workers which write one after the other write to one run.
-        tracking_uri: the server or database; MLFLOW_TRACKING_URI or MLflow's own default otherwise.
+        run: `grid.run_id`, so that workers that write one after the other write to the same run.
+        tracking_uri: the server or database; by default MLFLOW_TRACKING_URI or MLflow's own default.
     """
 
     def __init__(self, experiment: str, *, run: str = "", tracking_uri: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Run several processes at one site (the GPUs of a machine, the machines of a room) as one worker of a run.
+"""Run several processes at one site (the GPUs of a machine, the machines in a room) as one worker of a run.
 
     torchrun --nproc-per-node 8 train.py
 
@@ -13,7 +13,7 @@ for tensors on GPUs, gloo for everything else.
 
     leader       <--- the digest of the base --- every process, once
     leader       turn: the site's samples, the state -----> every process
-    every one    its part of the samples, backward
+    each process its part of the samples, backward
     leader       <--- reduce: sum of (n_j / n) * gradient_j --- every process
                  step: exchange with the run, apply
                  ... next turn: the state with the update in it ------> every process
@@ -93,8 +93,8 @@ class Site:
     def enter(cls, invitation: str | None = None, **options: Any) -> Site:
         """Set up torch.distributed from torchrun's variables, and join the run on rank 0.
 
-        Without torchrun the site consists of this process only.  What was set up here ends with the `with`
-        statement.  The arguments are those of `gridtrain.join`.
+        Without torchrun the site consists of this process only.  What this method sets up is closed at the
+        end of the `with` statement.  The arguments are those of `gridtrain.join`.
         """
         owns_group = not dist.is_initialized()
         if owns_group:
@@ -129,7 +129,7 @@ class Site:
         `grid.optimizer`.
 
         Raises:
-            ConfigError: an argument is invalid, or a process has another base than the leader.
+            ConfigError: an argument is invalid, or a process's base differs from the leader's.
         """
         if self._optimizer is not None:
             raise ConfigError("site.optimizer was called twice", remedy="call site.optimizer only once")
@@ -139,7 +139,7 @@ class Site:
             )
         if options.get("weigh_by", "samples") != "samples":
             raise ConfigError(
-                "a site's processes are weighed by their samples", remedy="remove the argument weigh_by="
+                "a site's processes are weighted by their samples", remedy="remove the argument weigh_by="
             )
         flat = FlatGradient(model, optimizer)
         if self.grid is not None:
@@ -167,10 +167,9 @@ class Site:
         """Yield this process's batches until the run ends; call `optimizer.step()` once for each batch.
 
         Args:
-            batch_size: the number of samples of each process; the site's batch is `world_size` times as
-                large.
-            global_batch_size: the number of samples of all workers of the run together.
-            max_batch_size: the maximum number of samples of each process.
+            batch_size: the number of samples per process; the site's batch is `world_size` times as large.
+            global_batch_size: the number of samples in a step over all workers of the run.
+            max_batch_size: the maximum number of samples per process.
         """
         if self._optimizer is None:
             raise ConfigError("the optimizer has not been wrapped yet", remedy="call site.optimizer first")
@@ -187,7 +186,7 @@ class Site:
             part = _share_of(indices, self.rank, self.world_size)
             self._weight = len(part) / len(indices)
             self._optimizer.stepped = False
-            chosen = part or indices[:2]  # a stand-in of two samples if possible, as batch norm needs two
+            chosen = part or indices[:2]  # a stand-in, of two samples if possible, for batch norm
             batch = sampler.fetch_batch(dataset, chosen, collate_fn)
             with single_samples.allow() if len(chosen) == 1 else nullcontext():
                 yield batch
@@ -202,8 +201,8 @@ class Site:
             theirs = self._listen_to(rank, _SiteMessage.BASE)
             if base.rule != "any" and theirs != base.describe():
                 raise ConfigError(
-                    f"process {rank} of this site has another base than the leader: "
-                    f"{theirs or 'no frozen parameters'} there and "
+                    f"the base of process {rank} of this site differs from the leader's: "
+                    f"{theirs or 'no frozen parameters'} in that process and "
                     f"{base.describe() or 'no frozen parameters'} in the leader",
                     remedy="load the same model from the same files, freeze parameters in the same way, and "
                     'pass the same send_frozen= on all processes; base="any" allows different bases',
@@ -276,7 +275,7 @@ class Site:
         self._channel.wait_sent()
 
     def _listen_to(self, rank: int, expected: _SiteMessage) -> str:
-        """Receive this message of another process, and return its text."""
+        """Receive the expected message from another process, and return its text."""
         word, payload = self._listen(rank, _MOST_TEXT_BYTES)
         text = payload.decode(errors="replace")
         if word is not expected:
@@ -284,8 +283,8 @@ class Site:
         return text
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
-        """Receive a message from `rank`.  If a SIGTERM arrives meanwhile, exit only after the message, so
-        that a failure is reported before torchrun ends all processes because of it."""
+        """Receive a message from `rank`.  If a SIGTERM arrives in the meantime, exit only after the message,
+        so that a failure is reported before torchrun ends all processes because of it."""
         self._listening = True
         try:
             head, payload = self._channel.receive(rank, most_bytes)

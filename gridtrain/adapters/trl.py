@@ -37,7 +37,7 @@ class GridSFTTrainer(GridTrainerMixin, SFTTrainer):
                 if columns is None or error.args[0] in columns:
                     raise
                 raise ConfigError(
-                    f"train_dataset has no column {error}, but {', '.join(columns) or 'none'}",
+                    f"train_dataset has no column {error}; its columns: {', '.join(columns) or 'none'}",
                     remedy="rename one: SFTTrainer reads text, messages, prompt and completion, or input_ids",
                 ) from error
             except ValueError as error:
@@ -49,6 +49,6 @@ class GridSFTTrainer(GridTrainerMixin, SFTTrainer):
                     "processing_class=tokenizer, or use a data set with the column text",
                 ) from error
             return
-        # SFTTrainer takes and prepares only data sets of the package `datasets`: here, one tokenized row.
+        # SFTTrainer accepts and prepares only data sets of the package `datasets`; it gets one tokenized row.
         super().__init__(train_dataset=Dataset.from_list([{"input_ids": [0], "labels": [0]}]), **options)
         self.train_dataset = train_dataset

@@ -76,7 +76,7 @@ def unsupported_scaler_error() -> ConfigError:
 
 
 def state_options(config: JoinConfig) -> ModelStateOptions:
-    """Return the options of checkpoints and departure.  Each worker on a machine has its own folder, in a
+    """Return the options for checkpoints and departure.  Each worker on a machine has its own folder, in a
     folder named after the coordinator's key."""
     folder = Path(config.state_dir)
     if not config.state_dir:

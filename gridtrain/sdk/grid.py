@@ -83,7 +83,7 @@ from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
 from gridtrain.training.pause import MakeTransport, PauseController, SetRateLimits
 
 CHECKPOINT_TIMEOUT_S = 30.0
-"""The seconds for which `Grid.close` waits for a checkpoint that is being written or uploaded."""
+"""How many seconds `Grid.close` waits for a checkpoint that is being written or uploaded."""
 
 
 class Grid:
@@ -128,12 +128,12 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the running generation; 0 before the first generation."""
+        """This worker's rank in the current generation; 0 before the first generation."""
         return self._session.snapshot.rank
 
     @property
     def world_size(self) -> int:
-        """The number of workers in the running generation; 0 before the first generation."""
+        """The number of workers in the current generation; 0 before the first generation."""
         return self._session.snapshot.world_size
 
     @property
@@ -144,8 +144,8 @@ class Grid:
 
     @property
     def run_id(self) -> str:
-        """A name of the run that is equal on all its workers, and differs from that of every other run: for
-        loggers and folders."""
+        """A name for the run, for loggers and folders: the same on all its workers, and different for every
+        run."""
         return f"{self._config.run}-{self._config.coordinator_key[:16]}"
 
     @property
@@ -176,7 +176,7 @@ class Grid:
         return self._pauses.moved_bytes
 
     def why_waiting(self) -> str:
-        """Return why no worker of the run trains; "" if the run trains.  May be called from any thread."""
+        """Return why no worker of the run is training; "" if one is.  May be called from any thread."""
         return self._session.why_waiting
 
     # -- what a loop calls -------------------------------------------------------------------------
@@ -201,33 +201,33 @@ class Grid:
 
         Args:
             exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
-                on all workers; `GTopK()` by default.  With "auto" or `Auto(...)`, also within `LocalSteps`,
+                on all workers; `GTopK()` by default.  With "auto" or `Auto(...)`, even within `LocalSteps`,
                 the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
-            average_buffers_every: the number of steps between two averagings of floating-point buffers (batch
-                norm).
-            compare_every: the number of steps between two comparisons of the workers' states; a state that
-                differs (because of a flipped bit or another kind of processor) is replaced by the state of
-                the majority.  0 disables comparisons.
+            average_buffers_every: the interval, in steps, at which floating-point buffers (batch norm) are
+                averaged.
+            compare_every: the interval, in steps, at which the workers' states are compared; a state that
+                differs (because of a flipped bit or a different kind of processor) is replaced by the state
+                of the majority.  0 disables comparisons.
             overlap: `Overlap()` to exchange while backward is still computing; it must be the same on all
                 workers.  Gradients must then not be changed between backward and `step` (clip with
                 `clip_norm=`).
             wait: "all" waits for all workers in every step, so that a run is reproducible from its seeds;
                 "auto" continues without workers whose loops have stalled (see docs/stragglers.md).  It must
-                be the same on all workers.  The default is the option `wait` of `gridtrain worker`, "all" if
-                it is not set.
-            base: "exact" refuses a worker whose frozen parameters have other values than those of the run;
+                be the same on all workers.  The default is the option `wait` of `gridtrain worker`, or "all"
+                if that is not set.
+            base: "exact" refuses a worker whose frozen parameters differ in value from those of the run;
                 "any" lets each worker have its own, such as another quantization of the same model (see
                 docs/frozen-base.md).  It must be the same on all workers.  The default is the option `base`
-                of `gridtrain worker`, "exact" if it is not set.
+                of `gridtrain worker`, or "exact" if that is not set.
             send_frozen: names of frozen parameters, or patterns such as `*.projection`, that are sent to
                 joining workers and saved in checkpoints like trained ones, because each process initializes
                 or changes them; all other frozen parameters are never sent.
             weigh_by: "samples" weights a worker's gradient by its samples; "tokens" by the counts that the
                 loop passes to `weigh`, the same on all workers.
-            exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in the
-                memory of the host, so that a GPU has only the model's own tensors; entries are then selected
-                by the CPU.  It may differ between workers.  The default is the device of the parameters.
+            exchange_device: "cpu" keeps the flat gradient, the residual and what local steps need in host
+                memory, so that a GPU holds only the model's own tensors; entries are then selected by the
+                CPU.  It may differ between workers.  The default is the device of the parameters.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -316,9 +316,9 @@ class Grid:
                 the latency of links does not keep a stage waiting (`gridtrain.core.stages.schedule`).
             wire: the encoding in which activations are sent: "exact", "fp16", "bf16" or "int8".
             clip_norm: the maximum 2-norm of the whole model's update.
-            average_buffers_every: the number of steps between two averagings of floating-point buffers over a
+            average_buffers_every: the interval, in steps, at which floating-point buffers are averaged over a
                 stage's replicas.
-            compare_every: the number of steps between two comparisons of the states of a stage's replicas; 0
+            compare_every: the interval, in steps, at which the states of a stage's replicas are compared; 0
                 disables comparisons.
             rematerialise: whether to store only the inputs of a stage for each micro-batch, and recompute all
                 other activations.
@@ -331,7 +331,7 @@ class Grid:
                 proportional to its bytes, and activations are not counted.
             memory_bytes: the bytes of memory that training may use on this worker; by default 90 % of the
                 GPU's memory, or on a CPU of the memory that is free on the host.
-            base, send_frozen: the same arguments as those of `optimizer`, for the whole model.
+            base, send_frozen: as in `optimizer`, for the whole model.
 
         Raises:
             ConfigError: the model cannot be partitioned in this way; the message says what to change.
@@ -410,16 +410,16 @@ class Grid:
         steps) is H steps of the loop; sizes and `accumulate` refer to one step of the loop.
 
         Args:
-            dataset: the data set, the same on all workers.  A `ShardedDataset` is read by shards: a worker
-                opens only the files that the group has leased to it.  An iterable data set must yield the
-                same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
+            dataset: the data set, the same on all workers.  A `ShardedDataset` is read shard by shard: a
+                worker opens only the files that the group has leased to it.  An iterable data set must yield
+                the same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
                 exists), and every worker skips the samples of the other workers.
             batch_size: the number of samples in one yielded batch on this worker; fewer, down to one, at the
                 end of a pass.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.
-            max_batch_size: with `global_batch_size`, the largest batch that this worker can process; exceeded
-                while the group is too small, as the coordinator's log then says.
+            max_batch_size: with `global_batch_size`, the largest batch that this worker can process; it is
+                exceeded, as the coordinator then logs, while the group is too small.
             epochs, steps: the length of the run, for all workers together; pass exactly one of the two.
             accumulate: the number of yielded batches in one step; the loop must divide the mean loss of each
                 batch by this number.
@@ -502,8 +502,8 @@ class Grid:
         return sampler.GridSampler(turns.spec, self._run_turns, dataset)
 
     def weigh(self, count: int | torch.Tensor) -> None:
-        """Weight this worker's gradient by `count`, such as the number of tokens of which its loss is the
-        mean, so that the group's gradient is that of the mean over all tokens of the step.
+        """Weight this worker's gradient by `count`, such as the number of tokens over which its loss is
+        averaged, so that the group's gradient is that of the mean loss over all tokens of the step.
 
         The optimizer must have `weigh_by="tokens"`.  Call it once for each batch, before its backward pass:
         the counts of the other workers then arrive while it computes.  With `accumulate=a`, call it either
@@ -513,7 +513,7 @@ class Grid:
         wrapped = self._wrapped()
         if isinstance(wrapped, Pipeline):
             raise ConfigError(
-                "grid.weigh was called for a pipeline, whose steps are weighed by samples",
+                "grid.weigh was called for a pipeline, whose steps are weighted by samples",
                 remedy="weight the losses of the samples, as docs/pipeline.md describes",
             )
         try:
@@ -521,7 +521,7 @@ class Grid:
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
                 f"the weight of a batch is {count!r}; it must be a number of tokens",
-                remedy="pass the number of tokens of which the loss is the mean",
+                remedy="pass the number of tokens over which the loss is averaged",
             ) from None
         wrapped.weigh(tokens)
 
@@ -537,7 +537,7 @@ class Grid:
 
     def mean(self, value: float | torch.Tensor) -> float:
         """Return the average of a number over all workers, for logs; all workers must call it at the same
-        place.
+        point.
 
         The average is not replicated state: if the group changes during the call, or a worker does not make
         the call, a worker gets its own number back.
@@ -548,7 +548,7 @@ class Grid:
         """Report figures, such as `loss=...`, for `gridtrain status` and the run's owner.
 
         Values that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
-        with control characters, and for more than `reported_figures.MAX_FIGURES` names.
+        with control characters, or for more than `reported_figures.MAX_FIGURES` names.
         """
         self._session.report_figures(self._figures.filter_valid(figures))
 

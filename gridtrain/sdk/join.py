@@ -54,14 +54,14 @@ def join(
     unencrypted: bool | None = None,
 ) -> Grid:
     """Join a run.  Arguments that are not given are read from the variables `GRIDTRAIN_*`, which are set by
-    `gridtrain worker`, and in a script that was started by hand also from run.toml.
+    `gridtrain worker`, and, in a script that was started by hand, also from run.toml.
 
     Args:
         invitation: the string "gridtrain1:..." from the run's owner; not needed under `gridtrain worker`.
-        name: the name of this worker, which the other workers can see; by default a random name, which
-            belongs to its key.
+        name: the name of this worker, which the other workers can see; by default a random name that is
+            derived from its key.
         listen: the address to which peers connect, "tcp://interface:port"; port 0 uses any free port.  The
-            default is a free port of the interface that leads to the coordinator.
+            default is a free port on the interface that leads to the coordinator.
         advertise: the address that is announced to peers, if it differs from `listen`.
         upload_limit, download_limit: rates such as "20Mbit"; they also apply to relayed traffic.
         export_dir: the folder to which the first worker writes the final model; the state directory by
@@ -71,7 +71,7 @@ def join(
             that returns.
         checkpoint_keep: the number of checkpoints to keep, 2 by default.
         checkpoints: a URL such as "s3://bucket/run", to which checkpoints are uploaded as well; this worker
-            continues from its latest one if its disk has no later one.  See docs/operations.md.
+            continues from the latest one there if its disk has no later one.  See docs/operations.md.
         handover_mib: the maximum size in MiB of the residual that this worker sends to another worker when it
             leaves before the end, the largest values first; 16 by default, which is also the upper limit.
         state_dir: the folder for checkpoints.

@@ -1,4 +1,4 @@
-"""A whole group in one process: a real coordinator and real workers in threads, over memory.
+"""A whole group in one process: a real coordinator and real workers in threads, connected in memory.
 
 Use it for tests, notebooks and first steps.  It is not fast, because the threads share one interpreter.  They
 also share the random generators of the process, so workers that must begin with equal models should copy a
@@ -51,7 +51,7 @@ class LocalGroup:
 
     Args:
         min_workers: the number of workers that the run needs to start.
-        hub: the network in memory.
+        hub: the in-memory network.
         faults: the faults to inject into workers at chosen steps (see `gridtrain.testing.Faults`).
         log: a function that is called in the coordinator's thread for each event, with its level, name and
             fields.
@@ -120,10 +120,10 @@ class LocalGroup:
         checkpoints: str = "",
         owner: AgentControl | None = None,
     ) -> Grid:
-        """Add a worker, which must be used from one thread.  Raises `EndpointKilled` after the group's end.
+        """Add a worker, which must be used from one thread.  Raises `EndpointKilled` if the group has ended.
 
-        With `hidden`, no worker can connect to the new worker, as behind NAT.  Checkpoints work as in
-        `gridtrain.join`, but none are written by default.  `owner` is an agent that may pause the worker.
+        With `hidden`, no worker can connect to the new worker, as if it were behind NAT.  Checkpoints work as
+        in `gridtrain.join`, but none are written by default.  `owner` is an agent that may pause the worker.
         """
         with self._joining:
             name = name or f"worker-{len(self.keys) + 1}"
@@ -183,17 +183,17 @@ def local(
     """Run `train(grid)` on `workers` workers at the same time, and return their results in order.
 
     The workers are called "worker-0", "worker-1", ...; `faults` are injected into them at chosen steps (see
-    `gridtrain.testing.Faults`).  They are threads of this process: call what is not thread-safe, such as
-    `from_pretrained` of transformers, before `local` or under a lock.
+    `gridtrain.testing.Faults`).  They are threads of this process: call functions that are not thread-safe,
+    such as `from_pretrained` of transformers, before `local` or under a lock.
 
     Raises the first exception that a worker raised, after ending the other workers: the waiting or next call
     of their grid raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S`
     seconds keeps running in its thread.
 
-    Raises `ConfigError` if `workers` is not a number of workers.
+    Raises `ConfigError` if `workers` is not a positive integer.
     """
     if not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"workers is {workers!r}; it must be a number from 1", remedy="try workers=4")
+        raise ConfigError(f"workers is {workers!r}; it must be a whole number >= 1", remedy="try workers=4")
     ended: queue.SimpleQueue[tuple[int, Result | _Failure]] = queue.SimpleQueue()
 
     def one(number: int) -> None:

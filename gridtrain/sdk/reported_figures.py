@@ -15,7 +15,7 @@ from gridtrain.errors import ConfigError
 log = logging.getLogger("gridtrain")
 
 MAX_FIGURES = 48
-"""The number of figures that a script may report; a heartbeat has room for 64, of which gridtrain uses the
+"""The maximum number of figures that a script may report; a heartbeat has room for 64, and gridtrain uses the
 rest."""
 
 
@@ -29,7 +29,7 @@ class ReportedFigures:
     def filter_valid(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Return the finite figures; log the first figure that is not finite.
 
-        Raises `ConfigError` for a name that cannot be sent, and for more than `MAX_FIGURES` different names.
+        Raises `ConfigError` for a name that cannot be sent, or for more than `MAX_FIGURES` different names.
         """
         for name in figures:
             check_text(NAME, "the name of a figure", name)

@@ -16,12 +16,12 @@ from gridtrain.training.model_state import ModelState
 log = logging.getLogger("gridtrain")
 
 FINAL_CHECKPOINT_TIMEOUT_S = 1800.0
-"""The seconds for which the end of a run waits for the previous checkpoint, for that of the last step, and
-for its upload."""
+"""How many seconds the end of a run waits for the previous checkpoint, for that of the last step, and for its
+upload, each."""
 
 
 def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfig) -> None:
-    """Write the last checkpoint and, if it is this worker's part, the final model; wait for the other
+    """Write the last checkpoint and, if this worker exports it, the final model; wait for the other
     members."""
     if session.end_reason:
         _finish_as_standby(session, model_state)
@@ -38,7 +38,7 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
         log.warning("this worker left before the coordinator had declared the run finished")
     if not exports:
         # The first worker may have been lost after the last step, before its export.
-        with suppress(GridtrainError):  # it ended the session; the group's state is then unknown
+        with suppress(GridtrainError):  # the error that ended the session; the group's state is then unknown
             exports = model_state.exports
         if exports:
             failed = _try_export(session, model_state, config)
@@ -57,7 +57,7 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
 
 
 def _finish_as_standby(session: GroupSession, model_state: ModelState) -> None:
-    """End without the other workers; if the run was ended because a stage is missing, keep this worker's."""
+    """End without the other workers; if the run was ended because a stage is missing, save this worker's."""
     if not model_state.holds_stage:
         text = "%s; at the end this worker held neither the model nor a stage of it"
         log.warning(text, session.end_reason)
@@ -81,8 +81,8 @@ def _try_export(session: GroupSession, model_state: ModelState, config: JoinConf
 
 
 def _try_final_checkpoint(model_state: ModelState, timeout_s: float) -> bool | Exception:
-    """Return the result of `write_final_checkpoint`, or the error, which is to be raised at the very end:
-    such as a changed base, or no memory for a copy."""
+    """Return the result of `write_final_checkpoint`, or its error, such as a changed base or too little
+    memory for a copy, which is to be raised at the very end."""
     try:
         return model_state.write_final_checkpoint(timeout_s)
     except Exception as error:

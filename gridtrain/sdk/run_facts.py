@@ -1,6 +1,6 @@
-"""The facts of a run: settings of the script that must be equal on all workers, as texts.
+"""The facts of a run: settings of the script that must be equal on all workers, as text.
 
-They are compared as texts, also with those of a checkpoint, so their wording is part of the format.
+They are compared as text, and also with those in a checkpoint, so their wording is part of the format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gridtrain.training.optimizer import GridOptimizer
 
 
 def run_facts(trainer: GridOptimizer | Pipeline, data_text: str) -> Facts:
-    """Return the facts of a run, of which `data_text` describes the data."""
+    """Return the facts of a run; `data_text` describes its data."""
     every = trainer.compare_every
     return (
         ("model", trainer.base.describe_model()),

@@ -32,8 +32,8 @@ log = logging.getLogger("gridtrain")
 
 Spans = tuple[Span, ...]
 LOADER_REMEDY = (
-    "; a DataLoader with workers reads the next batch too early: use num_workers=0, or instead of the loader "
-    "grid.batches(dataset, ..., num_workers=n)"
+    "; a DataLoader with workers reads the next batch too early: use num_workers=0, or replace the loader "
+    "with grid.batches(dataset, ..., num_workers=n)"
 )
 
 
@@ -62,7 +62,7 @@ class Turns:
         self._session, self._trainer, self._model_state, self._pauses = session, trainer, model_state, pauses
         self.spec, self._sizes = spec, sizes
         self._calls = trainer.calls_per_turn
-        is_whole = isinstance(trainer, GridOptimizer)  # a pipeline's stages see to their single samples
+        is_whole = isinstance(trainer, GridOptimizer)  # a pipeline's stages handle single samples themselves
         single = SingleSampleBatches(trainer.model, batch_size_is_one=sizes.is_one) if is_whole else None
         self._allow_single_samples = single.allow if single else nullcontext
         self._full_share = 0  # this worker's share of a full step, in samples
@@ -103,9 +103,9 @@ class Turns:
 
     def _repeat(self, spans: Spans) -> Iterator[Spans]:
         """Yield the calls of a batch that the group counts in this step, and whose change this worker has
-        lost, because its process was started again."""
+        lost because its process was restarted."""
         assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
-        log.warning("this worker computes its latest batch again, which was not exchanged before its restart")
+        log.warning("this worker recomputes its latest batch, which was not exchanged before its restart")
         restore = self._trainer.capture_turn_state()
         self._trainer.begin_repeated_turn(self._calls_with_samples(spans))
         yield from self._call_by_call(self._divide(spans))

@@ -3,10 +3,10 @@
     I/O thread        make_empty_buffers     an empty contribution to the step, in the trainer's place
     training thread   apply_missed           the committed updates, in order, before it takes part again
 
-The model, the optimizer and the residual are then those of a worker that has taken part with zeros.  The
-gradient that the trainer was computing is contributed to a later step, with the weight that it would have
-had.  The group waits for the trainer in the steps in which its state is needed, and if a step could not be
-applied later (`find_obstacle`).
+Afterwards the model, the optimizer and the residual are as if the worker had contributed zeros.  The gradient
+that the trainer was computing is contributed to a later step, with the weight that it would have had.  The
+group waits for the trainer in steps that need its state, and whenever a missed step could not be applied
+later (`find_obstacle`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("gridtrain")
 
 
 class AbsentOptimizer(Protocol):
-    """What `Absence` uses of the optimizer wrapper (`optimizer.GridOptimizer`)."""
+    """The part of the optimizer wrapper (`optimizer.GridOptimizer`) that `Absence` uses."""
 
     inner: torch.optim.Optimizer
     exchange_config: Exchange | LocalSteps | Auto
@@ -69,7 +69,7 @@ class Absence:
     def __init__(self, optimizer: AbsentOptimizer, trackers: Mapping[str, serialization.Stateful]) -> None:
         self._optimizer, self._trackers = optimizer, trackers
         self._latest: tuple[int, bytes, tuple[int, ...]] | None = None  # step, settings, steps of schedulers
-        self._are_schedulers_seen = False  # each has made one step in one step of the run
+        self._are_schedulers_seen = False  # each has stepped once in one step of the run
         self._comparisons: set[int] = set()  # missed steps after which replicas are compared
         self._found_obstacle = ""
         self._is_obstacle_logged = False
@@ -110,7 +110,7 @@ class Absence:
         self._log_obstacle()
 
     def set_obstacle(self, reason: str) -> None:
-        """Let no step commit without this worker from now on."""
+        """Prevent steps from committing without this worker from now on."""
         self._found_obstacle = self._found_obstacle or reason
         self._log_obstacle()
 
@@ -134,7 +134,7 @@ class Absence:
 
         Args:
             plan: the plan of the step.
-            previous: the buffers of the previous attempt at the step, which a ring continues.
+            previous: the buffers of the previous attempt at the step, which a ring can resume.
         """
         optimizer = self._optimizer
         if optimizer.is_state_needed(plan.step) or self.find_obstacle():
@@ -156,7 +156,7 @@ class Absence:
         """Apply committed steps, in order.  The gradients of the parameters are overwritten.
 
         Raises:
-            GridtrainError: a step cannot be applied; the model is unusable then.
+            GridtrainError: a step cannot be applied; the model is then unusable.
         """
         for step in steps:
             own = hyperparameters.hyperparameters_json(self._optimizer.inner)
@@ -169,13 +169,13 @@ class Absence:
             self._comparisons.discard(step.step)
             if step.settings != own and self._schedulers:
                 self._optimizer.load_settings(own)
-                self.set_obstacle("its schedulers give other settings than the other workers have used")
+                self.set_obstacle("its schedulers give settings different from those of the other workers")
             self._advance_schedulers()
         if steps:
-            log.info("applied steps %d to %d, which did not wait", steps[0].step + 1, steps[-1].step + 1)
+            log.info("applied the missed steps %d to %d", steps[0].step + 1, steps[-1].step + 1)
 
     def drop(self, steps: Sequence[MissedStep]) -> None:
-        """Add to the residual what belongs to it of steps that the model already contains."""
+        """Add to the residual what was left over from steps whose updates the model already contains."""
         for step in steps:
             self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
 

@@ -6,8 +6,7 @@ The residual of one exchange is passed on to the next, so that no gradient is lo
     residual          none    --> r1 -----> r2 ---------> sent by the first dense step --> none
 
 In a dense step that sends a residual, contribution' = contribution + residual, and residual = 0 once the step
-is committed, so that residuals after (0) + update = residuals before + contributions, summed over all
-workers.
+is committed.  Summed over all workers, residuals after (0) + update = residuals before + contributions.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class AutoExchanger:
         current = self._current
         assert current is not None
         update = current.commit(attempt)
-        # Another worker's residual may have been added since a dense step began, and has to stay.
+        # Another worker's residual may have been added since a dense step began, and must be kept.
         left = current.feedback if isinstance(current, DenseExchanger) else None
         if left is not None and not bool(left.residual_N.any()):
             self._feedback = None

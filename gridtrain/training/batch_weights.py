@@ -1,7 +1,7 @@
-"""How much this worker's gradient counts in a step: by its samples, or by the tokens that the script counts.
+"""The weight of this worker's gradient in a step: its samples, or the tokens that the script counts.
 
-    samples   begin_micro_batch   micro-batches count by their samples, which also the step's plan has
-    tokens    add (grid.weigh)    micro-batches count by their tokens; `plan_by_counts` puts them in the plan
+    samples   begin_micro_batch   weights micro-batches by samples, which are also in the step's plan
+    tokens    add (grid.weigh)    weights micro-batches by tokens; `plan_by_counts` puts them in the plan
 
 Gradients are scaled before the loop can clip them.
 """
@@ -30,7 +30,7 @@ class BatchWeights:
 
     def __init__(self, weigh_by: str, flat: FlatGradient, session: GroupSession) -> None:
         self.weigh_by, self._flat, self._session = weigh_by, flat, session
-        self._counts: list[float] = []  # by call of `add` since the latest call of `step`
+        self._counts: list[float] = []  # one per call of `add` since the latest call of `step`
         self._counted = 0.0  # in this turn, up to the latest call of `step`
         self._fraction = 1.0  # of the micro-batch's samples that are counted in it
 
@@ -38,12 +38,12 @@ class BatchWeights:
         self._counts, self._counted = [], 0.0
 
     def begin_micro_batch(self, number: int, weights: Sequence[float]) -> None:
-        """Begin micro-batch `number` of a step; the loop divides the loss of each micro-batch by their
-        number.
+        """Begin micro-batch `number` of a step; the loop divides the loss of each micro-batch by the number
+        of micro-batches.
 
-        The accumulated gradient is scaled, so that micro-batches count by their weights.  The last factor, at
-        most 1 if weights never rise, is applied in the step, so that a clipped gradient stays clipped.  In a
-        run that weighs by tokens, `add` scales gradients, before the loop can clip them.
+        The accumulated gradient is scaled so that each micro-batch has its weight.  The last factor, at most
+        1 if weights never increase, is applied in the step, so that a clipped gradient stays clipped.  In a
+        run that weights by tokens, `add` scales gradients before the loop can clip them.
         """
         self._fraction = min(1.0, weights[number])  # below 1 for a sample that is in several micro-batches
         if self.weigh_by == "samples":
@@ -55,13 +55,13 @@ class BatchWeights:
         number of micro-batches since the latest call of `step`."""
         if self.weigh_by == "samples":
             raise ConfigError(
-                "grid.weigh was called in a run that weighs by samples",
+                "grid.weigh was called in a run that weights by samples",
                 remedy='pass grid.optimizer(..., weigh_by="tokens") on all workers',
             )
         if not 0 <= count <= _MOST_COUNTED:
             raise ConfigError(
                 f"the weight of a batch is {count}; it must be from 0 to {_MOST_COUNTED}",
-                remedy="pass the number of tokens of which the loss is the mean",
+                remedy="pass the number of tokens over which the loss is averaged",
             )
         self._counts.append(count * self._fraction)
         # The gradient is the weighted mean after each backward pass, so that a loop can clip it.
@@ -77,7 +77,7 @@ class BatchWeights:
         self._session.announce_weight(round(self._counted + sum(self._counts)))
 
     def take(self, has_samples: bool = True) -> None:
-        """Add the counts of the gradient that is about to be used to those of the turn."""
+        """Add the counts of the gradient that is about to be used to the turn's counts."""
         if self.weigh_by == "samples":
             return
         if not self._counts:
@@ -92,8 +92,8 @@ class BatchWeights:
         self._flat.scale_backward(1.0)
 
     def plan_by_counts(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with counted tokens in place of samples; wait for the other members' counts.  It is
-        `plan` itself in a run that weighs by samples, and if a count is not known in time."""
+        """Return the plan with counted tokens in place of samples; wait for the other members' counts.
+        Returns `plan` itself in a run that weights by samples, or if a count is not known in time."""
         if self.weigh_by == "samples":
             return plan
         count = round(self._counted) if plan.samples else 0
@@ -101,14 +101,14 @@ class BatchWeights:
         return plan if total is None else replace(plan, samples=count, total_samples=total)
 
     def end_step(self) -> None:
-        """Forget the counts of the turn, whose step is over."""
+        """Discard the turn's counts at the end of its step."""
         self._counted = 0.0
 
 
 def check_weighting(
     weigh_by: str, exchange: Exchange | LocalSteps | Auto, overlap: Overlap | None, wait: str
 ) -> None:
-    """Raise `ConfigError` unless steps can be weighed in this way."""
+    """Raise `ConfigError` unless steps can be weighted in this way."""
     if weigh_by not in ("samples", "tokens"):
         raise ConfigError(
             f"weigh_by is {weigh_by!r}; it must be 'samples' or 'tokens'", remedy='use weigh_by="samples"'

@@ -1,6 +1,6 @@
 """Average a model's buffers (batch-norm statistics and their counters) every N steps.
 
-The averages are one more dense vector of the same round, so that they commit or abort together with the
+The averages are one more dense vector in the same round, so that they commit or abort together with the
 update.
 
     contribution   float buffers | 1.0 | for each buffer: 1.0 and 32 bits of its digest | integer buffers of

@@ -1,4 +1,4 @@
-"""Exchangers turn a gradient into a collective buffer, and its result into an update.
+"""Exchangers turn a gradient into a collective buffer, and the collective's result into an update.
 
 Committed state changes only in `commit`, so an aborted attempt need not be undone.
 
@@ -120,7 +120,7 @@ class Exchanger(Protocol):
     def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
         """Return the buffer of a worker that contributes nothing.
 
-        Reads no state that `prepare_bucket` or `commit` change, so another thread may call it.  Returns None
+        Reads no state that `prepare_bucket` or `commit` changes, so another thread may call it.  Returns None
         if the exchange needs this worker's contribution.
         """
         ...
@@ -159,7 +159,7 @@ def join_buffers(bounds: Bounds, parts: Sequence[BucketBuffer]) -> BucketBuffer 
 class DenseExchanger:
     """`Dense`: sends the whole gradient, and the residual if there is one.
 
-    With values other than fp32, it keeps a residual of what its roundings leave, on the CPU.
+    With values other than fp32, it keeps the rounding errors as a residual on the CPU.
 
     Attributes:
         feedback: the error feedback; its residual is sent with the next gradient.

@@ -9,8 +9,8 @@ A joining worker receives the group's scale (as a tracker, see `Grid.scaler`); i
 the group is at 1024, it would make the group skip six steps.  With `LocalSteps` each worker has its own
 scale, because no gradient is exchanged.
 
-The group's result is written to the scaler's own record, because `optimizer.found_inf` is computed from this
-record each time, so that setting the attribute would have no effect.
+The group's result is written to the scaler's own record: `optimizer.found_inf` is computed from this record
+each time, so setting the attribute would have no effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the workers whose optimizer settings differ, after a step was aborted for that reason.
 
-A digest of the optimizer settings is part of every vote, so that different settings never commit.  A
-retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so that the
-workers with different settings stop instead of aborting forever:
+A digest of the optimizer settings is part of every vote, so that a step with different settings never
+commits.  A retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so
+that the workers with different settings stop instead of aborting forever:
 
     attempt 0   update                         ABORT: the votes' digests differ
     attempt 1   update | row 0 | row 1 | ...   ABORT, but all have read the rows.  The largest agreeing group
@@ -43,7 +43,7 @@ class _HyperparameterBuffer(DenseRingBuffer):
 
 
 def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer) -> DenseRingBuffer | None:
-    """Return a buffer with this worker's row and zeros elsewhere in a retry; None in the first attempt."""
+    """In a retry, return a buffer with this worker's row and zeros elsewhere; in the first attempt, None."""
     if plan.attempt == 0:
         return None
     body = (
@@ -57,7 +57,7 @@ def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer)
 
 
 def make_empty_buffer(plan: StepPlan) -> DenseRingBuffer:
-    """Return a buffer without a row, for a worker that contributes nothing; nothing is compared then."""
+    """Return a buffer without a row, for a worker that contributes nothing; nothing is then compared."""
     return DenseRingBuffer(np.zeros(plan.world_size * ROW_BYTES, np.float32), plan.world_size)
 
 
@@ -97,7 +97,7 @@ def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str
     """Return the settings that differ, with this worker's values and with the other rank's values.  `theirs`
     was received from the network."""
     pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
-    if not pairs:  # the difference is beyond the truncation
+    if not pairs:  # the difference is in the truncated part
         pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]
     return ", ".join(_printable(a) for a, _ in pairs), ", ".join(_printable(b) for _, b in pairs)
 

@@ -12,7 +12,7 @@ retries.
                              +--> round (Dense, TopK, GTopK; error feedback)  --> update_N on all workers
     next anchor  <-------- anchor - outer_learning_rate * nesterov(update_N)
 
-After DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), with a sparse exchange after SparseLoCo
+Based on DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1); sparse exchanges are as in SparseLoCo
 (Sarfi et al. 2025, arXiv 2508.15706).  After each committed round the parameters and the outer velocity are
 equal on all workers; they are compared, and sent to joining workers.  The moments of the inner optimizer
 differ from worker to worker.
@@ -59,7 +59,7 @@ class OuterOptimizer(WrappingOptimizer):
     state is the velocity: (n,) float32, absent without momentum.
 
     Args:
-        flat: the flat gradient, whose layout the update has.
+        flat: the flat gradient; updates have the same layout.
 
     Attributes:
         update: the committed update that `step` applies, (n,) float32 or sparse.
@@ -88,7 +88,7 @@ class OuterOptimizer(WrappingOptimizer):
         if (velocity_N is None) != (mine_N is None):
             raise ValueError("only one of the two states has an outer velocity")
         if velocity_N is not None and _shape_and_dtype(velocity_N) != _shape_and_dtype(mine_N):
-            raise ValueError(f"the outer velocity has another shape or dtype: {_shape_and_dtype(velocity_N)}")
+            raise ValueError(f"the outer velocity's shape or dtype differs: {_shape_and_dtype(velocity_N)}")
         own = self.inner.state_dict()["state"]
         self.inner.load_state_dict({"state": own, "param_groups": state_dict["param_groups"]})
         serialization.keep_dtypes(self.inner, own)
@@ -179,7 +179,7 @@ class LocalSGDOptimizer(GridOptimizer):
         """Take a step of the inner optimizer; the last step of a turn also exchanges.
 
         Raises:
-            ConfigError: `step` was called more often than there are batches.
+            ConfigError: `step` was called more times than there are batches.
         """
         if closure is not None:
             super().step(closure)  # raises ConfigError
@@ -327,7 +327,7 @@ class LocalSGDOptimizer(GridOptimizer):
 @torch.no_grad()
 def subtract(a: Tensor, b: Tensor, result: Tensor, factor: float = 1.0) -> None:
     """Set result = a - factor * b, computed as float32; the tensors may have other dtypes and devices.  With
-    another factor than 1 the rounding may depend on the processor."""
+    a factor other than 1, the rounding may depend on the processor."""
     if a.dtype == b.dtype == result.dtype == torch.float32 and a.device == b.device == result.device:
         torch.sub(a, b, alpha=factor, out=result)  # no temporary tensor
     else:
@@ -357,8 +357,8 @@ def _entries_of(update: SparseVector, part: slice, device: torch.device) -> tupl
 
 
 def _to_float32(values: Tensor) -> Tensor:
-    """Return the values detached and as at least float32, because the difference of two bfloat16 values needs
-    more precision."""
+    """Return the values, detached and in at least float32, because the difference of two bfloat16 values
+    needs more precision."""
     wide = torch.promote_types(values.dtype, torch.float32)
     return values.detach().to(wide)
 
@@ -376,7 +376,7 @@ def _velocity_of(state: Any) -> Tensor | None:
         ((position, fields),) = state.items()
         ((name, velocity_N),) = fields.items()
     except (AttributeError, TypeError, ValueError):
-        raise ValueError("the outer optimizer's state is not one velocity") from None
+        raise ValueError("the outer optimizer's state is not a single velocity") from None
     if position != 0 or name != _VELOCITY or not isinstance(velocity_N, Tensor):
-        raise ValueError("the outer optimizer's state is not one velocity")
+        raise ValueError("the outer optimizer's state is not a single velocity")
     return velocity_N

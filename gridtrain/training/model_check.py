@@ -1,9 +1,9 @@
-"""What cannot work in a model or its batches, found before the first step rather than in a library.
+"""Find what cannot work in a model or its batches before the first step, rather than when a library fails.
 
 check_values(model)          when a worker joins: NaN in a parameter
-TokenCheck(model).check(b)   each batch: labels that the model does not have, more tokens than positions
+TokenCheck(model).check(b)   each batch: labels outside the vocabulary, more tokens than positions
                              the first batch: no token to predict
-   and in the forward of b   token ids that the model does not have
+   and in b's forward pass   token ids outside the vocabulary
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ IGNORED = -100
 
 MOST_LOOKED_AT = 64
 _MOST_OFFSET = 2
-"""OPT, for example, has so many rows of positions more than positions."""
+"""How many more rows than positions a table of positions may have, as OPT's does."""
 
 
 @torch.no_grad()
 def check_values(model: nn.Module) -> None:
-    """Raise `ConfigError` if a parameter has NaN, or a trained one an infinite value."""
+    """Raise `ConfigError` if a parameter contains NaN, or a trained one an infinite value."""
     for name, parameter in canonical_parameters(model):
         plain = parameter.is_floating_point() and not hasattr(parameter, "__tensor_flatten__")
         if not plain or parameter.is_meta or parameter.element_size() == 1 or not parameter.numel():
@@ -48,22 +48,22 @@ def check_values(model: nn.Module) -> None:
                 f"{count} of {parameter.numel()} values of the {kind} parameter {name!r} are NaN"
                 + (" or infinite" if parameter.requires_grad else "")
                 + f" ({parameter.dtype}), so every loss would be NaN",
-                remedy="load the model again: its files may be damaged, new rows or layers not be "
-                "initialized, or a cast to float16 have overflowed (use bfloat16)",
+                remedy="load the model again: its files may be damaged, new rows or layers may be "
+                "uninitialized, or a cast to float16 may have overflowed (use bfloat16)",
             )
 
 
 class TokenCheck:
-    """Checks the batches of a language model of transformers; of other models it knows nothing.
+    """Checks the batches of a language model from transformers; other models are not checked.
 
-    Ids that the vocabulary does not have may be placeholders that the model replaces itself, such as -200 of
-    LLaVA and Ovis, -1 and -2 of Phi-3-vision, or an image's id of Gemma 3.  They are refused if the table of
-    tokens is indexed with them.
+    Ids outside the vocabulary may be placeholders that the model itself replaces, such as -200 in LLaVA and
+    Ovis, -1 and -2 in Phi-3-vision, or the image id in Gemma 3.  They are refused if the token embedding is
+    indexed with them.
 
     Args:
-        look_further: returns, one by one, batches of samples from the whole data set; called if the first
+        look_further: returns batches of samples from the whole data set, one at a time; called if the first
             batch has no token to predict.
-        is_tokens: whether a batch that is a single tensor has token ids.
+        is_tokens: whether a batch that is a single tensor contains token ids.
     """
 
     def __init__(
@@ -75,27 +75,27 @@ class TokenCheck:
     ) -> None:
         self._look_further, self._is_tokens = look_further, is_tokens
         self._table, self._rows, self._positions = _tables(model)
-        self._has_decoder_labels = any(  # of another vocabulary, and none is without a prediction
+        self._has_decoder_labels = any(  # from another vocabulary, and all are predicted
             getattr(getattr(module, "config", None), "is_encoder_decoder", False)
             for module in model.modules()
         )
         self._is_first, self._has_warned, self._is_watching = True, False, False
 
     def check(self, batch: Any) -> None:
-        """Raise `ConfigError` if the model cannot compute the batch."""
+        """Raise `ConfigError` if the model cannot process the batch."""
         if not self._rows:
             return
         is_named = isinstance(batch, Mapping)
         named = batch if is_named else {"input_ids": batch} if self._is_tokens else {}
         tokens, labels = named.get("input_ids"), named.get("labels")
         if not _is_integral(tokens) or not (self._is_first or tokens.device.type == "cpu"):
-            return  # to look at a GPU's values makes the CPU wait for the GPU
+            return  # reading a GPU's values makes the CPU wait for the GPU
         if _unknown_id(tokens, self._rows) is not None:
             self._watch_table(tokens)
-        if is_named and 0 < self._positions < tokens.shape[-1]:  # a loop may cut what has no name
+        if is_named and 0 < self._positions < tokens.shape[-1]:  # a loop may truncate an unnamed tensor
             raise ConfigError(
                 f"a sample has {tokens.shape[-1]} tokens, but the model has {self._positions} positions",
-                remedy="cut the samples: tokenizer(..., truncation=True, max_length=...), or pack=",
+                remedy="truncate the samples: tokenizer(..., truncation=True, max_length=...), or pack=",
             )
         if not self._has_decoder_labels and _is_integral(labels) and labels.shape == tokens.shape:
             is_known = (tokens >= 0) & (tokens < self._rows)  # what is predicted for a placeholder is unknown
@@ -105,7 +105,7 @@ class TokenCheck:
         self._is_first = False
 
     def _watch_table(self, tokens: Tensor) -> None:
-        """Check what the table of tokens is indexed with from now on."""
+        """Check, from now on, the ids with which the token embedding is indexed."""
         assert self._table is not None
         if self._table.weight.is_meta:  # a pipeline computes with other modules
             _check_ids("input_ids", self._rows, tokens)
@@ -120,23 +120,23 @@ class TokenCheck:
         )
         if looked_at and all(looked_at):
             raise ConfigError(
-                f"no token is to be predicted: the labels of the first batch and of {len(looked_at)} samples "
-                f"from the whole data set are all {IGNORED}",
+                "there is no token to predict: the labels of the first batch and of "
+                f"{len(looked_at)} samples from the whole data set are all {IGNORED}",
                 remedy="check what masks the labels: a template that does not mark the answers, or prompts "
-                "that are longer than the samples may be",
+                "longer than the maximum length of a sample",
             )
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "the labels of a batch are all %d, so that its loss may be NaN, with which the group skips "
-                "the step; leave such samples out of the data set",
+                "the labels of a batch are all %d, so its loss may be NaN, in which case the group skips the "
+                "step; leave such samples out of the data set",
                 IGNORED,
             )
 
 
 def spread_samples(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
-    """Yield batches of one sample from the whole data set, at most `MOST_LOOKED_AT`; none if the data set is
-    read by shards or in its own order."""
+    """Yield batches of one sample each, spread over the whole data set, at most `MOST_LOOKED_AT`; none if the
+    data set is read shard by shard or in its own order."""
     if isinstance(dataset, ShardedDataset) or is_iterable(dataset):
         return
     for index in range(0, len(dataset), max(1, -(-len(dataset) // MOST_LOOKED_AT))):
@@ -144,7 +144,7 @@ def spread_samples(dataset: Any, collate: Callable[[list[Any]], Any]) -> Iterato
 
 
 def _unknown_id(ids: Tensor, rows: int) -> int | None:
-    """Return an id that a table of so many rows does not have, if there is one."""
+    """Return an id that is not an index of a table of `rows` rows, or None if there is none."""
     if not ids.numel():
         return None
     least, most = (int(value) for value in ids.aminmax())
@@ -154,7 +154,8 @@ def _unknown_id(ids: Tensor, rows: int) -> int | None:
 def _check_ids(name: str, rows: int, ids: Tensor) -> None:
     if (wrong := _unknown_id(ids, rows)) is not None:
         raise ConfigError(
-            f"{name} has the token id {wrong}, but the model's vocabulary has {rows} tokens, 0 to {rows - 1}",
+            f"{name} contains the token id {wrong}, but the model's vocabulary has {rows} tokens, "
+            f"0 to {rows - 1}",
             remedy="use the tokenizer of this model; if it has new tokens, call "
             "model.resize_token_embeddings(len(tokenizer)) before grid.optimizer, on all workers",
         )
@@ -173,8 +174,8 @@ def _predicts_nothing(labels: Tensor) -> bool:
 
 
 def _tables(model: nn.Module) -> tuple[nn.Embedding | None, int, int]:
-    """Return the table of tokens, the number of its rows, and the largest number of tokens of a sample if the
-    model has a table of positions; None or 0 for what is unknown."""
+    """Return the token embedding, its number of rows, and, if the model has a table of positions, the largest
+    number of tokens in a sample; None or 0 for what is unknown."""
     for module in model.modules():
         if not hasattr(module, "get_input_embeddings"):
             continue
@@ -182,7 +183,7 @@ def _tables(model: nn.Module) -> tuple[nn.Embedding | None, int, int]:
             found: Any = module.get_input_embeddings()  # type: ignore[operator]
         except (AttributeError, NotImplementedError):
             continue
-        found = getattr(found, "base_layer", found)  # PEFT's adapter of it
+        found = getattr(found, "base_layer", found)  # if PEFT has added an adapter
         rows = getattr(found, "num_embeddings", 0)
         most = getattr(getattr(module, "config", None), "max_position_embeddings", 0) or 0
         tables = {

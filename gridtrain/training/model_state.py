@@ -73,13 +73,13 @@ from gridtrain.training.worker_residual import WorkerResidual
 log = logging.getLogger("gridtrain")
 
 SETTLE_TIMEOUT_S = 5.0
-"""Longest time for which a leaving worker waits for the end of a round that does not wait for its trainer."""
+"""The longest time that a leaving worker waits for the end of a round that does not wait for its trainer."""
 
 PAUSE_TIMEOUT_S = 300.0
-"""Longest time for which a worker that has paused waits for the disk to complete the previous checkpoint."""
+"""The longest time that a paused worker waits for the disk to complete the previous checkpoint."""
 
 SAVE_REPORT_S = 5.0
-"""How long a worker that has paused waits for its checkpoint, to say which step is on its disk."""
+"""How long a paused worker waits for its checkpoint before it reports which step is on its disk."""
 
 NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
@@ -118,7 +118,7 @@ class ModelState(ABC):
         self._written_step: int | None = None  # of the checkpoint that was written last
         self._final_step: int | None = None  # the run's last step, if its checkpoint is being written
         self._is_leaving = False  # from `leave` until `close` has saved what this worker still has
-        self._left_at: WorkerSnapshot | None = None  # whose state is to be saved; the model has no later one
+        self._left_at: WorkerSnapshot | None = None  # whose state is to be saved; it is the model's latest
         self._left_step: int | None = None  # of the state that this worker left or paused with
         self._paused_step: int | None = None  # of a checkpoint that is not uploaded
         # The state of the latest pause, until the next turn, and whether no other worker had it:
@@ -147,7 +147,7 @@ class ModelState(ABC):
         checkpoints from now on; return whether there was one.
 
         Raises:
-            ConfigError: the storage cannot be used, or its checkpoints cannot.
+            ConfigError: the storage or its checkpoints cannot be used.
         """
         options = self._options
         if not options.url:
@@ -171,7 +171,7 @@ class ModelState(ABC):
         return latest > step
 
     def _upload(self, path: Path, part: str = MODEL_PART) -> None:
-        """Upload a checkpoint that was written.  May be called from any thread."""
+        """Upload a checkpoint that has been written.  May be called from any thread."""
         self._written_step = checkpoint_step(path)
         if self._uploader is not None and self._written_step != self._paused_step:
             self._uploader.add(path, part, is_final=self._written_step == self._final_step)
@@ -189,7 +189,7 @@ class ModelState(ABC):
             self._write_checkpoint(snapshot)
 
     def _warn_if_begun_again(self, snapshot: WorkerSnapshot) -> None:
-        """Warn after a pause if the group has replaced this worker's state by one without its steps."""
+        """Warn after a pause if the group has replaced this worker's state with one that lacks its steps."""
         (held, was_alone), self._paused_with = self._paused_with or (None, False), None
         if held is None or held.history == snapshot.history:
             return
@@ -197,20 +197,20 @@ class ModelState(ABC):
         is_written = step == self._written_step
         is_uploaded = is_written and self._uploader is not None and step != self._paused_step
         if held.applied < snapshot.applied and (is_uploaded or not was_alone):
-            return  # the others have probably continued with its steps, which a history cannot tell
+            return  # the others have probably continued from its steps, which a history does not show
         hint = (
             f"; gridtrain export writes the model of step {step} from its checkpoint in "
             f"{self._options.folder}, until later checkpoints replace it"
         )
         log.warning(
-            "this worker paused after step %d, but the group has begun again without its steps, and this "
-            "worker continues after its step %d%s",
+            "this worker paused after step %d, but the group has restarted without its steps, and this "
+            "worker continues after the group's step %d%s",
             *(step, snapshot.applied + 1, hint if is_written else ""),
         )
 
     @property
     def holds_stage(self) -> bool:
-        """Whether this worker is a member that holds its whole stage after the last step that it knows."""
+        """Whether this worker is a member that holds its whole stage after the last step it knows of."""
         return False
 
     def write_final_checkpoint(self, timeout_s: float) -> bool:
@@ -218,7 +218,7 @@ class ModelState(ABC):
         or a stage.
 
         Returns:
-            False if the previous checkpoint is not written within `timeout_s`; this is logged unless it is 0.
+            False if the previous checkpoint is not written within `timeout_s`; logged unless that is 0.
         """
         snapshot = self._session.snapshot
         if not (
@@ -238,8 +238,8 @@ class ModelState(ABC):
         return True
 
     def finish_checkpoints(self, timeout_s: float) -> None:
-        """Wait until the final checkpoint, if any, is written, and until it is uploaded; for at most
-        `timeout_s` each."""
+        """Wait for the final checkpoint, if any, to be written and then uploaded, for at most `timeout_s`
+        each."""
         if self._final_step is not None:
             self._wait_for_writer(timeout_s)
         if self._uploader is not None:
@@ -272,10 +272,10 @@ class ModelState(ABC):
 
     def save_paused(self) -> None:
         """Begin to write the state that `rest` has recorded, because all workers may pause and none return.
-        Unless a checkpoint of this step is due, it is not uploaded, because a paused worker may have to save
-        its line or its budget.
+        Unless a checkpoint of this step is due, it is not uploaded, because the pause may be meant to spare
+        the worker's link or its budget.
 
-        The other members wait until this worker has left, and therefore not for copies and for the disk.
+        Called after this worker has left, so that the other members do not wait for the copy and the disk.
         """
         self._write_left(PAUSE_TIMEOUT_S, is_pause=True)
 
@@ -283,24 +283,24 @@ class ModelState(ABC):
         """Transfer the residual, and record which state `close` has to save, when this worker leaves a run
         that has not reached its end.
 
-        The other members wait until this worker has left, and therefore not for copies and for the disk.
+        The other members wait until this worker has left, so copying and writing are left to `close`.
         """
         self._is_leaving, is_settled = True, False
         try:
             if self._leaves_before_first_step():  # what it has on disk stays valid
-                log.warning("this worker leaves before it took part in a step")
+                log.warning("this worker leaves before taking part in a step")
                 return
             is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
         except GridtrainError as error:
             is_settled = False
-            log.debug("the residual is not transferred: %s", error)  # this worker is no member (any more)
+            log.debug("the residual is not transferred: %s", error)  # this worker is no longer a member
         if is_settled:
             try:
                 self._keep_for_others(between_steps=between_steps)
             except JoinRefused:  # the script says why
-                log.warning(NOT_SAVED, "it is no member any more")
-            except Exception as error:  # such as no memory for a copy, which must not prevent the departure
+                log.warning(NOT_SAVED, "it is no longer a member")
+            except Exception as error:  # such as too little memory, which must not prevent the departure
                 log.warning(NOT_SAVED, error)
 
     def close(self, timeout_s: float, *, is_run_over: bool) -> None:
@@ -340,7 +340,7 @@ class ModelState(ABC):
         self._paused_step = self._left_step if is_pause and not self._is_checkpoint_due(left_at) else None
         try:
             self._write_checkpoint(left_at)
-        except Exception as error:  # such as no memory for a copy, which must not prevent the departure
+        except Exception as error:  # such as too little memory, which must not prevent the departure
             log.warning(NOT_SAVED, error)
 
     # -- the final model ---------------------------------------------------------------------------------
@@ -386,15 +386,15 @@ class ModelState(ABC):
 
     @abstractmethod
     def _keep_for_others(self, *, between_steps: bool = True) -> None:
-        """Save the state that may be lost with this worker, which leaves.
+        """Save the state that may be lost when this worker leaves.
 
         Args:
-            between_steps: whether the script has finished a step and not begun another one.
+            between_steps: whether the script has finished a step and not begun another.
         """
 
     @abstractmethod
     def _drop_from_checkpoint(self, step: int) -> None:
-        """Remove the residual, which was sent, from the checkpoint of `step`, so that it is not restored."""
+        """Remove the residual that was sent from the checkpoint of `step`, so that it is not restored."""
 
     def _left_folder(self, left: LeftResidual) -> Path:
         return self._options.folder
@@ -412,7 +412,7 @@ class ModelState(ABC):
     # -- shared --------------------------------------------------------------------------------------------
 
     def _wait_for_writer(self, timeout_s: float) -> bool:
-        """Wait for a checkpoint that is being written; return whether none is being written any more."""
+        """Wait until no checkpoint is being written; return False if `timeout_s` passes first."""
         return self._store is None or self._store.wait(timeout_s)
 
     def _restore_state(self, blobs: Sequence[bytes | memoryview]) -> None:
@@ -422,15 +422,15 @@ class ModelState(ABC):
             log.warning("this worker's initial weights were replaced by the group's weights")
 
     def _leaves_before_first_step(self) -> bool:
-        """Return whether this worker has taken no step, and can have received no other worker's residual."""
+        """Return whether this worker has taken no step and cannot have received another's residual."""
         if self._has_taken_part:
             return False
         snapshot = self._session.snapshot
         return not (snapshot.world_size and snapshot.is_synced)
 
     def _leave_residual(self, budget_bytes: int) -> None:
-        """Transfer the residual.  Keep the part that no worker accepts, together with the part that remained
-        before the last pause if no step was taken since."""
+        """Transfer the residual.  Keep the part that no worker accepted, together with the part that remained
+        before the last pause if no step has been taken since."""
         older, left = self._left, self._transfer_residual(budget_bytes)
         if older is None or left is None:
             self._left = left or older
@@ -571,7 +571,8 @@ class WholeModelState(ModelState):
         if self._is_resumed:
             self.checkpoints.mark_verified()
             assert self._checkpoint_step is not None
-            self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))  # may be missing there
+            # The URL may lack it.
+            self._upload(step_folder(self.checkpoints.folder, self._checkpoint_step))
         elif self._checkpoint_step is not None:
             log.warning(
                 "the run continues from step %d, not from the checkpoint of step %d, which stays in %s",
@@ -650,11 +651,11 @@ class WholeModelState(ModelState):
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
 
     def _keep_for_others(self, *, between_steps: bool = True) -> None:
-        """Record the state, because all workers may be leaving or pausing: nobody knows who is the last.
+        """Record the state, because all workers may be leaving or pausing, and none knows which is the last.
 
-        With overlapped local steps none is recorded: the latest change is not applied yet.  A worker that
-        leaves, unlike one that pauses, may have stopped before its tracked objects made the step:
-        `Grid.close` does not consider it to be between two steps.
+        With overlapped local steps no state is recorded, because the latest change is not applied yet.  A
+        worker that leaves, unlike one that pauses, may have stopped before its tracked objects stepped;
+        `Grid.close` then does not consider it to be between two steps.
         """
         if not between_steps:
             return
@@ -668,8 +669,8 @@ class WholeModelState(ModelState):
 
 
 def largest_state_bytes(model: torch.nn.Module) -> int:
-    """Return an upper bound for the bytes of a state: optimizers have two or three copies of the model, and
-    each weight average has one more."""
+    """Return an upper bound on the size of a state, in bytes: an optimizer's state is the size of two or
+    three copies of the model, and each weight average adds another."""
     tensors = (*model.parameters(), *model.buffers())
     return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -679,7 +680,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def describe_machine(device: torch.device, base: FrozenBase) -> WorkerInfo:
-    """Describe this worker for the run's owner: the device, its memory, the versions of software, and the
+    """Describe this worker for the run's owner: the device, its memory, the software versions, and the
     model's base."""
     texts = {"device": f"CPU, {os.cpu_count() or 1} cores"}
     if device.type == "cuda":

@@ -56,7 +56,7 @@ _NORM_BLOCK = 1 << 20
 log = logging.getLogger("gridtrain")
 
 SentStep = tuple[StepPlan, ExchangeAttempt, DenseRingBuffer | None]
-"""The plan, the attempt and the average of buffers of a step that was submitted before its turn's end."""
+"""The plan, the attempt and the buffer averages of a step that was submitted before its turn's end."""
 
 EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
 """The buckets that were sent during the backward pass, and the plan that they were sent for."""
@@ -80,10 +80,10 @@ class GridOptimizer(WrappingOptimizer):
             `LocalSGDOptimizer`.
         session: this worker's session in the run.
         clip_norm: the maximum 2-norm of the exchanged update; None disables clipping.
-        average_buffers_every: the number of steps between two averagings of the model's buffers; 0 disables
+        average_buffers_every: the interval, in steps, at which the model's buffers are averaged; 0 disables
             averaging.
-        compare_every: the number of steps between two comparisons of the whole state with the other workers;
-            0 disables comparisons.
+        compare_every: the interval, in steps, at which the whole state is compared with the other workers'; 0
+            disables comparisons.
         overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
             overlap, gradients must not be changed between backward and `step`.
         wait: "all" to wait in every step for all workers; "auto" to go on without workers whose training
@@ -91,8 +91,8 @@ class GridOptimizer(WrappingOptimizer):
         base: the frozen parameters of the model, which are not part of the state; by default all of them.
         weigh_by: "samples" to weight a worker's gradient by its samples; "tokens" to weight it by the counts
             that the script passes to `weigh`.
-        exchange_device: the device of the flat gradient, the residual and what local steps keep: "cpu" for
-            the memory of the host; by default the device of the parameters.
+        exchange_device: the device of the flat gradient, the residual and the tensors that local steps keep:
+            "cpu" for host memory; by default the device of the parameters.
 
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
@@ -101,7 +101,8 @@ class GridOptimizer(WrappingOptimizer):
         weights: how much this worker's batch counts in a step.
         last_skipped: whether the latest step was skipped, or was taken without this worker.
         last_overflowed: whether the latest step was skipped because a gradient was not finite.
-        timings: the seconds of the latest step: computing, waiting, selecting, communicating, applying.
+        timings: the seconds of each phase of the latest step: computing, waiting, selecting, communicating,
+            applying.
 
     Raises:
         ConfigError: inner, model and exchange are not compatible; the message says what to change.
@@ -202,7 +203,7 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def is_overlapping(self) -> bool:
-        """Whether buckets are sent during the backward pass now, apart from trials."""
+        """Whether buckets are currently sent during the backward pass, outside of trials."""
         return self._overlapper is not None and self._overlapper.is_active
 
     # -- torch.optim.Optimizer -------------------------------------------------------------------
@@ -242,7 +243,7 @@ class GridOptimizer(WrappingOptimizer):
         batches."""
         self.weights.begin_turn()
         self._statistics.save()
-        if self._backwards > 1:  # a loop may step its scheduler after each of them
+        if self._backwards > 1:  # a loop may step its scheduler after each of these passes
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
 
     @property
@@ -263,7 +264,7 @@ class GridOptimizer(WrappingOptimizer):
         """Replace every `p.grad` with the group's committed update; `step` then only applies the update.
 
         Returns False if the step is skipped; gradients are then unchanged, and `step` does not apply them.
-        With a GradScaler call `scaler.unscale_(optimizer)` first.
+        With a GradScaler, call `scaler.unscale_(optimizer)` first.
         """
         self._session.disable_replay("its script may change updates between exchange() and step()")
         self.absence.set_obstacle("its script may change updates between exchange() and step()")
@@ -288,11 +289,11 @@ class GridOptimizer(WrappingOptimizer):
         return not self.last_skipped
 
     def _run_attempts(self, usable: bool, early: EarlyBuckets | None = None) -> None:
-        """Attempt one step until an attempt is committed; the local gradient in flat_N stays until then.
+        """Attempt one step until an attempt is committed; the local gradient stays in flat_N until then.
 
         Args:
             usable: whether the gradient may be finite.
-            early: the buckets that were sent already.
+            early: the buckets that have already been sent.
         """
         self.base.check_sometimes()
         self._is_applied = False
@@ -305,7 +306,7 @@ class GridOptimizer(WrappingOptimizer):
             self.weights.end_step()
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
-        finish_queued_work(self._flat.flat_N.device)  # backward belongs to this worker's measured speed
+        finish_queued_work(self._flat.flat_N.device)  # this worker's measured speed includes backward
         self._stopwatch.lap("computing_s")
         attempt: ExchangeAttempt | None = None
         plan: StepPlan | None
@@ -337,7 +338,7 @@ class GridOptimizer(WrappingOptimizer):
                 trial = self._overlapper.make_trial_buffer(plan) if self._overlapper is not None else None
             if fresh or compared is None:
                 compared = hyperparameter_check.make_hyperparameter_buffer(plan, self._settings_of_step)
-            # A retry adds the hyperparameters at the end, so that the channels of the others do not change.
+            # A retry adds the hyperparameters at the end, so that the other buffers' channels do not change.
             extra = [each for each in (averages, trial, compared) if each is not None]
             self._stopwatch.lap("selecting_s")
             settings_text = hyperparameters.hyperparameters_json(self._settings_of_step)
@@ -359,7 +360,7 @@ class GridOptimizer(WrappingOptimizer):
                 self._statistics.restore()
             return
         if weighed is plan and self.weigh_by != "samples":
-            log.warning("step %d was weighed by samples: not all counts were known in time", plan.step + 1)
+            log.warning("step %d was weighted by samples: not all counts were known in time", plan.step + 1)
         if averages is not None:
             self.buffer_averaging.apply(averages)
         if trial is not None and self._overlapper is not None:
@@ -390,7 +391,7 @@ class GridOptimizer(WrappingOptimizer):
             raise
 
     def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, ExchangeAttempt]) -> ExchangeAttempt:
-        """Prepare this worker's part in an attempt; `sent` holds the buckets that were sent already."""
+        """Prepare this worker's part in an attempt; `sent` holds the buckets already sent."""
         exchanger = self._exchanger if self._overlapper is None else self._overlapper.exchanger(plan)
         attempts = [
             sent.get(bucket)
@@ -414,8 +415,8 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state after a committed step is complete: its update is applied, and no tracked object,
-        such as a scheduler, may still follow it in the script."""
+        """Whether the state after a committed step is complete: its update is applied, and there is no
+        tracked object, such as a scheduler, that the script may still have to step."""
         return self._is_applied and not self._trackers
 
     def _compare(self) -> None:
@@ -427,7 +428,7 @@ class GridOptimizer(WrappingOptimizer):
         """Report the digest of the state after `step`, if the workers compare their states after it.
 
         Args:
-            is_due: whether they do so although `compare_every` does not ask for it.
+            is_due: whether they do so even if `compare_every` does not require it.
         """
         if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
@@ -487,7 +488,7 @@ class GridOptimizer(WrappingOptimizer):
         hyperparameters.load_hyperparameters(self.inner, groups)
 
     def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
-        """Apply the update of a step in which this worker did not take part, with the present settings.
+        """Apply the update of a step in which this worker did not take part, with the current settings.
 
         A gradient that is being exchanged is kept.
         """
@@ -550,8 +551,8 @@ class GridOptimizer(WrappingOptimizer):
 
 
 class _Stopwatch:
-    """Measures a step's phases in seconds; the time between two steps belongs to the first phase of the next
-    step."""
+    """Measures a step's phases in seconds; the time between two steps counts toward the first phase of the
+    next step."""
 
     def __init__(self) -> None:
         self._last_s = time.perf_counter()
@@ -577,7 +578,7 @@ def check_compatible(
     if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigError(f"{name} cannot be used in a run", remedy="use SGD or AdamW")
     if clip_norm is not None and not (isinstance(clip_norm, SupportsFloat) and 0.0 < clip_norm < math.inf):
-        text = f"clip_norm is {clip_norm!r}; it must be a number > 0 and finite"
+        text = f"clip_norm is {clip_norm!r}; it must be a finite number > 0"
         raise ConfigError(text, remedy="try clip_norm=1.0")
     if isinstance(exchange, Dense | LocalSteps | Auto):
         return

@@ -128,7 +128,7 @@ class Overlapper:
             self._plan = plan if plan is not None and self._trial.is_overlapped(plan) else None
         if self._plan is None:
             return
-        finish_queued_work(self._flat.flat_N.device)  # selection would wait for it, too
+        finish_queued_work(self._flat.flat_N.device)  # selection would also wait for it
         began_s = time.perf_counter()
         members = self._bucket_parameters[bucket]
         self._flat.gather(members)
@@ -170,7 +170,7 @@ class Overlapper:
         return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
 
     def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
-        """See `Exchanger.make_empty_buffer`.  None in a step of a trial, which needs this worker's times."""
+        """See `Exchanger.make_empty_buffer`.  None during a trial, which needs this worker's times."""
         is_overlapped = self._trial.is_overlapped_outside_trials(plan)
         if is_overlapped is None:
             return None
@@ -178,8 +178,7 @@ class Overlapper:
         return exchanger.make_empty_buffer(plan)
 
     def make_trial_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """Return the table of durations that this attempt exchanges in addition, or None; see
-        `overlap_trial`."""
+        """Return the table of durations that this attempt also exchanges, or None; see `overlap_trial`."""
         return self._trial.make_table(plan)
 
     def finish_trial(self, plan: StepPlan, table: DenseRingBuffer) -> None:

@@ -39,7 +39,7 @@ than the variation between steps, and makes up for the better entries that a sel
 finds."""
 
 MOST_S = 1e6
-"""The upper bound of a duration in the table."""
+"""The upper bound on a duration in the table."""
 
 
 def last_trial_start(phase: int) -> int | None:
@@ -52,7 +52,7 @@ def last_trial_start(phase: int) -> int | None:
 
 
 class OverlapTrial:
-    """One member's part in the decision whether to overlap.
+    """One member's part in deciding whether to overlap.
 
     Args:
         adaptive: whether to measure; if False, overlap is always on.
@@ -70,8 +70,8 @@ class OverlapTrial:
         self._decided_trial = -1  # start of the latest trial whose table was summed
         self.is_worthwhile = not self._adaptive
         self._measured_trial = -1  # start of the trial that `_durations_s` belongs to
-        self._durations_s: dict[bool, list[float]] = {True: [], False: []}  # by whether it was early
-        self._generation = generation  # last, for `is_overlapped_outside_trials`
+        self._durations_s: dict[bool, list[float]] = {True: [], False: []}  # by whether parts were sent early
+        self._generation = generation  # set last, for `is_overlapped_outside_trials`
 
     def is_overlapped(self, plan: StepPlan) -> bool:
         """Whether all members divide this step's gradient into buckets."""
@@ -121,7 +121,7 @@ class OverlapTrial:
         text = self._decide(plan, table)
         _, start = self._phase_of(plan)
         assert start is not None
-        self._decided_trial = start  # last, for `is_overlapped_outside_trials`
+        self._decided_trial = start  # set last, for `is_overlapped_outside_trials`
         return text
 
     def _decide(self, plan: StepPlan, table: FloatArray) -> str:

@@ -10,12 +10,12 @@ next turn.
                      parameters = A - D_r
     after the last   D_r is kept;  parameters = A
 
-So a worker has a share of its own latest change at once, and the changes of the others t local steps later,
-at the same local step on all workers, so that a run is determined by its seeds.
-After Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters, and
-eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
+A worker thus applies a share of its own latest change at once, and the changes of the others t local steps
+later.  This is the same local step on all workers, so a run is determined by its seeds.
+Based on Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters,
+and on eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
 
-Between two turns the parameters are the anchor, so that states, checkpoints and comparisons are as in
+Between two turns the parameters are the anchor, so that states, checkpoints and comparisons work as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
 If round r is aborted, it is repeated after step t.
 """
@@ -39,8 +39,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     """A `LocalSGDOptimizer` whose rounds overlap with the next turn.
 
     It takes the arguments of `LocalSGDOptimizer`.  `wait="auto"` has no effect: a round waits only for
-    workers that have not finished the turn before, so a stall delays nobody if stall and exchange together
-    take less than t steps.
+    workers that have not finished the previous turn, so a stall delays no one if stall and exchange together
+    take less time than t steps.
     """
 
     delay = 1
@@ -58,8 +58,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             options["wait"] = "all"
         super().__init__(inner, model, exchange, session, **options)
         self._overlapped_steps = exchange.overlapped_steps
-        # Between two turns the change of the latest one.  In a turn that change is in flat_N until it is
-        # committed, and this vector is unused.
+        # Between two turns, the change of the latest turn.  During a turn, that change is in flat_N until it
+        # is committed, and this vector is unused.
         flat_N = self._flat.flat_N
         self._change_N = torch.zeros_like(flat_N, pin_memory=flat_N.is_pinned())
         self._is_change_finite = True
@@ -70,14 +70,14 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     # -- turns ---------------------------------------------------------------------------------------
 
     def begin_turn(self, calls_with_samples: int) -> None:
-        """Submit the change of the turn before, and begin the next turn from it."""
+        """Submit the change of the previous turn, and begin the next turn from a share of it."""
         super().begin_turn(calls_with_samples)
         self._is_repeating = False
         self._stopwatch.lap("computing_s")
         self._step_settings = _copy_settings(self.inner)
         plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated later
         self._change_N = self._flat.swap(self._change_N)
-        is_counted = plan is None or plan.samples > 0  # not if this worker has left the group meanwhile
+        is_counted = plan is None or plan.samples > 0  # not if this worker has since left the group
         if not (is_counted and self._is_change_finite):
             self._flat.flat_N.zero_()
         self._kept_share = kept_share(1 if plan is None else plan.world_size)
@@ -87,7 +87,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._stopwatch.lap("selecting_s")
 
     def end_empty_turn(self) -> None:
-        """End a turn in which no worker has samples: only the change of the turn before is exchanged."""
+        """End a turn in which no worker has samples: only the change of the previous turn is exchanged."""
         self._calls_left = 0
         self._exchange_latest()
 
@@ -99,7 +99,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._set_parameters_to_start()
 
     def _save_anchor(self) -> None:
-        """Do nothing: the anchor is that of the turn's start."""
+        """Do nothing: the anchor was saved at the start of the turn."""
 
     # -- the exchange --------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         overflowed = self.last_skipped
         self._session.pause_computing(min(1.0, self.local_calls / max(1, self._calls_with_samples)))
         self._exchange_latest()
-        # From here on the change counts from the new anchor.
+        # From here on, the change is measured from the new anchor.
         self._change_N = self._flat.swap(self._change_N)
         self._kept_share = 1.0
         self._set_parameters_to_start()
@@ -120,7 +120,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     def _global_step(self) -> None:
         self.local_calls = 0
-        if self._is_repeating or self._overlapped_steps < self._every:  # exchanged after that step
+        if self._is_repeating or self._overlapped_steps < self._every:  # already exchanged
             self._session.finish_computing()
             super()._report_local()
             self._keep_change()
@@ -131,8 +131,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             self._reset_inner()
 
     def _exchange_latest(self) -> None:
-        """Keep the change that this turn has made so far, wait for the commit of the change before, and apply
-        the update: parameters = new anchor."""
+        """Keep the change that this turn has made so far, wait for the commit of the previous change, and
+        apply the update: parameters = new anchor."""
         was_finite = self._is_change_finite
         self._keep_change()
         self._run_attempts(was_finite)
@@ -140,15 +140,14 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     @torch.no_grad()
     def _set_parameters_to_start(self) -> None:
-        """Set anchor = parameters, then parameters = anchor - the kept part of the change, where the turn
-        starts."""
+        """Set anchor = parameters, then parameters = anchor - kept share * change, the start of the turn."""
         for part, (parameter, anchor) in self._flat.blocks(self._flat.parameters, self._anchor):
             anchor.copy_(parameter)
             subtract(anchor, self._flat.flat_N[part].view_as(parameter), parameter, self._kept_share)
 
     @torch.no_grad()
     def _keep_change(self) -> None:
-        """Set the change to the parameters at the turn's start - parameters, then parameters = anchor."""
+        """Set change = parameters at the turn's start - parameters, then parameters = anchor."""
         sums: list[Tensor] = []
         for part, (parameter, anchor) in self._flat.blocks(self._flat.parameters, self._anchor):
             change = self._change_N[part].view_as(parameter)
@@ -162,15 +161,15 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     @property
     def _settings_of_step(self) -> torch.optim.Optimizer:
-        """An optimizer with the settings at the start of the turn: a retry at its end repeats them."""
+        """An optimizer with the settings at the start of the turn, which a retry at its end uses again."""
         return self._step_settings
 
 
 def kept_share(world_size: int) -> float:
     """Return the share of a worker's own latest change with which its next turn starts.
 
-    Alone the change is the group's.  Among others it differs from the group's mean, of which its part is
-    1 / world_size: the share is the mean of both (decision 0067).
+    The change of a worker that trains alone is the group's change.  Otherwise it is 1 / world_size of the
+    group's mean.  The share is the mean of 1 and 1 / world_size (decision 0067).
     """
     return (1.0 + 1.0 / world_size) / 2.0
 

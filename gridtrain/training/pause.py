@@ -9,7 +9,7 @@ The volunteer's agent decides when the script pauses, and manages the byte budge
     the script ends        --> Join, and Leave at once: it is no longer paused
 
 If a step transfers more than expected, this worker cannot wait for the end of the step: the budget check then
-ends the script at once, and the agent restarts it when a budget is available again.
+ends the script at once, and the agent restarts it when budget is available again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PauseController:
         connect: a function that creates a transport for joining again; None without an agent, in which case
             this worker never pauses.
         limit: a function that sets the upload and download limits in bytes per second.
-        fetches: the meter of what the data sets fetch, which follows the same limits.
+        fetches: the meter of the data sets' fetches, to which the same limits apply.
 
     Attributes:
         has_missed_end: whether the run was finished while this worker was paused.
@@ -87,7 +87,7 @@ class PauseController:
 
     @property
     def has_lost_agent(self) -> bool:
-        """Whether the agent's process has ended before this script."""
+        """Whether the agent's process ended before this script did."""
         return self._agent.is_lost
 
     @property
@@ -107,7 +107,7 @@ class PauseController:
         return self._note_exchanges() + self._fetches.fetched_bytes
 
     def _note_exchanges(self) -> int:
-        """Return the bytes that the sockets have sent and received so far, which bound the fetches, too."""
+        """Return the bytes that the sockets have sent and received so far, which also bound the fetches."""
         connection = self._session.connection
         moved_bytes = connection.moved_bytes
         self._fetches.note_exchanges(connection.received_bytes, moved_bytes)
@@ -115,13 +115,14 @@ class PauseController:
 
     @property
     def _reserve_bytes(self) -> int:
-        """The bytes of the budget with which this worker can end its step and leave in order."""
+        """The bytes of the budget that this worker needs to end its step and leave in an orderly way."""
         return STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
 
     def _bound_bytes(self) -> float:
         """Return the number of bytes at which the script ends at once.  Thread-safe.
 
-        If the owner lowers the budget below it, this worker can still end its step and leave in order.
+        If the owner lowers the budget below it, this worker can still end its step and leave in an orderly
+        way.
         """
         most_bytes = self._agent.directive.most_bytes
         if most_bytes != self._directed_bytes:
@@ -130,7 +131,7 @@ class PauseController:
         return self._limit_bytes
 
     def report_spent(self) -> None:
-        """Tell the agent that the script ends because its budget is used up, which is no failure."""
+        """Tell the agent that the script ends because its budget is used up, which is not a failure."""
         self._agent.report(state=BUDGET_EXHAUSTED)
 
     def begin_turn(self) -> None:
@@ -258,7 +259,7 @@ class PauseController:
     def _budget_exhausted(self) -> str:
         """Return the reason why the script has to end at once, or "" while the budget is not used up.
 
-        The I/O thread calls it often, also while a large state is transferred or a step waits for a slow
+        The I/O thread calls it often, even while a large state is transferred or a step waits for a slow
         link, so that new rate limits take effect at once.
         """
         directive = self._agent.directive
@@ -266,7 +267,7 @@ class PauseController:
         margin_bytes = max(CONTROL_RESERVE_BYTES, self._max_step_bytes) // 2
         if self._bound_bytes() == math.inf or self.moved_bytes + margin_bytes <= self._limit_bytes:
             return ""
-        self.report_spent()  # otherwise the agent, for which a few bytes are left, would see a failure
+        self.report_spent()  # otherwise the agent, which sees a few bytes left, would assume a failure
         return f"paused in the middle of a step: {directive.spent_text}"
 
     def _apply_rates(self, directive: AgentDirective) -> None:

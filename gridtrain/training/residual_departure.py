@@ -96,7 +96,7 @@ def transfer_residual(
     sent: bool | None = False  # None: the recipient has not answered, and may have it
     text = "there is no other worker" if chosen.entries else "the remaining budget allows no entry"
     if chosen.entries and snapshot.world_size > 1 and not snapshot.is_finished:
-        # The deadline begins only now, because selecting and encoding many entries takes time, too.
+        # The timeout begins only now, because selecting and encoding many entries also takes time.
         sent, text = session.connection.transfer_residual(
             residual_pieces.split_pieces(chosen.payload), timeout_s
         )
@@ -137,8 +137,8 @@ def _merge_received(
     if lost_magnitude:
         session.report_figures({"lost_mass": lost_magnitude})
         log.warning(
-            "magnitude %.3g of other workers' residuals is lost, because this worker has accepted it and "
-            "leaves before the transfer is confirmed",
+            "magnitude %.3g of other workers' residuals is lost, because this worker accepted it and "
+            "is leaving before the transfer is confirmed",
             lost_magnitude,
         )
     return residual_N
@@ -180,7 +180,7 @@ def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_
         if not matches_facts(written, facts) or residual_N.shape != (n,) or residual_N.dtype != np.float32:
             raise ValueError("it was written with different training settings")
         if not np.isfinite(residual_N).all():
-            raise ValueError("it has values that are not finite")
+            raise ValueError("it contains values that are not finite")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
         log.warning("the residual in %s is not read back: %s", path, error)
         left = None

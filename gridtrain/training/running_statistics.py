@@ -1,8 +1,8 @@
 """The running statistics of a model's norms, which a batch with values that are not finite must not change.
 
-begin_turn    a copy
-the batch     a value that is not finite: so are the gradient and, after the forward, the statistics
-skipped       the copy comes back; otherwise all later batches would be spoiled, and the final model
+begin_turn    the statistics are copied
+the batch     a value that is not finite spreads to the statistics in the forward pass, and to the gradient
+skipped       the copy is restored; otherwise all later batches and the final model would be spoiled
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ class RunningStatistics:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Load the copies of the latest `save`."""
+        """Load the copies made by the latest `save`."""
         for buffer, copy in self._saved:
             buffer.copy_(copy)

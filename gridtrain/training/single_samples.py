@@ -2,12 +2,12 @@
 
     values per channel    running statistics
     2 or more             yes or no              as torch does
-    1                     yes                    normalized by them, as for evaluation; they do not change
+    1                     yes                    normalized by them, as in evaluation; they do not change
     1                     no                     normalized by itself, which leaves only the bias
 
-A batch (with `accumulate`, a micro-batch) has so few samples at the end of a pass, for example, whatever size
-was chosen: no division of a step's samples prevents that one is left.  Only sizes by which every batch has a
-single sample are refused, such as `batch_size=1`.
+At the end of a pass, for example, a batch (with `accumulate`, a micro-batch) may have a single sample,
+whatever size was chosen: no division of a step's samples can rule this out.  Only sizes with which every
+batch has a single sample are refused, such as `batch_size=1`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def is_torch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
 
 
 class _SingleValueNorm(_BatchNorm):
-    """A batch norm within `SingleValueNorms.allow`.  Its `__class__` is the norm's own class, the next base,
-    which copies and pickled norms have, and which torch's parametrizations replace."""
+    """A batch norm while `SingleValueNorms.allow` is active.  Its `__class__` is the norm's own class, the
+    next base: copies and pickled norms have that class, and torch's parametrizations replace it."""
 
     on_single: Callable[[nn.Module], None]
     on_several: Callable[[nn.Module, Tensor], None]
@@ -61,12 +61,12 @@ _set_class = vars(object)["__class__"].__set__
 
 
 class SingleValueNorms:
-    """The batch norms among `modules`, which train on single values within `allow`, also if compiled.
+    """The batch norms among `modules`; while `allow` is active they train on single values, even if compiled.
 
     Args:
         on_single: called with a norm that is about to normalize a single value.
-        on_several: called with a norm and any other values; a hook would have a new id in each `with` block,
-            for which a compiled model is compiled again.
+        on_several: called with a norm and any other values.  A hook would have a new id in each `with` block,
+            and so a compiled model would be compiled again.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class SingleValueNorms:
     ) -> None:
         self._norms = [module for module in modules if is_torch_norm(module)]
         self._contents = {"on_single": staticmethod(on_single), "on_several": staticmethod(on_several)}
-        # created once, because a compiled model is compiled again for another class
+        # created once, because a compiled model is compiled again for a new class
         self._kinds: dict[type, type] = {}
 
     @contextmanager
     def allow(self) -> Iterator[None]:
         norms = [norm for norm in self._norms if is_torch_norm(norm)]
-        # each registration of a parametrization makes another class
+        # each registration of a parametrization creates a new class
         own = {norm.__class__ for norm in self._norms}
         self._kinds = {kind: made for kind, made in self._kinds.items() if kind in own}
         for norm in norms:
@@ -104,17 +104,17 @@ class SingleValueNorms:
 
 
 class SingleSampleReport:
-    """Refuses layers that cannot train on a single sample, or would never get more, and warns once of others.
+    """Refuses layers that cannot train on one sample, or would never get more, and warns once about others.
 
     Args:
-        recipient: what gets the samples, such as "worker".
+        recipient: what receives the samples, such as "worker".
     """
 
     def __init__(self, recipient: str) -> None:
         self._recipient, self._has_warned = recipient, False
 
     def report(self, layer: str, *, batch_size_is_one: bool, is_normalized: bool = True) -> None:
-        """Report a layer for which a batch's single sample is too few.
+        """Report a layer for which a batch of one sample is too small.
 
         Args:
             is_normalized: whether running statistics replace those of the batch.
@@ -124,17 +124,17 @@ class SingleSampleReport:
         """
         if batch_size_is_one:
             raise ConfigError(
-                f"{layer}, cannot train on a single sample, but by the script's batch sizes every batch of "
+                f"{layer}, cannot train on a single sample, but with the script's batch sizes every batch of "
                 f"this {self._recipient} has only one",
                 remedy="use batch_size=2 or more, or larger values of global_batch_size and max_batch_size, "
-                "or a norm without statistics of the batch (GroupNorm)",
+                "or a norm without batch statistics (GroupNorm)",
             )
         if not is_normalized:
             raise ConfigError(
                 f"{layer}, cannot train on a single sample, but this step has only one for this "
                 f"{self._recipient}",
-                remedy="use batch sizes that leave no step with one sample, also at the end of a pass, or a "
-                "norm without a forward of its own or without statistics of the batch (GroupNorm)",
+                remedy="use batch sizes that leave no step with one sample, even at the end of a pass, or a "
+                "norm without its own forward or without batch statistics (GroupNorm)",
             )
         if not self._has_warned:
             self._has_warned = True
@@ -149,7 +149,7 @@ class SingleSampleBatches:
     """A model's batches of one sample in data-parallel training.
 
     Args:
-        batch_size_is_one: whether all batches are such, so that batch norms raise `ConfigError`.
+        batch_size_is_one: whether all batches have one sample, so that batch norms raise `ConfigError`.
     """
 
     def __init__(self, model: nn.Module, *, batch_size_is_one: bool) -> None:

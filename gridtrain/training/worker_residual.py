@@ -75,8 +75,8 @@ class WorkerResidual:
         return update
 
     def take(self, resolve: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
-        """Return the residual after this worker's last round, (n,) float32.  Call it when the worker takes no
-        further step.
+        """Return the residual after this worker's last round, (n,) float32.  Call it when the worker will
+        take no further steps.
 
         Returns None if there is no residual, if the outcome of that round is unknown, or if a commit was
         interrupted.
@@ -111,7 +111,7 @@ class WorkerResidual:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add what this worker's merges or roundings have left in a committed round to which it contributed
+        """Add what this worker's merges or rounding left over in a committed round to which it contributed
         nothing."""
         feedback = self._exchanger.open_feedback()
         if feedback is not None:

@@ -171,7 +171,7 @@ def test_samples_that_a_trainer_cannot_collate_are_shown(
     with (
         ThreadedGroup(tmp_path, workers=1) as group,
         pytest.raises(
-            ConfigError, match="makes no batch of samples such as " + ("tensor" if pack else "'a line")
+            ConfigError, match="cannot make a batch of samples such as " + ("tensor" if pack else "'a line")
         ) as caught,
     ):
         group.start_all(work)
@@ -182,7 +182,7 @@ def test_samples_that_a_trainer_cannot_collate_are_shown(
 def test_a_column_that_trl_does_not_find_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     dataset = pytest.importorskip("datasets").Dataset.from_list([{"body": "a"}])
-    with pytest.raises(ConfigError, match="train_dataset has no column 'text', but body"):
+    with pytest.raises(ConfigError, match="train_dataset has no column 'text'; its columns: body"):
         trainer_of("sft", tmp_path, grid=None, train_dataset=dataset)
 
 

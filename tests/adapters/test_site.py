@@ -85,7 +85,8 @@ def test_a_process_with_another_base_is_refused_with_both_digests(rule) -> None:
         site.Site(None, channel)._compare_bases(bases[0])
     if refusal is not None:
         there, here = (base.describe() for base in reversed(bases))
-        assert refusal.value.reason.endswith(f"the leader: {there} there and {here} in the leader")
+        text = f"the leader's: {there} in that process and {here} in the leader"
+        assert refusal.value.reason.endswith(text)
 
 
 @pytest.mark.parametrize("option", [{"overlap": Overlap()}, {"weigh_by": "tokens"}])

@@ -230,7 +230,7 @@ def test_another_base_is_found_in_checkpoints_and_stages(base: Path, tmp_path: P
     checkpoint_merge.load_merged([old], module, inner, {}, [])
     with torch.no_grad():
         module.blocks[3].base.bias += 0.5
-    with pytest.raises(RemoteProtocolError, match=r"another base: its frozen parameter '3\.base\.bias'"):
+    with pytest.raises(RemoteProtocolError, match=r"a different base: its frozen parameter '3\.base\.bias'"):
         checkpoint_merge.load_merged([old], module, inner, {}, [])
     with pytest.raises(ConfigError, match=r"such as '3\.base\.bias'"):
         held.check_unchanged(module)

@@ -363,5 +363,5 @@ def test_a_checkpoint_of_an_earlier_version_contains_the_base(tmp_path: Path, mo
     if model is not other_base:
         assert resume(tmp_path, run)["first"] == 6
         return
-    with pytest.raises(ConfigError, match=r"step-00000006 of step 6 cannot be used: .* another base"):
+    with pytest.raises(ConfigError, match=r"step-00000006 of step 6 cannot be used: .* a different base"):
         resume(tmp_path, run)

@@ -414,7 +414,7 @@ def test_a_worker_that_leaves_before_its_first_step_keeps_its_residuals_on_disk(
         pytest.raises(KeyboardInterrupt),
     ):
         alone(group, tmp_path, 9)
-    assert caplog.messages[-1] == "this worker leaves before it took part in a step"
+    assert caplog.messages[-1] == "this worker leaves before taking part in a step"
     assert not any("residual" in message for message in caplog.messages), caplog.messages
     assert (tmp_path / residual_departure.LEFT_FOLDER / "residual.safetensors").read_bytes() == stored
 
@@ -470,5 +470,5 @@ def test_a_removed_worker_does_not_repeat_the_reason(caplog: pytest.LogCaptureFi
     )
     ModelState.leave(state, 0, between_steps=True)
     assert caplog.messages == [
-        "this worker leaves without a checkpoint of its last step: it is no member any more"
+        "this worker leaves without a checkpoint of its last step: it is no longer a member"
     ]

@@ -101,7 +101,7 @@ ERRORS = {
     step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
     a_second_data_set: "a second data set was given; a run can have only one -> call grid.batches",
     a_loader_that_reads_ahead: f"optimizer.step() was called 0 times for the batch of step 1; {ONE_STEP}; "
-    "a DataLoader with workers reads the next batch too early: use num_workers=0, or instead of the loader "
+    "a DataLoader with workers reads the next batch too early: use num_workers=0, or replace the loader with "
     "grid.batches(dataset, ..., num_workers=n)",
 }
 

@@ -317,11 +317,12 @@ def test_a_worker_whose_steps_are_lost_to_a_newcomer_during_its_pause_says_so(
         owner.directive = AgentDirective()
         assert is_back.wait(WITHIN_S)
         group.finish()
-    said = re.search(r"this worker paused after step (\d+), but the group has begun again (.*)", caplog.text)
+    said = re.search(r"this worker paused after step (\d+), but the group has restarted (.*)", caplog.text)
     assert said is not None and said[1] in ("100", "101"), caplog.text
     found = re.fullmatch(
-        rf"without its steps, and this worker continues after its step (\d+); gridtrain export writes the "
-        rf"model of step {said[1]} from its checkpoint in {folder}, until later checkpoints replace it",
+        rf"without its steps, and this worker continues after the group's step (\d+); gridtrain export "
+        rf"writes the model of step {said[1]} from its checkpoint in {folder}, until later checkpoints "
+        "replace it",
         said[2],
     )
     assert found is not None and int(found[1]) >= far

@@ -221,9 +221,9 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
         ),
         (
             Script(clip_norm=-1.0),
-            "clip_norm is -1.0; it must be a number > 0 and finite -> try clip_norm=1.0",
+            "clip_norm is -1.0; it must be a finite number > 0 -> try clip_norm=1.0",
         ),
-        (Script(clip_norm="1"), "clip_norm is '1'; it must be a number > 0 and finite -> "),  # type: ignore[arg-type]
+        (Script(clip_norm="1"), "clip_norm is '1'; it must be a finite number > 0 -> "),  # type: ignore[arg-type]
         (Script(average_buffers_every=-1), "average_buffers_every is -1; it must be a number of steps, or 0"),
         (Script(compare_every=None), "compare_every is None; it must be a number of steps, or 0 for never"),
         (
@@ -243,7 +243,7 @@ def test_numbers_of_numpy_are_accepted(outcomes: Any) -> None:
             Script(reported="low"),
             r"the figure loss is 'low'; it must be a number -> call grid.report\(loss=0.5",
         ),
-        (Script(tracked=3), "grid.track was given object=3, which has no state_dict and load_state_dict -> "),
+        (Script(tracked=3), "grid.track was given object=3, which lacks state_dict or load_state_dict -> "),
         (Script(kind=torch.optim.LBFGS), "LBFGS cannot be used in a run -> use SGD or AdamW"),
     ],
     ids=str,
@@ -271,7 +271,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize(
     ("value", "token", "told"),
     [
-        (0.0, 10, "^input_ids has the token id 10, but the model's vocabulary has 10 tokens, 0 to 9 -> "),
+        (0.0, 10, "^input_ids contains the token id 10, but the model's vocabulary has 10 tokens, 0 to 9"),
         (float("nan"), 9, "^1 of 20 values of the trained parameter 'table.weight' are NaN or infinite"),
     ],
 )

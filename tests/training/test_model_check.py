@@ -86,10 +86,10 @@ def test_values_that_cannot_be_looked_at_are_left_alone() -> None:
         (
             0,
             batch(0, 10),
-            "^input_ids has the token id 10, but the model's vocabulary has 10 tokens, 0 to 9 -> ",
+            "^input_ids contains the token id 10, but the model's vocabulary has 10 tokens, 0 to 9 -> ",
         ),
-        (0, batch(0, -1), "^input_ids has the token id -1"),
-        (0, batch(0, 1, labels=(-100, 10)), "labels has the token id 10"),
+        (0, batch(0, -1), "^input_ids contains the token id -1"),
+        (0, batch(0, 1, labels=(-100, 10)), "labels contains the token id 10"),
         (0, batch(0, 1, labels=(-100, 9)), ""),
         (0, batch(*[1] * 7), ""),  # rotary positions have no table
         (POSITIONS, batch(*[1] * 6), ""),
@@ -115,8 +115,8 @@ def test_batches(positions: int, given: Any, told: str) -> None:
     ("model", "ids", "told"),
     [
         (ImageModel, (3, -200, 9), ""),
-        (ImageModel, (3, -200, 10), "input_ids has the token id 10"),
-        (Model, (3, -200, 9), "input_ids has the token id -200"),
+        (ImageModel, (3, -200, 10), "input_ids contains the token id 10"),
+        (Model, (3, -200, 9), "input_ids contains the token id -200"),
     ],
 )
 def test_a_placeholder_passes_if_the_table_is_not_indexed_with_it(
@@ -139,7 +139,7 @@ def test_a_placeholder_passes_if_the_table_is_not_indexed_with_it(
 def test_a_pipeline_knows_no_placeholders() -> None:
     with torch.device("meta"):
         check = TokenCheck(ImageModel())
-    with pytest.raises(ConfigError, match="input_ids has the token id -200"):
+    with pytest.raises(ConfigError, match="input_ids contains the token id -200"):
         check.check(batch(3, -200, 9))
 
 
@@ -169,9 +169,7 @@ def test_a_data_set_without_a_token_to_predict(masked: int, caplog: pytest.LogCa
     check = TokenCheck(Model(), lambda: spread_samples(data, lambda samples: samples[0]))
     caplog.set_level(logging.WARNING, "gridtrain")
     if masked == 8:
-        with pytest.raises(
-            ConfigError, match=r"no token is to be predicted: .* of 8 samples .* all -100 -> "
-        ):
+        with pytest.raises(ConfigError, match=r"no token to predict: .* of 8 samples .* all -100 -> "):
             check.check(nothing)
         return
     for _ in range(3):

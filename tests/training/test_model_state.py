@@ -152,7 +152,7 @@ def test_a_group_that_has_overtaken_a_pause_has_dropped_only_steps_that_no_other
     state._paused_step, state._uploader = paused_step, object() if uploads else None
     state._warn_if_begun_again(SimpleNamespace(applied=9, history=b"another"))
     assert [text.count("paused after step 5") for text in caplog.messages] == [1] * is_warned
-    assert caplog.text.count("this worker continues after its step 10; gridtrain export") == is_warned
+    assert caplog.text.count("this worker continues after the group's step 10; gridtrain export") == is_warned
 
 
 def test_a_final_model_that_cannot_be_written_can_be_exported_from_a_checkpoint(

@@ -1,4 +1,4 @@
-"""Build a stage from checkpoints of stages of another partition, parameter by parameter.
+"""Build a stage from checkpoints of a different partition's stages, parameter by parameter.
 
     [0 2) at step 20    embed.weight, body.0.*          a parameter is found by its name in the whole model,
     [2 4) at step 20    body.1.*, body.2.*              its optimizer's state by the parameter, its residual
@@ -173,7 +173,7 @@ def merged_residual(
         places = _parameter_slices({name: size for name, size in sizes.items() if name not in frozen})
         ends = max((stop for _, stop in places.values()), default=0)
         if any(int(vector.numel()) != ends for vector in found.residual.values()):
-            continue  # a residual of another exchange
+            continue  # a residual of a different exchange
         for name, (start, stop) in _parameter_slices(trained).items():
             if name in places and name not in done and found.residual:
                 done.add(name)

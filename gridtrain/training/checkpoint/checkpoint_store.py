@@ -1,8 +1,8 @@
 """Checkpoints on a worker's disk: the replicated state after a step, and this worker's residual.
 
     <folder>/step-00000200/
-        state.json             run, step, history, ledger, facts, and the places of the tensors;
-                               of a PEFT or transformers model also `pretrained.PretrainedLayout`
+        state.json             run, step, history, ledger, facts, and references to the tensors;
+                               for a PEFT or transformers model, also `pretrained.PretrainedLayout`
         tensors.safetensors    parameters, buffers, optimizer, trackers
         residual.safetensors   what this worker had not sent yet (sparse exchanges)
 
@@ -77,7 +77,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """The content of a checkpoint to write: copies, which training no longer changes."""
+    """The content of a checkpoint to write: copies, so that training does not change it."""
 
     position: CheckpointInfo
     facts: Facts
@@ -126,11 +126,11 @@ class CheckpointStore:
         folder: the folder for the checkpoints; `claim` creates it.
         every: the number of steps between two checkpoints; 0 writes none.
         keep: the number of checkpoints to keep.
-        report_figures: a function that is called, from a thread, with the number of consecutive checkpoints
-            that failed.
+        report_figures: a function that is called, from the writer thread, with the number of consecutive
+            failed checkpoints.
         clock: a function that returns monotonic seconds.
-        on_written: a function that is called, from a thread, with the folder of each checkpoint that was
-            written.
+        on_written: a function that is called, from the writer thread, with the folder of each checkpoint
+            that has been written.
     """
 
     def __init__(
@@ -174,14 +174,14 @@ class CheckpointStore:
         except BlockingIOError:
             self.release()
             raise ConfigError(
-                f"the folder of checkpoints {self.folder} is in use by another worker",
+                f"the checkpoint folder {self.folder} is in use by another worker",
                 remedy="use a separate state directory for each worker: --state-dir",
             ) from None
         except OSError as error:
             log.warning("no checkpoints will be written: %s is not writable: %s", self.folder, error)
 
     def _remove_partial(self) -> None:
-        """Remove the partial checkpoints of killed processes, because they take up much space."""
+        """Remove the partial checkpoints of killed processes, because they take up a lot of space."""
         for left in (*self.folder.glob(_PARTIAL), *self.folder.glob(f"*/{_PARTIAL}")):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -217,9 +217,9 @@ class CheckpointStore:
         self._writer.start()
 
     def drop_residual(self, step: int) -> None:
-        """Remove the residual, which was sent, from the checkpoint of `step`, even if the checkpoint is still
+        """Remove the residual that was sent from the checkpoint of `step`, even if the checkpoint is still
         being written."""
-        self._dropped_residual = step  # first, because the writer reads it after the rename
+        self._dropped_residual = step  # set first, because the writer reads it after the rename
         self._drop_residual(step)
 
     def _drop_residual(self, step: int) -> None:
@@ -227,7 +227,7 @@ class CheckpointStore:
             (step_folder(self.folder, step) / RESIDUAL_FILE).unlink()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the checkpoint that is being written; return whether none is being written any more."""
+        """Wait until no checkpoint is being written; return False if `timeout_s` passes first."""
         if self._writer is not None:
             self._writer.join(timeout_s)
         return not self._is_writing()
@@ -235,7 +235,7 @@ class CheckpointStore:
     def latest(self, facts: Facts) -> Checkpoint | None:
         """Return the latest readable checkpoint with these settings; None if there is none.
 
-        Damaged checkpoints, and checkpoints of another model or of other data, are skipped with a warning.
+        Damaged checkpoints, and checkpoints of a different model or data set, are skipped with a warning.
         """
         try:
             paths = list_checkpoints(self.folder)
@@ -285,14 +285,14 @@ class CheckpointStore:
 
 
 def parse_facts(pairs: Iterable[Sequence[object]]) -> Facts:
-    """Return the facts that were written to JSON as pairs of a name and a value."""
+    """Return the facts that were written to JSON as (name, value) pairs."""
     return tuple((str(name), str(value)) for name, value in pairs)
 
 
 def matches_facts(written: Facts, facts: Facts) -> bool:
-    """Whether a file was written with these training settings, of which earlier versions recorded fewer.
+    """Whether a file was written with these training settings; earlier versions recorded fewer of them.
 
-    Instead of a description of the base they wrote its values, which are compared when they are loaded
+    Instead of a description of the base, they wrote its values, which are compared when they are loaded
     (`frozen_base.without_base`).
     """
     known = dict(written)
@@ -300,7 +300,7 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
 
 
 def describe_difference(written: Facts, facts: Facts) -> str:
-    """Return the training settings of a file that differ from these."""
+    """Return the training settings of a file that differ from `facts`."""
     there, here = dict(written), dict(facts)
     other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
     return ", ".join(f"{name}: {there.get(name, 'missing')}" for name in other)
@@ -316,7 +316,7 @@ def checkpoint_folder_name(step: int) -> str:
 
 
 def partial_folder(path: Path, use: str = "") -> Path:
-    """Return the folder in which a checkpoint is prepared; `claim` removes what killed processes left."""
+    """Return the folder in which a checkpoint is prepared; `claim` removes those of killed processes."""
     return path.with_name(f".{path.name}{use}.partial")
 
 
@@ -350,7 +350,7 @@ def save(content: CheckpointContent, path: Path) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint.  Raises `ConfigError` if it cannot be read, or is damaged."""
+    """Read a checkpoint.  Raises `ConfigError` if it cannot be read or is damaged."""
     try:
         text = _read_text(path / "state.json")
         body = json.loads(text)
@@ -435,7 +435,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, the oldest first."""
+    """Return the complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
     found = (path for path in folder.iterdir() if parse_step(path.name) is not None)
@@ -451,7 +451,7 @@ def _read_text(path: Path) -> bytes:
 
 
 def publish_folder(partial: Path, path: Path) -> None:
-    """Rename a folder whose files are on disk to `path`.  Raises `OSError`."""
+    """Rename `partial`, whose files have been flushed to disk, to `path`.  Raises `OSError`."""
     sync_folder(partial)
     shutil.rmtree(path, ignore_errors=True)  # it is from an earlier run, or from before a rollback
     os.rename(partial, path)

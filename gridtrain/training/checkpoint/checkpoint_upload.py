@@ -3,10 +3,10 @@
     CheckpointStore --written--> add: hard links --> thread: RemoteStore.put, prune
                                                      failed: try again after 1, 5, 25, 60, 60, ... seconds
 
-Training never waits: while an upload takes longer than the interval between checkpoints, later ones wait, up
-to the number to keep; then the oldest is dropped.  Of several workers with the same URL one uploads a part:
-the others leave it to the worker that has uploaded the previous checkpoint.  That of the last step, which no
-later one replaces, they upload themselves if it is not there in time.
+Training never waits: if an upload takes longer than the interval between checkpoints, later ones wait, up to
+the number to keep; then the oldest is dropped.  Of several workers with the same URL, one uploads a part: the
+others leave it to the worker that uploaded the previous checkpoint.  The checkpoint of the last step, which
+no later one replaces, they upload themselves if it does not appear in time.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from gridtrain.training.checkpoint.remote_store import RemoteStore
 log = logging.getLogger("gridtrain")
 
 RETRY_AFTER_S = (1.0, 5.0, 25.0, 60.0)
-"""The seconds to wait before each further attempt; the last of them is repeated."""
+"""The seconds to wait before each further attempt; the last value is repeated."""
 
 FINAL_TURN_S, FINAL_LOOK_S = 120.0, 1.0
-"""The time for which a worker leaves the last step's checkpoint to the worker that has uploaded the previous
-one, and the interval at which it looks for it."""
+"""How long a worker leaves the last step's checkpoint to the worker that uploaded the previous one, and the
+interval at which it looks for it."""
 
 MAX_FINAL_ATTEMPTS = 5
-"""The number of attempts for a checkpoint when the worker is about to exit."""
+"""The maximum number of attempts to upload a checkpoint when the worker is about to exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Upload:
     """A checkpoint to upload.
 
     Attributes:
-        files: a folder with hard links to its files, so that they stay when the checkpoint is removed.
+        files: a folder with hard links to its files, so that they remain when the checkpoint is removed.
         part: see `remote_store.Manifest`.
         is_final: whether it is of the run's last step.
     """
@@ -61,14 +61,14 @@ class _Upload:
 
 
 class CheckpointUploader:
-    """Uploads the checkpoints of one worker.  A thread is started with the first of them.
+    """Uploads the checkpoints of one worker.  The first upload starts a thread.
 
     Args:
-        folder: the worker's checkpoints, by which its uploads are recognized after a restart.
+        folder: the folder of the worker's checkpoints, by which its uploads are recognized after a restart.
         every, keep: the number of steps between two checkpoints, and the number of checkpoints to keep.
         start_step: the step of the latest checkpoint at the URL when this worker joined: a run that begins at
-            an earlier step must not replace it, and its upload does not prove that its worker is still there.
-        report_figures, clock: the same arguments as those of `CheckpointStore`.
+            an earlier step must not replace it, and it does not prove that its uploader is still active.
+        report_figures, clock: as in `CheckpointStore`.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class CheckpointUploader:
         self._retry_after_s, self._final_turn_s = tuple(retry_after_s), final_turn_s
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []  # oldest first
-        self._current: _Upload | None = None  # one of them
-        self._attempts_left: int | None = None  # before this worker leaves: any number
+        self._current: _Upload | None = None  # one of those waiting
+        self._attempts_left: int | None = None  # None until this worker leaves: any number
         self._thread: threading.Thread | None = None
 
     def add(self, folder: Path, part: str, *, is_final: bool = False) -> None:
         """Upload the checkpoint in `folder` when it is its turn.
 
         Args:
-            is_final: whether it is of the run's last step, so that no later one makes up for it.
+            is_final: whether it is of the run's last step, so that no later one can replace it.
         """
         links = checkpoint_store.partial_folder(folder, f".{part}.upload")
         shutil.rmtree(links, ignore_errors=True)
@@ -125,8 +125,8 @@ class CheckpointUploader:
             self._changed.notify_all()
 
     def close(self, timeout_s: float, max_attempts: int = 1) -> None:
-        """Upload what waits, in at most so many attempts, and for at most `timeout_s`.  Further calls have no
-        effect."""
+        """Upload what is waiting, in at most `max_attempts` attempts and for at most `timeout_s`.  Further
+        calls have no effect."""
         with self._changed:
             if self._attempts_left is not None:
                 return
@@ -146,7 +146,7 @@ class CheckpointUploader:
         while (upload := self._next()) is not None:
             try:
                 self._upload(upload)
-            except Exception as error:  # libraries of fsspec have errors of their own
+            except Exception as error:  # fsspec's libraries raise errors of their own
                 self._report_failure(upload, error)
                 self._wait_after_failure()
                 continue
@@ -156,7 +156,7 @@ class CheckpointUploader:
                 self._drop(upload)
 
     def _wait_after_failure(self) -> None:
-        """Wait before the next attempt; a worker that begins to leave tries again at once."""
+        """Wait before the next attempt; a worker that starts to leave tries again at once."""
         wait_s = self._retry_after_s[min(self._failures.count, len(self._retry_after_s)) - 1]
         with self._changed:
             if self._attempts_left is None:
@@ -169,8 +169,8 @@ class CheckpointUploader:
     def _next(self) -> _Upload | None:
         """Wait for a checkpoint to upload; return None if there is none and this worker leaves.
 
-        The latest goes first, but one of a step that the storage has of another stage is preferred, because
-        a checkpoint of a pipeline needs all stages.
+        The latest goes first, except that a step for which the storage already has another stage is
+        preferred, because a checkpoint of a pipeline needs all stages.
         """
         with self._changed:
             self._current = None
@@ -208,7 +208,7 @@ class CheckpointUploader:
 
     def _is_superfluous(self, upload: _Upload, steps_before: int) -> bool:
         """Whether this checkpoint or a later one has been uploaded, or another worker has uploaded one of
-        this part that is at most so many steps earlier."""
+        this part that is at most `steps_before` steps earlier."""
         first = min(upload.step, max(self._start_step + 1, upload.step - steps_before))
         for step in self._store.steps():
             if step > upload.step and self._store.complete(step):
@@ -220,7 +220,7 @@ class CheckpointUploader:
         return False
 
     def _report_failure(self, upload: _Upload, error: Exception) -> None:
-        if self._failures.add(type(error).__name__):  # its text may name another file each time
+        if self._failures.add(type(error).__name__):  # its text may name a different file each time
             log.error(
                 "the checkpoint of step %d cannot be uploaded to %s: %s: %s (failed attempts in a row: %d); "
                 "training continues, and the upload is tried again",

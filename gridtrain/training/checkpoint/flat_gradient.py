@@ -1,11 +1,11 @@
 """One flat float32 vector of the gradients of all trainable parameters of a model.
 
-    named_parameters, tied ones once, frozen ones not         flat_N, float32, on one device
+    named_parameters: tied ones once, no frozen ones          flat_N, float32, on one device
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
     head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... ]
 
-A gradient of another dtype or device is converted when it is gathered, and the update is converted when it is
-scattered.
+A gradient with a different dtype or device is converted when it is gathered, and the update is converted when
+it is scattered.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _COMPILED = "_orig_mod."
 _DATA_PARALLEL = "module."
 
 _BLOCK = 1 << 17
-"""Number of elements of a block for each thread.  The calls for smaller blocks take longer than the transfers
-from the third-level cache that they save."""
+"""The number of elements in a block, per thread.  With smaller blocks, the calls would take longer than the
+transfers from the third-level cache that they avoid."""
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:
@@ -50,8 +50,8 @@ def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def describe_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> str:
-    """Return the numbers of parameters, and a digest of their names, shapes, dtypes and requires_grad, not of
-    their values."""
+    """Return the numbers of parameters, and a digest of their names, shapes, dtypes and requires_grad, but
+    not of their values."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()
     trainable = sum(p.numel() for _, p in parameters if p.requires_grad)
@@ -67,10 +67,10 @@ class FlatGradient:
         model: the model whose trainable parameters take part.
         optimizer: the model's optimizer; it must have all of these parameters, and none that the model
             lacks.
-        device: the device of the vector, which is that of the first parameter, by default, or the CPU.
+        device: the device of the vector: the CPU, or that of the first parameter, which is the default.
 
     Raises:
-        ConfigError: model and optimizer do not match, a parameter cannot take part, or the device is another.
+        ConfigError: model and optimizer do not match, a parameter cannot take part, or `device` is neither.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FlatGradient:
             sum(sizes),
             dtype=torch.float32,
             device=chosen,
-            pin_memory=chosen.type == "cpu" and own.type == "cuda",  # a faster copy, each step
+            pin_memory=chosen.type == "cpu" and own.type == "cuda",  # makes the copies in each step faster
         )
         self.swap(self.flat_N)
         self.scale = 1.0  # factor of the gradients when they are gathered
@@ -176,7 +176,7 @@ class FlatGradient:
         """Set flat_N to the gradients, with zeros for None; `indices` restricts the call to some of the
         parameters.
 
-        Raises `ConfigError` for a sparse gradient, and if the set of trained parameters has changed.
+        Raises `ConfigError` for a sparse gradient, or if the set of trained parameters has changed.
         """
         self.check_unchanged()
         self._check_not_frozen()
@@ -225,7 +225,7 @@ class FlatGradient:
             now = torch.zeros_like(view) if parameter.grad is None else parameter.grad.to(view)
             now = now if self.scale == 1.0 else now * self.scale
             if view.device.type == "cpu" and torch.equal(view, now):
-                continue  # one pass without temporaries; on a GPU each test would be a synchronization
+                continue  # one pass without temporaries; on a GPU each test would synchronize
             unlike.append(((view != now) & (view == view)).any())
         return bool(torch.stack(unlike).any()) if unlike else False  # synchronizes once
 
@@ -250,23 +250,23 @@ class FlatGradient:
 
 
 def finish_queued_work(device: torch.device) -> None:
-    """Wait until a GPU has done what this thread has queued, so that a clock that is read next counts it."""
+    """Wait until a GPU has done what this thread has queued, so that a clock read afterwards includes it."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def exchange_device(asked: torch.device | str, own: torch.device) -> torch.device:
-    """Return the device that is asked for: the CPU, or `own`, that of the model.
+    """Return the requested device, which must be the CPU or `own`, the model's device.
 
     Args:
-        asked: without an index it is the current device of its type.
+        asked: the requested device; without an index, it is the current device of its type.
 
     Raises:
-        ConfigError: it is another device.
+        ConfigError: another device is requested.
     """
     try:
         device = torch.device(asked)
-    except RuntimeError:  # no name of a device
+    except RuntimeError:  # not the name of a device
         device = torch.device("meta")
     if device.type == "cpu":
         return torch.device("cpu")
@@ -276,7 +276,7 @@ def exchange_device(asked: torch.device | str, own: torch.device) -> torch.devic
         return own
     raise ConfigError(
         f"exchange_device is {asked}; the model is on {own}",
-        remedy='use exchange_device="cpu" for the memory of the host, or leave it out',
+        remedy='use exchange_device="cpu" for host memory, or leave it out',
     )
 
 
@@ -305,7 +305,7 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     normed_ids = {id(module.weight) for module in embeddings if module.max_norm is not None}
     if normed := [name for name, p in named if id(p) in normed_ids]:
         raise ConfigError(
-            f"the embedding of {normed[0]!r} has max_norm, with which each forward pass changes the rows of "
+            f"the embedding of {normed[0]!r} has max_norm, so each forward pass changes the rows of "
             "the weight that the worker's own samples use",
             remedy="build it without max_norm, and normalize its output",
         )

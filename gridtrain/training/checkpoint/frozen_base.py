@@ -55,13 +55,13 @@ def without_base(model: nn.Module, parameters: Mapping[str, Any]) -> dict[str, A
     """Return the parameters of a state without the base, which states of earlier versions contain.
 
     Raises:
-        RemoteProtocolError: the state has another base than this worker.
+        RemoteProtocolError: the state's base differs from this worker's.
     """
     base = {name: parameter for name, parameter in canonical_parameters(model) if is_base(parameter)}
     for name in base.keys() & parameters.keys():
         if not _is_equal(base[name], parameters[name]):
             raise RemoteProtocolError(
-                f"the state was trained on another base: its frozen parameter {name!r} has other values than "
+                f"the state was trained on a different base: its frozen parameter {name!r} differs from "
                 "this worker's",
                 remedy="load the base with which the run was started, in the same dtype",
             )
@@ -72,7 +72,7 @@ class FrozenBase:
     """The base of one model.
 
     Args:
-        model: the model, whose trainable parameters are known now.
+        model: the model, in which the script has already frozen parameters.
         sent: patterns (`fnmatch`) of the names of frozen parameters that are part of the state, because each
             process initializes or changes them.
         rule: "exact" if all workers must have the same values; "any" if each worker may have its own.
@@ -100,7 +100,7 @@ class FrozenBase:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name, _ in frozen):
                 raise ConfigError(
-                    f"send_frozen has {pattern!r}, but no frozen parameter has such a name",
+                    f"send_frozen contains {pattern!r}, but no frozen parameter matches it",
                     remedy="use names of model.named_parameters() with requires_grad=False, or patterns such "
                     'as "*.embed_tokens.weight"',
                 )
@@ -110,7 +110,7 @@ class FrozenBase:
             (name, p) for name, p in frozen if not any(fnmatchcase(name, pattern) for pattern in patterns)
         ]
         self._pieces = pieces or (lambda: (model,))
-        self._is_worth_reading = rule != "any" or pieces is None  # to build the pieces takes time
+        self._is_worth_reading = rule != "any" or pieces is None  # building the pieces takes time
         first = {id(parameter): name for name, parameter in self._named}
         named = model.named_parameters(remove_duplicate=False)
         self._names = {name: first[id(p)] for name, p in named if id(p) in first}  # also of tied ones
@@ -120,7 +120,7 @@ class FrozenBase:
         self._checks = 0
 
     def mark(self, module: nn.Module) -> None:
-        """Mark the parameters of the base in the model, or in a part of it that was built again."""
+        """Mark the parameters of the base in the model, or in a part of it that was rebuilt."""
         for name, parameter in module.named_parameters():
             if name in self._names:
                 setattr(parameter, _MARK, True)
@@ -160,7 +160,7 @@ class FrozenBase:
         return self._digest
 
     def describe(self) -> str:
-        """Return the size and the digest; "" without a base.
+        """Return the size and the digest; "" if there is no base.
 
         Raises the errors of `digest`, unless each worker may have its own base.
         """
@@ -177,8 +177,8 @@ class FrozenBase:
 
     @property
     def origin(self) -> str:
-        """The model's name on the Hub with its revision, or the name of its folder, as transformers keeps it;
-        "" if there is no base, or if the model does not say."""
+        """The model's name on the Hub with its revision, or the name of its folder, as transformers records
+        it; "" if there is no base, or if the model has no such record."""
         config = getattr(self._model, "config", None)
         name, revision = getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None)
         if not self._named or not isinstance(name, str) or not name:
@@ -204,8 +204,8 @@ class FrozenBase:
         """Raise `ConfigError` if the values, or those in a part of the model, have changed since the digest
         was computed.
 
-        Some elements of each floating-point tensor are compared, which finds what a script does to whole
-        tensors.
+        Only some elements of each floating-point tensor are compared, which is enough to detect changes to
+        whole tensors.
         """
         if self._digest is None or self.rule == "any":
             return
@@ -220,7 +220,7 @@ class FrozenBase:
             )
 
     def check_sometimes(self, part: nn.Module | None = None) -> None:
-        """Call `check_unchanged` in the first, second, fourth, ... call of this method."""
+        """Call `check_unchanged` on the first, second, fourth, ... call of this method."""
         self._checks += 1
         if self._checks & (self._checks - 1) == 0:
             self.check_unchanged(part)
@@ -261,8 +261,8 @@ def _moved_scales(model: nn.Module) -> dict[int, Tensor]:
 def _parts(tensor: Tensor, moved_scales: Tensor | None = None) -> Iterator[Tensor | str]:
     """Yield the tensors that determine the values.
 
-    A plain tensor yields itself; bitsandbytes' 4-bit and 8-bit tensors yield also their scales; a wrapper,
-    such as a quantized tensor of torchao, yields what it is made of, and the text of its context.
+    A plain tensor yields itself; bitsandbytes' 4-bit and 8-bit tensors also yield their scales; a wrapper,
+    such as a quantized tensor of torchao, yields its inner tensors, and the text of its context.
     """
     if (state := getattr(tensor, "quant_state", None)) is not None:
         yield from (value for _, value in sorted(state.as_dict(packed=True).items()))
@@ -284,7 +284,7 @@ def _parts(tensor: Tensor, moved_scales: Tensor | None = None) -> Iterator[Tenso
 
 
 def _is_same(copied: Tensor, values: Tensor) -> bool:
-    """Whether an 8-bit tensor's `CB`, which the first forward pass removes, only repeats the values."""
+    """Whether an 8-bit tensor's `CB`, which the first forward pass removes, only duplicates the values."""
     if (copied.shape, copied.dtype, copied.device) != (values.shape, values.dtype, values.device):
         return False
     return copied.is_meta or torch.equal(copied, values)
@@ -292,7 +292,7 @@ def _is_same(copied: Tensor, values: Tensor) -> bool:
 
 @torch.no_grad()
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes in logical order, without a copy of a contiguous tensor on the CPU."""
+    """Yield the bytes in logical order, without copying a contiguous tensor on the CPU."""
     flat = tensor.reshape(-1)
     step = max(1, _CHUNK_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):
@@ -313,7 +313,7 @@ def _sample_bytes(tensor: Tensor) -> bytes:
 def _nbytes(parameter: Tensor, moved_scales: Tensor | None = None) -> int:
     try:
         parts = list(_parts(parameter, moved_scales))
-    except _UNREADABLE:  # `digest` tells it
+    except _UNREADABLE:  # `digest` reports it
         parts = [parameter]
     return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _OFTEN_CHANGED = ("lr", "momentum", "weight_decay")
-_NAMES = ("params", "param_names")  # the model's, with other prefixes under torch.compile
+_NAMES = ("params", "param_names")  # the model's, with different prefixes under torch.compile
 
 
 def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
@@ -54,8 +54,8 @@ def _convert_like(own: Any, value: Any, name: str) -> Any:
 
 
 def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the hyperparameters as "name=value" lines, beginning with the fields of all groups that
-    schedulers change."""
+    """Return the hyperparameters as "name=value" lines, beginning with the fields that schedulers usually
+    change, of all groups."""
     groups = plain_groups(optimizer)
     pairs = [(name, number) for number, group in enumerate(groups) for name in group]
     pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))

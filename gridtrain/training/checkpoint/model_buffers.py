@@ -1,4 +1,4 @@
-"""The buffers of a model: float ones are averaged, integer ones taken from the lowest rank."""
+"""The buffers of a model: float ones are averaged, integer ones are taken from the lowest rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     persistent = model.state_dict(keep_vars=True).keys()
     named: dict[int, tuple[str, Tensor]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in persistent:  # a shared buffer may have another name that is not
+        if name in persistent:  # a shared buffer may have another name that is not persistent
             named.setdefault(id(buffer), (name, buffer))
     names = canonical_names([name for name, _ in named.values()])
     return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
@@ -35,7 +35,7 @@ def float_buffers(model: nn.Module) -> list[Tensor]:
 
 
 def describe_buffers(model: nn.Module) -> str:
-    """Return the number of buffers, and a digest of their names, shapes and dtypes, not of their values."""
+    """Return the number of buffers, and a digest of their names, shapes and dtypes, but not their values."""
     named = buffers_of(model)
     lines = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()

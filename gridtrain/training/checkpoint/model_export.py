@@ -3,7 +3,7 @@
 gridtrain export FOLDER OUT        FOLDER: one checkpoint, any folder above checkpoints, or their URL
                                    OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True),
                                            or a folder that `from_pretrained` of PEFT or transformers loads;
-                                           also as a URL
+                                           may be a URL
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class ExportResult:
 def export_by_url(
     source: str, out: str, step: int | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> ExportResult:
-    """Do what `export_model` does, where `source` and `out` may also be URLs.
+    """Export as `export_model` does; `source` and `out` may also be URLs.
 
-    Files of URLs are on this machine's temporary folder in between.
+    Files from or for a URL are stored in a temporary folder in between.
     """
     with tempfile.TemporaryDirectory(prefix="gridtrain-export-") as scratch:
         folder, target = Path(source), Path(out)
@@ -74,7 +74,7 @@ def export_by_url(
                 raise ConfigError(
                     f"there is no complete checkpoint{'' if step is None else f' of step {step}'} at "
                     f"{store.shown}",
-                    remedy="pass the URL that the run's workers had as --checkpoints",
+                    remedy="pass the URL that the run's workers used as --checkpoints",
                 )
         if is_url(out):
             target = Path(scratch) / PurePosixPath(out).name
@@ -93,11 +93,11 @@ def export_model(
     read instead.
 
     Args:
-        max_shard_bytes: if `out` is a folder, the size of the largest file of a whole model.
+        max_shard_bytes: if `out` is a folder, the maximum size of each file of a whole model.
 
     Raises:
         ConfigError: there is no checkpoint, it cannot be read, `out` cannot be written, or `out` is a folder
-            and the model is neither PEFT's nor transformers'.
+            and the model is neither a PEFT nor a transformers model.
     """
     write = None if out.is_dir() or not out.suffix else _writer(out)
     found = _find_checkpoints(folder, step)
@@ -192,7 +192,7 @@ def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Ten
 
 
 def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
-    """Return the checkpoints to try, the latest first."""
+    """Return the checkpoints to try, latest first."""
     if parse_step(folder.name) is not None and (folder / "state.json").exists():
         candidates = [folder]
     else:
@@ -202,7 +202,7 @@ def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
         raise ConfigError(
             f"there is no checkpoint in {folder}",
             remedy="pass a worker's --state-dir; workers write a checkpoint every --checkpoint-every steps, "
-            "none if it is 0",
+            "or none if it is 0",
         )
     if step is not None and step not in steps.values():
         known = ", ".join(map(str, sorted(set(steps.values()))))
@@ -241,7 +241,7 @@ def _writer(out: Path) -> Writer:
 
 
 class _ErrorRecordingFile:
-    """A file that records a write error, because torch reports an error of its archive instead."""
+    """A file that records a write error, because torch reports an archive error instead."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -282,7 +282,7 @@ def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -
             partial.unlink(missing_ok=True)
     if damaged := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
         log.warning(
-            "%d of the %d tensors in %s, such as %r, have NaN values: check the run's loss, learning rate "
+            "%d of the %d tensors in %s, such as %r, contain NaN: check the run's loss, learning rate "
             "and data",
             *(len(damaged), len(tensors), out, damaged[0]),
         )

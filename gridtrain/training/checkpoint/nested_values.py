@@ -1,4 +1,4 @@
-"""Nested values of state_dicts as JSON and tensors, and back.
+"""Convert nested values of state_dicts to JSON and tensors, and back.
 
 {"lr": 0.1, 3: (tensor, None)}  -->  {"dict": [["lr", 0.1], [3, {"tuple": [{"tensor": "0"}, null]}]]}
                                      {"0": tensor}
@@ -34,15 +34,15 @@ DTYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-"""The names of dtypes in safetensors; a file has the tensors in the reverse order of their dtypes here."""
+"""The names of dtypes in safetensors; a file contains the tensors in the reverse of this order."""
 
 
 class Packer:
     """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered.
 
     Args:
-        tensors: the tensors so far, to which those of packed values are added.
-        copies: whether to copy the tensors to the CPU; otherwise they are those of the state.
+        tensors: the tensors packed so far, to which those of packed values are added.
+        copies: whether to copy the tensors to the CPU; otherwise they are the state's own.
     """
 
     def __init__(self, tensors: dict[str, Tensor] | None = None, *, copies: bool = True) -> None:
@@ -57,7 +57,7 @@ class Packer:
             elif value.dtype not in DTYPES:
                 raise ConfigError(
                     f"{where} is a tensor of {value.dtype}, which cannot be sent to a joining worker",
-                    remedy="keep it as another dtype in state_dict()",
+                    remedy="store it with a different dtype in state_dict()",
                 )
             self.tensors[name] = value.detach()
             return {"tensor": name}
@@ -74,7 +74,7 @@ class Packer:
             return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
         raise ConfigError(
             f"{where} is a {type(value).__name__}, which cannot be sent to a joining worker",
-            remedy="keep tensors, numbers, strings, lists and dicts in state_dict()",
+            remedy="store only tensors, numbers, strings, lists and dicts in state_dict()",
         )
 
 

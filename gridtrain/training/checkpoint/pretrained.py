@@ -1,4 +1,4 @@
-"""Models in the directory formats of PEFT and transformers, which their `from_pretrained` loads.
+"""Models in the directory formats that `from_pretrained` of PEFT and transformers loads.
 
     end of a run        model in memory --> its own save_pretrained --> directory
     checkpoint          model in memory --> describe --> state.json: configuration files, names of tensors
@@ -7,7 +7,7 @@
     adapter             adapter_model.safetensors, adapter_config.json
     whole model         model.safetensors, or shards and model.safetensors.index.json; config.json
 
-Neither package is imported here: a model of theirs exists only in a script that has imported the package.
+This module imports neither package: their models exist only in scripts that have imported the package.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonic
 log = logging.getLogger("gridtrain")
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""The default size of the largest file of a whole model: transformers' default before version 5."""
+"""The default maximum size of each file of a whole model: transformers' default before version 5."""
 
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 _METADATA = {"format": "pt"}  # transformers refuses a file without it
 _PEFT_MODEL = ("peft.peft_model", "PeftModel")
 _PLACE_OF_BASE = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
-"""Settings of an adapter that may differ on workers."""
+"""Settings of an adapter that may differ between workers."""
 _TRANSFORMERS_MODEL = ("transformers.modeling_utils", "PreTrainedModel")
 REPLACED_NAME = re.compile(
     r"adapter_config\.json|adapter_model\.safetensors|model\.safetensors(\.index\.json)?"
@@ -55,9 +55,9 @@ REPLACED_NAME = re.compile(
 """The names of the files that an export to the same folder replaces or removes."""
 
 MAX_FILES, MAX_TEXT_BYTES = 64, 16 << 20
-"""The most files that a description may name, and the most bytes of each configuration file in it."""
+"""The maximum number of files that a description may name, and of bytes in each configuration file."""
 MAX_COPIES = 4
-"""The most names of one tensor in a file: PEFT writes the embedding of a resized vocabulary twice."""
+"""The maximum number of names of a tensor in a file: PEFT writes a resized vocabulary's embedding twice."""
 
 _TEXT_PATH = re.compile(r"[A-Za-z0-9_-]*config\.json|[\w -]{1,100}/adapter_config\.json")
 _TENSORS_PATH = re.compile(rf"{re.escape(MODEL_FILE)}|([\w -]{{1,100}}/)?{re.escape(ADAPTER_FILE)}")
@@ -69,11 +69,11 @@ _ALLOWED = (
 
 @dataclass(frozen=True, slots=True)
 class PretrainedLayout:
-    """What must be added to the tensors of a checkpoint for a directory that `from_pretrained` loads.
+    """What must be added to a checkpoint's tensors to form a directory that `from_pretrained` loads.
 
     Attributes:
         texts: the texts of the configuration files, by path in the directory.
-        names: the names of the tensors in the checkpoint by their name in the file, for each file of tensors.
+        names: for each file of tensors, their names in the checkpoint by their names in the file.
     """
 
     texts: Mapping[str, str]
@@ -160,7 +160,7 @@ def is_adapter(pretrained: nn.Module) -> bool:
 
 
 def _imported(module: str, name: str) -> tuple[type[nn.Module], ...]:
-    """Return the class as a tuple for `isinstance`, which is empty if no script has imported the module."""
+    """Return the class as a tuple for `isinstance`; the tuple is empty if the module is not imported."""
     return (getattr(sys.modules[module], name),) if module in sys.modules else ()
 
 
@@ -173,7 +173,7 @@ def adapter_facts(model: nn.Module) -> Facts:
 
     Other models have no such fact.
 
-    It covers what the parameters do not show, such as `lora_alpha`, and not where the base was loaded from.
+    It covers what the parameters do not show, such as `lora_alpha`, but not where the base was loaded from.
     """
     found = find_pretrained(model)
     if found is None or not isinstance(found[1], _imported(*_PEFT_MODEL)):
@@ -192,8 +192,8 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
     """Return the layout of the directory of `model`; None if it is not a PEFT or transformers model, or if a
     trained parameter would be missing.
 
-    The names are those that the library itself writes for tensors of one number each, the places of the
-    tensors in the state_dict.
+    To find the names, the library itself saves one-element tensors that contain the positions of the tensors
+    in the state_dict.
     """
     found = find_pretrained(model)
     if found is None:
@@ -243,7 +243,7 @@ def describe(model: nn.Module) -> PretrainedLayout | None:
 
 
 def _stored_names(model: nn.Module, prefix: str, names: list[str]) -> list[str]:
-    """Return the names in a checkpoint of `model` of the tensors with these names in a part of it."""
+    """Return the names, in a checkpoint of `model`, of the tensors called `names` in a part of the model."""
     whole = list(model.state_dict(keep_vars=True))
     stored = dict(zip(whole, canonical_names(whole), strict=True))
     return [stored[prefix + name] for name in names]
@@ -258,7 +258,7 @@ def _uncovered(model: nn.Module, layout: PretrainedLayout) -> list[str]:
 
 
 def export_final(model: nn.Module, layout: PretrainedLayout, folder: Path) -> Path | None:
-    """Write the directory of a trained model to `folder`; return its path, or None if its library fails.
+    """Write the directory of a trained model to `folder`; return its path, or None if the library fails.
 
     Raises:
         ConfigError: it cannot be written.
@@ -295,8 +295,8 @@ def save_directory(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SH
 
 @dataclass(frozen=True, slots=True)
 class WrittenDirectory:
-    """What `write_directory` wrote: the numbers of tensors and of their elements, and the names in the
-    checkpoint of an adapter's tensors that it lacks."""
+    """What `write_directory` wrote: the numbers of tensors and of their elements, and the names, in the
+    checkpoint, of the adapter's tensors that are missing."""
 
     tensors: int
     elements: int
@@ -376,7 +376,7 @@ def write_safetensors(
     tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
     """Write copies of the tensors, because safetensors accepts neither shared memory (tied tensors have
-    several names) nor strides of another order (channels_last)."""
+    several names) nor other orders of strides (channels_last)."""
     own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     safetensors.torch.save_file(own, path, metadata=metadata)
 
@@ -389,8 +389,8 @@ def _write_text(path: Path, text: str) -> None:
 def _publish(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, and move its files to `folder` when all are complete.
 
-    Other files in `folder`, such as a tokenizer's, stay; what an earlier export wrote and this one did not is
-    removed at the end, so that a failure loses no tensors.
+    Other files in `folder`, such as a tokenizer's, stay.  Files that an earlier export wrote and this one did
+    not are removed at the end, so that a failure loses no tensors.
     """
     target = folder.resolve()  # "." has no name
     partial = target.parent / f".{target.name}.{secrets.token_hex(4)}"
@@ -421,7 +421,7 @@ def unwritable(path: Path, error: Exception) -> ConfigError:
 
 def _remedy(error: Exception) -> str:
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (found := re.search(r"\bos error (\d+)", str(error))):  # safetensors' own words
+    if number is None and (found := re.search(r"\bos error (\d+)", str(error))):  # safetensors' wording
         number = int(found[1])
     match number:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:

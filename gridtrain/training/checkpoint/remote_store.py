@@ -6,8 +6,8 @@
     URL/step-00000200/blocks-000-003.json    a manifest of each stage of a pipeline, in the same way
 
 A manifest is written after its files and removed before them, so that a checkpoint counts only while all its
-files are there; that of a pipeline counts if the manifests of one history cover all layers.  As files are
-named by their contents, two workers, or two attempts, that write the same checkpoint cannot damage it.
+files exist; a pipeline's checkpoint counts if the manifests of one history cover all layers.  Because files
+are named by their contents, two workers, or two attempts, that write the same checkpoint cannot damage it.
 Residuals are not uploaded, because they contain traces of a worker's samples.
 """
 
@@ -44,14 +44,14 @@ T = TypeVar("T")
 
 FORMAT = 1
 MODEL_PART = "model"
-"""The name of the part with the whole model; the part of a stage is named as its folder on a disk."""
+"""The name of the part with the whole model; the part of a stage has the name of its folder on disk."""
 
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_INCOMPLETE = 4
 """The number of incomplete checkpoints to keep, which other workers may still be uploading."""
 
 CHECK_TIMEOUT_S = 60.0
-"""The time within which the storage has to answer before a run begins."""
+"""The time within which the storage must answer before a run begins."""
 
 FETCH_RETRY_AFTER_S = (1.0, 5.0, 25.0)
 """The seconds to wait before each further attempt at fetching a checkpoint."""
@@ -63,7 +63,7 @@ _REMEDY = "check the URL, the network and the credentials; see docs/operations.m
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a checkpoint: its name in the checkpoint's folder on a disk, its size and its digest."""
+    """A file of a checkpoint: its name in the checkpoint's folder on disk, its size and its digest."""
 
     name: str
     bytes: int
@@ -87,7 +87,7 @@ class Manifest:
     Attributes:
         history: the chained digest of all applied updates, in hexadecimal.
         part: `MODEL_PART`, or the name of the stage's folder.
-        worker: an identifier of the worker that has uploaded it.
+        worker: an identifier of the worker that uploaded it.
         facts: the training settings.
     """
 
@@ -138,7 +138,7 @@ def shown_url(url: str) -> str:
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and the path in it.
+    """Return fsspec's file system for a URL, and the path in it.
 
     Raises:
         ConfigError: it is not a URL, or a package for its protocol is not installed.
@@ -168,8 +168,8 @@ def _unusable_error(url: str, error: Exception) -> ConfigError:
 def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
     """Copy a file, or a folder of files, to a URL.
 
-    JSON files are removed first and copied last, so that a folder with a part of its tensors is not loaded.
-    What an earlier export wrote under names that match `replaced`, and this one does not, is removed.
+    JSON files are removed first and copied last, so that a folder with only some of its tensors is not
+    loaded.  Files of an earlier export whose names match `replaced` are removed unless they are replaced.
 
     Raises:
         ConfigError: it cannot be written.
@@ -179,7 +179,7 @@ def upload(path: Path, url: str, replaced: re.Pattern[str]) -> None:
 
     try:
         if path.is_file():
-            is_local = isinstance(files, LocalFileSystem)  # object stores replace a file at once
+            is_local = isinstance(files, LocalFileSystem)  # object stores replace a file atomically
             target = f"{root}.partial" if is_local else root
             files.put_file(str(path), target)
             if is_local:
@@ -211,7 +211,7 @@ def _names(files: Any, path: str) -> list[str]:
 class RemoteStore:
     """The checkpoints below a URL.
 
-    The methods raise the errors of the libraries that fsspec uses, of any class, unless they say otherwise.
+    Unless stated otherwise, the methods raise the errors of the libraries that fsspec uses, of any class.
     """
 
     def __init__(self, url: str) -> None:
@@ -248,7 +248,7 @@ class RemoteStore:
     # -- what is there -----------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, also of incomplete ones, the latest first."""
+        """Return the steps of all checkpoints, including incomplete ones, latest first."""
         found = map(checkpoint_store.parse_step, _names(self._files, self._root))
         return sorted((step for step in found if step is not None), reverse=True)
 
@@ -280,7 +280,7 @@ class RemoteStore:
         return []
 
     def complete_checkpoints(self) -> Iterator[list[Manifest]]:
-        """Yield the manifests of each complete checkpoint, the latest first."""
+        """Yield the manifests of each complete checkpoint, latest first."""
         return (found for step in self.steps() if (found := self.complete(step)))
 
     def _folder(self, step: int) -> str:
@@ -289,7 +289,7 @@ class RemoteStore:
     # -- writing and removing ----------------------------------------------------------------------------
 
     def put(self, folder: Path, part: str, worker: str) -> None:
-        """Upload a checkpoint from a disk, and its manifest last."""
+        """Upload a checkpoint from disk, its manifest last."""
         position, facts = checkpoint_store.read_header(folder)
         step, files = position.applied + 1, []
         self._files.makedirs(self._folder(step), exist_ok=True)
@@ -300,7 +300,7 @@ class RemoteStore:
             if self._size(target) != stored.bytes:
                 self._files.put_file(str(path), target)
                 if (size := self._size(target)) != stored.bytes:
-                    raise OSError(f"{target} has {size} bytes; {stored.bytes} were written")
+                    raise OSError(f"{target} is {size} bytes long; {stored.bytes} were written")
             files.append(stored)
         manifest = Manifest(step, position.history.hex(), part, worker, facts, tuple(files))
         self._files.pipe_file(f"{self._folder(step)}/{part}.json", manifest.to_json())
@@ -313,7 +313,8 @@ class RemoteStore:
             return None
 
     def prune(self, keep: int) -> None:
-        """Remove all but the latest `keep` complete checkpoints, and what is older than these."""
+        """Remove all but the latest `keep` complete checkpoints, and incomplete ones that are older than
+        these or not among the latest `MAX_INCOMPLETE`."""
         counts: Counter[bool] = Counter()
         for step in self.steps():
             is_complete = bool(self.complete(step))
@@ -323,7 +324,7 @@ class RemoteStore:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Remove a checkpoint, its manifests first; files that are not a checkpoint's stay."""
+        """Remove a checkpoint, its manifests first; files that do not belong to a checkpoint are kept."""
         names = [
             name
             for name in _names(self._files, self._folder(step))
@@ -332,7 +333,7 @@ class RemoteStore:
         for name in sorted(names, key=lambda name: _MANIFEST.fullmatch(name) is None):
             with contextlib.suppress(FileNotFoundError):  # another worker removes it as well
                 self._files.rm_file(f"{self._folder(step)}/{name}")
-        with contextlib.suppress(Exception):  # object stores have no folders, and each says so in its own way
+        with contextlib.suppress(Exception):  # object stores have no folders, and raise various errors
             self._files.rmdir(self._folder(step))
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -346,17 +347,17 @@ class RemoteStore:
         retry_after_s: Sequence[float] = FETCH_RETRY_AFTER_S,
     ) -> int:
         """Copy the latest complete checkpoint, or that of `step`, to `folder`, in the layout of a worker's
-        disk.  A damaged one is skipped with a warning, if an older one can be used.
+        disk.  A damaged one is skipped with a warning if an older one can be used.
 
         Args:
             facts: the training settings that it must have; None for any.
-            newer_than: the step of the latest complete checkpoint on the disk; only a later one is copied.
+            newer_than: the step of the latest complete checkpoint on disk; only a later one is copied.
 
         Returns:
-            its step, also if it was not copied; 0 if there is none.
+            its step, even if it was not copied; 0 if there is none.
 
         Raises:
-            ConfigError: it has other settings, or none can be read.
+            ConfigError: it has different settings, or none can be read.
         """
         first_error: ConfigError | None = None
         try:
@@ -397,7 +398,7 @@ class RemoteStore:
         )
 
     def _fetch(self, manifest: Manifest, folder: Path, retry_after_s: Sequence[float]) -> None:
-        """Copy a part that is not on the disk.  Raises `ConfigError` if it is damaged."""
+        """Copy a part that is not on disk.  Raises `ConfigError` if it is damaged."""
         parent = folder if manifest.part == MODEL_PART else folder / manifest.part
         path = checkpoint_store.step_folder(parent, manifest.step)
         with contextlib.suppress(ConfigError):  # the disk has none, or a damaged one

@@ -8,8 +8,8 @@
 
 Parameters of the model's base, which are frozen, are in no part (see `frozen_base`).
 
-The shared part is bit-identical on all members.  The private part may differ between two averagings of
-buffers; a worker that has replayed all updates needs only this part.  Neither part contains residuals: every
+The shared part is bit-identical on all members.  The private part may differ until buffers are next averaged;
+a worker that has replayed all updates needs only this part.  Neither part contains residuals: every
 worker has its own, and a joining worker starts without a residual.  Nothing is ever unpickled.
 """
 
@@ -53,7 +53,7 @@ _PACKED = ("parameters", "buffers", "optimizer", "trackers")
 
 
 class Stateful(Protocol):
-    """An object with a state_dict, such as a scheduler, an average of weights or a GradScaler."""
+    """An object with a state_dict, such as a scheduler, a weight average or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -68,7 +68,7 @@ def check_stateful(trackers: Trackers) -> None:
     for name, each in trackers.items():
         if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ConfigError(
-                f"grid.track was given {name}={each!r:.80}, which has no state_dict and load_state_dict",
+                f"grid.track was given {name}={each!r:.80}, which lacks state_dict or load_state_dict",
                 remedy="track an object that has both, such as a scheduler",
             )
 
@@ -86,7 +86,7 @@ def _invalid_state(reason: str) -> RemoteProtocolError:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Raise `RemoteProtocolError` in place of the errors of a state that is not what `pack_state` writes."""
+    """Raise `RemoteProtocolError` in place of errors caused by a state that `pack_state` did not write."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -369,7 +369,7 @@ def _keep_dtypes(own: Any, came: Any) -> None:
 def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
     """Parse the part that begins at `start`; return the part and its end."""
     if len(data) - start < _LENGTHS.size:
-        raise _invalid_state(f"it has only {len(data)} bytes")
+        raise _invalid_state(f"it is only {len(data)} bytes long")
     text_bytes, tensors_bytes = _LENGTHS.unpack_from(data, start)
     begin = start + _LENGTHS.size
     if text_bytes + tensors_bytes > len(data) - begin:
@@ -396,8 +396,8 @@ def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
 
 
 def _has_named_groups(state: Any) -> bool:
-    """Whether the groups are lists of named values, as in every `Optimizer.state_dict()`; torch accepts
-    others, too."""
+    """Whether the groups are lists of named values, as in every `Optimizer.state_dict()`; torch also accepts
+    others."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return isinstance(groups, list) and all(
         isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups
@@ -438,7 +438,7 @@ def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     """Return a 32-byte digest of the bits of the state's parameters, the optimizer's state and its
     hyperparameters.
 
-    Buffers are left out, because they may differ between two averagings.
+    Buffers are left out, because they may differ until they are next averaged.
     """
     packer = Packer(copies=False)
     layout = {

@@ -1,7 +1,7 @@
 """The checkpoints of a worker that holds a stage of a model, or has held several stages in turn.
 
     <folder>/blocks-000-003/step-00000200/     as `checkpoint_store` writes them, the latest few of each stage
-    <folder>/blocks-003-007/step-00000100/     and copies of the previous stage's (`checkpoint_copy`)
+    <folder>/blocks-003-007/step-00000100/     and copies from the previous stage (`checkpoint_copy`)
 
 A stage is named by the numbers of its first layer and of the layer after its last one, because the model may
 be partitioned again.  The coordinator decides from which checkpoints the run continues; it needs all stages
@@ -41,17 +41,17 @@ class StageCheckpointStore:
     """The checkpoints of one worker in one run.
 
     Args:
-        folder, every, keep: the same arguments as those of `CheckpointStore`.
+        folder, every, keep: as in `CheckpointStore`.
         facts: the training settings; checkpoints with different settings are ignored.
         report: a function that is called, from a thread, with the checkpoints on disk when they have changed.
         load_state: a function that is called with the checkpoints that become this worker's state, and with
             its layers.
         pack_state: a function that copies the layers of a checkpoint if they are in memory, and otherwise
             returns None.
-        report_figures: the same argument as that of `CheckpointStore`.
+        report_figures: as in `CheckpointStore`.
         on_written: a function that is called, from a thread, with the folder of each checkpoint of this
-            worker's stage that was written, and with the name of the stage's folder.
-        pretrained: the layout of this worker's model, which copies from others get instead of theirs.
+            worker's stage that has been written, and with the name of the stage's folder.
+        pretrained: the layout of this worker's model, which replaces the layout of copies from others.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StageCheckpointStore:
         self._lock.release()
 
     def stored_checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """Return the checkpoints that can be loaded, the latest first."""
+        """Return the loadable checkpoints, latest first."""
         found = []
         for blocks, folder in self.stages():
             for path in checkpoint_store.list_checkpoints(folder):
@@ -104,7 +104,7 @@ class StageCheckpointStore:
         ]
 
     def latest_complete_step(self, layers: int) -> int:
-        """Return the latest step of which this disk alone has all `layers` of the model; 0 if there is
+        """Return the latest step for which this disk alone has all `layers` of the model; 0 if there is
         none."""
         spans: dict[tuple[int, bytes], list[Span]] = {}
         for held in self.stored_checkpoints():
@@ -119,7 +119,7 @@ class StageCheckpointStore:
 
     def write(self, blocks: Span, content: CheckpointContent) -> None:
         """Write a checkpoint in the background."""
-        self.wait()  # rather than leave out a step of which the other stages have checkpoints
+        self.wait()  # rather than leave out a step for which the other stages have checkpoints
         self._latest = blocks, content.position.applied + 1
         store = self._store(blocks)
         self._drop_unaligned(blocks)
@@ -142,8 +142,8 @@ class StageCheckpointStore:
         """Write a checkpoint at once, whatever the step, because this worker is leaving with the only copy of
         the stage.
 
-        Returns False if the checkpoint cannot be written.  A checkpoint of a step that all stages have is not
-        replaced.
+        Returns False if the checkpoint cannot be written.  Checkpoints of steps at which all stages write
+        them are kept.
         """
         self.wait()
         self._drop_unaligned(blocks)

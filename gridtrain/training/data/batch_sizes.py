@@ -1,7 +1,7 @@
 """The batch sizes that a script asks for, as arguments of `Grid.batches`.
 
 batch_size=32, accumulate=2, H = 4 calls a step      --> batch_size: 256 samples of each step
-global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` here
+global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` per worker
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from gridtrain.errors import ConfigError
 
 MAX_STEP_SAMPLES = 2**31 - 1
-"""The largest number of samples of a worker, and of all workers, in a step: a count of the protocol."""
+"""The maximum number of samples in a step, of a worker and of all workers: a limit of the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """The number of samples in a step, either per worker or of all workers together, from the arguments of
+    """The number of samples in a step, either per worker or for all workers together, from the arguments of
     `Grid.batches`."""
 
     per_worker: int | None
@@ -42,7 +42,7 @@ class BatchSizes:
 
     @property
     def is_one(self) -> bool:
-        """Whether every batch here has at most one sample, however many workers take part."""
+        """Whether every batch on a worker has at most one sample, however many workers take part."""
         return self.per_worker == 1 or (self.per_step is not None and self.per_step <= self.accumulate)
 
     def check(self) -> None:

@@ -3,8 +3,8 @@
     exchanges   sockets' received, moved bytes --+
     readers     fetched bytes of each process ---+--> request(n): wait for the limit; at most n; BudgetSpent
 
-A script and the processes that read its data ahead share one meter.  The download limit of the sockets is
-the transport's (`network.transport.rate_limiter`); a fetch waits also for what the sockets have received, so
+A script and the processes that read its data ahead share one meter.  The transport applies the download limit
+to the sockets (`network.transport.rate_limiter`); a fetch also waits for what the sockets have received, so
 that both together stay within the limit.
 """
 
@@ -20,7 +20,7 @@ from gridtrain.network.transport.rate_limiter import MAX_LATENESS_S
 from gridtrain.quantities import format_bytes
 
 PIECE_S = 0.1
-"""With a download limit, as much is read at once as this many seconds allow."""
+"""With a download limit, one read is at most as large as this many seconds allow."""
 
 MIN_PIECE_BYTES = 4096
 MAX_READERS = 128
@@ -29,12 +29,12 @@ FIELDS = _FIRST_READER + 1 + MAX_READERS
 
 
 class FetchMeter:
-    """Counts the bytes that a worker fetches, and bounds them; without `limit` they are unbounded.
+    """Counts the bytes that a worker fetches, and bounds them; until `limit` is called, they are unbounded.
 
     Each field of the shared memory is written by one process: the script's, or one of `MAX_READERS` readers.
 
     Args:
-        clock, sleep: the time and how to wait for it.
+        clock, sleep: functions that return monotonic seconds, and that sleep.
         fields: the memory; by default a tensor that torch shares with the processes of a `DataLoader`.
     """
 
@@ -70,7 +70,7 @@ class FetchMeter:
         self._fields[_MOST_BYTES], self._fields[_DAY_BYTES] = most_bytes, day_bytes
 
     def note_exchanges(self, received_bytes: int, moved_bytes: int) -> None:
-        """Record what the sockets have received, and received and sent, so far."""
+        """Record the bytes that the sockets have received, and have received or sent, so far."""
         self._fields[_RECEIVED_BYTES], self._fields[_MOVED_BYTES] = received_bytes, moved_bytes
 
     @property
@@ -81,14 +81,14 @@ class FetchMeter:
     # -- readers -----------------------------------------------------------------------------------
 
     def is_reader(self, number: int) -> None:
-        """Declare that this process is the given reader, from 0, of the script."""
+        """Declare that this process is the script's reader `number`, counted from 0."""
         self._reader = 1 + number % MAX_READERS
 
     def request(self, nbytes: int) -> int:
-        """Wait until the limit allows it; return how many bytes may be read now, at most `nbytes`.
+        """Wait until the limit allows a read; return how many bytes may be read now, at most `nbytes`.
 
         Raises:
-            BudgetSpent: no byte is left of the budget.
+            BudgetSpent: no byte of the budget is left.
         """
         self._follow_limit()
         while (wait_s := self._free_s - self._clock()) > 0:
@@ -103,11 +103,11 @@ class FetchMeter:
         return int(min(nbytes, most))
 
     def check_undivided(self, place: str, nbytes: int) -> None:
-        """Check the budget for a file whose fetch cannot be continued on another day.
+        """Check the budget for a file whose fetch cannot be resumed on another day.
 
         Raises:
             DataError: the budget of a whole day is smaller than the file.
-            BudgetSpent: what is left of it is smaller.
+            BudgetSpent: what is left of the budget is smaller.
         """
         self._follow_limit()
         what = f"{place} of {format_bytes(nbytes)}, whose fetch cannot be continued later,"
@@ -135,7 +135,7 @@ class FetchMeter:
         self._charge()
 
     def _charge(self) -> None:
-        """Account for what this worker has received since the last call, in whatever way and at any time."""
+        """Account for what this worker has received since the last call, whether by sockets or fetches."""
         now_s, received_bytes = self._clock(), self._received_bytes
         if self._Bps < math.inf:
             start_s = max(self._free_s, self._charged_s - MAX_LATENESS_S)
@@ -152,15 +152,15 @@ class FetchMeter:
 
 
 def _array_of(memory: Any) -> Any:
-    """Return the memory as what reads and writes without torch's operations.
+    """Return the memory as an array that is read and written without torch's operations.
 
-    These release the interpreter's lock.  A daemon thread, such as that of the agent's link, which takes the
-    lock again while the interpreter ends, would abort the process.
+    Those operations release the interpreter's lock.  A daemon thread, such as the one for the agent's link,
+    that takes the lock again while the interpreter exits would abort the process.
     """
     return memory.numpy() if hasattr(memory, "numpy") else memory
 
 
 def _shared_memory() -> Any:
-    import torch  # here, because the agent uses a meter without it
+    import torch  # imported here, because the agent uses a meter without torch
 
     return torch.zeros(FIELDS, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]

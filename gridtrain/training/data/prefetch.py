@@ -39,7 +39,7 @@ class Prefetcher:
     Args:
         num_workers: the number of processes, at least 1.
         prefetch_factor: the number of steps that each process reads ahead.
-        meter: the meter of the data set's files, in which each process counts for itself.
+        meter: the meter of the data set's files, in which each process counts separately.
 
     Attributes:
         depth: the number of steps that are read ahead.

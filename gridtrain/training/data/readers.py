@@ -4,7 +4,7 @@
                     --IterableReader--> resume where the last read stopped     -----+--> `accumulate` batches
 
 An `IterableReader` skips the samples of the other workers, so every worker reads the whole data set.  For
-re-queued samples, and in a run that is resumed within a pass, the pass has to be read from its start again.
+re-queued samples, and in a run that is resumed in mid-pass, the pass must be read again from its start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
 
     Raises `ConfigError` for a data set that cannot be divided among workers.
     """
-    if isinstance(dataset, DataLoader):  # its batches would be taken for samples
+    if isinstance(dataset, DataLoader):  # its batches would be mistaken for samples
         raise ConfigError(
             "a DataLoader was passed instead of a data set, but the run itself makes the batches",
             remedy="pass the data set itself: grid.batches(loader.dataset, batch_size=..., collate_fn=..., "
@@ -110,8 +110,8 @@ def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
 
 
 def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
-    """Return the samples of a pass.  The first sample is read at once, because a generator does not read its
-    pass number earlier.
+    """Return the samples of a pass.  The first sample is read at once, because a generator reads its pass
+    number only then.
 
     Each pass has its own copy of the data set with its own pass number, because an open pass may read the
     number again later.
@@ -174,7 +174,7 @@ class IterableReader:
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
-        self._open: list[_DatasetPass] = []  # the most recently used last
+        self._open: list[_DatasetPass] = []  # most recently used last
         self._latest: tuple[Sequence[Span], list[Any]] = ((), [])
 
     def read(self, spans: Sequence[Span]) -> list[Any]:

@@ -75,7 +75,7 @@ def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
 
 
 def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """Return the positions `start` to `stop` - 1 of `spans`, counted from its beginning."""
+    """Return the positions `start` to `stop` - 1 of `spans`, counted from their beginning."""
     taken, before = [], 0
     for span in spans:
         first, last = max(start - before, 0), min(stop - before, span.stop - span.start)
@@ -137,7 +137,7 @@ def describe_dataset(dataset: Any) -> str:
     if size < 1:
         raise ConfigError(
             f"the {type(dataset).__name__} has {size} samples; it must have at least 1",
-            remedy="check the paths and filters with which the data set is made",
+            remedy="check the paths and filters that define the data set",
         )
     total = hashlib.blake2b(str(size).encode(), digest_size=32)
     samples = _samples_digest(dataset, size)
@@ -187,8 +187,8 @@ def _digest(kind: str, content: bytes) -> bytes:
 
 def seed_random(seed: int) -> None:
     """Seed all random generators, so that random augmentation is the same on all workers.  Otherwise rare
-    augmentation would occur on some workers only, whose digests would then differ.  Call it within
-    `preserve_random_state`."""
+    augmentation would occur on some workers only, and digests would differ.  Call it while
+    `preserve_random_state` is active."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)  # only the CPU's generator, which is the one that is restored

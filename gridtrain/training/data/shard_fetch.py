@@ -1,4 +1,4 @@
-"""Copy remote files to this machine: what is there already is continued, and what arrives is bounded.
+"""Copy remote files to this machine: partial copies are resumed, and the bytes that arrive are bounded.
 
 http://, https://    the standard library, with a deadline for each read, and ranges
 s3://, hf:// ...     fsspec
@@ -28,7 +28,7 @@ from gridtrain.training.data.fetch_meter import FetchMeter
 
 CHUNK_BYTES = 4 << 20
 READ_TIMEOUT_S = 60.0
-"""The longest wait for the next bytes of an HTTP server, and the period in which it must send `MIN_BYTES`."""
+"""The longest wait for more bytes from an HTTP server, and the period in which it must send `MIN_BYTES`."""
 
 MIN_BYTES = 64 << 10
 LINES_EVERY_S = 10.0
@@ -38,7 +38,7 @@ PROGRESS = "GRIDTRAIN_PROGRESS"
 CLEAR = "\r\x1b[K"
 _PERMANENT = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 Copy = Callable[[str, Path, int, FetchMeter], None]
-"""A function that appends to a part of a file what it lacks, as `copy_rest` does."""
+"""A function that appends to a partial file what it lacks, as `copy_rest` does."""
 
 
 def copy_rest(
@@ -48,7 +48,7 @@ def copy_rest(
     meter: FetchMeter,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Append to `part` what it lacks of a remote file.
+    """Append to `part` the bytes of a remote file that it lacks.
 
     Args:
         limit_bytes: the size of the file, or the largest size that is accepted.
@@ -57,8 +57,8 @@ def copy_rest(
 
     Raises:
         BudgetSpent: `meter` allows no more; `part` has what arrived.
-        DataError: the file is larger than it must be, or than a day's budget although it cannot be continued.
-        FileNotFoundError, PermissionError: another attempt would fail, too.
+        DataError: the file is larger than expected, or cannot be resumed and exceeds a day's budget.
+        FileNotFoundError, PermissionError: another attempt would also fail.
         Exception: the connection broke, or was too slow.  `part` has what arrived.
     """
     with part.open("ab") as local:
@@ -66,7 +66,7 @@ def copy_rest(
         if size >= limit_bytes:
             return
         with _opened(place, size) as (remote, start), _shown(place, say) as show:
-            if start != size:  # the server does not know ranges
+            if start != size:  # the server does not support ranges
                 meter.check_undivided(place, limit_bytes)
                 local.truncate(start)
             size = start
@@ -85,8 +85,8 @@ def copy_rest(
                 show(size, min(end, limit_bytes))
                 if size > limit_bytes:
                     raise DataError(
-                        f"{place} has changed: it has more than {limit_bytes} bytes",
-                        remedy="if this is right, write its index or [run.data] again",
+                        f"{place} has changed: it is now larger than {limit_bytes} bytes",
+                        remedy="if the change is intended, regenerate its index or update [run.data]",
                     )
                 if (waited_s := time.monotonic() - since_s) >= READ_TIMEOUT_S:
                     if size - before < MIN_BYTES:
@@ -98,7 +98,7 @@ def copy_rest(
 
 @contextmanager
 def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
-    """Open a remote file at byte `start`; yield it, and the byte at which it is open: `start` or 0."""
+    """Open a remote file at byte `start`; yield it, and its position: `start` or 0."""
     if place.startswith(("http://", "https://")):
         with _request(place, start) as response:
             yield response, start if response.status == 206 else 0
@@ -107,7 +107,7 @@ def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
         if start:
             try:
                 remote.seek(start)
-            except (OSError, ValueError):  # a file system that does not know ranges
+            except (OSError, ValueError):  # a file system that does not support ranges
                 start = 0
         yield remote, start
 
@@ -120,7 +120,7 @@ def _request(url: str, start: int) -> HTTPResponse:
         response: HTTPResponse = urlopen(Request(url, headers=headers), timeout=READ_TIMEOUT_S)
     except HTTPError as error:
         error.close()
-        if error.code == 416 and start:  # what is here is longer than the file
+        if error.code == 416 and start:  # the partial copy is longer than the file
             return _request(url, 0)
         raise _PERMANENT.get(error.code, ConnectionError)(f"HTTP {error.code} {error.reason}") from None
     served = response.headers.get("Content-Range", "")
@@ -140,7 +140,7 @@ def file_system(place: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:  # no package for these URLs, or no such kind of URL
         raise ConfigError(
             f"{place} cannot be read: {error}",
-            remedy="install the package that reads such URLs, or mend the URL",
+            remedy="install the package that reads such URLs, or correct the URL",
         ) from None
     return found
 
@@ -155,8 +155,8 @@ def open_remote(place: str) -> Any:
 
 @contextmanager
 def _shown(place: str, say: Callable[[str], None] | None) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows how many bytes of a file are there: in one line that is drawn again on a
-    terminal, in further lines elsewhere."""
+    """Yield a function that shows how many bytes of a file have arrived: on a terminal, in one line that is
+    redrawn; elsewhere, in further lines."""
     is_terminal = say is None and (sys.stderr.isatty() or os.environ.get(PROGRESS) == "terminal")
     say = say or (lambda text: _write(f"{text}\n"))
     name, began_s = posixpath.basename(place), time.monotonic()

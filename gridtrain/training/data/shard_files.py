@@ -1,7 +1,7 @@
-"""The files of a sharded data set: where they are, a cache of those that are not on this machine, checks.
+"""The files of a sharded data set: their locations, a cache for those not on this machine, and checks.
 
     path, file://...            opened where it is; its size and digest are compared with the index
-    https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed after a break, compared
+    https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed if interrupted, compared
     .gz, .bz2, .xz, .zst        compared, then decompressed into the cache
     .parquet, .arrow            compared, then converted in the cache (`shard_rows`)
 
@@ -37,22 +37,22 @@ from gridtrain.training.data.shard_fetch import CHUNK_BYTES, Copy, copy_rest, fi
 log = logging.getLogger("gridtrain")
 
 RETRY_AFTER_S = (1.0, 5.0, 25.0)
-"""The seconds to wait before each further attempt at fetching a file.  After `CHUNK_BYTES` more, attempts are
-counted again from the first."""
+"""The seconds to wait before each further attempt at fetching a file.  After another `CHUNK_BYTES` has
+arrived, attempts are counted again from the first."""
 
 MAX_URL = 2000
-"""The largest number of characters of a URL in an index."""
+"""The maximum number of characters in a URL in an index."""
 
 DEFAULT_LIMIT_BYTES = 20 * 10**9
 LIMIT = "GRIDTRAIN_CACHE_LIMIT"
-"""The variable with the volunteer's limit of the cache, which precedes the script's."""
+"""The variable with the volunteer's limit on the cache, which takes precedence over the script's."""
 
 _UNFINISHED = (".part", ".expanding")
-"""The suffixes of files that a worker writes while it has the lock of the same name."""
+"""The suffixes of files that a worker writes while it holds the lock of the same name."""
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _CHANGED = (
-    "fetch the file again; if the new file is the right one, write the index again with "
+    "fetch the file again; if the new file is the right one, regenerate the index with "
     "`gridtrain data index` and give it to all workers"
 )
 
@@ -63,8 +63,8 @@ class ShardFile:
 
     Attributes:
         url: a URL, a path, or a path relative to the folder of the index.
-        bytes, sha256: size and digest of the file as it is stored.
-        tokens: the number of tokens of all samples; 0 if they were not counted.
+        bytes, sha256: the size and digest of the file as it is stored.
+        tokens: the number of tokens in all samples; 0 if they were not counted.
     """
 
     url: str
@@ -97,7 +97,7 @@ def local_path(place: str) -> str:
 
 
 def join(base: str, url: str) -> str:
-    """Return the place of a URL that may be relative to `base`."""
+    """Resolve a URL, which may be relative to `base`."""
     return url if "://" in url else posixpath.join(base, url)
 
 
@@ -106,7 +106,7 @@ def parent(place: str) -> str:
 
 
 def expand(name: str) -> list[str]:
-    """Return the places that a name with `*` (in paths also `?` and `[...]`) stands for, in ascending
+    """Return the paths or URLs that match a name with `*` (in paths also `?` and `[...]`), in ascending
     order.
 
     Raises `ConfigError` if there is no such file on this machine, or if the URL cannot be listed.
@@ -138,7 +138,7 @@ def expand(name: str) -> list[str]:
 def read_bytes(place: str, max_bytes: int) -> bytes:
     """Return the contents of a small file.
 
-    Raises `ValueError` if it has more than `max_bytes`, and `OSError` if it cannot be read.
+    Raises `ValueError` if it is larger than `max_bytes`, and `OSError` if it cannot be read.
     """
     try:
         with open_remote(place) if not is_local(place) else open(local_path(place), "rb") as file:
@@ -148,12 +148,12 @@ def read_bytes(place: str, max_bytes: int) -> bytes:
     except Exception as error:  # of the library that fsspec uses, or because it is not installed
         raise OSError(f"{type(error).__name__}: {error}") from None
     if len(contents) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes} bytes")
+        raise ValueError(f"it is larger than {max_bytes} bytes")
     return contents
 
 
 def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
-    """Return a function that opens a compressed file; None if the name has no suffix of a compression."""
+    """Return a function that opens a compressed file; None if the name has no compression suffix."""
     if not place.endswith((".gz", ".bz2", ".xz", ".zst")):
         return None
     require("fsspec", f"reading the compressed file {place}")
@@ -164,14 +164,14 @@ def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
     if name not in compr:
         raise ConfigError(
             f"{place} is compressed by a method that is not installed",
-            remedy="pip install zstandard, or decompress the files and write the index again",
+            remedy="pip install zstandard, or decompress the files and regenerate the index",
         )
     opened: Callable[..., BinaryIO] = compr[name]
     return opened
 
 
 def parse_limit(name: str, text: str) -> int:
-    """Return the bytes of a size.  Raises `ConfigError` naming `name`."""
+    """Parse a size in bytes.  Raises a `ConfigError` that names `name`."""
     if limit_bytes := parse_bytes(text):
         return limit_bytes
     raise ConfigError(f"{name} is {text!r}", remedy='use a size such as "20GB"')
@@ -193,12 +193,12 @@ class ShardCache:
 
     Args:
         folder: by default `$XDG_CACHE_HOME/gridtrain/shards`.
-        limit_bytes: the size at which files are removed; the file that is opened must fit.
+        limit_bytes: the cache size above which files are removed; the file that is opened must fit.
         retry_after_s: see `RETRY_AFTER_S`.
 
     Attributes:
         meter: counts and bounds what is fetched.
-        failed_reads: the number of attempts at fetching or opening a file that have failed.
+        failed_reads: the number of failed attempts at fetching or opening a file.
     """
 
     def __init__(
@@ -232,12 +232,12 @@ class ShardCache:
 
         Args:
             convert: writes the file in another form, which is opened instead.
-            as_stored: whether to decompress nothing; a remote file is then `folder / expected.sha256` as long
+            as_stored: whether to skip decompression; a remote file is then `folder / expected.sha256` as long
                 as it is open, and its digest is compared even if it was fetched earlier.
             copy: copies a remote file.
 
         Raises:
-            DataError: the file cannot be read, or is not the one of the index.
+            DataError: the file cannot be read, or does not match the index.
         """
         expand_file = None if as_stored else _decompressor(place)
         suffix = ".rows" if convert else ".plain" if expand_file else ""
@@ -275,10 +275,10 @@ class ShardCache:
             return opened
 
     def _open_kept(self, kept: Path, stays: bool, new: Path | None = None) -> BufferedReader:
-        """Open a file of the cache; it is not removed while it is open if it `stays`.
+        """Open a file in the cache; if it `stays`, it is not removed while it is open.
 
         Args:
-            new: the file that becomes `kept` before.
+            new: a file that first replaces `kept`.
 
         Raises:
             FileNotFoundError: it is not in the cache.
@@ -307,7 +307,7 @@ class ShardCache:
         else:
             name = hashlib.sha256(place.encode()).hexdigest()
             with self._locked(name):
-                (self.folder / f"{name}.part").unlink(missing_ok=True)  # may be of an earlier file
+                (self.folder / f"{name}.part").unlink(missing_ok=True)  # may belong to an earlier file
                 raw = self._fetch(place, ShardFile(place, 0, 0, name), copy)
                 with raw.open("rb") as file:
                     nbytes, sha256 = os.fstat(file.fileno()).st_size, _sha256(file)
@@ -329,12 +329,12 @@ class ShardCache:
             ) from None
 
     def _compare(self, file: BufferedReader, place: str, expected: ShardFile, compares_digest: bool) -> None:
-        """Raise `DataError` unless size and digest are those of the index."""
+        """Raise `DataError` unless the size and digest match those recorded in the index."""
         size = os.fstat(file.fileno()).st_size
         found = ""
         if size != expected.bytes:
             what = "is truncated" if size < expected.bytes else "has changed"
-            found = f"{what}: it has {size} bytes, but {expected.bytes} according to the index"
+            found = f"{what}: it is {size} bytes long, but {expected.bytes} according to the index"
         elif compares_digest and (sha256 := _sha256(file)) != expected.sha256:
             found = f"has changed: its SHA-256 is {sha256[:12]}, but {expected.sha256[:12]} in the index"
         file.seek(0)
@@ -351,12 +351,12 @@ class ShardCache:
         present = part.stat().st_size if part.exists() else 0
         self._make_room(max(0, expected.bytes - present), expected.sha256)
         waits_s, furthest = iter(self._retry_after_s), 0
-        while True:  # at most so many attempts without another `CHUNK_BYTES`
+        while True:  # a limited number of attempts without another `CHUNK_BYTES`
             try:
                 copy(place, part, expected.bytes or self._limit_bytes, self.meter)
                 return part
             except BudgetSpent:
-                raise  # what has arrived is continued later
+                raise  # what has arrived is resumed later
             except Exception as error:  # file systems of fsspec raise errors of the libraries they use
                 self.failed_reads += 1
                 if isinstance(error, DataError | ConfigError):
@@ -387,8 +387,7 @@ class ShardCache:
         expand_file: Callable[..., BinaryIO] | None,
         convert: Convert,
     ) -> Path:
-        """Write the decompressed or converted form of a file, within the limit of the cache; return its
-        path."""
+        """Write the decompressed or converted form of a file, within the cache's limit; return its path."""
         temporary = kept.with_suffix(".expanding")
         what = f"{place}, with its decompressed or converted form,"
         make_room = partial(self._make_room, own=kept.stem, what=what)
@@ -401,7 +400,7 @@ class ShardCache:
         except (ConfigError, DataError):  # a package is missing, or there is no room
             temporary.unlink(missing_ok=True)
             raise
-        except Exception as error:  # each compression and format has errors of its own
+        except Exception as error:  # each compression and format raises its own errors
             temporary.unlink(missing_ok=True)
             self.failed_reads += 1
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -419,13 +418,13 @@ class ShardCache:
         limit.
 
         Args:
-            own: the digest of the file that needs the room, whose lock the caller has.
+            own: the digest of the file that needs the room, whose lock the caller holds.
             what: the file, for the message.
 
         Raises:
             DataError: the cache is too small.
         """
-        with self._locked("room"):  # so that no lock is found that another worker takes here
+        with self._locked("room"):  # otherwise `_remove` could find a lock held by another's `_remove`
             files, needed = [], nbytes
             for path in self.folder.iterdir():
                 try:
@@ -484,7 +483,7 @@ class _BoundedFile(FileIO):
 
 
 def _remove(path: Path) -> bool:
-    """Remove a file of the cache unless it is in use; return whether it is removed."""
+    """Remove a file from the cache unless it is in use; return whether it was removed."""
     lock = path.with_suffix(".lock") if path.suffix in _UNFINISHED else path
     try:
         with lock.open("ab") as file:

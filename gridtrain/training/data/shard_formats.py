@@ -2,7 +2,7 @@
 
     jsonl   one JSON value in each line               any value
     text    one line, in UTF-8                        str
-    tar     WebDataset: files with one base name      {"__key__": "0001", "jpg": bytes, "cls": bytes}
+    tar     WebDataset: files with the same base name {"__key__": "0001", "jpg": bytes, "cls": bytes}
     parquet, arrow, rows    one row of a table        {"text": "...", "label": 3} (`shard_rows`)
 
 Every sample is a range of bytes of the decompressed or converted file, so that any sample can be read without
@@ -25,7 +25,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.training.data import shard_rows
 
 Ranges = npt.NDArray[np.int64]
-"""(samples, 2): the first byte of each sample, and the one behind its last."""
+"""(samples, 2): the first byte of each sample, and the byte after its last."""
 
 _CHUNK_BYTES = 16 << 20
 _TAR_BLOCK_BYTES = 512
@@ -36,11 +36,11 @@ class ShardFormat:
     """A format of shards.
 
     Attributes:
-        suffixes: the ends of file names by which the format is recognized.
+        suffixes: the suffixes of file names by which the format is recognized.
         ranges: a function that finds the samples in a file; raises `ValueError` or `tarfile.TarError`.
         decode: a function that converts the bytes of one sample; raises `ValueError` or `tarfile.TarError`.
-        convert: a function that first writes the file in the form that the others read; None if they read it
-            as it is.
+        convert: a function that first writes the file in the form that the other functions read; None if they
+            read it as it is.
     """
 
     name: str
@@ -57,12 +57,12 @@ def _line_ranges(file: BinaryIO) -> Ranges:
     while chunk := file.read(_CHUNK_BYTES):
         ends.append(size + np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")))
         size += len(chunk)
-    # The last line may end without a line end; if it does not, the line behind it is empty.
+    # The last line may lack a line end; if it has one, the line after it is empty.
     stops = np.concatenate([*ends, np.array([size], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), stops[:-1] + 1])
     lengths = stops - starts
     is_sample = lengths > 0
-    for number in np.flatnonzero(lengths == 1):  # "\r\n" is an empty line, too
+    for number in np.flatnonzero(lengths == 1):  # "\r\n" is also an empty line
         file.seek(int(starts[number]))
         is_sample[number] = file.read(1) != b"\r"
     ranges: Ranges = np.stack([starts, stops], axis=1)[is_sample]
@@ -71,7 +71,7 @@ def _line_ranges(file: BinaryIO) -> Ranges:
 
 def _tar_ranges(file: BinaryIO) -> Ranges:
     """Find the samples of a WebDataset tar file: consecutive files whose names are equal up to the first dot
-    behind the last slash."""
+    after the last slash."""
     ranges: list[list[int]] = []
     latest = None
     size = file.seek(0, 2)
@@ -139,7 +139,7 @@ def format_named(name: str) -> ShardFormat:
 
 
 def format_of(place: str) -> str:
-    """Return the name of the format that fits a file's name, without the suffix of a compression; "" if none
+    """Return the name of the format that fits a file's name, ignoring a compression suffix; "" if none
     does."""
     stem = place.lower()
     for suffix in (".gz", ".bz2", ".xz", ".zst"):

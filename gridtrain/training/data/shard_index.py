@@ -1,12 +1,12 @@
-"""The index of a sharded data set: its files, with the samples, size and digest of each.
+"""The index of a sharded data set: its files, with the number of samples, size and digest of each.
 
     gridtrain data index part-*.jsonl --out index.json
 
     {"version": 1, "format": "jsonl", "tokenizer": "",
      "shards": [{"url": "part-0.jsonl", "samples": 1203, "bytes": 48213, "sha256": "9f2c...", "tokens": 0}]}
 
-Because of the index the number of samples is known before anything is read, and a file that was truncated or
-changed is noticed when it is opened.  A relative URL is relative to the folder of the index.
+With the index, the number of samples is known before anything is read, and a file that was truncated or
+changed is detected when it is opened.  A relative URL is relative to the folder of the index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSION = 1
 """The value of `version` in an index; a reader refuses others."""
 
 MAX_INDEX_BYTES = 256 << 20
-"""Largest index that is read."""
+"""The size of the largest index that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class ShardIndex:
 
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits of a digest of everything but the places of the files, which may differ from
-        worker to worker."""
+        """12 hexadecimal digits of a digest of everything but the locations of the files, which may differ
+        from worker to worker."""
         contents = [(s.samples, s.bytes, s.sha256, s.tokens) for s in self.shards]
         text = json.dumps([VERSION, self.format, self.tokenizer, contents])
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -89,7 +89,7 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
             found = body.get("version") if isinstance(body, dict) else type(body).__name__
             raise ConfigError(
                 f"{place} has version {found}; this version of gridtrain reads version {VERSION}",
-                remedy="write the index again with `gridtrain data index`",
+                remedy="regenerate the index with `gridtrain data index`",
             )
         shards = tuple(ShardFile(**entry) for entry in body["shards"])
         named, tokenizer = str(body["format"]), str(body["tokenizer"])
@@ -107,7 +107,7 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
     format_named(index.format)
     if not index.samples or any(shard.problem for shard in index.shards):
         problem = next((f"{s.url}: {s.problem}" for s in index.shards if s.problem), "no file has a sample")
-        raise ConfigError(f"{place} is not a valid index: {problem}", remedy="write the index again")
+        raise ConfigError(f"{place} is not a valid index: {problem}", remedy="regenerate the index")
     return index
 
 
@@ -115,8 +115,8 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
     """Write the index; the files are named relative to its folder if they are below it.
 
     Args:
-        url: the URL at which workers find the folder that has all files, if the files of the index are on
-            this machine; with it, names are URLs.
+        url: the URL at which workers find the folder with all files, if the files of the index are on this
+            machine; the index then contains URLs.
 
     Raises:
         ConfigError: no file has a sample, the index cannot be written, or the files are not on this machine
@@ -164,10 +164,10 @@ def build_index(
 
     Args:
         files: paths or URLs, in the order of the data set; `*` and `?` stand for parts of names.
-        format: a key of `shard_formats.FORMATS`; by default, the one that fits the names of the files.
+        format: a key of `shard_formats.FORMATS`; by default, the one that the file names indicate.
         tokenize, tokenizer: a function from a sample to its tokens, and its name, so that the tokens of each
             shard are counted (`token_packing`).
-        progress: called for each file that was read.
+        progress: called for each file that has been read.
         copy: copies a remote file.
 
     Raises:
@@ -193,7 +193,7 @@ def _read_file(
     with file:
         try:
             ranges = reader.ranges(file)
-            # Every sample is decoded, so that a damaged one is noticed before the run.
+            # Every sample is decoded, so that a damaged one is detected before the run.
             for number, (start, stop) in enumerate(ranges.tolist()):
                 where = f"sample {number} (bytes {start} to {stop}) of "
                 file.seek(start)
@@ -201,7 +201,7 @@ def _read_file(
                 tokens += 0 if tokenize is None else _count_tokens(sample, tokenize, f"{where}{place}")
         except (ValueError, TarError) as error:
             raise DataError(
-                f"{where}{place} is not {reader.name}: {error}", remedy="mend the file, or pass --format"
+                f"{where}{place} is not {reader.name}: {error}", remedy="repair the file, or pass --format"
             ) from None
     return ShardFile(place, len(ranges), nbytes, sha256, tokens)
 
@@ -226,6 +226,6 @@ def _common_format(places: Sequence[str]) -> str:
         return name
     names = shorten(", ".join(map(posixpath.basename, places)), 80)
     raise ConfigError(
-        f"the file names ({names}) do not indicate one format",
+        f"the file names ({names}) do not indicate a single format",
         remedy=f"pass --format with one of {', '.join(FORMATS)}",
     )

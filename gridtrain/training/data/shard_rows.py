@@ -1,10 +1,10 @@
-"""Files of rows: the form in which the cache has the rows of a table, such as that of a Parquet file.
+"""Files of rows: the form in which the cache stores the rows of a table, such as a Parquet file.
 
     row 0 | row 1 | ...     MessagePack of {column: value}
     end of each row, number of rows     int64, little-endian
 
 A row is then a range of bytes as in the other formats, although Parquet has no such ranges.  Numbers, texts,
-bytes, lists and mappings stay what they are; dates, times, durations, decimal numbers and UUIDs become text.
+bytes, lists and mappings keep their types; dates, times, durations, decimal numbers and UUIDs become text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BATCH_ROWS = 1024
 
 
 def write_rows(rows: Iterable[dict[str, Any]], file: BinaryIO) -> None:
-    """Write a file of rows.  Raises `ValueError` for a value that has no such form."""
+    """Write a file of rows.  Raises `ValueError` for a value that has no portable form."""
     ends, end = [], 0
     for row in rows:
         data: bytes = msgpack.packb(row, default=_plain)
@@ -43,23 +43,23 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     raise ValueError(
         f"a column has a {type(value).__name__}, which has no portable form; store it as bytes, a number, a "
-        "text or a list (of the package datasets: remove with_format, and cast_column(..., decode=False))"
+        "text or a list (with the package datasets: remove with_format, and cast_column(..., decode=False))"
     )
 
 
 def ranges(file: BinaryIO) -> npt.NDArray[np.int64]:
-    """Return the first byte of each row, and the one behind its last: (rows, 2)."""
+    """Return the first byte of each row, and the byte after its last: (rows, 2)."""
     size = file.seek(0, 2)
     file.seek(max(0, size - 8))
     count = int.from_bytes(file.read(8), "little", signed=True) if size >= 8 else -1
     start = size - 8 * (count + 1)
     if count < 0 or start < 0:
-        raise ValueError(f"its {size} bytes do not end with the places of its rows")
+        raise ValueError(f"its {size} bytes do not end with the offsets of its rows")
     file.seek(start)
     ends = np.frombuffer(file.read(8 * count), "<i8").astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), ends])[:count]
     if (count and int(ends[-1]) != start) or (not count and start) or np.any(ends <= starts):
-        raise ValueError(f"the places of its {count} rows do not fit its {size} bytes")
+        raise ValueError(f"the offsets of its {count} rows do not fit its {size} bytes")
     return np.stack([starts, ends], axis=1)
 
 

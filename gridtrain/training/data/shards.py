@@ -1,10 +1,10 @@
-"""Data sets that are read by shards: each worker opens the files that the data ledger leases to it.
+"""Data sets that are read shard by shard: each worker opens the files that the data ledger leases to it.
 
     data = gridtrain.Shards("https://host/corpus/index.json", decode=to_tensors)
     for batch in grid.batches(data, batch_size=32, epochs=1): ...
 
-`grid.batches` and `grid.sampler` read every `ShardedDataset` by shards: the ledger assigns positions shard by
-shard (`core.commit.shard_leases`), and `shard_order` gives the samples of a shard in the order of a pass.
+`grid.batches` and `grid.sampler` read every `ShardedDataset` in this way: the ledger assigns positions shard
+by shard (`core.commit.shard_leases`), and `shard_order` gives a shard's samples in the order of a pass.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Order = npt.NDArray[np.int64]
 
 @lru_cache(maxsize=8)
 def permute(count: int, seed: int, pass_number: int, part: int) -> Order:
-    """Return an order of `count` samples of one part of the data; see `random_order`."""
+    """Return a random order of the `count` samples of one part of the data; see `random_order`."""
     return random_order(count, seed, pass_number, part)
 
 
 def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
-    """Return an order of `count` samples: (count,) int64, read only.
+    """Return a random order of `count` samples: (count,) int64, read-only.
 
     The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
     """
@@ -55,14 +55,14 @@ def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
 
 
 class ShardedDataset(Dataset[Any]):
-    """A data set with an index, `dataset[i]`, whose samples are in shards of which few should be open.
+    """A data set with an index, `dataset[i]`, whose samples are in shards; only a few should be open at once.
 
     Attributes:
         shard_sizes: the number of samples of each shard, at least 1.  The samples of a shard have consecutive
             indices.
         description: a text that is equal on workers with the same data.
-        failed_reads: the number of attempts at reading that have failed.
-        while_opening: entered while a shard is being opened, which may take long.
+        failed_reads: the number of failed attempts at reading.
+        while_opening: a context that is active while a shard is being opened, which may take a long time.
     """
 
     shard_sizes: tuple[int, ...]
@@ -74,7 +74,7 @@ class ShardedDataset(Dataset[Any]):
         return sum(self.shard_sizes)
 
     def obey(self, meter: FetchMeter) -> None:
-        """Keep what is fetched from now on within the limits of `meter`, and count it there."""
+        """From now on, keep fetches within the limits of `meter`, and count them there."""
 
     def shard_order(self, shard: int, seed: int, pass_number: int) -> Order:
         """Return the indices of a shard's samples in the order in which a pass reads them: (samples,)."""
@@ -85,19 +85,20 @@ class Shards(ShardedDataset):
     """A data set of files (JSON lines, text lines, WebDataset tar, Parquet, Arrow), described by an index.
 
     A sample is what its line, its row or its group of files contains (`shard_formats`), passed through
-    `decode`; or, with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random, by
-    the data seed.
+    `decode`; or, with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random,
+    determined by the data seed.
 
     Args:
-        index: the path or the URL of an index that `gridtrain data index` has written.
+        index: the path or the URL of an index that `gridtrain data index` wrote.
         root: the folder or the URL with the files, if it is not the folder of the index.
         decode: a function from a sample to what is collated into batches.
-        pack: the number of tokens of a sequence (`token_packing`); None for samples as they are.
-        tokenize: with `pack`, the function with which the tokens of the index were counted; by default, the
-            tokenizer that the index names, on the field `text_field`.
+        pack: the number of tokens in a sequence (`token_packing`); None for samples as they are.
+        tokenize: with `pack`, the function with which the tokens in the index were counted; by default, the
+            tokenizer that the index names, applied to the field `text_field`.
         pack_seed: the seed for the order in which documents are packed, the same on all workers.
         cache: the folder for files that are fetched; by default `$XDG_CACHE_HOME/gridtrain/shards`.
-        cache_limit: the largest size of that folder, such as "20GB"; a limit of the volunteer precedes it.
+        cache_limit: the maximum size of that folder, such as "20GB"; a limit set by the volunteer takes
+            precedence.
         verify: whether the digest of a file is computed when it is opened; its size is always compared, and
             fetched files are always verified.
         keep_open: the number of files that are open at once in a process.
@@ -180,7 +181,7 @@ class Shards(ShardedDataset):
         """Return a sample.
 
         Raises:
-            DataError: its file cannot be read or is not the one of the index, or the sample is damaged.
+            DataError: its file cannot be read or does not match the index, or the sample is damaged.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -233,14 +234,14 @@ def _check_packing(index: ShardIndex, pack: int | None) -> int:
         raise ConfigError(f"pack is {pack}; it must be >= 1", remedy="pass pack=1024")
     if not index.tokenizer:
         raise ConfigError(
-            "pack was given, but the index does not have the numbers of tokens",
-            remedy="write the index again with `gridtrain data index --tokenizer NAME`",
+            "pack was given, but the index contains no token counts",
+            remedy="regenerate the index with `gridtrain data index --tokenizer NAME`",
         )
     return pack
 
 
 class _OpenFile:
-    """An open file of a data set, with the places of its samples."""
+    """An open file of a data set, with the byte ranges of its samples."""
 
     def __init__(self, place: str, file: BinaryIO, index: ShardIndex, shard: ShardFile) -> None:
         self._place, self._file, self._form = place, file, format_named(index.format)
@@ -249,16 +250,16 @@ class _OpenFile:
             self._ranges: Ranges = self._form.ranges(file)
         except (ValueError, TarError) as error:
             raise DataError(
-                f"{place} is not a {index.format} file: {error}", remedy="write the index again"
+                f"{place} is not a {index.format} file: {error}", remedy="regenerate the index"
             ) from None
         if len(self._ranges) != shard.samples:
             raise DataError(
                 f"{place} has {len(self._ranges)} samples, but {shard.samples} according to the index",
-                remedy="write the index again with `gridtrain data index`, and give it to all workers",
+                remedy="regenerate the index with `gridtrain data index`, and give it to all workers",
             )
 
     def pack(self, length: int, tokenize: token_packing.Tokenize, seed: int, tokens: int) -> None:
-        """Replace the samples by packed sequences."""
+        """Replace the samples with packed sequences."""
         try:
             packed = token_packing.pack(len(self._ranges), self._read, tokenize, seed)
         except ValueError as error:
@@ -269,7 +270,7 @@ class _OpenFile:
         if len(packed) != tokens:
             raise DataError(
                 f"{self._place} has {len(packed)} tokens, but {tokens} according to the index",
-                remedy="pass the tokenizer with which the index was written, or write the index again",
+                remedy="pass the tokenizer with which the index was written, or regenerate the index",
             )
         whole = tokens // length * length
         self._tokens = torch.from_numpy(packed[:whole].reshape(-1, length))
@@ -280,13 +281,13 @@ class _OpenFile:
     def _read(self, number: int) -> Any:
         start, stop = self._ranges[number].tolist()
         try:
-            # Not by seek and read: a forked process shares the position in the file.
+            # Not seek and read, because a forked process shares the position in the file.
             return self._form.decode(os.pread(self._file.fileno(), stop - start, start))
         except (OSError, ValueError, TarError) as error:
             raise DataError(
                 f"sample {number} of {self._place} (bytes {start} to {stop}) cannot be read: "
                 f"{type(error).__name__}: {error}",
-                remedy="mend the file, and write the index again with `gridtrain data index`",
+                remedy="repair the file, and regenerate the index with `gridtrain data index`",
             ) from None
 
     def close(self) -> None:

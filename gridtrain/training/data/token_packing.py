@@ -1,11 +1,11 @@
-"""Packing: the tokens of a shard's documents, one after the other, cut into sequences of one length.
+"""Packing: the tokens of a shard's documents, one after the other, cut into sequences of equal length.
 
     documents, in an order that the seed determines   [7 3 9 0] [4 0] [8 8 2 6 0]
     sequences of 4 tokens                             7 3 9 0 | 4 0 8 8 | 2 6 0 (dropped: 3 tokens)
 
 A sample is then a sequence, and every sample has the same number of tokens: a batch of 8 sequences of 1,024
-tokens has a budget of 8,192.  The index has the tokens of each shard, and so the number of its sequences for
-any length; the less than `length` tokens at the end of each shard are not used.
+tokens has 8,192.  The index has the number of tokens in each shard, and thus the number of its sequences for
+any length; the remaining tokens at the end of each shard, fewer than `length`, are not used.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy.typing as npt
 from gridtrain.extras import require
 
 Tokenize = Callable[[Any], Sequence[int]]
-"""A function from a sample to its tokens, with one at the end that separates documents."""
+"""A function from a sample to its tokens, the last of which separates documents."""
 
 END_OF_TEXT = 256
-"""The token behind each document of the tokenizer "bytes", whose other tokens are the bytes of UTF-8."""
+"""The token after each document with the tokenizer "bytes", whose other tokens are the bytes of UTF-8."""
 
 
 def tokenizer_named(name: str, text_field: str = "text") -> Tokenize:
     """Return the function from a sample to its tokens.
 
     Args:
-        name: "bytes", or the name or folder of a tokenizer for `transformers.AutoTokenizer`, whose token for
-            the end of a sequence is appended to each document.
-        text_field: the field with the text, if samples are not texts themselves.
+        name: "bytes", or the name or folder of a tokenizer for `transformers.AutoTokenizer`, whose
+            end-of-sequence token is appended to each document.
+        text_field: the field with the text, if samples are not strings themselves.
     """
     if name == "bytes":
         return partial(_byte_tokens, text_field)
@@ -64,7 +64,7 @@ def pack(count: int, read: Callable[[int], Any], tokenize: Tokenize, seed: int) 
 
     Args:
         count: the number of samples.
-        read: a function that returns the sample with this number.
+        read: a function that returns the sample with a given number.
     """
     order = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).permutation(count)
     parts = [np.asarray(tokenize(read(number)), np.int32) for number in order.tolist()]

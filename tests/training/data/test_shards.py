@@ -107,7 +107,7 @@ def test_an_index_without_a_sample_is_not_written(tmp_path: Path) -> None:
         ("{0}", "{0} is a folder -> name files, such as "),
         (
             "{0}/a.jsonl {0}/b.bin",
-            "(a.jsonl, b.bin) do not indicate one format -> pass --format with one of jsonl",
+            "(a.jsonl, b.bin) do not indicate a single format -> pass --format with one of jsonl",
         ),
         (
             "{0}/a.jsonl --out {0}/none/i.json",
@@ -345,5 +345,5 @@ def test_invalid_arguments_are_refused(
 
 
 def test_packing_requires_counted_tokens(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"does not have the numbers of tokens.*--tokenizer"):
+    with pytest.raises(ConfigError, match=r"contains no token counts.*--tokenizer"):
         gridtrain.Shards(write_shards(tmp_path, (2,)), pack=8)
