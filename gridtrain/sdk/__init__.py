@@ -2,7 +2,7 @@
 
 join() --> Grid                 join.py; grid.py: optimizer(), pipeline(), batches(), mean(), report(), ...
             |-- arguments.py, run_facts.py: checks, and what must be equal on all workers
-            |-- Turns           turns.py: the samples of each step, and pauses between two steps
+            |-- Turns           batches.py: the samples of each step, and pauses between two steps
             |-- run_end.py: the last checkpoint and the final model
             |-- ModelState      gridtrain.training, gridtrain.pipeline: checkpoints, residual, export
             |-- GroupSession    gridtrain.runtime: rounds, votes, the I/O thread

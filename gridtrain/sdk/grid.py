@@ -63,10 +63,10 @@ from gridtrain.sdk.arguments import (
     to_ints,
     unsupported_scaler_error,
 )
+from gridtrain.sdk.batches import Turns
 from gridtrain.sdk.reported_figures import ReportedFigures
 from gridtrain.sdk.run_end import finish_run
 from gridtrain.sdk.run_facts import run_facts
-from gridtrain.sdk.turns import Turns
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.data import readers, sampler

@@ -145,7 +145,7 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("number-bounds", "IntField.pack", _unchanged, "counts that are negative or no SQLite integer"),
         ("finite-figures", "FloatField.unpack", _unchanged, "NaN in figures and averages"),
     ],
-    "gridtrain.network.wire.schema": [
+    "gridtrain.network.wire.field_encoding": [
         (
             "record-rules",
             "RecordField._check_rule",

@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from gridtrain.core.messages import declaration
-from gridtrain.network.wire import schema
+from gridtrain.network.wire import field_encoding
 
-FILE = Path(schema.__file__).with_name("PROTOCOL.md")
+FILE = Path(field_encoding.__file__).with_name("PROTOCOL.md")
 
 
-def fields(record: schema.RecordField) -> str:
+def fields(record: field_encoding.RecordField) -> str:
     return "; ".join(f"`{name}`: {kind.name}" for name, kind in record.field_types.items()) or "none"
 
 
 def inner_types(kind: Any) -> Iterator[Any]:
     """This field type and those inside of it, inner ones first."""
     match kind:
-        case schema.RecordField(field_types=inners):
+        case field_encoding.RecordField(field_types=inners):
             inners = list(inners.values())
-        case schema.TupleField(item_types=inners):
+        case field_encoding.TupleField(item_types=inners):
             pass
-        case schema.ListField(item_type=inner) | schema.OptionalField(item_type=inner):
+        case field_encoding.ListField(item_type=inner) | field_encoding.OptionalField(item_type=inner):
             inners = [inner]
         case _:
             inners = []
@@ -40,7 +40,7 @@ def inner_types(kind: Any) -> Iterator[Any]:
 
 
 def used_types() -> dict[str, Any]:
-    return {kind.name: kind for record in schema.MESSAGES.values() for kind in inner_types(record)}
+    return {kind.name: kind for record in field_encoding.MESSAGES.values() for kind in inner_types(record)}
 
 
 def kinds() -> dict[str, str]:
@@ -50,13 +50,17 @@ def kinds() -> dict[str, str]:
         annotations = typing.get_args(getattr(declaration, name))
         declared += [one for one in annotations[1:] if isinstance(one, declaration.FieldType)]
     named = {kind.name: kind.bounds for kind in declared}
-    enums = {kind.name: kind.bounds for kind in used_types().values() if isinstance(kind, schema.EnumField)}
+    enums = {
+        kind.name: kind.bounds for kind in used_types().values() if isinstance(kind, field_encoding.EnumField)
+    }
     return named | enums
 
 
-def records() -> dict[str, schema.RecordField]:
-    codes = schema.MESSAGES.values()
-    return {n: k for n, k in used_types().items() if isinstance(k, schema.RecordField) and k not in codes}
+def records() -> dict[str, field_encoding.RecordField]:
+    codes = field_encoding.MESSAGES.values()
+    return {
+        n: k for n, k in used_types().items() if isinstance(k, field_encoding.RecordField) and k not in codes
+    }
 
 
 def update(text: str) -> str:
@@ -73,7 +77,7 @@ def update(text: str) -> str:
                 done += [line, "|---|---|", *(f"| {name} | {bounds} |" for name, bounds in kinds().items())]
         elif set(cells[0]) != {"-"}:
             if table == "code":
-                record = schema.MESSAGES[int(cells[0])]
+                record = field_encoding.MESSAGES[int(cells[0])]
                 line = f"| {cells[0]} | {record.name} | {fields(record)} | {cells[-1]} |"
             elif table == "record":
                 line = f"| {cells[0]} | {fields(records()[cells[0]])} | {cells[-1]} |"

@@ -9,7 +9,7 @@ from typing import Any
 from gridtrain.core import messages as m
 from gridtrain.core.messages import declaration
 from gridtrain.core.messages.transfer import MAX_STATE_BLOCKS
-from gridtrain.network.wire import schema
+from gridtrain.network.wire import field_encoding
 
 
 def repair(drawn: Any) -> Any:
@@ -70,15 +70,15 @@ def layout(kind: declaration.FieldType) -> Any:
             return f"text {max_bytes}"
         case declaration.WordField() | declaration.BoolField() | declaration.PayloadField():
             return kind.bounds
-        case schema.EnumField(enum=enum):
+        case field_encoding.EnumField(enum=enum):
             return f"one of {[member.value for member in enum]}"
-        case schema.OptionalField(item_type=inner):
+        case field_encoding.OptionalField(item_type=inner):
             return {"optional": layout(inner)}
-        case schema.ListField(item_type=inner, max_items=most):
+        case field_encoding.ListField(item_type=inner, max_items=most):
             return {f"0 .. {most}": layout(inner)}
-        case schema.TupleField(item_types=inners):
+        case field_encoding.TupleField(item_types=inners):
             return [layout(inner) for inner in inners]
-        case schema.RecordField(field_types=fields):
+        case field_encoding.RecordField(field_types=fields):
             return [layout(inner) for inner in fields.values()]
     raise TypeError(f"no layout for {type(kind).__name__}")
 
@@ -100,14 +100,14 @@ def sample(kind: declaration.FieldType, random: Random) -> Any:
             return random.choice(sorted(words))
         case declaration.PayloadField():
             return random.randbytes(20)
-        case schema.EnumField(enum=enum):
+        case field_encoding.EnumField(enum=enum):
             return random.choice(list(enum))
-        case schema.OptionalField(item_type=inner):
+        case field_encoding.OptionalField(item_type=inner):
             return random.choice((None, sample(inner, random)))
-        case schema.ListField(item_type=inner):
+        case field_encoding.ListField(item_type=inner):
             return tuple(sample(inner, random) for _ in range(random.randrange(4)))
-        case schema.TupleField(item_types=inners):
+        case field_encoding.TupleField(item_types=inners):
             return tuple(sample(inner, random) for inner in inners)
-        case schema.RecordField(cls=cls, field_types=fields):
+        case field_encoding.RecordField(cls=cls, field_types=fields):
             return repair(cls(**{name: sample(inner, random) for name, inner in fields.items()}))
     raise TypeError(f"no sample for {type(kind).__name__}")

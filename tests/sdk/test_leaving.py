@@ -407,7 +407,7 @@ def test_a_worker_that_leaves_before_its_first_step_keeps_its_residuals_on_disk(
     def interrupted(self: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gridtrain.sdk.turns.Turns, "__iter__", interrupted)
+    monkeypatch.setattr(gridtrain.sdk.batches.Turns, "__iter__", interrupted)
     with (
         caplog.at_level(logging.WARNING),
         gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK, min_workers=2) as group,

@@ -5,7 +5,8 @@ are the schema: a field is a `bool`, a `float`, an enum, another dataclass, one 
 end of this module, or `T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...], AtMost(n)]` of these types.  The
 method `find_problem(self) -> str | None` checks rules that involve several fields.
 
-The encoding (`gridtrain.network.wire.schema`) and the tables of PROTOCOL.md are derived from the annotations.
+The encoding (`gridtrain.network.wire.field_encoding`) and the tables of PROTOCOL.md are derived from these
+annotations.
 """
 
 from __future__ import annotations

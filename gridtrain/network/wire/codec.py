@@ -4,8 +4,8 @@
     frame 1   the payload, if the message has one         at most 64 MiB
 
 `decode` checks, in this order, the number of frames, their sizes, the msgpack encoding with all limits set,
-the message code, and each field (`schema`).  It raises only `RemoteProtocolError`; `encode` raises only
-`LocalProtocolError`.
+the message code, and each field (`field_encoding`).  It raises only `RemoteProtocolError`; `encode` raises
+only `LocalProtocolError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgpack
 from gridtrain.core.messages import Message
 from gridtrain.core.messages.declaration import FieldError
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.schema import MESSAGES
+from gridtrain.network.wire.field_encoding import MESSAGES
 
 MAX_FRAMES = 2
 MAX_HEADER_BYTES = 128 * 1024

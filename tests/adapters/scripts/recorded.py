@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import gridtrain
-from gridtrain.sdk.turns import Turns
+from gridtrain.sdk.batches import Turns
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.data.sampler import sample_indices
 

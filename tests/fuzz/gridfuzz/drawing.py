@@ -15,7 +15,7 @@ from gridfuzz.source import Source
 from gridtrain.core import messages as m
 from gridtrain.core.messages import declaration
 from gridtrain.errors import LocalProtocolError
-from gridtrain.network.wire import schema
+from gridtrain.network.wire import field_encoding
 from gridtrain.network.wire.codec import TYPE_CODES, encode
 
 Hints = Mapping[str, Sequence[Any]]
@@ -39,8 +39,8 @@ _TEXTS = (
 _PEERS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
 
 
-def record_of(cls: type) -> schema.RecordField:
-    return schema.MESSAGES[TYPE_CODES[cls]]
+def record_of(cls: type) -> field_encoding.RecordField:
+    return field_encoding.MESSAGES[TYPE_CODES[cls]]
 
 
 def message(source: Source, classes: Sequence[type], hints: Hints) -> m.Message:
@@ -82,18 +82,18 @@ def value(kind: declaration.FieldType, source: Source, hints: Hints, name: str =
             return source.choice(_TEXTS).encode()[:max_bytes].decode(errors="ignore")
         case declaration.WordField(words=words):
             return source.choice(sorted(words))
-        case schema.EnumField(enum=enum):
+        case field_encoding.EnumField(enum=enum):
             return source.choice(list(enum))
-        case schema.OptionalField(item_type=inner):
+        case field_encoding.OptionalField(item_type=inner):
             return value(inner, source, hints, name) if source.byte() & 1 else None
-        case schema.ListField(item_type=inner, max_items=most):
+        case field_encoding.ListField(item_type=inner, max_items=most):
             count = min(most, source.byte() % 5)
             return tuple(value(inner, source, hints, name) for _ in range(count))
-        case schema.TupleField(item_types=inners):
+        case field_encoding.TupleField(item_types=inners):
             return tuple(value(inner, source, hints, name) for inner in inners)
         case declaration.PayloadField():
             return source.bytes(source.choice((0, 8, 40, 200)))
-        case schema.RecordField(cls=cls, field_types=inner_kinds):
+        case field_encoding.RecordField(cls=cls, field_types=inner_kinds):
             fields = {name: value(inner, source, hints, name) for name, inner in inner_kinds.items()}
             return _repaired(cls(**fields))
     raise TypeError(f"nothing draws a {type(kind).__name__}")

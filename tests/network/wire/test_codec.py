@@ -18,7 +18,7 @@ from wire_samples import repair
 from gridtrain.core import messages as m
 from gridtrain.core.messages import declaration
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire import schema
+from gridtrain.network.wire import field_encoding
 from gridtrain.network.wire.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, TYPE_CODES, decode, encode
 
 FEW = 4  # items in a drawn list; how many are allowed is tested in test_limits.py
@@ -39,23 +39,23 @@ def values_of(kind: declaration.FieldType) -> st.SearchStrategy[Any]:
             return st.text(alphabet, max_size=max_bytes // 4)
         case declaration.WordField(words=words):
             return st.sampled_from(sorted(words))
-        case schema.EnumField(enum=enum):
+        case field_encoding.EnumField(enum=enum):
             return st.sampled_from(enum)
-        case schema.OptionalField(item_type=inner):
+        case field_encoding.OptionalField(item_type=inner):
             return st.none() | values_of(inner)
-        case schema.ListField(item_type=inner):
+        case field_encoding.ListField(item_type=inner):
             return st.lists(values_of(inner), max_size=FEW).map(tuple)
-        case schema.TupleField(item_types=inners):
+        case field_encoding.TupleField(item_types=inners):
             return st.tuples(*map(values_of, inners))
         case declaration.PayloadField():
             return st.binary(max_size=100)
-        case schema.RecordField(cls=cls, field_types=fields):
+        case field_encoding.RecordField(cls=cls, field_types=fields):
             drawn = st.builds(cls, **{name: values_of(inner) for name, inner in fields.items()})
             return drawn.map(repair)
     raise AssertionError(f"no strategy for {type(kind).__name__}")
 
 
-ALL_MESSAGES = [pytest.param(record, id=record.name) for record in schema.MESSAGES.values()]
+ALL_MESSAGES = [pytest.param(record, id=record.name) for record in field_encoding.MESSAGES.values()]
 
 
 def test_every_message_has_a_code() -> None:
@@ -65,7 +65,7 @@ def test_every_message_has_a_code() -> None:
 
 
 @pytest.mark.parametrize("record", ALL_MESSAGES)
-def test_there_and_back(record: schema.RecordField) -> None:
+def test_there_and_back(record: field_encoding.RecordField) -> None:
     @settings(max_examples=20)
     @given(values_of(record))
     def check(message: m.Message) -> None:
@@ -209,7 +209,7 @@ def test_a_hello_of_another_version_is_still_a_hello() -> None:
 def corpus() -> list[list[bytes]]:
     """A few messages of every type, the same in every run."""
     found: list[list[bytes]] = []
-    for record in schema.MESSAGES.values():
+    for record in field_encoding.MESSAGES.values():
 
         @hypothesis.seed(0)
         @settings(max_examples=8, database=None, phases=[hypothesis.Phase.generate])

@@ -10,7 +10,7 @@ import protocol_tables
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.network.wire import codec, schema, sparse_payload
+from gridtrain.network.wire import codec, field_encoding, sparse_payload
 
 TEXT = (files("gridtrain.network.wire") / "PROTOCOL.md").read_text(encoding="utf-8")
 
@@ -21,7 +21,7 @@ def test_the_tables_are_those_of_the_declarations() -> None:
 
 def test_every_message_and_every_record_has_a_row() -> None:
     codes = [int(code) for code in re.findall(r"^\| (\d+) \| [A-Z]", TEXT, re.MULTILINE)]
-    assert sorted(codes) == sorted(schema.MESSAGES)
+    assert sorted(codes) == sorted(field_encoding.MESSAGES)
     for name in protocol_tables.records():
         assert f"\n| {name} | `" in TEXT
 
@@ -67,7 +67,7 @@ def test_sparse_example(example: str) -> None:
 
 def test_the_code_of_hello_never_changes() -> None:
     assert "`[1, peer, version, software]`" in TEXT
-    assert list(schema.MESSAGES[1].field_types) == ["peer", "version", "software"]
+    assert list(field_encoding.MESSAGES[1].field_types) == ["peer", "version", "software"]
 
 
 def test_the_version_is_the_codes() -> None:

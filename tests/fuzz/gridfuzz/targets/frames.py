@@ -66,7 +66,7 @@ TARGETS = (
         (
             "gridtrain.network.wire.codec",
             "gridtrain.core.messages.declaration",
-            "gridtrain.network.wire.schema",
+            "gridtrain.network.wire.field_encoding",
         ),
         change,
         MSGPACK,
