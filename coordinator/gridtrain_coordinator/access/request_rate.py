@@ -22,7 +22,7 @@ class RequestRate:
         self._times_s: dict[PeerId, deque[float]] = {}
 
     def allow(self, key: PeerId, now_s: float, most: int) -> bool:
-        """Return whether a request is allowed now, at most `most` being allowed per window; count it if so."""
+        """Return whether a request is allowed now (at most `most` are per window); if so, count it."""
         times_s = self._times_s.pop(key, None) or deque()
         while times_s and times_s[0] <= now_s - self._window_s:
             times_s.popleft()

@@ -162,7 +162,7 @@ class CatchUp:
     def _is_snapshot_step_late(self, step: int, latest: int, now_s: float) -> bool:
         """Return whether the snapshot step is late, so that the nearer `step` replaces it.
 
-        Forgets the snapshot step once the group has reached it; until then, checks it every `SNAPSHOT_LATE_S`.
+        Forgets the step once the group has reached it; until then, checks it every `SNAPSHOT_LATE_S`.
         """
         if self._snapshot_step is None or latest >= self._snapshot_step[0]:
             self._snapshot_step = None  # the snapshots have been taken

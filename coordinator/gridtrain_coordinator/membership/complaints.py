@@ -6,7 +6,7 @@
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
     ViolationReport    broke the protocol ---------> a violation, counted elsewhere
 
-A single report by one member against another is never enough to dismiss either of them.
+A report by one member against another is never sufficient grounds for dismissing either of them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Complaints:
         """
         run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
         is_current = run.is_current(message.term, message.generation)
-        # Sent before this generation's MembershipView arrived; a process that ended is missing from both.
+        # Sent before this generation's MembershipView arrived; the end of a process may affect both of them.
         is_previous = run.is_current(message.term, message.generation + 1)
         are_members = {worker.peer, message.peer} <= run.members and worker.peer != message.peer
         if not (is_current or is_previous) or not are_members:
@@ -144,11 +144,11 @@ class StalledStep:
     1st               root       bert       no              bert
     1st, 2nd          root       clara      yes             nobody
     3rd               root       clara      yes             clara      she was suspected three times
-    3rd               dora       clara      no              dora       only she says so, and she is not the root
-    6th               root       dora       yes             erik       the newest member is considered at fault
+    3rd               dora       clara      no              dora       the only accuser, and not the root
+    6th               root       dora       yes             erik       the newest, presumed to be at fault
 
-    The root, which counts the votes, knows which member is late.  Other members can tell only whether the root
-    is late; about the rest, they know only that they have no connection to them.
+    The root, which counts the votes, knows which member is late.  Other members know this only of the root;
+    of the rest, they know only that they have no connection to them.
     """
 
     def __init__(self, run: RunState) -> None:

@@ -27,7 +27,7 @@ class StateSources:
     """Outcomes of state transfers across generations, by joining member and by source."""
 
     def __init__(self) -> None:
-        self._failed: dict[PeerId, list[PeerId]] = {}  # by joining member, the sources that failed to serve it
+        self._failed: dict[PeerId, list[PeerId]] = {}  # by joining member, the sources that failed it
         self._served: dict[PeerId, set[PeerId]] = {}  # by source, members that it served: two are enough
         self._unreliable: dict[PeerId, int] = {}  # by source, its failures since it last served a member
 

@@ -227,7 +227,7 @@ class FreezePhase:
         return not awaited <= present and now_s < min(self.delayed_until_s, run.view_change.deadline_s)
 
     def _is_known_to_wait(self, now_s: float) -> bool:
-        """Return whether one known member is still awaited; avoids a pass over all members for each report."""
+        """Return whether a known member is still awaited; avoids a pass over all members for each report."""
         run, silent = self._run, self._silent
         is_awaited = silent in run.workers and silent in run.members and silent not in run.departed_members
         is_usual = not run.partition.is_pipeline and not self.is_awaiting_members

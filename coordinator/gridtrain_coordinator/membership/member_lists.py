@@ -3,8 +3,8 @@
     can be dialled by everybody     the pages, or the changes, of one list for all of them
     otherwise                       pages of a list of its own (`AddressBook.members_for`)
 
-A member receives changes only if this coordinator has sent it the list to which they apply and it was ready in
-that generation: it then holds that list, whatever has been lost since.  A list sent again is sent in full.
+A member receives changes only if this coordinator has sent it the list to which they apply, and if it was
+ready in that generation: it then holds that list, whatever has been lost since.  Lists are resent in full.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MemberLists:
         self._changes = _changes(run.view, base, shared) if self._may_receive_changes else None
 
     def messages_for(self, viewer: m.PeerId) -> Sequence[m.MemberListPage | m.MemberListChanges]:
-        """Return the list of the generation that was just installed, in the form first sent to this member."""
+        """Return the list of the generation that was just installed, as it is first sent to this member."""
         holds_base = viewer in self._may_receive_changes
         if self._changes is not None and holds_base and viewer in self._announced.receivers:
             return [self._changes]
