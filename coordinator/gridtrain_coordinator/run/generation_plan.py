@@ -114,7 +114,7 @@ class GenerationPlanner:
         self._reorder_limits.forget(peer)
 
     def min_rate_Bps(self, senders: Collection[m.PeerId], receivers: Collection[m.PeerId]) -> float | None:
-        """Return the lowest measured rate from `senders` to `receivers`; None if there are no measurements."""
+        """Return the lowest measured rate from `senders` to `receivers`; None if none was measured."""
         return self.measured_links.min_rate_Bps(frozenset(senders), frozenset(receivers))
 
     def link_cost(self, peers: Sequence[m.PeerId], now_s: float) -> PairCost | None:
@@ -180,9 +180,9 @@ class GenerationPlanner:
     ) -> tuple[tuple[m.PeerId, ...], tuple[int, ...]]:
         """Plan the next generation; return its members in rank order, and their shares.
 
-        Members wait for this plan, so the prepared one is used.  If no plan was prepared for this basis, only a
-        few rank orders are tried, and the exchange and the shares of entries are kept.  They are reconsidered
-        in the next plan, or after `reshare_s` (`request_if_faster`).
+        Members wait for this plan, so the prepared one is used.  If no plan was prepared for this basis, only
+        a few rank orders are tried, and the exchange and the shares of entries are kept until they are
+        reconsidered in the next plan, or after `reshare_s` (`request_if_faster`).
 
         Args:
             peers: the members, longest-serving first.

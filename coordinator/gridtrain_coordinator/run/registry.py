@@ -214,7 +214,7 @@ class Registry(dict[m.PeerId, Worker]):
                 del self._silent[next(iter(self._silent))]
 
     def candidates(self, members: Collection[m.PeerId]) -> Candidates:
-        """Return the candidates for the generation after that of `members`, in a single pass over the workers."""
+        """Return the candidates for the generation that follows the one formed by `members`, in one pass."""
         newcomers: list[Worker] = []
         catching_up: list[Worker] = []
         measured_s: list[float] = []

@@ -189,7 +189,7 @@ class RunState:
         return f"{self._reason}; {here} of {self.required_workers} {'has' if here == 1 else 'have'} joined"
 
     def describe_phase(self, now_s: float) -> str:
-        """Return the reason for the phase; if none but paused workers are left, include why they are paused."""
+        """Return the reason for the phase; if only paused workers are left, include why they are paused."""
         is_empty = self.phase is RunPhase.WAITING and not self.workers
         paused = self.paused_workers.describe(self.required_workers, now_s) if is_empty else ""
         return f"{self.reason}; {paused}" if paused else self.reason
@@ -197,7 +197,7 @@ class RunState:
     # -- transitions -------------------------------------------------------------------------------
 
     def define(self, setup: m.Setup) -> None:
-        """Set the run's definition to a worker's setup: the first one, or a later one before the first step."""
+        """Set the run's definition to a worker's setup: the first, or a later one before the first step."""
         stages = max(setup.stages, self.definition.stages if self.definition is not None else 1)
         self.definition = setup
         self.partition.define(setup)

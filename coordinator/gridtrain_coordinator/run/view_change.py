@@ -90,7 +90,7 @@ class ViewChange:
         """Request another generation; the first reason is kept.
 
         Args:
-            can_wait: see the attribute, which is true only if this is true for all reasons.
+            can_wait: see the attribute, which is true only if it is true for every request.
         """
         self.can_wait = can_wait and (self.can_wait or not self.reason)
         self.reason = self.reason or reason
