@@ -363,11 +363,10 @@ def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: Cont
         return ""
     if stats.is_empty:
         return (
-            "the script has ended without a step: no step was left for it, or it does not call "
-            "gridtrain.join()"
+            "the script ended without a step: no step was left for it, or it does not call gridtrain.join()"
         )
     return (
-        f"the script has ended after step {stats.step}, before the run; start this worker again to "
+        f"the script ended after step {stats.step}, before the end of the run; start this worker again to "
         "contribute more"
     )
 

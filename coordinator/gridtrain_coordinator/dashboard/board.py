@@ -58,8 +58,8 @@ PAUSED_STATE = "paused"
 
 STATE_REASONS = {
     "joining": "its links are being measured",
-    "catching up": "receives the state while the others train",
-    "admitted": "enters with the next generation",
+    "catching up": "is receiving the state while the others train",
+    "admitted": "will enter the next generation",
 }
 
 

@@ -104,7 +104,7 @@ class Guard:
             return problem(
                 413,
                 "size",
-                f"the body's length is {length[:20]}; a body must have at most {MAX_BODY_BYTES} bytes",
+                f"the body's length is {length[:20]}; a body may be at most {MAX_BODY_BYTES} bytes long",
                 "send a smaller body",
             )
         return None

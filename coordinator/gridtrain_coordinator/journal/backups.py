@@ -185,7 +185,7 @@ def restore(backup: Path, state: Path) -> Path:
         JournalStore.open(partial).close()  # checks that it is complete
         for (
             suffix
-        ) in _BESIDE:  # remains if only the journal was removed; SQLite would apply it to the copy
+        ) in _BESIDE:  # left behind if only the journal was removed; SQLite would apply it to the copy
             (state / f"{JOURNAL}{suffix}").unlink(missing_ok=True)
         os.rename(partial, state / JOURNAL)
         _sync(state)

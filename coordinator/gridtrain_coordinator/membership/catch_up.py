@@ -48,9 +48,7 @@ class CatchUp:
         self._state_sources: tuple[m.PeerId, ...] = ()
         self._announced: tuple[m.PeerId, ...] = ()  # newcomers known to the sources
         self._fetch_sent_s: dict[m.PeerId, float] = {}  # newcomers that know the sources, and since when
-        self._snapshot_step: tuple[int, float] | None = (
-            None  # the snapshot step, and when it was sent
-        )
+        self._snapshot_step: tuple[int, float] | None = None  # the snapshot step, and when it was sent
 
     @property
     def is_active(self) -> bool:

@@ -257,8 +257,8 @@ class Membership:
         if not run.present_members:
             otherwise = f", or in {run.limits.regather_s:g} s without a model"
             return effects, (
-                f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
-                f"worker with a checkpoint has come{'' if run.partition.is_pipeline else otherwise}"
+                f'the run "{run.name}" ends when one of its {members}, all of which are disconnected, or a '
+                f"worker with a checkpoint joins{'' if run.partition.is_pipeline else otherwise}"
             )
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return effects, f'the run "{run.name}" {pending}'

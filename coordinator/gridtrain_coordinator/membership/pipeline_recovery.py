@@ -232,7 +232,7 @@ class PipelineRecovery:
         until_s, reason = self._pending_end
         left_s = math.ceil(max(0.0, until_s - now_s))
         return (
-            f"ends in {left_s} s without a model, unless workers with the missing part come before: {reason}"
+            f"ends in {left_s} s without a model, unless workers with the missing part join first: {reason}"
         )
 
     def _await_end(

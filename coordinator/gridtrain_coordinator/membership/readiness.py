@@ -85,7 +85,7 @@ class Readiness:
             return [], False  # the usual case; avoids a pass over all members for each `Ready`
         wrong = [p for p, history in histories.items() if history != run.view.history and p in run.workers]
         for peer in wrong:
-            effects += self._departures.remove_lost(peer, "is ready with another history of updates")
+            effects += self._departures.remove_lost(peer, "is ready with a different history of updates")
         late = [peer for peer in run.present_members if peer not in histories]
         if late and view_change.unrouted_reason and now_s >= self.state_transfer_deadline_s():
             view_change.request(view_change.unrouted_reason)
@@ -205,7 +205,7 @@ class Readiness:
     ) -> list[m.PeerId]:
         """Record which late members received too little; return the members that need another source."""
         run, source = self._run, self._state_source()
-        is_shared = run.view is not None and run.view.applied >= 0  # before that, the state is one member's own
+        is_shared = run.view is not None and run.view.applied >= 0  # before that, it is one member's own
         if source is None or not is_shared or set(late) & set(holders):
             return []
         self._sources.record_success(source, [peer for peer in self._joining() if peer not in late])

@@ -85,7 +85,7 @@ class AddressBook:
         """Ask the newcomer to probe the other workers, and notify them of its probes."""
         relays = self.route_table.relay_candidates(others)
         effects: list[Effect] = []
-        notices: dict[tuple[tuple[m.PeerId, str], ...], m.ExpectProbes] = {}  # most are equal and so encoded once
+        notices: dict[tuple[tuple[m.PeerId, str], ...], m.ExpectProbes] = {}  # most are equal: encoded once
         for other in others:
             route = self.route_table.address(other, newcomer, relays)
             relay = relay_of(route)

@@ -104,13 +104,13 @@ class RunState:
             self.phase = RunPhase.PAUSED
             awaited = format_count(len(self.member_list), "member")
             self._reason = (
-                f"the coordinator restarted; waiting for {awaited} to come back, unless their last lines say "
-                "that the run is finished, and where the model is"
+                f"the coordinator restarted; waiting for {awaited} to come back, unless their last output "
+                "says that the run is finished and where the model is"
             )
         elif recovered.generation:  # the journal does not record which workers were paused
             self._reason = (
-                f"no worker held the model when the coordinator restarted; {self._reason}; a paused one "
-                "joins again when it resumes"
+                f"no worker held the model when the coordinator restarted; {self._reason}; paused workers "
+                "join again when they resume"
             )
 
     def _set_members(self, members: tuple[m.Member, ...]) -> None:

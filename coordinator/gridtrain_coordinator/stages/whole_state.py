@@ -178,8 +178,8 @@ def lost_state_reason(restart: RestartPoint, stages: int, here: int) -> str:
 
 
 REMEDY = (
-    "training continues when a worker comes that holds it, in memory or on its disk: start the stopped "
-    "workers again, with the same command; only if their disks are lost, end this run with gridtrain "
+    "training continues when a worker that holds it, in memory or on its disk, joins: start the stopped "
+    "workers again with the same command; only if their disks are lost, end this run with gridtrain "
     "finish, and start a new one with another --state"
 )
 """How a run can continue if a stage of its state is missing."""
@@ -189,18 +189,18 @@ def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str
     """Explain which missing stages the run is waiting for."""
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
-        f"no present worker holds {which} of {stages} after step {applied + 1}, and the present ones have no "
-        "earlier step with all stages"
+        f"no present worker holds {which} of {stages} after step {applied + 1}, nor do the present workers "
+        "have all stages of an earlier step"
     )
 
 
-EXPORT = "gridtrain export writes, from the state folders of all workers in one folder,"
+EXPORT = "gridtrain export, given the state folders of all workers in one folder, writes"
 
 
 def end_reason(restart: RestartPoint) -> str:
     """Explain why no model is written if the owner ends the run at this point."""
     if restart.outcome is None:
-        return f"{restart.reason}; {EXPORT} the latest step of which they hold all stages, if there is one"
+        return f"{restart.reason}; {EXPORT} the latest step for which they hold all stages, if there is one"
     if restart.outcome.applied < 0:
         return "no step was committed"
     return (
