@@ -1,4 +1,4 @@
-"""Connects access control to the loop: turns replies of `Authorization` into effects in a safe order.
+"""Connects access control to the loop: turns replies from `Authorization` into effects in a safe order.
 
     pending member  Enrol -----------------> enrol ---------> JournalEntry, Send(Enrolled | Refused)
     operator        Invite, RemoveWorker --> handle_order --> JournalEntry, removals, Send(OperatorReply)
@@ -37,7 +37,7 @@ class AccessHandler:
     Args:
         authorization: the access control, which decides who has access.
         membership: the core, which dismisses the removed workers.
-        operator: the key that may give orders; None if no key may.
+        operator: the key that authorizes orders; None if there is none.
         wall: a function that returns wall-clock time in seconds, because invitations outlive a restart.
     """
 

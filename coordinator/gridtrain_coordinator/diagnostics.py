@@ -1,4 +1,4 @@
-"""The coordinator's part in `gridtrain doctor`, which checks a machine before it joins; strictly limited.
+"""The coordinator's part in `gridtrain doctor`, which checks a machine before it joins, within strict limits.
 
     pending or enrolled -- DiagnosticRequest(key, address) --> DialBack --> ReachResult --> Reachability
     member              <-- DiagnosticReply(members that expect the key, status) --

@@ -4,7 +4,7 @@
       |-- registers this machine's key with the coordinator (once) and requests the run's status
       |-- the script, leader of its own process group      <-- GRIDTRAIN_* variables, SIGINT, SIGTERM
       |     `-- its child processes (data loaders, ...)
-      `-- watchdog: a shell that kills the group when the agent is gone, even by SIGKILL
+      `-- watchdog: a shell that kills the group once the agent is gone, even after SIGKILL
 
 The owner's rules always apply (`policy_enforcer`).  While they forbid training, no script is started, and a
 running script leaves the group and waits.  A script that does not leave in time is terminated, and started

@@ -50,7 +50,7 @@ class Console:
         return False
 
     def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
-        """Show the current figures and, on a terminal, what the script does instead of training, and why."""
+        """Show the current figures and, on a terminal, what the script is doing instead of training, and why."""
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
         """Show the contributions since this start (`given`) and over all starts on this machine (`total`)."""
@@ -206,7 +206,7 @@ def _put(stream: TextIO, text: str) -> None:
 
 
 def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextConsole | JsonConsole:
-    """Make the console for a stream.
+    """Create the console for a stream.
 
     Args:
         log_format: "text" or "json"; by default text on a terminal and JSON elsewhere.

@@ -277,7 +277,7 @@ def _terminal_touched_s(terminal: str | None) -> float | None:
 
 
 def _sees_all_processes() -> bool:
-    """Return whether other users' processes are visible, as they are not in a container or in WSL."""
+    """Return whether other users' processes are visible; in a container or in WSL they are not."""
     if sys.platform != "linux":
         return True
     try:

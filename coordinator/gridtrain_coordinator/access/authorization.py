@@ -103,7 +103,7 @@ class Authorization:
 
     Args:
         run: the run's name, which is included in replies.
-        operator: the key that may give orders; None if no key may.
+        operator: the key that authorizes orders; None if there is none.
         coordinator: the coordinator's own key, which no worker may use.
         open_to_all: whether every key that was not kicked or banned is a peer; for groups within one
             process.

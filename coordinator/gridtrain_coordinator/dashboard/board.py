@@ -111,7 +111,7 @@ class Board:
     # -- input ---------------------------------------------------------------------------------
 
     def add_event(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
-        """Add an event of the coordinator's log."""
+        """Add an event from the coordinator's log."""
         name = sanitize.text(event, 40)
         shown = {
             key: value

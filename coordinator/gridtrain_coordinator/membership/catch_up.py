@@ -29,7 +29,7 @@ A state source may be in a long step, and sends its state only after that step.
 """
 
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
-"""The lead with which the step of the snapshots is chosen, in seconds and steps.
+"""How far ahead the snapshot step is chosen, in seconds and in steps.
 
 All sources take their snapshots after the same step, so the message must reach every source before it begins
 that step.

@@ -1,7 +1,7 @@
 """Removes workers from the registry, and requests another generation if they were members.
 
                registered   address known   waited for   is told
-    lost           no            yes            yes      Rejoin, when it sends something
+    lost           no            yes            yes      Rejoin, on its next message
     replaced       no            yes            no       (the new process is admitted)
     left           no            no             no
     dismissed      no            no             no       Refused, with the reason

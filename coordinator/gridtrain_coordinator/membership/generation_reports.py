@@ -22,7 +22,7 @@ from itertools import pairwise
 from gridtrain.core import messages as m
 
 MAX_AHEAD = 1_000_000
-"""The largest number of terms or generations by which a journal may be behind; others are rejected."""
+"""How many terms or generations a journal may be behind; reports that exceed this are rejected."""
 
 TERM_RAISE_INTERVAL_S = 30.0
 

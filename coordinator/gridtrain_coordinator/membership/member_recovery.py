@@ -1,9 +1,9 @@
 """Recovers the run from its members if the journal is behind the members' state (commit rule 11).
 
-    CurrentGeneration(term 3, generation 9)   known here -------------------> nothing
+    CurrentGeneration(term 3, generation 9)   already known ----------------> nothing
                                               not credible -----------------> a violation
                                               of a later coordinator -------> a warning: the later one decides
-                                              ... and all its members stay --> a higher term, after a while
+                                              ... and all members are back --> a higher term, after a while
                                               lost from the journal --------> a higher term, and Freeze
 
 This module does not make generations: the members of the recovered generation are frozen and report, as after
@@ -112,7 +112,7 @@ class MemberRecovery:
 
         Without this, workers that come back, for example because an address was changed back, would wait
         forever: they obey only the later coordinator.  Returns its term, or None if some workers may still be
-        connected to it, in which case there would be two runs.
+        connected to it, because there would then be two runs.
         """
         run, self._take_over_s = self._run, math.inf
         if self._later_term <= run.term:

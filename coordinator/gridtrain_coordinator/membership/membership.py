@@ -583,7 +583,7 @@ class Membership:
                 return notices
         if newcomers:
             joined = ", ".join(w.name for w in newcomers) + " joined"
-            # Without members, an earlier newcomer may have left while the run waited.
+            # If there are no members, an earlier newcomer may have left while the run waited.
             if run.members:
                 view_change.request(joined, can_wait=True)
             else:

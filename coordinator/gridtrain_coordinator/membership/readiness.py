@@ -4,7 +4,7 @@ MembershipView --> all members are ready with one history ---------> StartGenera
                    time is up, and no state makes progress --------> another source, another generation
                                                                      or late members are dismissed
                    a member is lost, or its history differs -------> another generation
-                   members cannot connect, and no state comes -----> another generation
+                   members cannot connect, and no state arrives ---> another generation
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEFAULT_RATE_Bps, MIN_RATE_Bps = 2.5e6, 125e3
 """The rate assumed for an unmeasured link, and the lowest rate that deadlines assume."""
 
 MIN_RATE_SHARE = 1 / 16
-"""The smallest fraction of its link's rate at which a state transfer is considered to make progress.
+"""The smallest fraction of the link's rate at which a state transfer is considered to make progress.
 
 Without this limit, a member that sends or receives very slowly could delay the other members.
 """

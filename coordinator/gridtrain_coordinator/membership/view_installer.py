@@ -234,7 +234,7 @@ class ViewInstaller:
     def resend_view(self, peer: m.PeerId) -> list[Effect]:
         """Return the messages that a member may have missed while its connection was broken.
 
-        A member ignores messages that it has received before.
+        A member ignores messages that it has already received.
         """
         run = self._run
         if peer in run.departed_members:

@@ -163,7 +163,7 @@ class WorkerAdmission:
     def _incompatibility(
         self, reference: m.Setup | None, setup: m.Setup, others: list[str]
     ) -> tuple[str, str, str] | None:
-        """Return the code, reason and remedy of the refusal; None if the setup fits the definition.
+        """Return the code, reason and remedy for refusing the setup; None if it fits the definition.
 
         Args:
             others: the names of the other workers with the run's setup.

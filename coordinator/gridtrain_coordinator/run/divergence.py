@@ -107,7 +107,7 @@ class DivergenceDetector:
     def resend(self, peer: PeerId) -> list[Effect]:
         """Return the member's notice again, because it may have been lost.
 
-        A member ignores a notice that it has received before.
+        A member ignores a notice that it has already received.
         """
         return [Send(peer, self._notices[peer])] if peer in self._notices else []
 
@@ -124,7 +124,7 @@ class DivergenceDetector:
             del self._notices[peer]
 
     def forget(self, peer: PeerId) -> None:
-        """Forget the notice to a worker that has left or whose process was replaced."""
+        """Forget the notice for a worker that has left or whose process was replaced."""
         self._notices.pop(peer, None)
 
 

@@ -79,7 +79,7 @@ class DialBackResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRemoved:
-    """The operator removed this worker, or it was removed for violations."""
+    """This worker was removed, by the operator or for violations."""
 
     peer: m.PeerId
     code: str

@@ -134,7 +134,7 @@ class GenerationPlanner:
     # -- the next generation -----------------------------------------------------------------------
 
     def prepare(self, now_s: float) -> bool:
-        """Search for the next generation's plan before the members are frozen, unless they already wait.
+        """Search for the next generation's plan before the members are frozen, unless they are waiting.
 
         `plan` uses the result if its basis is still the same and the member with rank 0 holds the state.
 

@@ -92,7 +92,7 @@ class CheckpointCatalog:
         }
 
     def add_digests(self, placement: RankPlacement, outcome: Outcome) -> RankPlacement:
-        """Add the digests of the checkpoints that members receive, as the holders report them."""
+        """Add the digests of the checkpoints that members receive, as reported by the holders."""
         at = outcome.applied, outcome.history
         known = {
             (peer, x.layers): x.digest

@@ -273,7 +273,7 @@ class StagePlacement:
         Raises `ConfigError` if a worker's memory is too small for its stage.
 
         Args:
-            states: the locations of the state, by the stages of the plan's partition.
+            states: the locations of the state, for the stages of the plan's partition.
         """
         run, peers = self._run, plan.members
         states = repartition.restricted_to(states, peers)
