@@ -50,7 +50,7 @@ class Console:
         return False
 
     def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
-        """Show the current figures and, on a terminal, what the script is doing instead of training, and why."""
+        """Show the current figures and, on a terminal, what the script is doing if it is not training."""
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
         """Show the contributions since this start (`given`) and over all starts on this machine (`total`)."""
