@@ -32,8 +32,8 @@ ENV PATH=/opt/gridtrain/bin:${PATH} \
 USER 10001:10001
 WORKDIR /state
 EXPOSE 7700 7780
-# Asks the coordinator over its port, with the operator's key; it is healthy if it answers within 4 s.
-# The timeout is longer because starting Python takes longer than that on a busy machine.
+# Queries the coordinator over its port, with the operator's key; it is healthy if it answers within 4 s.
+# The timeout is longer because starting Python may take longer than that on a busy machine.
 HEALTHCHECK --interval=10s --timeout=30s --start-period=20s --retries=3 \
     CMD ["/bin/sh", "-c", "gridtrain status --run \"${GRIDTRAIN_RUN:-default}\" --json > /dev/null"]
 # Exec form, so that SIGTERM reaches the daemon, which closes its journal.

@@ -12,8 +12,8 @@ PROJECT = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 
 
 def extra(name: str) -> list[str]:
-    """Return the requirements of an extra and of the extras that it names: worker = ["gridtrain[torch]",
-    ...]."""
+    """Return the requirements of an extra and of the extras that it includes, as in worker =
+    ["gridtrain[torch]", ...]."""
     found = []
     for line in PROJECT["optional-dependencies"][name]:
         own = re.fullmatch(rf"{PROJECT['name']}\[(.+)\]", line)

@@ -3,12 +3,12 @@
 #
 #   GRIDTRAIN_INVITATION_FILE=/invitations/local   a file: docker/compose.yaml
 #   GRIDTRAIN_INVITATION=gridtrain1:...            the text itself: docker/compose.volunteer.yaml
-#   neither                                        the arguments are passed to gridtrain, such as --help
+#   neither                                        the arguments, such as --help, are passed to gridtrain
 #
 # The invitation never appears on a command line, which every user of the machine can read.
 #
 #   GRIDTRAIN_ACCEPT=sha256:...                    run the coordinator's bundle if it has this digest
-#   GRIDTRAIN_ACCEPT_FILE=/invitations/digest      the same, the digest in a file
+#   GRIDTRAIN_ACCEPT_FILE=/invitations/digest      the same, with the digest in a file
 #   the single argument `look`                     show the bundle and its digest without running it
 #   none of these                                  the arguments are the training command
 set -eu

@@ -2,10 +2,10 @@
 #   docker build -f docker/worker.Dockerfile --target cpu  -t gridtrain-worker .
 #   docker build -f docker/worker.Dockerfile --target cuda -t gridtrain-worker:latest-cuda .
 #   docker build ... --build-arg CUDA_INDEX=https://download.pytorch.org/whl/cu126     for an older driver
-# Without BuildKit, `--target cuda` also builds the cpu image, which only takes time.
+# Without BuildKit, `--target cuda` also builds the cpu image, which does no harm but takes time.
 ARG PYTHON_IMAGE=python:3.11-slim
 
-# Dependencies come before our code, so that a change of the code does not download torch again.
+# Dependencies are installed before our code, so that a change to the code does not download torch again.
 FROM ${PYTHON_IMAGE} AS prepared
 LABEL org.gridtrain.stage="build"
 WORKDIR /src
@@ -28,10 +28,10 @@ ENV PATH=/opt/gridtrain/bin:${PATH} \
     GRIDTRAIN_EXPORT_DIR=/models
 USER 10001:10001
 WORKDIR /job
-# Healthy once the coordinator has admitted this worker and its script runs.
+# Healthy once the coordinator has admitted this worker and its script is running.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["/bin/sh", "-c", "grep -qsz ^GRIDTRAIN_IDENTITY= /proc/[0-9]*/environ"]
-# The script ends with exec, so that SIGTERM reaches the agent, which leaves the run in order.
+# The script ends with exec, so that SIGTERM reaches the agent, which leaves the run in an orderly way.
 ENTRYPOINT ["worker-entry"]
 CMD ["python", "train.py"]
 

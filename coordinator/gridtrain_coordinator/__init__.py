@@ -1,4 +1,4 @@
-"""The coordinator daemon, which admits workers, makes generations and keeps the journal, without torch.
+"""The coordinator daemon: admits workers, makes generations and keeps the journal.  Does not use torch.
 
 serving      the process: folder, keys, port, dashboard
 daemon       the loop: transport --> membership, access --> effects, in order

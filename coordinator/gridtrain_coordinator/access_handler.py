@@ -1,4 +1,4 @@
-"""Connects access control to the loop: turns replies of `Authorization` into effects in a safe order.
+"""Connects access control to the loop: turns replies from `Authorization` into effects in a safe order.
 
     pending member  Enrol -----------------> enrol ---------> JournalEntry, Send(Enrolled | Refused)
     operator        Invite, RemoveWorker --> handle_order --> JournalEntry, removals, Send(OperatorReply)
@@ -36,8 +36,8 @@ class AccessHandler:
 
     Args:
         authorization: the access control, which decides who has access.
-        membership: the core, from which removed workers are dismissed.
-        operator: the key that may give orders; None if no key may.
+        membership: the core, which dismisses the removed workers.
+        operator: the key that authorizes orders; None if there is none.
         wall: a function that returns wall-clock time in seconds, because invitations outlive a restart.
     """
 
@@ -116,7 +116,7 @@ class AccessHandler:
     def execute_order(
         self, order: m.RemoveWorker | m.Unban | m.EndRun, now_s: float
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
-        """Carry out an order of the operator or from the dashboard; return the effects and the reply."""
+        """Carry out an order from the operator or the dashboard; return the effects and the reply."""
         if isinstance(order, m.EndRun):
             effects, text = self._membership.end_run(now_s)
             return effects, m.OperatorReply(text)
@@ -127,7 +127,7 @@ class AccessHandler:
     def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
         """Record a violation, and remove the worker that committed it from the generation.
 
-        After several violations the worker is removed from the run.
+        After repeated violations, the worker is removed from the run.
         """
         outcome = self._authorization.record_violation(
             violation.peer, violation.reason, violation.accuser, now_s
@@ -142,7 +142,7 @@ class AccessHandler:
         return effects
 
     def tick(self, now_s: float) -> list[io.Effect]:
-        """Review suspected accusers; call once a second."""
+        """Review the suspected accusers; call once a second."""
         return self._apply_outcome(self._authorization.tick(now_s), now_s)
 
     def status(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class AccessHandler:
         status["removed"] = [{"peer": peer.hex()} for peer in self._authorization.removed_members()]
         for row in (*status["enrolled"], *status["removed"]):
             if name := self._membership.worker_name(bytes.fromhex(row["peer"])):
-                row["name"] = name  # of workers that have left as well, so that they can be banned by name
+                row["name"] = name  # known even after the worker has left, so that it can be banned by name
         return status
 
     def violation_count(self, peer: m.PeerId) -> int:

@@ -15,13 +15,13 @@ from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.run import events as io
 
 MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S = 4, 600.0
-"""Bundles that a worker may fetch within `RATE_WINDOW_S`; small requests have large replies."""
+"""How many bundles a worker may fetch within `RATE_WINDOW_S`; small requests have large replies."""
 
 MAX_ASKERS = 1000
 
 
 class BundleServer:
-    """Serves the run's bundle, if the run has one."""
+    """Serves the run's bundle, if there is one."""
 
     def __init__(self, bundle: Bundle | None = None) -> None:
         archive = bundle.archive if bundle is not None else b""

@@ -61,10 +61,10 @@ from gridtrain_coordinator.status_report import RateMeter, build_status, encode_
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
-"""The longest single wait; a request to stop is detected within this time."""
+"""The longest single wait; a stop request is detected within this time."""
 
 EXIT_DELAY_S = 5.0
-"""How long workers have to receive the news that the run has ended, and to leave."""
+"""How long workers have to learn that the run has ended, and to leave."""
 
 
 class StopFlag(Protocol):
@@ -113,7 +113,7 @@ def invalid_entry(error: Exception) -> JournalError:
 
 
 class Coordinator:
-    """Owns a transport, a core and a store, and closes transport and store when `run` returns.
+    """Owns a transport, a core and a store; closes the transport and the store when `run` returns.
 
     A coordinator may be constructed in one thread and run in another.
 
@@ -122,11 +122,11 @@ class Coordinator:
         store: the journal; `JournalStore.open(":memory:")` for a group within one process.
         membership: the core; its term must come from `store.next_term()`.
         access: the access control for the same core.
-        reach_s: the time limit of a dial-back in seconds.
-        log: a function that is called once for each event.
+        reach_s: the time limit for a dial-back, in seconds.
+        log: a function that is called once per event.
         exit_when_finished: whether `run` returns when the run is finished and its workers have left.
         address: the address that workers use, as `gridtrain status` shows it.
-        clock: a function that returns the seconds of a monotonic clock.
+        clock: a function that returns monotonic time in seconds.
         backups: the backups of the journal; None to make no backups.
         dashboard: the dashboard, which receives the status once a second and passes on the operator's
             orders; None if there is no dashboard.
@@ -161,7 +161,7 @@ class Coordinator:
         self._core_clock_lag_s = 0.0  # total time for which the core's clock was stopped
         self._disk_full: DiskFullMode | None = None
         self._checkups = Checkups(lambda pending, most: membership.introduce_pending_member(pending, most))
-        self._connected: set[PeerId] = set()  # workers, without pending members and the operator
+        self._connected: set[PeerId] = set()  # workers, excluding pending members and the operator
         self._backups = backups
         self._dashboard = dashboard
         self._rates = RateMeter()
@@ -190,7 +190,7 @@ class Coordinator:
     ) -> Coordinator:
         """Create a coordinator with a `Membership` for the journal's next term.
 
-        Raises `JournalError` if the journal belongs to another run or a finished run, or if an entry is
+        Raises `JournalError` if the journal belongs to another run or to a finished one, or if an entry is
         invalid.
         """
         recovered = _recover(store, run)
@@ -220,7 +220,7 @@ class Coordinator:
         )
 
     def run(self, stop: StopFlag) -> None:
-        """Serve until `stop` is set or, with `exit_when_finished`, until the run is over.
+        """Serve until `stop` is set or, with `exit_when_finished`, until the run has finished.
 
         Raises `JournalError` if a decision cannot be made durable; such a decision is not sent.  If the disk
         is full, decisions are instead held in memory and the write is retried; see `DiskFullMode`.
@@ -312,8 +312,8 @@ class Coordinator:
     def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
         """Write all journal entries in one transaction, then carry out the other effects in order.
 
-        Writing an entry before an effect that precedes it is harmless: peers cannot distinguish this from a
-        coordinator that was killed in between.  If a send fails, the core is notified once that the peer is
+        Writing an entry before an effect that precedes it is harmless: to the peers, it looks as if the
+        coordinator had been killed in between.  If a send fails, the core is notified once that the peer is
         disconnected; because the number of peers is finite, the loop ends.
         """
         failed: set[PeerId] = set()
@@ -388,14 +388,14 @@ class Coordinator:
             "no_room",
             {"reason": full.reason, "remedy": "free disk space; writing is retried every second"},
         )
-        # The reply to the command that found the disk full is not sent before its decision is durable.
+        # The reply to the command during which the disk was found full is sent once its decision is durable.
         asked = {effect.peer for effect in effects if isinstance(effect, io.Send)} - self._connected
         refusals = [io.Send(peer, mode.refusal()) for peer in sorted(asked)]
         states = [io.Send(peer, mode.state()) for peer in sorted(self._connected)]
         self._carry_out([*refusals, *states], set())
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
-        """Run a turn without making decisions, and retry writing the decisions that are not durable yet."""
+        """Run one turn without making decisions, and retry writing the decisions that are not yet durable."""
         for event in self._transport.poll(MAX_WAIT_S):
             self._track_connection(event)
             self._carry_out(self._handle_event_disk_full(mode, event), set())
@@ -429,7 +429,7 @@ class Coordinator:
                 return mode.queue_event(event)
 
     def _leave_disk_full_mode(self, mode: DiskFullMode) -> None:
-        """Carry out the decided effects, which are durable now, then handle the queued events."""
+        """Carry out the decided effects, which are now durable, then handle the queued events."""
         self._disk_full = None
         self._core_clock_lag_s += self._real_clock() - mode.began_s
         now_s = self._clock()
@@ -479,7 +479,7 @@ class Coordinator:
             if mode is None:
                 effects, reply = self._access.execute_order(order, now_s)
                 self._perform(effects, now_s)
-                mode = self._disk_full  # if the disk is full, the order is kept and carried out later
+                mode = self._disk_full  # if the disk is full, the order is stored and carried out later
             answer.set_result(reply if mode is None else mode.refusal())
 
     def _build_status(

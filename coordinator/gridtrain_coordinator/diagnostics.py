@@ -1,4 +1,4 @@
-"""The coordinator's part of `gridtrain doctor`, which checks a machine before it joins, within strict limits.
+"""The coordinator's part in `gridtrain doctor`, which checks a machine before it joins, within strict limits.
 
     pending or enrolled -- DiagnosticRequest(key, address) --> DialBack --> ReachResult --> Reachability
     member              <-- DiagnosticReply(members that expect the key, status) --
@@ -6,8 +6,8 @@
                         -- Burst 0 .. 15 ---------> BurstReceived      upload
                         -- BurstRequest ----------> Burst 0 .. 15      download
 
-A check does not use up an invitation.  The number of checks from each range of addresses and the size of each
-check are limited, and only the source address of a connection is dialled.
+A check does not use up an invitation.  The number of checks per address range and the size of each check are
+limited, and only the source address of a connection is dialled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Checkups:
     """The checks in progress.
 
     Attributes:
-        introduce: a function that tells some members to expect probes; see
+        introduce: a function that notifies some members that they will be probed; see
             `Membership.introduce_pending_member`.
     """
 
@@ -72,7 +72,7 @@ class Checkups:
         )
 
     def on_dial_back_result(self, event: ReachResult) -> list[io.Effect] | None:
-        """Handle the result of a check's `DialBack`; return None if it belongs to no check."""
+        """Handle the result of a check's `DialBack`; return None if the result does not belong to a check."""
         for requester, checkup in self._open.items():
             if checkup.key == event.peer:
                 return [io.Send(requester, m.Reachability(event.address))]
@@ -132,7 +132,7 @@ def _is_full_burst(payload: object) -> bool:
 
 
 def _addresses_at(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
-    """Return the addresses at `host`; ports of other machines must not be probed for a requester."""
+    """Return the addresses at `host`; a requester must not be able to probe the ports of other machines."""
     return tuple(
         address
         for address in addresses

@@ -4,7 +4,7 @@
     elsewhere   {"ts": "2025-01-01T12:00:03.120+00:00", "level": "info", "event": "joined", "fields": {...}}
 
 Some field values come from the network, so control characters are escaped; otherwise a worker's name could
-move the reader's cursor.
+move the cursor of the reader's terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
 
 
 def silent(level: str, event: str, fields: Mapping[str, Any]) -> None:
-    """Discard the event; used by a coordinator inside a program that writes its own output."""
+    """Discard the event; used by a coordinator embedded in a program that writes its own output."""
 
 
 def to_both(one: Log, other: Log) -> Log:
@@ -38,7 +38,7 @@ def to_both(one: Log, other: Log) -> Log:
 
 
 def is_json(stream: TextIO, log_format: str = "") -> bool:
-    """Return whether `log_to` writes JSON when called with these arguments."""
+    """Return whether `log_to` writes JSON if called with these arguments."""
     return log_format == "json" or (not log_format and not stream.isatty())
 
 
@@ -46,7 +46,7 @@ def log_to(stream: TextIO, log_format: str = "") -> Log:
     """Return a log that writes to `stream`.
 
     Args:
-        log_format: "text" or "json"; "" means text if `stream` is a terminal, else JSON.
+        log_format: "text" or "json"; "" means text if `stream` is a terminal, otherwise JSON.
     """
     format_event = _as_json
     if not is_json(stream, log_format):
@@ -74,6 +74,6 @@ def _as_text(level: str, event: str, fields: Mapping[str, Any], *, coloured: boo
 
 
 def _quote(text: str) -> str:
-    """Quote and escape a value unless it is one printable word."""
+    """Quote and escape a value unless it is a single printable word."""
     plain = text.isprintable() and text and not any(letter in text for letter in ' "=')
     return text if plain else json.dumps(text)

@@ -1,4 +1,4 @@
-"""Encodes the messages among a turn's effects, each once, although many of them go to many workers.
+"""Encodes each message among a turn's effects once, even if it goes to many workers.
 
 Send(anna, page) --+
 Send(bert, page) --+--> the frames of `page`       N members receive the same pages of a member list
@@ -13,7 +13,7 @@ from gridtrain.network.wire import codec
 
 
 class MessageBatch:
-    """Encodes messages; an object that has been encoded before is not encoded again.
+    """Encodes messages; an object that has already been encoded is not encoded again.
 
     The messages must not change while the batch exists, and the batch must not outlive the turn.
     """

@@ -1,4 +1,4 @@
-"""Runs the coordinator as a process: opens its parts, and serves until the run ends or a signal stops it.
+"""Runs the coordinator as a process: opens its parts, then serves until the run ends or a signal stops it.
 
     Settings --> folder, backup --> journal, keys --> port --> next term --> endpoint file --> loop
                                                  a start that fails up to here leaves no trace
@@ -48,14 +48,14 @@ class Settings:
 
     Attributes:
         listen: the address to listen on, "tcp://host:port"; port 0 means any free port.
-        advertise: the address that workers use; if empty, the address of `listen`.
-        state: the folder of the journal and the keys; None for `state_directory(run)`.
-        unencrypted: whether to leave connections unencrypted; allowed only on this machine, unless
+        advertise: the address that workers use; if empty, the address in `listen`.
+        state: the folder for the journal and the keys; None for `state_directory(run)`.
+        unencrypted: whether to leave connections unencrypted; allowed only within this machine, unless
             `benchmark` is set.
         backup_to: a folder for backups of the state; None to make no backups.
-        from_backup: a backup to start from, in a state folder without a journal.
+        from_backup: a backup to start from; the state folder must not contain a journal.
         dashboard: the address of the dashboard; None for no dashboard.
-        bundle: the script, with its files, that volunteers run; None if workers bring their own script.
+        bundle: the script, with its files, that volunteers run; None if workers use their own script.
         log_format: "text" or "json"; "" means text on a terminal, JSON elsewhere.
     """
 
@@ -92,7 +92,7 @@ class Settings:
 class StopOnSignal:
     """A stop flag that SIGINT and SIGTERM set.
 
-    It is a plain attribute, because a signal handler must not wait for a lock.
+    The flag is a plain attribute, because a signal handler must not wait for a lock.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class StopOnSignal:
 def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     """Run `serve` and return its exit code.
 
-    If the log is JSON, an error that ends the coordinator is written as the last line of the log.
+    If the log is JSON, an error that ends the coordinator is written as the log's last line.
     """
     try:
         return serve(settings, out=out, err=err)
@@ -125,10 +125,10 @@ def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int
 def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     """Run a coordinator over TCP in this process's main thread; return the exit code.
 
-    The exit code is 0 if the run is finished, and 128 + N if signal number N stopped the coordinator.
+    The exit code is 0 if the run is finished, and 128 + N if signal N stopped the coordinator.
 
     Args:
-        out: the stream to which the address for the workers is written.
+        out: the stream to which the workers' address is written.
         err: the stream to which the log is written.
 
     Raises:
@@ -149,7 +149,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     if status["finished"]:
         text = "the run is finished"
     elif status["world_size"]:
-        text = f"the members train on until one fails or another joins; {text}"
+        text = f"the members continue to train until one fails or another joins; {text}"
     fields = {"signal": signal.Signals(stop.signal_number).name, "reason": text}
     log_to(err, settings.log_format)("info", "stopped", fields)
     return 128 + stop.signal_number
@@ -158,7 +158,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
 def _open(
     settings: Settings, folder: Path, err: TextIO
 ) -> tuple[Coordinator, DashboardStartup, EndpointFile]:
-    """Open all parts of the coordinator, in an order in which a failed start leaves no trace."""
+    """Open all parts of the coordinator, in such an order that a failed start leaves no trace."""
     _make(folder)
     backups = _backups(settings, folder)
     with contextlib.ExitStack() as opened:  # closed again if the start fails
@@ -176,7 +176,7 @@ def _open(
         authorization = load_authorization(store, settings.run, operator, identity.public)
         transport = _open_transport(settings, identity, operator, authorization)
         opened.callback(transport.close)
-        # The port comes before the term, so that a failed start leaves no trace.
+        # The port is opened before the term is written, so that a failed start leaves no trace.
         bound = transport.listen(settings.listen)
         endpoint = EndpointFile(
             settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted
@@ -205,7 +205,7 @@ def _open_transport(
     settings: Settings, identity: Identity, operator: PeerId, authorization: Authorization
 ) -> Transport:
     from gridtrain.network.transport.zmq.zeromq_transport import (
-        ZeroMQTransport,  # not needed by groups within one process
+        ZeroMQTransport,  # imported here because groups within one process do not need it
     )
 
     sockets = ZeroMQTransport(
@@ -230,7 +230,7 @@ def load_authorization(store: JournalStore, run: str, operator: PeerId, coordina
 
 
 def relay_policy(authorization: Authorization, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
-    """Return a function that allows the relay of last resort only between two members of the run."""
+    """Return a function that allows the coordinator to relay only between two members of the run."""
 
     def may_relay(origin: PeerId, to: PeerId) -> bool:
         members = (authorization.access_role(key, time.time()) is AccessRole.PEER for key in (origin, to))
@@ -258,9 +258,9 @@ def _make(folder: Path) -> None:
 
 
 def _outward_host() -> str:
-    """Return the address of the interface with the default route, IPv4 if possible.
+    """Return the address of the interface with the default route, preferably IPv4.
 
-    Returns the loopback address if there is no default route.  Sends nothing.
+    Returns the loopback address if there is no default route.  Sends no packets.
     """
     for family, address, template in (  # documentation addresses of RFC 5737 and RFC 3849
         (socket.AF_INET, "192.0.2.1", "{}"),

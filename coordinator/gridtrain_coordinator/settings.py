@@ -1,4 +1,4 @@
-"""Turns the chosen options of `gridtrain coordinator` and `python -m gridtrain_coordinator` into settings.
+"""Converts the options of `gridtrain coordinator` and `python -m gridtrain_coordinator` into settings.
 
 The table of options is in `gridtrain.tools.options`.
 """

@@ -1,4 +1,4 @@
-"""Builds the status for `gridtrain status` and the dashboard from the core's snapshot, rates and other facts.
+"""Builds the status for `gridtrain status` and the dashboard from the core's snapshot, rates and other data.
 
 steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
 time:    now - 10 s   now      -> 2 steps a second
@@ -20,12 +20,12 @@ RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
 @dataclass(frozen=True, slots=True)
 class _Sample:
     at_s: float
-    step: int | None  # None while the run does not train
+    step: int | None  # None while the run is not training
     figures: dict[str, dict[str, float]]  # by peer
 
 
 class RateMeter:
-    """Measures the rates of growing counters over the last `WINDOW_S` seconds."""
+    """Measures how fast counters increase over the last `WINDOW_S` seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
@@ -42,8 +42,8 @@ class RateMeter:
         return self._samples[-1].at_s + SAMPLE_S if self._samples else float("-inf")
 
     def steps_per_s(self) -> float | None:
-        """Return the steps per second since training resumed, so that the step at which it resumed does not
-        count; None if the rate is unknown, the run does not train, or it was rolled back."""
+        """Return the steps per second within the window since training last resumed; None if the rate is
+        unknown, the run is not training, or it was rolled back."""
         known: list[tuple[float, int]] = []
         for sample in reversed(self._samples):
             if sample.step is None:
@@ -52,7 +52,7 @@ class RateMeter:
         return _slope(*known[-1], *known[0]) if len(known) > 1 else None
 
     def figure_per_s(self, peer: str, figure: str) -> float | None:
-        """Return a metric's increase per second; None if it is still unknown or the worker was restarted."""
+        """Return a metric's increase per second; None if not yet known or if the worker was restarted."""
         known = [
             (s.at_s, s.figures[peer][figure]) for s in self._samples if figure in s.figures.get(peer, {})
         ]
@@ -88,8 +88,8 @@ def build_status(
 ) -> dict[str, Any]:
     """Return the content of a `StatusReply`, which the dashboard shows as well.
 
-    It extends `Membership.snapshot` by software, address, now_s (the clock of the events' `at_s`), uptime_s,
-    wall_s and steps_per_s, and each member by sent_Bps and received_Bps (None while unknown).
+    It extends `Membership.snapshot` with software, address, now_s (the clock of the events' `at_s`),
+    uptime_s, wall_s and steps_per_s, and each member with sent_Bps and received_Bps (None while unknown).
     """
     members = [
         {

@@ -4,8 +4,8 @@
           -> SIGKILL inside another one -> its restart policy restarts it -> the end: four equal models
 
 Nothing remains afterwards: containers, networks, volumes and images are named after this process's project.
-Without a container engine the test is skipped with exit code 0.
-Standard library only: it runs before anything is installed.
+If there is no container engine, the test is skipped with exit code 0.
+Uses only the standard library, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DOCKER = Path(__file__).resolve().parents[1]
 WHEELS = DOCKER / "wheelhouse"
 WORKERS = 4
 STEPS = 1000
-LINE = "20Mbit"  # of each worker, up and down, so that a fast machine does not finish too early
+LINE = "20Mbit"  # each worker's limit, up and down, so that a fast machine does not finish too early
 BASE = "python:3.11-slim"
 MOST_COORDINATOR_MB = 150.0
 
 ASK_S, COMMAND_S, BUILD_S, UP_S = 20.0, 120.0, 3600.0, 300.0
 FAULT_S = 180.0
-"""Limit for the group to continue without a killed worker, and again for it to be complete."""
+"""How long the group may take to continue without a killed worker, and again to be complete."""
 TRAIN_S = 900.0
 LOOK_S = 0.5
 FURTHER = 60
@@ -41,7 +41,7 @@ FURTHER = 60
 
 
 class Failed(Exception):
-    """An expected state was not reached."""
+    """An expected state was not reached, or a command failed."""
 
 
 class Skipped(Exception):
@@ -69,7 +69,7 @@ def docker(*arguments: str, timeout_s: float = COMMAND_S) -> str:
 
 
 def compose_command() -> tuple[str, ...]:
-    """Return the compose command.  Raises `Skipped` without a container engine or a compose program."""
+    """Return the compose command.  Raises `Skipped` if there is no container engine or compose program."""
     if shutil.which("docker") is None:
         raise Skipped("`docker` is not installed")
     try:
@@ -106,21 +106,21 @@ class Stack:
         }
         if torch_index is not None:
             self._environment["TORCH_INDEX"] = torch_index
-        if compose == ("docker-compose",):  # it does not know BuildKit
+        if compose == ("docker-compose",):  # it does not support BuildKit
             self._environment |= {"COMPOSE_DOCKER_CLI_BUILD": "0", "DOCKER_BUILDKIT": "0"}
 
     def compose(self, *arguments: str, timeout_s: float = COMMAND_S) -> str:
         return run((*self._command, *arguments), timeout_s, env=self._environment)
 
     def up(self, *arguments: str) -> None:
-        """Start all services; services that are already running stay unchanged."""
+        """Start all services; services that are already running are left unchanged."""
         self.compose(
             "up", "--detach", "--no-build", "--no-recreate", "--scale", f"worker={WORKERS}", *arguments,
             timeout_s=UP_S,
         )  # fmt: skip
 
     def containers(self, service: str = "") -> list[str]:
-        """Return the ids of running and stopped containers, by number; by default of all services."""
+        """Return the ids of running and stopped containers, by number; by default, those of all services."""
         labels = [f"label=com.docker.compose.project={self.project}"]
         labels += [f"label=com.docker.compose.service={service}"] if service else []
         filters = [part for label in labels for part in ("--filter", label)]
@@ -147,12 +147,12 @@ class Stack:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def losses(self) -> list[tuple[int, float]]:
-        """Return (step, held-out loss) from the worker that was the first one at each step."""
+        """Return (step, held-out loss) from whichever worker was the first one at each step."""
         lines = [line for container in self.containers("worker") for line in self.json_lines(container)]
         return sorted((line["step"], line["loss"]) for line in lines if "loss" in line)
 
     def log_tails(self) -> str:
-        """Return the end of each container's log, for diagnosis."""
+        """Return the last lines of each container's log, for diagnosis."""
         texts = []
         for container in self.containers():
             done = subprocess.run(
@@ -166,7 +166,7 @@ class Stack:
     def remove(self) -> None:
         """Remove everything.  Raises `Failed` if something remains."""
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "10")
-        form = ("--format", "{{.Repository}}:{{.Tag}}")  # by name: an image may have several
+        form = ("--format", "{{.Repository}}:{{.Tag}}")  # by name, because an image may have several
         if tags := docker("images", *form, "--filter", f"reference=*:{self.project}*").split():
             docker("rmi", *tags)
         if stages := build_stages() - self._stages_before:
@@ -182,7 +182,7 @@ class Stack:
 
 
 def build_stages() -> set[str]:
-    """Return the ids of the unnamed images that builds keep as a cache."""
+    """Return the ids of the unnamed images that builds leave as a cache."""
     filters = ("--filter", "dangling=true", "--filter", "label=org.gridtrain.stage=build")
     return set(docker("images", "--quiet", *filters).split())
 
@@ -261,11 +261,11 @@ class Play:
         self._tell(f"after `up` it returned: {self._shown()}, loss {self.loss()[1]}")
 
     def kill_by_signal(self) -> None:
-        """Kill a worker with SIGKILL, as the kernel does when memory runs out; its restart policy restarts
-        it."""
+        """Kill a worker with SIGKILL, as the kernel does when memory runs out, and wait until its restart
+        policy restarts it."""
         victim = next(c for c in self._stack.containers("worker") if self._is_latest_first(c))
         before, generation = self.step(), int(self._picture["generation"])
-        with suppress(Failed):  # the container ends, and this command with it
+        with suppress(Failed):  # this command ends together with the container
             docker("exec", victim, "python", "-c", KILL_THE_AGENT)
         self._tell(f"SIGKILL to the agent in {name_of(victim)}, the first worker, at step {before}")
 
@@ -300,7 +300,7 @@ class Play:
         self._tell(f"all {WORKERS} ended at step {STEPS} with exit code 0 and the model {models.pop()[:16]}")
 
 
-OUTSIDE = ("1.1.1.1", 443)  # an address outside this machine
+OUTSIDE = ("1.1.1.1", 443)  # an address on the internet
 DIAL_OUT = f"""
 import socket
 try:
@@ -352,7 +352,7 @@ def check_losses(losses: list[tuple[int, float]], at_kill: float, tell: Callable
 
 @contextmanager
 def wheels_of(folder: Path | None) -> Iterator[None]:
-    """Copy wheels into the folder in which builds look for them, and remove them afterwards."""
+    """Copy wheels into the folder where builds look for them, and remove them afterwards."""
     copied: list[Path] = []
     try:
         for wheel in sorted(folder.glob("*.whl")) if folder is not None else ():

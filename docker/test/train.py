@@ -1,4 +1,4 @@
-"""The demo's training loop, which prints a JSON line every 20 steps and at the end, for compose_test.py.
+"""The demo's training loop for compose_test.py; prints a JSON line every 20 steps and at the end.
 
 {"step": 40, "loss": 3.12}                       the first worker: loss on held-out text
 {"step": 1500, "model": "9f3a...", "world": 4}   every worker, at the end: SHA-256 of its parameters

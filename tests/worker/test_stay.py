@@ -103,6 +103,7 @@ def test_a_script_that_ends_before_its_run_is_named_as_such(
     job = Job((sys.executable, "-c", SCRIPT, str(tmp_path)), coordinator.invitation())
     assert supervise(job, record, console=RecordingConsole()) == 0
     expected = (
-        "the script has ended after step 30, before the run; start this worker again to contribute more"
+        "the script ended after step 30, before the end of the run; start this worker again to contribute "
+        "more"
     )
     assert said.count(expected) == (not is_finished), said

@@ -1,19 +1,19 @@
 """Start, supervise and restart a training script on a volunteer's machine: the worker agent.
 
     gridtrain worker INVITATION -- python train.py
-      |-- registers this machine's key with the coordinator (the first time) and asks for the run's status
+      |-- registers this machine's key with the coordinator (once) and requests the run's status
       |-- the script, leader of its own process group      <-- GRIDTRAIN_* variables, SIGINT, SIGTERM
       |     `-- its child processes (data loaders, ...)
-      `-- watchdog: a shell that kills the group when the agent is gone, even by SIGKILL
+      `-- watchdog: a shell that kills the group once the agent is gone, even after SIGKILL
 
 The owner's rules always apply (`policy_enforcer`).  While they forbid training, no script is started, and a
 running script leaves the group and waits.  A script that does not leave in time is terminated, and started
 again when training is allowed.
 
-The agent passes a signal on to the script, which then leaves the run.  An import may lose the exception of
-the signal, as that of torch does; so the script is also requested to stop after its step and, if it has not
-joined the run yet, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or at a second signal, the agent
-kills the whole process group.  Ctrl-Z stops the script together with the agent, and `fg` continues both.
+The agent passes a signal on to the script, which then leaves the run.  An import, for example that of torch,
+may swallow the exception that the signal raises, so the script is also asked to stop after its step and, if
+it has not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or on a second signal, the
+agent kills the whole process group.  Ctrl-Z stops the script together with the agent; `fg` resumes both.
 
 The agent takes no part in the training: the SDK inside the script communicates with the coordinator and the
 peers.
@@ -64,35 +64,35 @@ from gridtrain_worker.training_policy import Rules
 
 Tell = Callable[[str], None]
 
-KEY_DIGITS = 12  # as the coordinator shows it
+KEY_DIGITS = 12  # as many as the coordinator shows
 _clock = time.monotonic  # replaced by tests
 TICK_S = 0.05
 PARTIAL_LINE_S = 0.1
-"""How long the beginning of a line of the script waits for its end, so that no other output tears it: Python
-writes the newline of a `print` separately to a pipe."""
+"""How long an incomplete line from the script is held back to wait for its end, so that other output does not
+split it: when `print` writes to a pipe, Python writes the newline separately."""
 GROUP_EXIT_TIMEOUT_S = 3.0
-"""Time between SIGTERM and SIGKILL for processes that remain in the script's group."""
+"""The time between SIGTERM and SIGKILL for processes that remain in the script's group."""
 
 IMPORT_GRACE_S = 1.0
-"""Longest time between a signal and SIGTERM for a script that has not joined the run, and so need not leave
-it; if it joins nevertheless, it has lost the signal."""
+"""The longest time between a signal and SIGTERM for a script that has not joined the run, and so need not
+leave it; if the script joins nevertheless, the signal was lost."""
 
 ANSWER_S = 2.0
 """How long to wait, after a failure, for the coordinator to confirm that this worker is still admitted."""
 
 ACCESS_CHECK_S = 5.0
-"""A worker that is refused for this long is considered removed.  A single refused handshake proves nothing,
-because anyone on the network path can cause it, and so can a coordinator that is restarting."""
+"""A worker that is refused for this long is considered removed.  A single refused handshake proves nothing:
+it may be caused by anyone on the network path, or by a coordinator that is restarting."""
 
 ACCESS_RETRY_S = 0.5
 
 MAX_BACKOFF_S = 30.0
 BACKOFF_RESET_S = 10.0
-"""If the script ran for this long, the pause before its restart is `Job.backoff_s` again."""
+"""If the script ran for at least this long, the pause before its restart is reset to `Job.backoff_s`."""
 
 FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
-"""Exit codes of scripts that would fail again, because of a wrong configuration or the coordinator's
-refusal."""
+"""Exit codes of scripts that would fail again, because their configuration is wrong or the coordinator
+refused them."""
 
 WATCHDOG = """
 read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
@@ -100,29 +100,29 @@ i=0
 while [ "$i" -lt "$1" ] && kill -s 0 -- "-$group"; do sleep 1; i=$((i + 1)); done
 kill -s KILL -- "-$group"
 """
-"""A POSIX shell script; $1 is the grace period in seconds.  It reads the process group, then "done" if the
+"""A POSIX shell script; $1 is the grace period in seconds.  It reads the process group, then "done" once the
 training script has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The command to run, the run to join, and the settings of both.
+    """The command to execute, the run to join, and the settings for both.
 
     Attributes:
-        command: the command with its arguments; empty to use the command of the run's bundle.
+        command: the command with its arguments; empty to use that of the run's bundle.
         invitation: the invitation from the run's owner.
-        folder: the working folder of the command; empty for the current folder.
-        name: the worker's name; empty to use a random one, which belongs to its key.
+        folder: the command's working folder; empty for the current folder.
+        name: the worker's name; empty for a random one, which is stored with its key.
         accept: the digest of a bundle accepted in advance; empty to ask.
-        dry_run: whether to stop before joining, and only show what would run.
+        dry_run: whether to stop before joining and only show what would run.
         settings: the values of `gridtrain.config.JoinConfig` by name, "data_dir" and "cache_limit", for the
             script.
-        unencrypted: whether to join a run that does not encrypt.
-        restarts: the largest number of restarts of a failed script.
+        unencrypted: whether to join a run without encryption.
+        restarts: the largest number of times that a failed script is restarted.
         controls: the owner's rules by key; see `training_policy.KEYS`.
         sensors: a file with sensor readings; empty to read this machine's sensors.
         prefix: whether to start each line of the script's output with the worker's name.
-        grace_s: the time between a signal and SIGKILL, in which the script leaves the run.
+        grace_s: the time between a signal and SIGKILL, during which the script can leave the run.
         backoff_s: the pause before the first restart; it doubles with each further early failure.
         connect_s: how long to wait for the coordinator.
 
@@ -159,14 +159,14 @@ class Job:
 
     @property
     def rules(self) -> dict[str, str]:
-        """All rules given at the start of the agent, by key."""
+        """All rules given when the agent was started, by key."""
         rates = {key: self.settings.get(f"{key}_limit", "") for key in ("upload", "download")}
         return {key: text for key, text in rates.items() if text} | dict(self.controls)
 
     def environment(
         self, entry: Enrollment, control: str = "", contribution: Path | None = None
     ) -> dict[str, str]:
-        """Return the environment variables that `gridtrain.join` reads in the script; none is secret."""
+        """Return the environment variables that `gridtrain.join` reads in the script; they are not secret."""
         variables = {
             "listen": default_listen_address(entry.coordinator),
             **self.settings,
@@ -188,22 +188,22 @@ def supervise(
 ) -> int:
     """Run the script to its end; return the exit code for this process.
 
-    The exit code is that of the script, 128 + signal if a signal killed the script, or 128 + SIGINT or
-    SIGTERM if this process was stopped.  Must be called in the main thread.
+    This is the script's exit code, 128 + N if signal N killed the script, or 128 + SIGINT or SIGTERM if this
+    process was stopped.  Must be called in the main thread.
 
     Args:
         console: shows the script's output and this machine's contribution.
         ask: asks the user to accept a bundle; None if there is no user to ask.
-        show: shows the job and its bundle in a dry run.
+        show: shows the job and its bundle during a dry run.
 
     Raises:
         CoordinatorUnreachable: the coordinator does not answer.
-        JoinRefused: the coordinator refuses this worker, or has removed it while the script ran.
+        JoinRefused: the coordinator refuses this worker, or removed it while the script was running.
         ConfigError: the program does not exist, a key file cannot be used, a rule cannot be enforced, or the
             final model cannot be written.
         TransportError: this machine cannot listen at the chosen address.
         NotAccepted: the run's bundle was not accepted.
-        DataError: the data set's file cannot be fetched.
+        DataError: the data set's file could not be fetched.
     """
     if not job.dry_run:
         check_machine(job)
@@ -245,8 +245,8 @@ def _fetch_data(
     tell: Tell,
     say: Tell | None,
 ) -> tuple[int, BundleOffer | None]:
-    """Fetch the data set's file while the rules allow it; return (0, the offer with its path), or the exit
-    code and None if the worker is stopped before."""
+    """Fetch the data set's file while the rules allow it; return (0, the offer with its path), or (exit code,
+    None) if the worker is stopped first."""
     cache = ShardCache(limit_bytes=job.cache_limit_bytes())
     cache.meter = AgentMeter(enforcer)
     while True:
@@ -260,7 +260,7 @@ def _fetch_data(
 
 
 def with_bundle(job: Job, offer: BundleOffer) -> Job:
-    """Return the job with the bundle's command and folder; make the volunteer's folders absolute paths."""
+    """Return the job with the bundle's command and folder; the volunteer's folders become absolute paths."""
     settings = dict(job.settings)
     for name in settings.keys() & {"export_dir", "state_dir"}:
         settings[name] = os.path.abspath(settings[name])
@@ -272,8 +272,8 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
 
 
 def check_machine(job: Job) -> None:
-    """Raise the error of the script if it could not write the final model, or not listen at the chosen
-    address.  This is known before the invitation is used, and before torch is imported."""
+    """Raise the script's error if it would be unable to write the final model or to listen at the chosen
+    address.  This can be determined before the invitation is used and before torch is imported."""
     if folder := job.settings.get("export_dir"):
         export_folder(job.invitation.run, folder)
     if address := job.settings.get("listen"):
@@ -315,14 +315,14 @@ def _run(
         in_a_row = failures = 0
         while _await_permission(enforcer, signals, stats):
             started_s = time.monotonic()
-            rules = enforcer.rules  # the current rate limits apply from the script's first byte
+            rules = enforcer.rules  # so that the current rate limits apply from the script's first byte
             limits = {"upload_limit": rules.upload, "download_limit": rules.download}
             capped = replace(job, settings={**job.settings, **limits})
             variables = capped.environment(entry, enforcer.path, stats.path)
             code = _run_once(job, variables, signals, enforcer, console, stats)
             stats.script_ended()
             if signals.first:
-                stats.finish()  # the reason for stopping is the last line
+                stats.finish()  # before the message, so that the reason for stopping is the last line
                 tell(f"{job.name} stopped by {_signal_name(signals.first)}")
                 return 128 + signals.first
             if enforcer.is_stopping or (code == 0 and not enforcer.has_ended_script):
@@ -337,7 +337,7 @@ def _run(
             is_removed = _is_removed(entry, signals)
             if is_removed or failures == job.restarts:
                 stats.finish()
-            if is_removed and code == JoinRefused.exit_code:  # the script has said why, but not as an error
+            if is_removed and code == JoinRefused.exit_code:  # the script reported why, but not as an error
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
                 return code
             failure = _failure(job, code, ran_s, suggest_restarts=not is_removed and job.restarts == 0)
@@ -358,22 +358,21 @@ def _run(
 
 
 def _describe_early_end(entry: Enrollment, enforcer: PolicyEnforcer, stats: ContributionStats) -> str:
-    """Return what the end of a script without an error means; "" if it was to end."""
+    """Explain why a script may have ended early without an error; return "" if its end was expected."""
     if enforcer.is_stopping or not _is_running(entry):
         return ""
     if stats.is_empty:
         return (
-            "the script has ended without a step: no step was left for it, or it does not call "
-            "gridtrain.join()"
+            "the script ended without a step: no step was left for it, or it does not call gridtrain.join()"
         )
     return (
-        f"the script has ended after step {stats.step}, before the run; start this worker again to "
+        f"the script ended after step {stats.step}, before the end of the run; start this worker again to "
         "contribute more"
     )
 
 
 def _is_running(entry: Enrollment) -> bool:
-    """Return whether the run is not finished; False if the coordinator does not answer."""
+    """Return whether the run is still in progress; False if the coordinator does not answer."""
     with contextlib.suppress(GridtrainError), entry.connect() as client:
         return not client.status(ANSWER_S).get("finished")
     return False
@@ -382,7 +381,7 @@ def _is_running(entry: Enrollment) -> bool:
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
     """Return whether the coordinator keeps refusing this worker for `ACCESS_CHECK_S`.
 
-    False if it admits the worker or does not answer, or if a signal arrives first.
+    Returns False if it admits the worker or does not answer, or if a signal arrives first.
     """
     until_s = _clock() + ACCESS_CHECK_S
     while not is_still_admitted(entry, ANSWER_S):
@@ -414,7 +413,7 @@ class SignalWatcher:
 
     Attributes:
         first: the number of the first SIGINT or SIGTERM; 0 if none has arrived.
-        count: the number of SIGINT and SIGTERM signals that have arrived.
+        count: the number of SIGINT and SIGTERM signals received.
     """
 
     def __init__(self) -> None:
@@ -441,10 +440,9 @@ class SignalWatcher:
         self._stop_requested = True
 
     def suspend_if_requested(self, group: int = 0) -> None:
-        """Stop this process and the script's group after Ctrl-Z, until SIGCONT.
+        """After Ctrl-Z, stop this process and the script's group until SIGCONT.
 
-        The terminal does not stop the group, which would otherwise continue to train while no agent enforces
-        the rules.
+        The terminal does not stop the group, which would continue to train while no agent enforced the rules.
         """
         if not self._stop_requested:
             return
@@ -511,7 +509,7 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
     """
     try:
         handle = os.pidfd_open(script.pid)
-    except (AttributeError, OSError):  # not Linux, or it has ended
+    except (AttributeError, OSError):  # not Linux, or the script has ended
         with contextlib.suppress(subprocess.TimeoutExpired):
             return script.wait(TICK_S)
         return None
@@ -526,7 +524,7 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
 
 @contextlib.contextmanager
 def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
-    """Start a shell that ends a process group if this process dies and its pipe closes.
+    """Start a shell that ends a process group if this process dies, which closes the shell's pipe.
 
     Yields a function that sets the process group.
     """
@@ -558,13 +556,13 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
 def _running_script(
     job: Job, variables: Mapping[str, str], console: Console
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the script and yield it; on exit end its whole process group."""
+    """Start the script and yield it; on exit, end its whole process group."""
     chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
     piped = job.prefix or isinstance(console, TerminalConsole)  # the live line is cleared before output
     if piped:
-        environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe buffers lines otherwise
+        environment.setdefault("PYTHONUNBUFFERED", "1")  # otherwise, output to a pipe is buffered
     if isinstance(console, TerminalConsole) and not job.prefix:
         environment[PROGRESS] = "terminal"
     is_wrapped = isinstance(console, JsonConsole)  # the lines of stderr become JSON
@@ -576,7 +574,7 @@ def _running_script(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else None,
             stderr=subprocess.PIPE if piped or is_wrapped else None,
-            process_group=0,  # Ctrl-C reaches the agent alone; data loaders end with the script
+            process_group=0,  # so that Ctrl-C reaches only the agent, and data loaders end with the script
         )
     except OSError as error:
         raise ConfigError(
@@ -625,9 +623,9 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
-    """Copy the script's output: line by line with the worker's name, or unchanged if there is no name.
+    """Copy the script's output, line by line with the worker's name, or unchanged if there is no name.
 
-    Without a name, the beginning of a line is copied after `PARTIAL_LINE_S`: it may be a prompt.
+    Without a name, an incomplete line is copied after `PARTIAL_LINE_S`, because it may be a prompt.
     """
     with pipe:
         if name:

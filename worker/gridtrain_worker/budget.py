@@ -1,9 +1,9 @@
-"""Count the bytes moved each day, in a small file that survives restarts.
+"""Count the bytes sent and received each day, in a small file that survives restarts.
 
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
-                     replaced as a whole, before `UNWRITTEN_BYTES` are missing in it, and after `UNWRITTEN_S`
+                     rewritten as a whole once `UNWRITTEN_BYTES` are missing from it, or after `UNWRITTEN_S`
 
-`others` has the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
+`others` holds the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_FILE_BYTES = 4096
 FILE = "budget.json"
 MAX_DAYS = 8
 UNWRITTEN_BYTES, UNWRITTEN_S = 1 << 20, 1.0
-"""A crash loses fewer bytes of the count, or those of so many seconds; each write waits for the disk."""
+"""The most that a crash may lose from the count, in bytes or in seconds; each write waits for the disk."""
 
 
 class Budget:
-    """Counts the bytes of each day in the file `FILE` in a worker's folder.
+    """Counts the bytes of each day, in the file `FILE` in a worker's folder.
 
     Its methods raise `ConfigError` if the file cannot be read or written, because a budget that cannot be
     enforced must not appear to be enforced.
@@ -41,13 +41,13 @@ class Budget:
         return self._days.get(today.isoformat(), 0)
 
     def add(self, nbytes: int, today: date, *, sure: bool = True) -> None:
-        """Add bytes, or none, to the count of `today`, and write the counts if it is time.
+        """Add `nbytes`, which may be 0, to the count of `today`, and write the counts if a write is due.
 
-        Bytes are counted on the day on which they are reported, so yesterday's last bytes may count for
-        today.
+        Bytes are counted on the day on which they are reported, so yesterday's last bytes may be counted
+        toward today.
 
         Args:
-            sure: whether a write returns only when the count is on disk.
+            sure: whether a write returns only once the counts are on disk.
         """
         now_s = self._clock()
         if nbytes:
@@ -61,7 +61,7 @@ class Budget:
             self.keep(sure=sure)
 
     def keep(self, *, sure: bool = True) -> None:
-        """Write the counts, unless they are already in the file."""
+        """Write the counts unless the file is up to date."""
         if not self._unwritten_bytes:
             return
         *others, (day, nbytes) = self._days.items()
@@ -82,7 +82,7 @@ class Budget:
             found = [
                 *body.get("others", {}).items(),
                 (body["day"], body["bytes"]),
-            ]  # older files have no others
+            ]  # older files have no "others"
             for day, nbytes in found:
                 if date.fromisoformat(day).isoformat() != day or type(nbytes) is not int or nbytes < 0:
                     raise ValueError(f"{nbytes!r} bytes on {day!r}")

@@ -5,7 +5,7 @@
                         cached for later           BundleOffer --ask--> accepted.json --> command, folder
 
 A bundle is accepted if its digest was accepted earlier or is given in advance, or if the user accepts it now.
-This module executes nothing, and writes files only below this machine's state folder of the run.
+This module executes nothing, and writes files only below this machine's state folder for the run.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class BundleOffer:
         entry: the worker's admission to the run.
         folder: the folder with the bundle's files, for the user to read.
         previous_digest: the digest that was accepted last; empty if there is none.
-        data: the data set's file, with its digest checked unless it is in the cache; None if the run names no
-            such file, or if it is still to be fetched.
+        data: the data set's file, whose digest has been checked unless it is in the cache; None if the run
+            names no such file, or if it has yet to be fetched.
         index: the index of the data set, whose files the script fetches; None if the run names none.
     """
 
@@ -110,7 +110,7 @@ def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
     """Check that exactly this bundle is accepted, and store its acceptance.
 
     Args:
-        given: a digest that was accepted in advance; empty if there is none.
+        given: the digest accepted in advance; empty if there is none.
         ask: asks the user to accept the bundle; None if there is no user to ask.
 
     Raises:
@@ -150,7 +150,7 @@ def _plain(digest: str) -> str:
 
 
 def _read_consents(home: Path) -> list[str]:
-    """Return the accepted digests, the latest last; none if the file cannot be read."""
+    """Return the accepted digests, latest last; none if the file cannot be read."""
     try:
         found = json.loads((home / ACCEPTED).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -162,7 +162,7 @@ def _read_consents(home: Path) -> list[str]:
 
 
 def check_packages(run: RunDescription) -> None:
-    """Raise `ConfigError` for packages that are missing or too old."""
+    """Raise `ConfigError` if any packages are missing or too old."""
     missing = []
     for name, least in run.requires:
         try:
@@ -191,11 +191,11 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | None:
-    """Find the data set's file and check its digest; return None if the run names no file, or one that is
-    still to be fetched.  A file that was fetched is not checked here, but by `fetch_data_file`.
+    """Find the data set's file and check its digest; return None if the run names no file, or if the file has
+    yet to be fetched.  A fetched file is checked by `fetch_data_file` instead.
 
     Raises:
-        ConfigError: the file is missing or has another digest.
+        ConfigError: the file is missing, or does not match the expected digest.
     """
     if run.data is None or not run.data.file:
         return None
@@ -221,7 +221,7 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
 
 
 def _is_fetched(path: Path, files: Path) -> bool:
-    """Return whether the path is a link in the bundle's folder, which only `fetch_data_file` makes."""
+    """Return whether the path is a link in the bundle's folder, which only `fetch_data_file` creates."""
     return path.is_symlink() and path.is_relative_to(files)
 
 
@@ -229,15 +229,16 @@ def _is_fetched(path: Path, files: Path) -> bool:
 def fetch_data_file(
     offer: BundleOffer, cache: ShardCache, say: Callable[[str], None] | None = None
 ) -> Iterator[BundleOffer]:
-    """Fetch the data set's file into the cache, unless it is here; yield the offer with its path.
+    """Fetch the data set's file into the cache unless the volunteer has it; yield the offer with its path.
 
-    No other run removes the file from the cache within the context.
+    Other runs cannot remove the file from the cache while the context is active.
 
     Args:
         say: see `copy_rest`.
 
     Raises:
-        DataError: the file cannot be fetched, has another digest, or does not fit into the cache.
+        DataError: the file cannot be fetched, does not match the expected digest, or does not fit into the
+            cache.
     """
     described = offer.bundle.run.data
     is_here = offer.data is not None and not _is_fetched(offer.data, offer.folder)
@@ -262,7 +263,7 @@ def fetch_data_file(
 
 
 def _cached_archive(path: Path, announced: AnnouncedBundle) -> Bundle | None:
-    """Return the bundle that was fetched earlier if it is still the announced bundle, otherwise None."""
+    """Return the bundle that was fetched earlier if it is still the announced one, otherwise None."""
     with contextlib.suppress(OSError, RemoteProtocolError), path.open("rb") as file:
         return Bundle.from_archive(file.read(MAX_BUNDLE_BYTES + 1), announced.digest)
     return None
@@ -274,7 +275,7 @@ def _fetch_archive(entry: Enrollment, announced: AnnouncedBundle, timeout_s: flo
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, unless it already has this content."""
+    """Write a file that only its owner can read, unless it already has the given content."""
     if not path.is_symlink() and path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -3,9 +3,9 @@
 terminal    the script's output, and below it one live line:
             step 410, 4 workers | here: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
             paused: battery | step 410 | here: 380 steps, ...
-text        the same as ordinary lines, for files and pipes with --log-format text
+text        the same in ordinary lines, for files and pipes with --log-format text
 JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"step": 410, ...}}
-            one object per line, as in the coordinator's log, also for lines that the script writes to
+            one object per line, as in the coordinator's log, including lines that the script writes to
             the same stream: {..., "event": "output", "fields": {"text": "step 47 is skipped ..."}}
 """
 
@@ -25,45 +25,46 @@ from gridtrain.quantities import format_bytes, format_count
 from gridtrain.runtime.contribution import Contribution
 
 CLEAR = "\x1b[A\r\x1b[J"
-"""Erases the last row of the live line and what is below it, such as ^C.
+"""Erases the last row of the live line and anything below it, such as ^C.
 
-Other rows stay, because a terminal that has become narrower does not always rewrap the line: they may be the
-script's output.  The line is ended, so that after a `kill -9` the next output begins on a line of its own."""
+Other rows are left, because they may be the script's output: a terminal that has become narrower does not
+always rewrap the line.  The live line ends with a newline, so that output after a `kill -9` starts on a new
+line."""
 
 LINES_EVERY_S = 10.0
-"""Minimum time between two lines of figures in a log."""
+"""The shortest time between two lines of figures in a log."""
 
 MAX_LINE = 1 << 16
-"""Longest part of a script's line in one JSON object, in characters; the rest follows in further objects."""
+"""The most characters of a script's line in one JSON object; the rest follows in further objects."""
 
 
 class Console:
-    """A console for agents inside a program: writes the script's output only."""
+    """A console for agents embedded in a program: writes only the script's output."""
 
     def say(self, text: str) -> None:
         """Write a sentence."""
 
     def report_error(self, text: str, exit_code: int) -> bool:
-        """Write the error that ends this process, if this console's errors differ from sentences; return
-        whether they do."""
+        """Write the error that ends this process, if this console formats errors differently from sentences;
+        return whether it does."""
         return False
 
     def show_progress(self, given: Contribution, now_s: float, untrained: str = "") -> None:
-        """Show the current figures and, on a terminal, what the script does instead of training, and why."""
+        """Show the current figures and, on a terminal, what the script is doing if it is not training."""
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
-        """Show the contributions of this start (`given`) and of all starts on this machine (`total`)."""
+        """Show the contributions since this start (`given`) and over all starts on this machine (`total`)."""
 
     def write_output(self, text: str, stream: TextIO) -> None:
         """Write a piece of the script's output."""
         _put(stream, text)
 
     def end_output(self) -> None:
-        """Write the rest of the script's last line; called when the script has ended."""
+        """Write the rest of the script's last line; called once the script has ended."""
 
 
 class _LogConsole(Console):
-    """A console that writes lines, of which few have figures."""
+    """A console that writes lines, with figures only occasionally."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -82,12 +83,12 @@ class _LogConsole(Console):
 class JsonConsole(_LogConsole):
     """A console for programs that writes one JSON object per line.
 
-    The script's output to any other stream stays unchanged.
+    The script's output to any other stream is left unchanged.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._unended = ""  # the part of the script's last line that is written so far
+        self._unended = ""  # the incomplete last line that the script has written so far
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -147,7 +148,7 @@ class TerminalConsole(Console):
         self._stream = stream
         self._live = ""
         self._drawn = ""  # the live line on the screen
-        self._mid_line = False  # the script's line is incomplete, so do not append to it
+        self._mid_line = False  # whether the script's last line is incomplete, so that none may be appended
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -190,10 +191,10 @@ class TerminalConsole(Console):
 
 
 def _put(stream: TextIO, text: str) -> None:
-    """Write a text, or drop it if it cannot be written (full disk, closed terminal).
+    """Write text, or drop it if it cannot be written (full disk, closed terminal).
 
     Raises:
-        BrokenPipeError: the reader of the pipe has closed it.
+        BrokenPipeError: the reader has closed the pipe.
     """
     try:
         stream.write(text)
@@ -205,7 +206,7 @@ def _put(stream: TextIO, text: str) -> None:
 
 
 def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextConsole | JsonConsole:
-    """Make the console for a stream.
+    """Create the console for a stream.
 
     Args:
         log_format: "text" or "json"; by default text on a terminal and JSON elsewhere.
@@ -216,7 +217,7 @@ def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextC
 
 
 def _columns(stream: TextIO) -> int:
-    """Return the width of the terminal, also if only `stream` is one; 80 if it is unknown."""
+    """Return the width of the terminal, even if only `stream` is connected to one; 80 if it is unknown."""
     columns = 0
     with suppress(OSError):
         columns = os.get_terminal_size(stream.fileno()).columns
@@ -224,7 +225,7 @@ def _columns(stream: TextIO) -> int:
 
 
 def fit_line(line: str, columns: int) -> str:
-    """Remove the last figures of a line that is too long for a terminal."""
+    """Remove the last figures from a line that is too long for the terminal."""
     if len(line) <= columns:
         return line
     ends = [found.start() for found in re.finditer(r", | \| | \(", line)]
@@ -232,7 +233,7 @@ def fit_line(line: str, columns: int) -> str:
 
 
 def live_line(given: Contribution, untrained: str = "") -> str:
-    """Format the current figures in one line; while the script does not train, begin with the reason."""
+    """Format the current figures on one line; while the script is not training, begin with the reason."""
     members = f", {format_count(given.world_size, 'worker')}" if not untrained else ""
     return (
         f"{untrained and f'{untrained} | '}step {given.step:,}{members} | here: {_work(given)} "

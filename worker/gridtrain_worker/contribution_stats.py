@@ -1,7 +1,7 @@
-"""Sum up the contributions of this machine while the script runs, at its end, and over all starts.
+"""Add up this machine's contributions while the script runs, at its end, and over all starts.
 
 The figures come from the script's process, through a file that only this agent and its script use.  They are
-shown to the volunteer only, and never sent.
+shown only to the volunteer, and never sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ContributionStats:
     """The contribution of one worker since the agent started.
 
     Args:
-        identity: the file with the worker's key; the total is stored beside it.
+        identity: the file that contains the worker's key; the total is stored beside it.
     """
 
     def __init__(self, identity: Path, voice: Console) -> None:
@@ -27,7 +27,7 @@ class ContributionStats:
         self._total_file = identity.with_suffix(".given.json")
         self._console = voice
         self._next_read_s = float("-inf")
-        self._finished = Contribution()  # of earlier scripts since the agent started
+        self._finished = Contribution()  # that of earlier scripts since the agent started
         self._current: Contribution | None = None
         self._is_reported = False
         self.path.unlink(missing_ok=True)
@@ -39,14 +39,14 @@ class ContributionStats:
 
     @property
     def step(self) -> int:
-        """The number of the run's steps when the latest script ended."""
+        """The number of steps that the run had made when the latest script ended."""
         return self._finished.step
 
     def update(self, now_s: float, untrained: str = "") -> None:
         """Read and show the figures, at most once a second.
 
         Args:
-            untrained: what the script does instead of training, and why; "" if it trains.
+            untrained: what the script is doing instead of training, and why; "" if it is training.
         """
         if now_s < self._next_read_s:
             return
@@ -77,7 +77,7 @@ class ContributionStats:
 
 
 def add_contributions(before: Contribution, now: Contribution) -> Contribution:
-    """Return the sum of both contributions; step, run and world size are those of `now`."""
+    """Return the sum of both contributions; step, run and world size are taken from `now`."""
     return replace(
         now,
         steps=before.steps + now.steps,

@@ -1,4 +1,4 @@
-"""Connect the agent with its owner's commands and its training script over a Unix socket.
+"""Connect the agent to its owner's commands and to its training script over a Unix socket.
 
 The file mode of the socket is 0600, so only this user can connect.  `PolicyEnforcer` handles the messages.
 
@@ -27,9 +27,9 @@ from gridtrain.runtime.client.worker_naming import state_directory
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100
-"""The longest path at which the socket is created, because some systems allow only 103 bytes.
+"""The longest path at which the socket is created; some systems allow only 103 bytes.
 
-If the path would be longer, the socket is created at a shorter path, and a link leads to it.
+If the path would be longer, the socket is created at a shorter path, and a link points to it.
 """
 
 MAX_CONNECTIONS = 16
@@ -46,7 +46,7 @@ class ControlSocket:
 
     Args:
         folder: this worker's private folder.
-        answer: answers a request of the owner; if it raises a `GridtrainError`, the request is refused.
+        answer: answers a request from the owner; if it raises a `GridtrainError`, the request is refused.
         greet: returns the first directive for a script, given its first message.
         hear: receives a script's status.
     """
@@ -124,7 +124,7 @@ class ControlSocket:
                 else:
                     talk.sendall(json.dumps(self._answer_or_refuse(first)).encode() + b"\n")
         except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
-            pass  # the client has gone, or did not send JSON
+            pass  # the client has disconnected, or did not send JSON
         finally:
             with self._lock:
                 self._script_connections.discard(talk)
@@ -160,8 +160,8 @@ def _lines(talk: socket.socket) -> Iterator[bytes]:
 def _free(place: Path) -> tuple[str, Path | None]:
     """Prepare a path to listen on, and remove the socket of an agent that was killed.
 
-    Returns (path, temporary folder).  The folder is None unless `place` is too long; then `place` becomes a
-    link to a socket in that folder.
+    Returns (path, temporary folder).  The folder is None unless `place` is too long; in that case, `place`
+    becomes a link to a socket in that folder.
     """
     place.unlink(missing_ok=True)
     if len(os.fsencode(place)) <= MAX_PATH_BYTES:
@@ -204,7 +204,7 @@ def ask_agent(path: Path, question: Body) -> Body:
 
 
 def running_workers() -> list[tuple[Path, Body]]:
-    """Return the socket path and the answer to `show` of each worker of this user on this machine."""
+    """Return the socket path and the answer to `show` for each of this user's workers on this machine."""
     found: list[tuple[Path, Body]] = []
     base = state_directory("default").parent
     for path in sorted(base.glob(f"*/identities/*/*/{SOCKET}")):

@@ -1,4 +1,4 @@
-"""Apply the owner's rules to a running script: read sensors and the day's traffic, and direct the script.
+"""Apply the owner's rules to a running script: read sensors and the day's traffic, and control the script.
 
 every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket
@@ -35,7 +35,7 @@ from gridtrain_worker.training_policy import (
 
 LOOK_S = 0.5
 OBEY_TIMEOUT_S = 120.0
-"""How long a script may take to finish its step after a pause or stop command before it receives SIGTERM."""
+"""How long a script may take to finish its step after a pause or stop command before SIGTERM is sent."""
 
 MAX_PAUSE_S = 366 * 86_400.0
 
@@ -50,12 +50,12 @@ class PolicyEnforcer:
 
     Args:
         folder: the folder for this worker's rules, budget and socket.
-        name: the worker's name, until the run assigns another name.
-        given: the rules of the command line; rules saved by `set` apply as well.
+        name: the worker's name, until the run assigns another one.
+        given: the rules from the command line; rules saved by `set` apply as well.
         tell: shows a message to the owner.
         run, key: identify the worker together with its name; see `control_socket.find_worker`.
         sensors: the sensors to read; by default this machine's.
-        now: returns the local time without a time zone.
+        now: returns local time without a time zone.
 
     Raises:
         ConfigError: a rule cannot be enforced on this machine.
@@ -81,11 +81,11 @@ class PolicyEnforcer:
         self._pids: tuple[int, ...] = ()
         self._script_status: Body = {}
         self._moved_bytes = 0
-        self._knows_day_bytes = False  # whether the script does; an older one does not
+        self._knows_day_bytes = False  # whether the script knows `DAY_BYTES`; older ones do not
         self._disobeyed_since_s: float | None = None
         self._greeted: set[int] = set()
         self._budget_error = ""  # the reason why traffic cannot be counted
-        # The day, and the budget that the script found too small for another step.
+        # The day, and the budget that the script found insufficient for another step.
         self._spent_budget: tuple[date, int] | None = None
         self._fault: BaseException | None = None
         self.is_stopping = False
@@ -135,7 +135,7 @@ class PolicyEnforcer:
     # -- called by the agent ---------------------------------------------------------------------
 
     def set_script(self, pid: int) -> None:
-        """Record that the script was started with this `pid`; 0 if it has ended."""
+        """Record that the script was started with this process id; 0 if it has ended."""
         with self._lock:
             self._pids = (pid,) if pid else ()
             self._script_status, self._moved_bytes, self._disobeyed_since_s = {}, 0, None
@@ -148,7 +148,7 @@ class PolicyEnforcer:
             return bool(self._script_status)
 
     def stop(self) -> None:
-        """Let the script stop after its step."""
+        """Make the script stop after its step."""
         with self._lock:
             self.is_stopping = True
             self._push()
@@ -159,16 +159,15 @@ class PolicyEnforcer:
             return self._policy.rules
 
     def raise_fault(self) -> None:
-        """Raise `RuntimeError` if the background thread has failed; no script may train without this
-        thread."""
+        """Raise `RuntimeError` if the background thread has failed; no script may train without it."""
         if self._fault is not None:
             raise RuntimeError("this worker's rules are no longer enforced") from self._fault
 
     def allow_fetch(self) -> tuple[float | None, float]:
-        """Return the download limit in bytes per second, and the bytes that are left of the budget.
+        """Return the download limit in bytes per second, and the number of bytes left in the budget.
 
         Raises:
-            BudgetSpent: the rules do not allow to train now, or this worker is stopping.
+            BudgetSpent: the rules do not currently allow training, or this worker is stopping.
         """
         self.raise_fault()
         with self._lock:
@@ -187,7 +186,7 @@ class PolicyEnforcer:
             self._count(nbytes)
 
     def _count(self, nbytes: int) -> None:
-        """Lock held.  Count bytes, or none, and write the counts if it is time."""
+        """Lock held.  Count `nbytes`, which may be 0, and write the counts if a write is due."""
         try:
             self._budget.add(nbytes, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
         except ConfigError as error:
@@ -206,13 +205,13 @@ class PolicyEnforcer:
 
     @property
     def untrained_text(self) -> str:
-        """What the script does instead of training, and why, such as "paused: battery"; "" if it trains."""
+        """What the script is doing instead of training, and why ("paused: battery"); "" if it is training."""
         with self._lock:
             state, reason = self._state(), self._reason()
             return "" if state == "training" else f"{state}: {reason}" if reason else state
 
     def note_script_ended(self) -> None:
-        """Record that the agent terminates the script because it is overdue; reset at the next script."""
+        """Record that the agent is terminating an overdue script; reset when the next script starts."""
         self.has_ended_script = True
         what = "stop" if self.is_stopping else "pause"
         self._tell(f"the script did not {what} within {OBEY_TIMEOUT_S:g} s; terminating it with SIGTERM")
@@ -244,7 +243,7 @@ class PolicyEnforcer:
             return self._status()
 
     def _save(self, write: Callable[[], None]) -> None:
-        """Save the owner's command; if that fails, it still applies until the next start."""
+        """Save the owner's command; if saving fails, the command still applies until the next start."""
         try:
             write()
         except ConfigError as error:
@@ -309,7 +308,7 @@ class PolicyEnforcer:
         }
 
     def _state(self) -> str:
-        """Return the script's state, or the state that it will have after the latest command."""
+        """Return the script's state, or its state once the latest command has taken effect."""
         if not self.decision.may_train:
             return "paused"
         state = str(self._script_status.get("state", "starting"))
@@ -322,7 +321,7 @@ class PolicyEnforcer:
 
     @property
     def _why_waiting(self) -> str:
-        """Why no worker of the run trains; "" if the run trains."""
+        """Why no worker of the run is training; "" if the run is training."""
         return str(self._script_status.get("why_waiting") or "")
 
     # -- called over the socket, by the script ---------------------------------------------------
@@ -415,8 +414,8 @@ class PolicyEnforcer:
 
 
 class AgentMeter(FetchMeter):
-    """The meter of the agent's own fetches: they are counted, and requests raise `BudgetSpent` while the
-    rules forbid training."""
+    """The meter for the agent's own fetches, which counts them; requests raise `BudgetSpent` while the rules
+    forbid training."""
 
     def __init__(self, enforcer: PolicyEnforcer) -> None:
         super().__init__(fields=[0.0] * FIELDS)

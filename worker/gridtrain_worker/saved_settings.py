@@ -1,11 +1,11 @@
-"""Store the rules and the pause that a worker's owner has set, for the next start.
+"""Store the rules and the pause set by a worker's owner, for the next start.
 
     controls.json   {"upload": "5Mbit"}                                          gridtrain worker set
     word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}
 
-`over` has the values of the command line at the time when rules were set.  If the next start has the same
-value, as a restarted service does, the rule that was set later applies; if it has a different value, the
-command line applies.
+`over` holds the command line's values at the time when rules were set.  If the value is the same on the next
+start, as it is when a service restarts, the rule that was set later applies; if it is different, the command
+line applies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SavedSettings:
         return dict(given) | self.later_rules(given)
 
     def later_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Return the saved rules that the rules `given` at this start do not replace."""
+        """Return the saved rules that are not replaced by the rules `given` at this start."""
         return {
             key: text
             for key, text in self._rules.items()
@@ -54,7 +54,7 @@ class SavedSettings:
         }
 
     def save_rules(self, settings: Mapping[str, str], given: Mapping[str, str]) -> None:
-        """Save rules that are set now; `given` are the rules of this start."""
+        """Save rules that have just been set; `given` are the rules of this start."""
         rules = {**self._rules, **settings}
         over = {key: text for key, text in self._overridden.items() if key not in settings}
         over |= {key: given[key] for key in settings if key in given}

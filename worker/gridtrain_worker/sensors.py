@@ -2,10 +2,10 @@
 
     battery      psutil; a machine without a battery is considered plugged in
     gpu          nvidia-ml-py: other programs' processes; absent if these are hidden (containers)
-    idle         logind (Linux desktop), terminals, HIDIdleTime (macOS): the latest use counts
-    temperature  nvidia-ml-py for GPUs, psutil for other parts
+    idle         logind (Linux desktop), terminals, HIDIdleTime (macOS): the most recent use counts
+    temperature  nvidia-ml-py for GPUs, psutil for other components
 
-Each source is read at most every `EVERY_S`, and only if a rule needs it; a program has `ASK_S` to answer.
+Each source is read at most every `EVERY_S`, and only if a rule needs it; a program has `ASK_S` to respond.
 Use `gridtrain.testing.FakeSensors` in tests.
 """
 
@@ -28,16 +28,16 @@ EVERY_S = 2.0
 ASK_S = 1.0
 GPU_BUSY_PERCENT = 5
 GPU_DRAWN_PERCENT = 10
-"""The GPU utilization above which another program is considered a game rather than the desktop."""
+"""The GPU utilization above which another program is taken for a game rather than the desktop."""
 
 _SYSTEM_SESSION_CLASSES = ("manager", "background")
-"""Classes of sessions that systemd opens for services and timers, without a login."""
+"""The classes of sessions that systemd opens for services and timers without a login."""
 
 UTMP = Path("/var/run/utmp")
-"""The list of logins on Linux; containers and some newer systems do not have it."""
+"""The list of logins on Linux; absent in containers and on some newer systems."""
 
 PID_NAMESPACE, OF_THE_HOST = Path("/proc/self/ns/pid"), 0xEFFFFFFC
-"""Inode of the host's PID namespace, in which all processes are visible."""
+"""The inode of the host's PID namespace, in which all processes are visible."""
 
 NO_PSUTIL = "psutil is not installed: pip install psutil"
 NO_NVML = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
@@ -59,7 +59,7 @@ class Sensors(Protocol):
 
 
 class MachineSensors:
-    """This machine's sensors; `SensorReadings.absent` names the sensors that cannot be read, with reasons."""
+    """This machine's sensors; `SensorReadings.absent` lists the sensors that cannot be read, with reasons."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -122,7 +122,7 @@ class MachineSensors:
             running = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
             if running - known:
                 return True
-            if running & known:  # also while our script is paused, because it stays on the GPU
+            if running & known:  # even while our script is paused, because it remains on the GPU
                 if self._is_drawn_by_others(gpu, known):
                     return True
             elif self._busy_percent(gpu) > GPU_BUSY_PERCENT:
@@ -133,7 +133,7 @@ class MachineSensors:
         since_us = int((time.time() - 2 * EVERY_S) * 1e6)
         try:
             told = self._nvml.nvmlDeviceGetProcessUtilization(gpu, since_us)
-        except self._nvml.NVMLError:  # no program has used it since then, or an old card does not report it
+        except self._nvml.NVMLError:  # no program has used the GPU since then, or it is too old to report use
             return False
         return any(one.pid not in known and one.smUtil > GPU_DRAWN_PERCENT for one in told)
 
@@ -157,7 +157,7 @@ class MachineSensors:
     # -- idle time -------------------------------------------------------------------------------
 
     def _idle_s(self) -> float:
-        """Return the seconds since a person last used this machine, at a desktop or a terminal."""
+        """Return the seconds since someone last used this machine, at a desktop or a terminal."""
         desktops = [idle_s for ask in (_logind_idle_s, _hid_idle_s) if (idle_s := ask()) is not None]
         terminals_s = self._terminals_idle_s(desktop_told=bool(desktops))
         found = [*desktops, *([] if terminals_s is None else [terminals_s])]
@@ -188,7 +188,7 @@ class MachineSensors:
 
 
 NOBODY_IDLE_S = 1e6
-"""Idle time of a machine on which no user is logged in."""
+"""The idle time of a machine on which no user is logged in."""
 
 
 class _SensorUnavailable(Exception):
@@ -229,7 +229,7 @@ def _family(psutil: Any, ours: Collection[int]) -> set[int]:
 
 
 def _logind_idle_s() -> float | None:
-    """Return the seconds for which all sessions of systemd have been idle; None if unknown.
+    """Return how many seconds all systemd sessions have been idle; None if unknown.
 
     Returns `NOBODY_IDLE_S` if no user has a session, unless there is also a list of logins to examine.
     """
@@ -269,7 +269,7 @@ def _hid_idle_s() -> float | None:
 
 
 def _terminal_touched_s(terminal: str | None) -> float | None:
-    """Return the wall-clock time of the last key press at a terminal; None if it is not a terminal."""
+    """Return the wall-clock time of the last key press at a terminal; None if there is no such terminal."""
     try:
         return os.stat(f"/dev/{terminal}").st_atime if terminal else None
     except OSError:
@@ -277,7 +277,7 @@ def _terminal_touched_s(terminal: str | None) -> float | None:
 
 
 def _sees_all_processes() -> bool:
-    """Return whether the processes of other users are visible; they are not in a container or in WSL."""
+    """Return whether other users' processes are visible; in a container or in WSL they are not."""
     if sys.platform != "linux":
         return True
     try:
@@ -287,7 +287,7 @@ def _sees_all_processes() -> bool:
 
 
 def _command_output(*command: str) -> str | None:
-    """Run a program; return its output, or None if it is not installed, fails or is too slow."""
+    """Run a program; return its output, or None if it is not installed, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,13 +1,13 @@
-"""Decide from a volunteer's rules and sensor readings whether the script may train now.
+"""Decide, from a volunteer's rules and sensor readings, whether the script may train now.
 
     rules (gridtrain worker set) ------+
     readings (sensors.py, testing) ----+--> TrainingPolicy.decide --> PolicyDecision(may_train, reasons)
     bytes moved today, the clock ------+
     pause and resume, from the owner --+
 
-This module is pure: readings and time are arguments.  `sensors` decides which load counts as use of the GPU.
-A rule whose sensor cannot be read pauses the script, because it is unknown whether the script would break the
-rule.  This module only parses rate limits; the transport enforces them.
+This module is pure: readings and time are arguments.  `sensors` decides which load counts as GPU use.  A rule
+whose sensor cannot be read pauses the script, because it is not known whether training would break the rule.
+This module only parses rate limits; the transport enforces them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SENSORS = ("battery", "gpu", "idle", "temperature")
 """The sensors; each has the name of the rule that needs it."""
 
 COOL_BY_C = 5.0
-"""Default difference in degrees Celsius between the limits for pausing and for continuing."""
+"""The default difference, in degrees Celsius, between the limits for pausing and for continuing."""
 
 GPU_QUIET_S = 30.0
-"""How long other programs must not use the GPU before the script continues; a game may leave it
-unused between two levels."""
+"""How long the GPU must be unused by other programs before the script continues; a game may leave it unused
+between two levels."""
 
 MAX_WINDOWS = 16
 MAX_BYTES = 1 << 50
@@ -46,7 +46,7 @@ _DEGREES = re.compile(r"(\d{2,3})(?:/(\d{2,3}))?C?")
 
 @dataclass(frozen=True, slots=True)
 class DailyWindow:
-    """A part of the day, in minutes from midnight, local time; it spans midnight if `until` <= `since`."""
+    """A part of the day, in minutes from midnight, local time; spans midnight if `until` <= `since`."""
 
     since: int
     until: int
@@ -66,10 +66,10 @@ class Rules:
 
     Attributes:
         upload, download: the rate limits as text, such as "20Mbit"; empty for no limit.
-        budget_bytes: the limit of bytes sent and received in a day; 0 for no limit.
+        budget_bytes: the limit on the bytes sent and received per day; 0 for no limit.
         hours: the parts of the day in which training is allowed, local time; empty for any time.
-        battery: whether to pause while the computer runs on battery.
-        gpu: whether to pause while another program uses the GPU.
+        battery: whether to pause while the computer is running on battery power.
+        gpu: whether to pause while another program is using the GPU.
         idle_s: how long the computer must be unused before training is allowed; 0 for no such rule.
         hot_C: the temperature at which to pause; infinite for no limit.
         cool_C: the temperature below which to continue.
@@ -100,7 +100,7 @@ class Rules:
         """Return these rules with new values for some keys; see `KEYS`.
 
         Raises:
-            ConfigError: a key is unknown (the remedy names the nearest one), or a value cannot be parsed.
+            ConfigError: a key is unknown (the remedy suggests the closest one), or a value cannot be parsed.
         """
         rules = self
         for key, text in settings.items():
@@ -150,13 +150,13 @@ def _budget(rules: Rules, text: str) -> Rules:
     if text in (OFF, ""):
         return replace(rules, budget_bytes=0)
     nbytes = parse_bytes(text) or 0
-    if not 1 <= nbytes <= MAX_BYTES or text.strip()[-1:].isdigit():  # 5 would be 5 bytes
+    if not 1 <= nbytes <= MAX_BYTES or text.strip()[-1:].isdigit():  # "5" would mean 5 bytes
         raise _wrong("budget", text, 'use a number of bytes per day, such as 500MB or 5GB, or "off"')
     return replace(rules, budget_bytes=nbytes)
 
 
 def _exact_bytes(nbytes: int) -> str:
-    """Format a number of bytes exactly, in the largest unit that divides it."""
+    """Format a number of bytes exactly, in the largest unit of which it is a multiple."""
     power = max(power for power in range(len(_UNITS)) if nbytes % 1000**power == 0)
     return f"{nbytes // 1000**power}{_UNITS[power]}"
 
@@ -228,7 +228,7 @@ KEYS: dict[str, Callable[[Rules, str], Rules]] = {
 
 
 def parse_pairs(words: Iterable[str]) -> dict[str, str]:
-    """Parse "key=value" words into texts by key; raise `ConfigError` if a word has another form."""
+    """Parse "key=value" words into texts by key; raise `ConfigError` if a word is not of this form."""
     settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -242,12 +242,12 @@ def parse_pairs(words: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """The decision whether the script may train, with the reasons and the expected end of a pause.
+    """The decision on whether the script may train, with reasons and the expected end of a pause.
 
     Attributes:
         may_train: whether the script may train.
         reasons: the reasons why it may not.
-        until: when training is expected to be allowed again; None if it is not known.
+        until: when training is expected to be allowed again; None if not known.
     """
 
     may_train: bool
@@ -263,7 +263,7 @@ class PolicyDecision:
 
 
 class TrainingPolicy:
-    """Decides for one worker, from its rules, its owner's pause, and current and earlier readings.
+    """Decides for one worker, from its rules, any pause set by its owner, and current and earlier readings.
 
     Attributes:
         rules: the worker's rules, replaced as a whole when they change.
@@ -286,7 +286,7 @@ class TrainingPolicy:
         self.is_paused, self._paused_until = False, None
 
     def unreadable(self, readings: SensorReadings) -> dict[str, str]:
-        """Return the sensors that a rule needs but that cannot be read, with the reasons."""
+        """Return the sensors that a rule needs but that cannot be read, with reasons."""
         found = {name: readings.why_absent(name) for name in self.rules.sensors}
         return {name: why for name, why in found.items() if why}
 
@@ -338,7 +338,7 @@ class TrainingPolicy:
         if used:
             self._gpu_last_used = now
         since = self._gpu_last_used
-        # A clock that was set back must not pause the script forever.
+        # If the clock was set back, this must not pause the script forever.
         quiet = since is None or not timedelta() <= now - since < timedelta(seconds=GPU_QUIET_S)
         return "" if quiet else "the GPU is in use"
 

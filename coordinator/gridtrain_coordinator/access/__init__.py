@@ -3,5 +3,5 @@
 Enrol, orders of the operator --> authorization --> replies, journal entries, members to remove
                                        |   uses authorization_rules: bounds, limits, refusals
 violations -------------------> violations: which accusations count
-joins, requests of bundles ---> request_rate: how many of a key are allowed
+joins, bundle requests -------> request_rate: how many are allowed per key
 """

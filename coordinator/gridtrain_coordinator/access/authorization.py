@@ -6,11 +6,11 @@
 
 Access depends on keys alone: a name proves nothing.  A member's key keeps its access when the worker or the
 coordinator restarts.  Only the digest of an invitation's public key is stored, so that a reader of the
-journal cannot use or recognize an invitation.  A peer that connects with the key of an ended invitation
-learns only how the invitation ended; a peer with an unknown invitation is a stranger, and receives no reply.
+journal can neither use nor recognize an invitation.  A peer that connects with the key of an ended invitation
+learns only how the invitation ended; a peer with an unknown invitation is a stranger and receives no reply.
 
 `wall_s` is wall-clock time, because invitations outlive a restart; `now_s` may come from any clock.  Durable
-changes are returned as journal entries, which the caller writes before it sends any reply;
+changes are returned as journal entries, which the caller writes before sending any reply;
 `recover_authorization` reads these entries.
 """
 
@@ -42,7 +42,7 @@ class AccessRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessReply:
-    """A reply, the journal entries to write before it, and the members to remove with the reasons."""
+    """A reply, the journal entries to write before it, and the members to remove, with reasons."""
 
     reply: m.Enrolled | m.OperatorReply | m.Refused
     entries: tuple[JournalEntry, ...] = ()
@@ -55,10 +55,10 @@ class ViolationOutcome:
 
     Attributes:
         entries: journal entries to write.
-        removed: members to remove, with the reasons.
+        removed: members to remove, with reasons.
         restored: members that were removed because of a false accusation, and are members again.
-        is_counted: whether the violation counts; False if the accuser is suspected, or has already made the
-            largest number of accusations that are recorded.
+        is_counted: whether the violation counts; False if the accuser is suspected, or has already made as
+            many accusations as are recorded.
         violation_count: the number of the accused member's violations that currently count.
     """
 
@@ -90,7 +90,7 @@ class _Invitation:
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    serial: int  # of the latest invitation at that time; only a later invitation admits the key again
+    serial: int  # that of the latest invitation at the time; only later invitations admit the key again
     is_for_violations: bool
     reason: str
 
@@ -102,10 +102,10 @@ class Authorization:
     """Decides which keys may connect, and in which role.
 
     Args:
-        run: the run's name, which replies contain.
-        operator: the key that may give orders; None if no key may.
+        run: the run's name, which is included in replies.
+        operator: the key that authorizes orders; None if there is none.
         coordinator: the coordinator's own key, which no worker may use.
-        open_to_all: whether every key is a peer unless it was kicked or banned; for groups within one
+        open_to_all: whether every key that was not kicked or banned is a peer; for groups within one
             process.
     """
 
@@ -123,7 +123,7 @@ class Authorization:
         self._reserved_keys = {operator, coordinator}
         self._invitations: dict[str, _Invitation] = {}
         self._serial = 0
-        self._members: dict[m.PeerId, str] = {}  # with the id of the invitation that they used
+        self._members: dict[m.PeerId, str] = {}  # with the ids of the invitations that they used
         self._banned: dict[m.PeerId, str] = {}  # with the reasons
         self._banned_names: dict[m.PeerId, str] = {}  # names of banned workers, where known
         self._removed: dict[m.PeerId, _Removal] = {}
@@ -162,8 +162,8 @@ class Authorization:
         Enrolling a key that already belongs to a member does not use up the invitation.
 
         Args:
-            address_range: the range of the connection's source address.  The number of keys that one range
-                enrols is limited.
+            address_range: the range to which the connection's source address belongs.  The number of keys
+                enrolled per range is limited.
         """
         name = invitation_digest(invitation_key)
         invitation = self._invitations.get(name)
@@ -192,7 +192,7 @@ class Authorization:
         )
 
     def allow_join(self, peer: m.PeerId, now_s: float) -> bool:
-        """Return whether the worker may join now; count the attempt if it may.
+        """Return whether the worker may join now; if so, count the attempt.
 
         The caller refuses other attempts with `TOO_MANY_JOINS`.
         """
@@ -206,9 +206,9 @@ class Authorization:
         )
 
     def _exceeds_enrolment_rate(self, where: str, wall_s: float) -> bool:
-        """Return whether too many keys were enrolled recently, from this range of addresses or in total.
+        """Return whether too many keys were enrolled recently, from this address range or in total.
 
-        Times in the future, which were recorded before the wall clock was set back, are ignored.
+        Times in the future, recorded before the wall clock was set back, are ignored.
         """
         self._recent_enrolments = [
             entry for entry in self._recent_enrolments if 0 <= wall_s - entry[0] < rules.ENROL_WINDOW_S
@@ -223,10 +223,10 @@ class Authorization:
     def handle_order(
         self, sender: m.PeerId, message: m.Invite | m.RemoveWorker | m.Unban, wall_s: float, name: str = ""
     ) -> AccessReply:
-        """Carry out an order if the operator sent it, otherwise refuse it.
+        """Carry out an order if the operator sent it; otherwise refuse it.
 
         Args:
-            name: the name of the worker to remove, if it is known.
+            name: the name of the worker to remove, if known.
         """
         if not self.is_operator(sender):
             return AccessReply(rules.NOT_OPERATOR)
@@ -281,7 +281,7 @@ class Authorization:
         return AccessReply(m.OperatorReply(f"the invitation {name[:8]} can be used {times}"), (entry,))
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
-        """Kick a member, or ban a key, whether or not the key belongs to a member."""
+        """Kick a member, or ban a key, whether or not it belongs to a member."""
         reason = rules.clean_reason(reason) or "the run's owner gave no reason"
         if peer in self._reserved_keys:
             return _refused("ours", "this is the coordinator's or your own key", "specify a worker's key")
@@ -363,9 +363,9 @@ class Authorization:
     def _remove(
         self, peer: m.PeerId, ban: bool, reason: str, cause: str, name: str = ""
     ) -> tuple[list[JournalEntry], list[m.PeerId]]:
-        """Remove a member; return the journal entries, and the members that are restored.
+        """Remove a member; return the journal entries and the restored members.
 
-        If the cause is "liar", the members that its false accusations had removed are restored.
+        If the cause is "liar", the members that were removed because of its false accusations are restored.
         """
         victims = self._violations.accused_by(peer) if cause == "liar" else []
         named = {"name": name} if name else {}
@@ -439,7 +439,7 @@ class Authorization:
         self._forget_ended_invitations(at_s)
 
     def _forget_ended_invitations(self, wall_s: float) -> None:
-        """Keep the valid invitations and the latest ended invitations."""
+        """Keep the valid invitations and the most recently ended ones."""
         ended = [name for name, known in self._invitations.items() if known.refusal(wall_s) is not None]
         surplus = set(ended[: max(0, len(ended) - rules.MAX_ENDED_INVITATIONS)])
         self._invitations = {
@@ -473,7 +473,7 @@ class Authorization:
     # -- status --------------------------------------------------------------------------------
 
     def status(self, wall_s: float) -> dict[str, Any]:
-        """Return the rows of `gridtrain members`: JSON-serializable, bounded, and without secrets."""
+        """Return the rows for `gridtrain members`: JSON-serializable, bounded, and without secrets."""
         valid = [
             (name, invitation)
             for name, invitation in self._invitations.items()
@@ -507,7 +507,7 @@ class Authorization:
         }
 
     def removed_members(self) -> list[m.PeerId]:
-        """Return the latest members that were removed, not banned, and have not been admitted again."""
+        """Return the most recently removed members that were neither banned nor admitted again."""
         return [peer for peer in self._removed if peer not in self._banned][-MAX_LISTED:]
 
     def violation_count(self, peer: m.PeerId) -> int:

@@ -1,7 +1,7 @@
 """The individual rules of access control: bounds, limits, refusals, and the parsing of journal entries.
 
-Each function answers one question and keeps no state.  `authorization` looks a function up in this module at
-each use, so that a test can disable the function and demonstrate the effect.
+Each function answers one question and keeps no state.  `authorization` looks each function up in this module
+at every call, so that a test can disable a rule and demonstrate the effect.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from gridtrain.quantities import shorten
 MAX_INVITATIONS = 1000  # valid invitations
 MAX_ENDED_INVITATIONS = 1000
 ENDED_KNOWN_S = 30 * 86_400.0
-"""How long an ended invitation is remembered, so that its holder can be told how it ended."""
+"""How long an ended invitation is remembered, so that its holder can learn how it ended."""
 
 MAX_USES = 10_000
 MAX_EXPIRES_S = 366 * 86_400.0
 MAX_MEMBERS = 10_000
 MAX_BANNED = 10_000
-MAX_REMOVED = 10_000  # the oldest removals are forgotten first; any valid invitation then admits the keys
+MAX_REMOVED = 10_000  # the oldest removals are forgotten first; any valid invitation then admits those keys
 
 MAX_ENROLS_PER_RANGE, ENROL_WINDOW_S = 64, 600.0
-"""The largest number of enrolments from one range of addresses within `ENROL_WINDOW_S`."""
+"""The largest number of enrolments from one address range within `ENROL_WINDOW_S`."""
 
-MAX_ENROLS = 4096  # from all ranges within that time
+MAX_ENROLS = 4096  # from all ranges within the same time
 MAX_JOINS_PER_WORKER, JOIN_WINDOW_S = 20, 60.0
-"""The largest number of joins of one key within `JOIN_WINDOW_S`.
+"""The largest number of joins by one key within `JOIN_WINDOW_S`.
 
-It limits the load that a worker causes if it crashes at startup and is restarted repeatedly.
+It limits the load caused by a worker that crashes at startup and is restarted repeatedly.
 """
 
 MAX_JOINERS = 20_000
@@ -123,13 +123,13 @@ def banned_refusal(key: m.PeerId, reason: str) -> m.Refused:
     return m.Refused("banned", text, banned_remedy(key))
 
 
-# -- entries of the journal: each raises `TypeError` or `ValueError` ----------------------------------
+# -- parsing of journal entries: each function raises `TypeError` or `ValueError` ---------------------
 
 
 def parse_key(text: object) -> bytes:
     key = bytes.fromhex(parse_text(text))
     if len(key) != 32:
-        raise ValueError(f"a key has {len(key)} bytes; it must have 32")
+        raise ValueError(f"a key is {len(key)} bytes long; it must be 32 bytes long")
     return key
 
 

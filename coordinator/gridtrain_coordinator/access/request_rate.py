@@ -1,6 +1,6 @@
-"""Counts the latest requests of each key, for limits such as so many joins in a minute.
+"""Counts each key's recent requests, to enforce limits such as a number of joins per minute.
 
-times_s    41.2  55.0  58.3 | now      those within the window count; another one counts if it is allowed
+times_s    41.2  55.0  58.3 | now      requests within the window count; a new one counts if it is allowed
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class RequestRate:
     """The times of requests within the last `window_s` seconds.
 
     Args:
-        max_keys: the number of keys that are remembered; the least recent one is forgotten first.
+        max_keys: the number of keys to remember; the least recent one is forgotten first.
     """
 
     def __init__(self, window_s: float, max_keys: int) -> None:
@@ -22,7 +22,7 @@ class RequestRate:
         self._times_s: dict[PeerId, deque[float]] = {}
 
     def allow(self, key: PeerId, now_s: float, most: int) -> bool:
-        """Return whether a request is allowed now, of at most `most` within the window; count it if it is."""
+        """Return whether a request is allowed now (at most `most` are per window); if so, count it."""
         times_s = self._times_s.pop(key, None) or deque()
         while times_s and times_s[0] <= now_s - self._window_s:
             times_s.popleft()

@@ -1,4 +1,4 @@
-"""Violations of the protocol: the accusations of each member, and which of them count.
+"""Violations of the protocol: the accusations against each member, and which of them count.
 
     accuser         accused                             what follows
     (coordinator)   anna                                always counts
@@ -11,9 +11,9 @@ confirms one of its accusations within `CONFIRMATION_TIMEOUT_S`, the accuser is 
 accusations are withdrawn.
 
 One liar can have at most one other member removed, which is restored when the liar is identified.  A member
-whose received data is corrupted by its memory or by a middlebox is identified in the same way.  If only two
-members are involved, the one at fault cannot be determined; three accusations are then enough to remove the
-accused.  There is no protection if liars cooperate, or if a liar accuses only one honest member.
+whose incoming data is corrupted by its memory or by a middlebox is identified in the same way.  If only two
+members are involved, it cannot be determined which is at fault; three accusations are then enough to remove
+the accused.  There is no protection if liars cooperate, or if a liar accuses only one honest member.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VIOLATIONS_BEFORE_REMOVAL = 3
 CONFIRMATION_TIMEOUT_S = 5.0
 """How long other members have to confirm an accusation.
 
-If two members attack all others at the same time, all others have accused both of them within this time.
+If two members attack all others at the same time, each of the others accuses both within this time.
 """
 
 MAX_ACCUSED = 10_000
@@ -77,7 +77,7 @@ class ViolationLog:
         return True
 
     def review_suspects(self, now_s: float) -> list[PeerId]:
-        """Update the suspects; return the suspects whose accusations were not confirmed in time."""
+        """Update the suspects; return those whose accusations were not confirmed in time."""
         alone: dict[PeerId, list[PeerId]] = {}
         for accused, records in self._records.items():
             accusers = {record.accuser for record in records}
@@ -100,7 +100,7 @@ class ViolationLog:
         return accuser in self._suspects
 
     def members_over_limit(self) -> list[PeerId]:
-        """Return the members that unsuspected accusers have accused often enough for a removal."""
+        """Return the members that unsuspected accusers have accused often enough to be removed."""
         return [accused for accused in self._records if exceeds_limit(self.count(accused))]
 
     def count(self, accused: PeerId) -> int:
@@ -114,7 +114,7 @@ class ViolationLog:
         return list(self._records)
 
     def withdraw_accusations(self, accuser: PeerId) -> None:
-        """Delete all accusations that `accuser` has made."""
+        """Delete all accusations made by `accuser`."""
         self._suspects.pop(accuser, None)
         for accused, records in list(self._records.items()):
             remaining = [record for record in records if record.accuser != accuser]

@@ -1,4 +1,4 @@
-"""The state of the dashboard: the latest status of the run, its changes, its events and its curves.
+"""The state of the dashboard: the run's latest status, the changes to it, the events and the curves.
 
     update(status)   --> rows, run, topology, history --> full_state()    everything, for a page that opens
     add_event(event) --> events                       --> take_changes()  the changes since the last call
@@ -25,7 +25,7 @@ MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
 MAX_DEPARTED = 50
 DEPARTED_RETENTION_S = 600.0
-"""How long workers that have left stay in the table, with the reason."""
+"""How long workers that have left remain in the table, with the reason."""
 
 LIVE_COLUMNS = (
     "state", "rank", "share", "step", "strikes", "heard_s", "stage", "loss", "computing_s", "selecting_s",
@@ -58,8 +58,8 @@ PAUSED_STATE = "paused"
 
 STATE_REASONS = {
     "joining": "its links are being measured",
-    "catching up": "receives the state while the others train",
-    "admitted": "enters with the next generation",
+    "catching up": "is receiving the state while the others train",
+    "admitted": "will enter the next generation",
 }
 
 
@@ -72,7 +72,7 @@ def event_kind(event: str) -> str:
 
 @dataclass(slots=True)
 class WorkerRow:
-    """The row of one worker in the table; its `id` is short and never reused."""
+    """One worker's row in the table; its `id` is short and never reused."""
 
     id: int
     description: dict[str, Any]
@@ -111,7 +111,7 @@ class Board:
     # -- input ---------------------------------------------------------------------------------
 
     def add_event(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
-        """Add an event of the coordinator's log."""
+        """Add an event from the coordinator's log."""
         name = sanitize.text(event, 40)
         shown = {
             key: value
@@ -142,7 +142,7 @@ class Board:
                     row.description["ended"] = event
 
     def update(self, status: Mapping[str, Any], at_s: float) -> None:
-        """Store the daemon's status; `at_s` is the time of the wall clock."""
+        """Store the daemon's status; `at_s` is wall-clock time."""
         self.updated_s = at_s
         self.access = sanitize.tree(status.get("door", {}), 6)
         facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in status.get("facts", {}).items()}
@@ -239,7 +239,7 @@ class Board:
             sanitize.text(k, 32): sanitize.text(v, 120) for k, v in dict(member.get("about", {})).items()
         }
         if state == PAUSED_STATE:
-            about = row.description.get("about", {})  # it reports nothing while it is paused
+            about = row.description.get("about", {})  # a paused worker reports nothing
         if row.departed_s is not None:
             row.departed_s, row.description = None, {}
         values = {name: sanitize.number(figures.get(name)) for name in _FIGURES}
@@ -268,7 +268,7 @@ class Board:
             member.get("share"),
             member.get("step"),
             member.get("strikes", 0),
-            round(heard_s) if heard_s >= 2 else 0,  # constant while heartbeats arrive every second, as usual
+            round(heard_s) if heard_s >= 2 else 0,  # constant while heartbeats arrive every second as usual
             member.get("stage") if self._staged else None,
             *(_brief(values[name]) for name in _FIGURES),
             *(_brief(sanitize.number(member.get(name)), 3) for name in ("sent_Bps", "received_Bps")),
@@ -278,12 +278,12 @@ class Board:
     def _count_bytes(
         self, members: list[Mapping[str, Any]], step: int, status: Mapping[str, Any], run_load: Any
     ) -> None:
-        """Count the bytes sent for exchanges, and the bytes that a dense float32 ring would have sent."""
+        """Count the bytes sent in exchanges, and the bytes that a dense float32 ring would have sent."""
         for member in members:
             reported = member.get("figures", {})
             sent = sanitize.number(reported.get("exchanged_bytes", reported.get("sent_bytes")))
             if sent is not None:
-                before = self._exchanged_bytes_of.get(member["peer"], sent)  # earlier bytes do not count
+                before = self._exchanged_bytes_of.get(member["peer"], sent)  # excludes earlier bytes
                 self.exchanged_bytes += sent - before if sent >= before else sent
                 self._exchanged_bytes_of[member["peer"]] = sent
         here = {member["peer"] for member in members}
@@ -308,7 +308,7 @@ class Board:
         return sorted(members, key=lambda row: row.value("rank"))
 
     def _loss(self) -> float | None:
-        """Return the mean of the `loss` that members report, weighted by their shares."""
+        """Return the mean of the members' reported `loss`, weighted by their shares."""
         reported = [
             (loss, max(row.value("share") or 0, 1))
             for row in self._active()
@@ -336,7 +336,7 @@ class Board:
     # -- output --------------------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return one object per worker for the JSON API: first the members in rank order, then the others."""
+        """Return one object per worker for the JSON API: the members in rank order, then the others."""
         others = [row for row in self._rows.values() if row.value("rank") is None]
         rows = [*self._active(), *sorted(others, key=lambda row: row.id)]
         return [
@@ -364,7 +364,7 @@ class Board:
         }
 
     def take_changes(self) -> dict[str, Any]:
-        """Return the changes since the last call, with the latest point of the curves."""
+        """Return the changes since the last call, including the latest point of the curves."""
         last_run, last_topology, last_event = self._last_sent
         last_rows = self._last_sent_rows
         rows = {row.id: (row.description, row.live) for row in self._rows.values()}
@@ -400,6 +400,6 @@ def _brief(value: float | None, digits: int = 4) -> float | None:
 
 
 def _plan_text(status: Mapping[str, Any]) -> str:
-    """Return the reasons for the exchange, if the coordinator chose it, and for the rank order."""
+    """Return the reasons for the rank order and, if the coordinator chose it, for the exchange."""
     why = (status.get("exchange_reason"), status.get("plan_reason"))
     return sanitize.text("; ".join(str(entry) for entry in why if entry), 2 * sanitize.MAX_CHARACTERS)

@@ -3,9 +3,9 @@
     connect ...... request's head | answer ........ | request's head | ...
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'
 
-A client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to take the
+A client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to read the
 next part of an answer.  Without these limits, which uvicorn lacks, a few silent clients could use up all
-connections.  Event streams have their own limit (`EventStream`).
+connections.  Event streams have a limit of their own (`EventStream`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Connection(Protocol):
 
 
 _Progress = tuple[Cycle | None, bool, int]
-"""The request, whether it is still being answered, and bytes of the answer that the client has not taken."""
+"""The request, whether it is still being answered, and the number of bytes that the client has not read."""
 
 
 class ConnectionTimeouts:
     """Records when each connection last made progress.
 
     Args:
-        streaming_paths: paths whose answers have no time limit.
+        streaming_paths: paths whose answers are exempt from the time limit.
     """
 
     def __init__(self, streaming_paths: Collection[str]) -> None:

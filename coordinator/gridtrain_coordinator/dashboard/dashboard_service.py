@@ -1,4 +1,4 @@
-"""Runs the dashboard in a thread beside the daemon's loop.
+"""Runs the dashboard in a separate thread, beside the daemon's loop.
 
     daemon's thread                             dashboard's thread (asyncio, uvicorn)
       publish(status) -- latest status ------> Board.update -> EventStream.publish -> open pages
@@ -49,7 +49,7 @@ class DashboardService:
         bound: a bound socket; `close` closes it.
         token: the text that authorizes orders.
         log: a function that is called if the dashboard fails.
-        allowed_hosts: the host names by which requests may address the dashboard.
+        allowed_hosts: the host names that requests may use for the dashboard.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DashboardService:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gridtrain-dashboard", daemon=True)
 
-    # -- the daemon's side: nothing here waits -----------------------------------------------------
+    # -- the daemon's side: these methods do not block ---------------------------------------------
 
     def publish(self, status: Mapping[str, Any]) -> None:
         """Show a status, which must not be changed afterwards."""
@@ -76,11 +76,11 @@ class DashboardService:
         self._call(self._tick)
 
     def note(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
-        """Record an event of the log; see `gridtrain_coordinator.log.Log`."""
+        """Record a log event; see `gridtrain_coordinator.log.Log`."""
         self._events.append((time.time(), level, event, dict(fields)))
 
     def take_orders(self) -> Iterator[Order]:
-        """Yield the operator's orders since the last call; the caller must answer each order."""
+        """Yield the operator's orders since the last call; the caller must answer each of them."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._orders.get_nowait()
@@ -88,7 +88,7 @@ class DashboardService:
     def start(self) -> None:
         """Start the thread.
 
-        Raises no exception: if the dashboard cannot run, an event in the log reports the reason.
+        Raises no exception: if the dashboard cannot run, a log event reports the reason.
         """
         self._thread.start()
         self._started.wait(END_S)
@@ -167,7 +167,7 @@ class DashboardService:
             watching.cancel()
 
     def _tick(self) -> None:
-        """Pass the latest events and status to the open pages; called in the dashboard's loop."""
+        """Pass the latest events and status to the open pages; called from the dashboard's loop."""
         latest, self._latest = self._latest, None
         if latest is None or self._stream is None:
             return
@@ -197,14 +197,14 @@ class _ErrorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.getMessage().partition("\n")[0]
-        if self._left and not reason.startswith("Cancel "):  # logged for pages that are open at the end
+        if self._left and not reason.startswith("Cancel "):  # uvicorn logs it for pages still open at the end
             self._left -= 1
             error = record.exc_info[1] if record.exc_info else None
             self._log("error", "dashboard_failed", {"reason": f"{reason} {error!r}" if error else reason})
 
 
 def encoded(status: Mapping[str, Any]) -> bytes:
-    """Encode a status as JSON in one line."""
+    """Encode a status as JSON on one line."""
     return json.dumps(status, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
         "utf-8", "replace"
     )

@@ -2,8 +2,8 @@
 
     publish(frame) --> the last `FRAME_HISTORY` frames --> each page: `whole`, then `tick`, `tick`, ...
 
-No method waits for a browser: a page that lags behind receives the full state again, and a page that does not
-read at all is disconnected.
+No method waits for a browser: a page that lags behind receives the full state again, and a page that stops
+reading is disconnected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 MAX_PAGES = 32
 FRAME_HISTORY = 8  # a page that is further behind receives the full state again
 SEND_TIMEOUT_S = 20.0
-"""How long a page may read nothing before it is disconnected."""
+"""How long a page may go without reading before it is disconnected."""
 
 HEARTBEAT_S = 15.0
 RETRY_MS = 2000
@@ -31,7 +31,7 @@ def frame(event: str, data: bytes) -> bytes:
 
 
 class EventStream:
-    """Sends the latest frames to all open pages.  Call all methods in the dashboard's loop.
+    """Sends the latest frames to all open pages.  All methods must be called from the dashboard's loop.
 
     Args:
         full_state: a function that returns the full state as JSON.
@@ -40,7 +40,7 @@ class EventStream:
     def __init__(self, full_state: Callable[[], bytes]) -> None:
         self._full_state = full_state
         self._frames: deque[bytes] = deque(maxlen=FRAME_HISTORY)
-        self._number = 0  # of the latest frame
+        self._number = 0  # number of the latest frame
         self._published = asyncio.Event()
         self._is_closed = False
         self.page_count = 0
@@ -51,7 +51,7 @@ class EventStream:
         self._announce()
 
     def close(self) -> None:
-        """End the streams of all pages."""
+        """End the streams to all pages."""
         self._is_closed = True
         self._announce()
 
@@ -64,7 +64,7 @@ class EventStream:
         return self.page_count >= MAX_PAGES
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one page as an ASGI response, which lasts as long as the page is open."""
+        """Serve one page as an ASGI response that lasts as long as the page is open."""
         self.page_count += 1
         writing = asyncio.create_task(self._write(send))
         watching = asyncio.create_task(_left(receive))

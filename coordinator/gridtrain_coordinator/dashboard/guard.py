@@ -1,7 +1,7 @@
-"""Checks every request, and adds headers to every answer.
+"""Checks every request, and adds headers to every response.
 
-A web page from another site can point its own host name to this machine ("DNS rebinding").  Its requests
-carry that name, so only addresses and known names are accepted.
+Another site can point its own host name at this machine ("DNS rebinding").  Requests from its pages carry
+that name, so only addresses and known names are accepted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def problem(status: int, code: str, reason: str, remedy: str) -> JSONResponse:
 def is_host_allowed(host: str, allowed_hosts: Collection[str]) -> bool:
     """Return whether a request may carry this Host header.
 
-    IP addresses, localhost and the names in `allowed_hosts` are allowed.  Another site can make only names,
-    not addresses, refer to this machine, so every address is allowed.
+    IP addresses, localhost and the names in `allowed_hosts` are allowed.  Every address is allowed because
+    another site can make its name, but no address, refer to this machine.
     """
     name = _without_port(host.strip().lower()).rstrip(".")
     if name in ("localhost", *allowed_hosts):
@@ -60,7 +60,7 @@ def _without_port(host: str) -> str:
 
 
 def bearer(headers: Headers, token: str) -> bool:
-    """Return whether the request carries the token, which is compared in constant time."""
+    """Return whether the request carries the token; the comparison takes constant time."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and secrets.compare_digest(credentials.strip().encode(), token.encode())
 
@@ -104,7 +104,7 @@ class Guard:
             return problem(
                 413,
                 "size",
-                f"the body's length is {length[:20]}; a body must have at most {MAX_BODY_BYTES} bytes",
+                f"the body's length is {length[:20]}; a body may be at most {MAX_BODY_BYTES} bytes long",
                 "send a smaller body",
             )
         return None

@@ -1,8 +1,8 @@
-"""The curves of a run in bounded memory.
+"""The curves of a run, in bounded memory.
 
 recent   the last 600 points
-whole    at most 1,440 points, each the mean of `stride` points; when this number is reached, neighbours are
-         merged and the stride doubles, so that a run of any length fits
+whole    at most 1,440 points, each the mean of `stride` points; when this number is reached, neighbouring
+         points are merged and the stride doubles, so that a run of any length fits
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ WHOLE_POINTS = 1440  # even, because neighbours are merged in pairs
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The values at one time; None if a value is not known.
+    """The values at one time; a value is None if it is not known.
 
     Attributes:
-        at_s: the time of the wall clock in seconds.
-        bytes: bytes that all workers have sent for exchanges since this coordinator started.
+        at_s: the wall-clock time in seconds.
+        bytes: bytes that all workers have sent in exchanges since this coordinator started.
         dense_bytes: bytes that a dense ring of float32 would have sent for the same steps.
     """
 
@@ -35,7 +35,7 @@ class Point:
     sent_Bps: float | None
 
     def row(self) -> list[float | None]:
-        """Return the values in the order of `COLUMNS`, rounded to the precision of a plot."""
+        """Return the values in the order of `COLUMNS`, rounded to plotting precision."""
         return [shortened(getattr(self, name)) for name in COLUMNS]
 
 
@@ -46,13 +46,13 @@ class History:
     """The points of one run.
 
     Attributes:
-        stride: the number of points that are merged into one point of the whole run.
+        stride: the number of added points that are merged into one point of the whole run.
     """
 
     def __init__(self) -> None:
         self.recent: deque[Point] = deque(maxlen=RECENT_POINTS)
         self._thinned: list[Point] = []
-        self._open: list[Point] = []  # fewer than `stride`
+        self._open: list[Point] = []  # fewer than `stride` points, not yet merged
         self.stride = 1
 
     def add(self, point: Point) -> None:
@@ -72,7 +72,7 @@ class History:
 
 
 def mean(points: Sequence[Point]) -> Point:
-    """Merge points: keep the time, step and totals of the last point, and average the other values."""
+    """Merge points: take the time, step and totals from the last point, and average the other values."""
     last = points[-1]
 
     def of(name: str) -> float | None:
@@ -94,8 +94,8 @@ def mean(points: Sequence[Point]) -> Point:
 def shortened(value: float | None) -> float | None:
     """Round a value, to send fewer bytes.
 
-    Whole numbers become integers; other numbers keep three decimals from 1000 upwards, and six significant
-    digits below 1000.
+    Whole numbers become integers; other numbers keep three decimal places from 1000 upwards, and six
+    significant digits below 1000.
     """
     if value is None or isinstance(value, int):
         return value

@@ -6,8 +6,8 @@
     POST  /api/v1/workers/KEY/kick  .../ban  .../unban                   token
     GET   /metrics  /healthz
 
-Everyone who can reach the port may read; by default, only programs on this machine can. Orders and the
-members' addresses require the token.
+Anyone who can reach the port may read; by default, only programs on this machine can. Orders and the members'
+addresses require the token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gridtrain_coordinator.dashboard.history import COLUMNS
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
-"""The age of the latest status at which the daemon is considered unhealthy; one is published every second."""
+"""The age of the latest status at which the daemon counts as unhealthy; one is published every second."""
 
 ORDER_S = 5.0
 MAX_LISTED = 1000
@@ -65,7 +65,7 @@ class Api:
 
     Args:
         submit_order: a function that passes an order to the daemon.
-        wall: a function that returns the time of the wall clock in seconds.
+        wall: a function that returns wall-clock time in seconds.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
     "127.0.0.1:7780"  this port, or the next free one of 20      ":7780"  the same, on 127.0.0.1
     "0.0.0.0:7780"    only with `open_to_network`
 
-Imports no package of the extra, so that it can name the missing packages.
+Imports no packages from the extra, so that it can name the missing ones.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,128}")
 
 @dataclass(frozen=True, slots=True)
 class DashboardAddress:
-    """The owner's choice of an address for the dashboard.
+    """The owner's choice of address for the dashboard.
 
     Attributes:
-        host, port: the address and the port to listen on; port 0 means any free port.
-        is_required: whether the owner named the address, so that it is an error if it cannot be used.
+        host, port: the address and port to listen on; port 0 means any free port.
+        is_required: whether the owner specified the address; it is then an error if it cannot be used.
         allows_network: whether other machines may reach the address.
-        allowed_hosts: host names by which the dashboard may be opened, besides addresses and localhost.
+        allowed_hosts: host names under which the dashboard may be opened, besides addresses and localhost.
     """
 
     host: str = HOST
@@ -84,7 +84,7 @@ def missing_packages() -> list[str]:
 
 
 def bind(address: DashboardAddress) -> socket.socket:
-    """Return a socket bound to the address or, if no port was specified, to one of the following ports.
+    """Return a socket bound to the address; unless the owner specified it, the next ports are tried as well.
 
     Raises `ConfigError` if no port is free.
     """
@@ -112,14 +112,14 @@ def bind(address: DashboardAddress) -> socket.socket:
 
 
 def url(bound: socket.socket) -> str:
-    """Return the address for a browser on this machine."""
+    """Return the address to open in a browser on this machine."""
     host, port = bound.getsockname()[:2]
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{local}]:{port}/" if ":" in local else f"http://{local}:{port}/"
 
 
 def load_token(folder: Path) -> str:
-    """Return the token from its file beside the keys; create the file if it is missing.
+    """Return the token from its file, which is beside the keys; create the file if it is missing.
 
     Anyone who can read the file can give orders.  Raises `ConfigError` if the file cannot be used, or if
     other users may read it.

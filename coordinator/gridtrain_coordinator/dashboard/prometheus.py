@@ -1,4 +1,4 @@
-"""Exports the dashboard's state as Prometheus metrics; counters are zero when the coordinator starts."""
+"""Exports the dashboard's state as Prometheus metrics; counters restart at zero with the coordinator."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _BoardCollector(Collector):
 
 
 def exposition(board: Board) -> bytes:
-    """Return the metrics in Prometheus's text format."""
+    """Return the metrics in the Prometheus text format."""
     registry = CollectorRegistry()
     registry.register(_BoardCollector(board))
     return generate_latest(registry)

@@ -1,6 +1,6 @@
 """Makes values from workers safe to display: bounded, without control characters or bidirectional overrides.
 
-Markup needs no treatment, because the page writes text nodes only.
+Markup needs no escaping, because the page writes text nodes only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Opens the dashboard, and reports its address to the owner.
+"""Opens the dashboard and reports its address to the owner.
 
-A missing package or a port in use is an error only if the owner requested the dashboard explicitly.  The web
-server is imported only if there is a dashboard.
+A missing package or an occupied port is an error only if the owner explicitly requested the dashboard.  The
+web server is imported only if there is a dashboard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DashboardStartup:
-    """A dashboard that listens, or the reason why there is no dashboard."""
+    """A dashboard that is listening, or the reason why there is none."""
 
     service: DashboardService | None = None
     address: str = ""
@@ -56,9 +56,9 @@ class DashboardStartup:
 
 
 def open_dashboard(address: DashboardAddress | None, folder: Path, log: Log) -> DashboardStartup:
-    """Bind the port and read the token, or record why this failed.  The service has not been started yet.
+    """Bind the port and read the token, or record why this failed.  Does not start the service.
 
-    Raises `ConfigError` if the dashboard cannot be opened although the owner requested it explicitly.
+    Raises `ConfigError` if the dashboard cannot be opened although the owner explicitly requested it.
     """
     if address is None:
         return DashboardStartup()

@@ -1,4 +1,4 @@
-"""Finds the worker for which the other workers wait; the dashboard marks it.
+"""Finds the worker for which the others wait, so that the dashboard can mark it.
 
 `board` supplies the timings.
 """
@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from statistics import median
 
 SLOW = 1.25
-"""A worker delays the other workers if its compute time is at least this many times the median."""
+"""A worker delays the others if its compute time is at least this many times the median."""
 
 NOTICEABLE_S = 0.005
 
 
 def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
-    """Return the worker for which the other workers wait, and the reason; None if no worker stands out.
+    """Return the worker for which the others wait, and the reason; None if no worker stands out.
 
     Args:
-        busy_s: by worker, the seconds spent computing and selecting in its latest step.
+        busy_s: by worker, the seconds that it spent computing and selecting in its latest step.
     """
     known = {
         who: seconds for who, seconds in busy_s.items() if seconds is not None and math.isfinite(seconds)

@@ -15,7 +15,7 @@ from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import LocalProtocolError
 from gridtrain_coordinator.dashboard import sanitize
 
-MAX_DRAWN_NODES = 40  # with more members no edges are drawn
+MAX_DRAWN_NODES = 40  # if there are more members, no edges are drawn
 
 _Neighbours = Callable[[int, int], frozenset[int]]
 TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
@@ -38,8 +38,8 @@ class TopologyGraph:
         size: the number of members.
         stages: the number of stages of a pipeline; otherwise 1.
         edges: pairs of ranks, with the rate (bytes per second), the round trip (seconds) and the rank of the
-            relay (-1 for the coordinator); None for a value that is not known, or a direct route.  Empty
-            above `MAX_DRAWN_NODES`.
+            relay (-1 for the coordinator); None for an unknown value or a direct route.  Empty if there are
+            more than `MAX_DRAWN_NODES` members.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class TopologyGraph:
 
 
 def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> TopologyGraph:
-    """Return the graph of the generation in a status."""
+    """Return the graph of the generation that a status describes."""
     size, stages = int(status.get("world_size", 0)), int(status.get("stages", 1))
     name, neighbours = TOPOLOGIES[run_load.kind] if run_load is not None else ("ring", ring.neighbours)
     pairs: set[tuple[int, int]] = set()
@@ -74,7 +74,7 @@ def _pairs(neighbours: _Neighbours, ranks: Sequence[int]) -> set[tuple[int, int]
 
 
 def _pipeline_edges(stages: int, size: int) -> set[tuple[int, int]]:
-    """Return the edges of the rings of each stage's replicas, and of the pipelines through the stages."""
+    """Return the edges of the rings among each stage's replicas and of the pipelines through the stages."""
     try:
         replicas = RankLayout.for_world_size(stages, size).replicas
     except LocalProtocolError:
@@ -88,7 +88,7 @@ def _pipeline_edges(stages: int, size: int) -> set[tuple[int, int]]:
 def _undirected_links(
     links: Sequence[Sequence[Any]],
 ) -> dict[tuple[int, int], tuple[float | None, float | None]]:
-    """Return the lower rate and the longer round trip of both directions, by (smaller, larger) rank."""
+    """Return the lower rate and the longer round trip of the two directions, by (smaller, larger) rank."""
     known_links: dict[tuple[int, int], tuple[float | None, float | None]] = {}
     for a, b, rtt_s, rate_Bps in links:
         pair = (min(a, b), max(a, b))

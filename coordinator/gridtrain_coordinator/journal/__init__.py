@@ -1,7 +1,7 @@
-"""The state that survives a restart of the coordinator.
+"""The coordinator's state that survives a restart.
 
 store            the SQLite journal, with migrations/
 keys             the key files beside it
-backups          copies of journal and keys, and how to start from a copy
-disk_full_mode   behaviour of the coordinator while nothing can be written
+backups          copies of the journal and the keys, and starting from a copy
+disk_full_mode   the coordinator's behaviour while nothing can be written
 """

@@ -1,4 +1,4 @@
-"""Backs up the coordinator's state while it runs, and starts a standby coordinator from a backup.
+"""Backs up the coordinator's state while it is running, and restores a backup for a standby coordinator.
 
 FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     journal.sqlite                 SQLite's online copy
@@ -40,12 +40,12 @@ class Backups:
     Args:
         folder: the folder of the backups; created if necessary, readable only by its owner.
         state: the folder of the journal and the keys.
-        every_s: the shortest time between two backups in seconds.
+        every_s: the shortest time between two backups, in seconds.
         keep: the number of backups to keep.
 
     Attributes:
         failure: the reason why the latest backup failed; empty if it succeeded or none has been attempted.
-        written_s: the time at which the latest backup was finished; None before the first backup.
+        written_s: when the latest backup was finished; None before the first backup.
         is_pending: whether the journal has changed since the latest backup.
     """
 
@@ -61,11 +61,11 @@ class Backups:
         self.failure = ""
         self.written_s: float | None = None
         self._state, self._interval_s, self._keep = state, every_s, keep
-        self.is_pending = True  # the state at the start is backed up as well
+        self.is_pending = True  # so that the initial state is backed up as well
         self._next_s = float("-inf")
 
     def check_folder(self) -> None:
-        """Write a file and remove it, so that an unusable folder is detected at the start.
+        """Write a file and remove it, so that an unusable folder is detected at startup.
 
         Raises `ConfigError` if the file cannot be written.
         """
@@ -81,7 +81,7 @@ class Backups:
             ) from None
 
     def request(self) -> None:
-        """Request a backup after a new entry in the journal."""
+        """Request a backup, because the journal has a new entry."""
         self.is_pending = True
 
     @property
@@ -91,7 +91,7 @@ class Backups:
     def make(self, store: JournalStore, began_s: float) -> Path:
         """Write a backup; return its folder.
 
-        Raises `JournalError` if the backup cannot be written; earlier backups stay as they are.
+        Raises `JournalError` if the backup cannot be written; earlier backups remain unchanged.
         """
         self._next_s = began_s + self._interval_s
         partial = self.folder / ".backup.partial"
@@ -120,7 +120,7 @@ class Backups:
         return path
 
     def status(self, now_s: float) -> dict[str, object]:
-        """Return the data about backups that `gridtrain status` shows."""
+        """Return the information about backups for `gridtrain status`."""
         age_s = None if self.written_s is None else round(now_s - self.written_s, 1)
         return {
             "folder": str(self.folder),
@@ -139,13 +139,13 @@ class Backups:
                 raise ConfigError(f"{path} belongs to another coordinator (key {key.hex()[:12]})")
 
     def record_duration(self, now_s: float, duration_s: float) -> None:
-        """Record the end of a backup, and delay the next one in proportion to its duration."""
+        """Record that a backup has finished, and delay the next one in proportion to its duration."""
         self.written_s = now_s
         self._next_s = max(self._next_s, now_s + duration_s / MAX_TIME_FRACTION)
 
 
 def latest_backup(folder: Path) -> Path:
-    """Return `folder` if it is a backup itself, else the latest backup in it.
+    """Return `folder` if it is itself a backup, otherwise the latest backup in it.
 
     Raises `ConfigError` if there is none.
     """
@@ -161,7 +161,7 @@ def latest_backup(folder: Path) -> Path:
 
 
 def restore(backup: Path, state: Path) -> Path:
-    """Copy a backup to the folder `state`; the journal comes last, so that a failed start can be repeated.
+    """Copy a backup to the folder `state`, the journal last, so that a failed start can be repeated.
 
     Returns the backup that was used.
 
@@ -206,7 +206,7 @@ def restore(backup: Path, state: Path) -> Path:
 
 
 def _complete_backups(folder: Path) -> list[Path]:
-    """Return the complete backups in `folder`, the oldest first."""
+    """Return the complete backups in `folder`, oldest first."""
     if not folder.is_dir():
         return []
     names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
@@ -215,7 +215,7 @@ def _complete_backups(folder: Path) -> list[Path]:
 
 
 def _put(partial: Path, path: Path) -> None:
-    """Rename `partial` to `path`, replacing a backup of the same entries if there is one."""
+    """Rename `partial` to `path`, replacing any backup of the same entries."""
     old = path.with_name(".backup.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

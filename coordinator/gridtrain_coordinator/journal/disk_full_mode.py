@@ -1,4 +1,4 @@
-"""The coordinator's behaviour while its disk is full: no decision is made until the last ones are written.
+"""The coordinator's behaviour while its disk is full: no decisions are made until the last ones are written.
 
     turn --JournalFull--> DiskFullMode(effects of that turn) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events
@@ -8,7 +8,7 @@
 
 Decisions are announced only once they are durable, so a full disk has the same effect as a slow coordinator:
 the current generation continues to train (commit rule 10), and no later decision can contradict an earlier
-one that is not durable yet.
+one that is not yet durable.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ RETRY_S = 1.0
 MAX_EVENTS = 20_000
 """The largest number of queued events.
 
-A peer whose event would exceed this number is disconnected, and connects again later.
+A peer whose event would exceed this number is disconnected; it connects again later.
 """
 
 REMEDY = "try again when the run's owner has freed disk space"
 
 
 class DiskFullMode:
-    """One period during which the disk is full.
+    """A period during which the disk is full.
 
     Args:
         cause: the reason why the journal cannot be written.
@@ -66,9 +66,9 @@ class DiskFullMode:
         return m.RunStateUpdate(self.phase, self.reason)
 
     def queue_event(self, event: TransportEvent) -> list[io.Effect]:
-        """Keep an event for later; return the effects to carry out now.
+        """Store an event for later; return the effects to carry out now.
 
-        Heartbeats are dropped, because the next heartbeat replaces them.
+        Heartbeats are dropped, because each one supersedes the last.
         """
         if isinstance(event, Received) and isinstance(event.message, m.Heartbeat):
             return []

@@ -1,10 +1,10 @@
 """The keys of the coordinator and of its operator, in files beside the journal.
 
-    journal.sqlite   the coordinator's PUBLIC key, written at the first start
+    journal.sqlite   the coordinator's PUBLIC key, written on the first start
     coordinator.key  its secret key                                    0600
     operator.key     authorizes orders: invite, kick, ban              0600
 
-A journal belongs to one key, by which workers recognize the coordinator; they reject any other key.
+A journal belongs to one key, by which workers recognize the coordinator; they reject all other keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY, OPERATOR_KEY
 
 
 def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[PeerId], None]) -> Identity:
-    """Return the coordinator's key pair; create it at the first start with this journal.
+    """Return the coordinator's key pair; create it on the first start with this journal.
 
     Args:
         journal: the path of the journal.
@@ -49,9 +49,9 @@ def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[P
 
 
 def operator_identity(journal: Path) -> Identity:
-    """Return the operator's key pair; anyone who can read its file can give orders.
+    """Return the operator's key pair; anyone who can read the key file can give orders.
 
-    The file is created if it is missing, so deleting it replaces the key at the next start.  Raises
+    The file is created if it is missing, so deleting it replaces the key on the next start.  Raises
     `ConfigError` if the file cannot be used.
     """
     return Identity.load_or_create(journal.absolute().parent / OPERATOR_KEY)

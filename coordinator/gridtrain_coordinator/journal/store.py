@@ -1,13 +1,13 @@
-"""The journal: the state that the coordinator needs after it has been killed.
+"""The journal: the state that the coordinator needs to continue after being killed.
 
     migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
 
 An entry consists of a kind and a JSON body, which this module does not interpret.  One connection locks the
-file exclusively, because two coordinators on one journal could reach two verdicts.  It uses WAL mode with
-synchronous=FULL: when `append_all` returns, the entries survive SIGKILL and power loss.
+file exclusively, because two coordinators with the same journal could reach different verdicts.  It uses WAL
+mode with synchronous=FULL: once `append_all` has returned, the entries survive SIGKILL and power loss.
 
-Each entry contains a digest over itself and the digest before it.  The digests are checked when the journal
-is opened, so that a flipped bit cannot change a verdict.  A file that is refused is left unchanged.
+Each entry contains a digest of itself and the previous digest.  The digests are checked when the journal is
+opened, so that a flipped bit cannot change a verdict.  A rejected file is left unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY
 from gridtrain_coordinator.journal.keys import coordinator_identity
 
 MEMORY = ":memory:"
-APPLICATION_ID = 0x67726964  # "grid", to recognize other programs' databases
+APPLICATION_ID = 0x67726964  # "grid"; distinguishes journals from other programs' databases
 BUSY_S = 1.0
 CHAIN_BYTES = 16
 DAMAGED_REMEDY = (
@@ -41,7 +41,7 @@ DAMAGED_REMEDY = (
 
 
 class JournalFull(JournalError):
-    """The disk is full: nothing was written, and writing can be tried again."""
+    """The disk is full: nothing was written, and the write can be retried."""
 
 
 _IN_USE = (
@@ -84,7 +84,7 @@ class StoredEntry:
 
 
 class JournalStore:
-    """An open journal, for one thread at a time.  Every method may raise `JournalError`."""
+    """An open journal, for use by one thread at a time.  Every method may raise `JournalError`."""
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
@@ -120,7 +120,7 @@ class JournalStore:
         except BaseException:
             connection.close()
             if created:
-                Path(name).unlink(missing_ok=True)  # a start that fails leaves no trace
+                Path(name).unlink(missing_ok=True)  # so that a failed start leaves no trace
             raise
         return store
 
@@ -128,10 +128,10 @@ class JournalStore:
         self._connection.close()
 
     def identity(self) -> Identity:
-        """Return the coordinator's key pair; create it at the journal's first start.
+        """Return the coordinator's key pair; create it on the first start with this journal.
 
-        The key pair is in the file `coordinator.key` beside the journal.  Each store with ":memory:" has a
-        separate key pair.
+        The key pair is in the file `coordinator.key` beside the journal.  Each ":memory:" store has a key
+        pair of its own.
 
         Raises:
             JournalError: this journal belongs to another key.
@@ -143,7 +143,7 @@ class JournalStore:
         return coordinator_identity(Path(self._path), self.key(), self._adopt)
 
     def key(self) -> PeerId | None:
-        """Return the coordinator's public key in the journal; None if the journal has no key yet."""
+        """Return the coordinator's public key from the journal; None if the journal has no key yet."""
         with _explained(self._path):
             row = self._connection.execute("SELECT key FROM coordinator").fetchone()
         if row is not None and not isinstance(row[0], bytes):
@@ -157,7 +157,7 @@ class JournalStore:
     def next_term(self) -> int:
         """Write the next term to the journal; return it once it is durable.
 
-        It is one more than the highest term in the journal.
+        The next term is one more than the highest term in the journal.
         """
         with self._transaction():
             (last,) = self._connection.execute("SELECT max(term) FROM terms").fetchone()
@@ -166,7 +166,7 @@ class JournalStore:
         return term
 
     def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Make several entries durable together (in one transaction), or none.
+        """Make all of the entries durable, or none of them (in one transaction).
 
         Raises `JournalFull` if the disk is full.
         """
@@ -175,7 +175,7 @@ class JournalStore:
                 self._insert(kind, body)
 
     def entries(self) -> list[StoredEntry]:
-        """Return all entries, the oldest first.  Raises `JournalError` if an entry has been altered."""
+        """Return all entries, oldest first.  Raises `JournalError` if an entry has been altered."""
         with _explained(self._path):
             rows = self._connection.execute(
                 "SELECT id, at, kind, body, chain FROM journal ORDER BY id"
@@ -192,7 +192,7 @@ class JournalStore:
             raise self._damaged(f"an entry is not JSON: {error}") from None
 
     def copy_to(self, path: Path) -> tuple[int, int]:
-        """Copy the journal to the new file `path` (mode 0600); return the copy's term and last entry number.
+        """Copy the journal to a new file, `path` (mode 0600); return the copy's term and last entry number.
 
         Uses SQLite's online backup, which includes the contents of the WAL.
 
@@ -209,7 +209,7 @@ class JournalStore:
     # -- internal ------------------------------------------------------------------------------
 
     def _check(self, created: bool) -> None:
-        """Check that the file can be used, without changing it, so that a refused file stays unchanged."""
+        """Check that the file can be used, without changing it, so that a rejected file is left unchanged."""
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
@@ -276,13 +276,13 @@ class JournalStore:
                 self._connection.execute("COMMIT")
             except BaseException:
                 self._chain = chain
-                if self._connection.in_transaction:  # on a full disk SQLite itself has rolled back
+                if self._connection.in_transaction:  # if the disk is full, SQLite has already rolled back
                     self._connection.execute("ROLLBACK")
                 raise
 
 
 def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
-    """Return the digest of an entry, which covers the previous digest and all fields of the entry."""
+    """Return the digest of an entry, which covers the previous digest and all of the entry's fields."""
     text = f"{row_id}\0{at}\0{kind}\0{body}".encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
 
@@ -290,7 +290,7 @@ def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> 
 def _created(path: Path) -> bool:
     """Create the file, readable only by its owner, because it contains members' addresses.
 
-    Returns False if the file exists or cannot be created.
+    Returns False if the file already exists or cannot be created.
     """
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
@@ -321,7 +321,7 @@ def _migrations() -> list[str]:
 
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Turn SQLite's errors into `JournalError` with a remedy."""
+    """Convert SQLite's errors into `JournalError`, with a remedy."""
     try:
         yield
     except UnicodeDecodeError as error:  # a name in a damaged schema

@@ -7,7 +7,7 @@
 
 `readiness` limits the wait for members that receive or load a state, and `forming_sources` replaces a source
 that does not send the state; `catch_up` chooses the sources for workers that catch up while members train.
-`member_lists` makes the member list of a generation as each member receives it.
+`member_lists` builds a generation's member list for each recipient.
 
 All parts share `run.run_state.RunState`; each returns effects, which `Membership` passes on in order.
 """

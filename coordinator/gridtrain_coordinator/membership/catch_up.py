@@ -1,4 +1,4 @@
-"""Chooses the state sources of newcomers, which receive the state while the members train.
+"""Chooses state sources for newcomers, which receive the state while the members train.
 
 admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
                                       | +-- PeersUnreachable: CatchUpFrom with other routes
@@ -23,20 +23,20 @@ from gridtrain_coordinator.run.run_state import MAX_STEPS, RunState
 MAX_STATE_SOURCES = 3
 MAX_CATCHING_UP = 64
 NO_PROGRESS_TIMEOUT_S = 60.0
-"""The longest time that a newcomer may take without making progress.
+"""How long a newcomer may go without making progress.
 
 A state source may be in a long step, and sends its state only after that step.
 """
 
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
-"""The lead with which the step of the snapshots is chosen, in seconds and steps.
+"""How far ahead the snapshot step is chosen, in seconds and in steps.
 
-All sources take their snapshots after the same step, so no source may have begun the step when the message
-arrives.
+All sources take their snapshots after the same step, so the message must reach every source before it begins
+that step.
 """
 
 SNAPSHOT_LATE_S = 4.0
-"""If the group has not reached the step of the snapshots after this time, a nearer step is chosen."""
+"""If the group has not reached the snapshot step within this time, a nearer step is chosen."""
 
 
 class CatchUp:
@@ -46,11 +46,9 @@ class CatchUp:
         self._run, self._addresses = run, addresses
         self._started_s: dict[m.PeerId, float] = {}
         self._state_sources: tuple[m.PeerId, ...] = ()
-        self._announced: tuple[m.PeerId, ...] = ()  # newcomers that the sources know
+        self._announced: tuple[m.PeerId, ...] = ()  # newcomers known to the sources
         self._fetch_sent_s: dict[m.PeerId, float] = {}  # newcomers that know the sources, and since when
-        self._snapshot_step: tuple[int, float] | None = (
-            None  # the step of the snapshots, and when it was sent
-        )
+        self._snapshot_step: tuple[int, float] | None = None  # the snapshot step, and when it was sent
 
     @property
     def is_active(self) -> bool:
@@ -65,8 +63,8 @@ class CatchUp:
         """
         run = self._run
         if not newcomers and not self.is_active:
-            return []  # the common case, and this is called after every message
-        # All members were ready: those that joined with this generation hold the state by now.
+            return []  # the common case; this method is called after every message
+        # All members were ready, so those that joined with this generation hold the state by now.
         holders = run.connected_members
         if run.present_members and not holders:
             return []  # for example after a short failure of the coordinator's link; they may reconnect
@@ -74,7 +72,7 @@ class CatchUp:
             for worker in newcomers:
                 worker.mark_caught_up()  # no member can send the state
             newcomers = ()
-        # The median of the reported steps, so that one liar changes nothing.
+        # The median of the reported steps, so that a single liar has no influence.
         latest = min(median_low([run.workers[x].step for x in holders] or [-1]), MAX_STEPS)
         before = run.view.applied if run.view is not None else -1
         step = choose_snapshot_step(latest, latest - before, now_s - run.view_change.last_installed_s)
@@ -87,7 +85,7 @@ class CatchUp:
 
         Args:
             newcomers: admitted workers that have not caught up.
-            holders: members that hold the state, the longest-serving first.
+            holders: members that hold the state, longest-serving first.
             step: the step after which snapshots are to be taken.
             latest: the members' last step.
         """
@@ -129,8 +127,9 @@ class CatchUp:
         return effects
 
     def _send_fetch(self, peer: m.PeerId, sources: Sequence[m.PeerId], now_s: float) -> list[Effect]:
-        """Send a newcomer and its state sources the routes between them. The sources receive them as well,
-        because the generation may have changed since the last message to them.
+        """Send a newcomer and its state sources the routes between them.
+
+        The sources receive them as well, because the generation may have changed since they were last sent.
         """
         self._fetch_sent_s[peer] = now_s
         addresses = tuple((source, self._addresses.address(peer, source)) for source in sources)
@@ -139,7 +138,7 @@ class CatchUp:
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable, now_s: float) -> list[Effect]:
         """Send other routes to a newcomer that cannot connect to its state sources.
 
-        No other generation is needed for this.
+        This does not require another generation.
         """
         run, peer, limits = self._run, worker.peer, self._run.limits
         sent_s = self._fetch_sent_s.get(peer)
@@ -147,33 +146,33 @@ class CatchUp:
         if message.term != run.term or peer not in self._announced or not missed & set(self._state_sources):
             return []
         if sent_s is None or now_s < sent_s + limits.route_s / 2:
-            return []  # it has received new routes since, and has not tried them yet
+            return []  # it has since received new routes that it has not tried yet
         tried = self._addresses.reroute(peer, sorted(missed))
         names = ", ".join(run.workers.display_name(other) for other in self._state_sources if other in missed)
         note = LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
     def on_reconnected(self, peer: m.PeerId) -> None:
-        """Forget the messages sent to a worker that has reconnected, so that lost messages are sent again."""
+        """Forget what was sent to a worker that has reconnected, so that lost messages are sent again."""
         self._state_sources = tuple(source for source in self._state_sources if source != peer)
         self._announced = tuple(known for known in self._announced if known != peer)
 
     def _is_snapshot_step_late(self, step: int, latest: int, now_s: float) -> bool:
-        """Return whether the step of the snapshots is late, so that the nearer `step` replaces it.
+        """Return whether the snapshot step is late, so that the nearer `step` replaces it.
 
         Forgets the step once the group has reached it; until then, checks it every `SNAPSHOT_LATE_S`.
         """
         if self._snapshot_step is None or latest >= self._snapshot_step[0]:
-            self._snapshot_step = None  # the snapshots are taken
+            self._snapshot_step = None  # the snapshots have been taken
             return False
         chosen, since_s = self._snapshot_step
         if now_s < since_s + SNAPSHOT_LATE_S:
             return False
-        self._snapshot_step = chosen, now_s  # checked again later
+        self._snapshot_step = chosen, now_s  # to be checked again later
         return step < chosen
 
     def deadline_s(self) -> float:
-        """Return the time at which a newcomer may have stalled or the step of the snapshots may be late."""
+        """Return the time at which a newcomer may have stalled or the snapshot step may be late."""
         workers = self._run.workers
         late_s = math.inf if self._snapshot_step is None else self._snapshot_step[1] + SNAPSHOT_LATE_S
         progressed_s = [
@@ -190,7 +189,7 @@ def choose_snapshot_step(latest: int, made: int, running_s: float) -> int:
         latest: the members' last step.
         made: the number of steps made in the last `running_s` seconds.
         running_s: the time in which the steps were made; at least `SNAPSHOT_LEAD_S` is assumed, because a
-            few quick steps at the beginning say little about the rate.
+            few quick initial steps say little about the rate.
     """
     rate_Hz = made / max(running_s, SNAPSHOT_LEAD_S)
     return latest + max(SNAPSHOT_LEAD_STEPS, math.ceil(rate_Hz * SNAPSHOT_LEAD_S))

@@ -1,12 +1,12 @@
 """Handles the members' reports about each other.
 
     ConnectionLost     again and again ------------> the member that all broken connections share is dismissed
-    RoundStalled       a round makes no progress --> a member that delays a step repeatedly is dismissed
+    RoundStalled       a round makes no progress --> a member that repeatedly delays a step is dismissed
     PeersUnreachable   cannot connect as planned --> another route in the next generation
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
     ViolationReport    broke the protocol ---------> a violation, counted elsewhere
 
-A report by one member against another is never enough to dismiss either of them.
+A report by one member against another is never sufficient grounds for dismissing either of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Complaints:
         self._stalled_step = StalledStep(run)
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable) -> list[Effect]:
-        """Give up routes on which members cannot connect, so that the next generation uses other routes."""
+        """Give up routes over which members cannot connect, so that the next generation uses other routes."""
         run = self._run
         is_current = run.is_current(message.term, message.generation)
         if not is_current or run.view_change.is_freezing or worker.peer not in run.members:
@@ -62,18 +62,18 @@ class Complaints:
     def handle_broken_link(self, worker: Worker, message: m.ConnectionLost, now_s: float) -> list[Effect]:
         """Handle a broken connection between two members.
 
-        If connections break repeatedly, the member that they share is dismissed, or the next ring avoids
-        these pairs of members.
+        If connections break repeatedly, the member that they have in common is dismissed, or the next ring
+        avoids these pairs of members.
         """
         run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
         is_current = run.is_current(message.term, message.generation)
-        # Sent before this generation's MembershipView arrived: the end of a process may concern both.
+        # Sent before this generation's MembershipView arrived; the end of a process may affect both of them.
         is_previous = run.is_current(message.term, message.generation + 1)
         are_members = {worker.peer, message.peer} <= run.members and worker.peer != message.peer
         if not (is_current or is_previous) or not are_members:
             return []
         if message.peer not in run.workers:
-            return []  # it has left and is no longer registered
+            return []  # the peer has left and is no longer registered
         run.workers[message.peer].liveness.record_link_broken(now_s)
         if not is_current:
             return []
@@ -90,7 +90,7 @@ class Complaints:
         return []
 
     def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
-        """Handle a round without progress: request a generation without the members at fault."""
+        """Handle a round that makes no progress: request a generation without the members at fault."""
         run = self._run
         is_current = run.is_current(stalled.round.term, stalled.round.generation)
         if (
@@ -111,7 +111,7 @@ class Complaints:
         return effects
 
     def compare_digest(self, peer: m.PeerId, message: m.ReplicaDigest) -> list[Effect]:
-        """Compare the members' states; a member that differs from most of them receives the state again."""
+        """Compare the members' states; a member whose state differs from most receives the state again."""
         run = self._run
         if not run.is_current(message.term, message.generation) or not run.view_change.is_idle:
             return []
@@ -138,17 +138,17 @@ class Complaints:
 
 
 class StalledStep:
-    """The latest stalled step, with its stalled generations and the members that suspect each member.
+    """The latest step to stall, with the number of stalled generations and each suspect's accusers.
 
     stall of step 7   reporter   suspect    made progress   dismissed
     1st               root       bert       no              bert
     1st, 2nd          root       clara      yes             nobody
     3rd               root       clara      yes             clara      she was suspected three times
-    3rd               dora       clara      no              dora       she alone says so, and not the root
-    6th               root       dora       yes             erik       the newest, as a member is at fault
+    3rd               dora       clara      no              dora       the only accuser, and not the root
+    6th               root       dora       yes             erik       the newest, presumed to be at fault
 
-    The root, which counts the votes, knows which member is late.  Other members know it only of the root; of
-    all others, they know only that they have no connection to them.
+    The root, which counts the votes, knows which member is late.  Other members know this only of the root;
+    of the rest, they know only that they have no connection to them.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -168,7 +168,7 @@ class StalledStep:
         return self._stall_count
 
     def find_at_fault(self, stalled: m.RoundStalled, reporter: m.PeerId, now_s: float) -> dict[m.PeerId, str]:
-        """Return the members to dismiss, with the reasons."""
+        """Return the members to dismiss, with reasons."""
         workers, step, reason = self._run.workers, self._step, stalled.reason
         present, root = self._run.present_members, self._run.member_order[0]
         if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(present) > 1:

@@ -1,7 +1,7 @@
 """Removes workers from the registry, and requests another generation if they were members.
 
                registered   address known   waited for   is told
-    lost           no            yes            yes      Rejoin, when it sends something
+    lost           no            yes            yes      Rejoin, on its next message
     replaced       no            yes            no       (the new process is admitted)
     left           no            no             no
     dismissed      no            no             no       Refused, with the reason
@@ -27,7 +27,7 @@ MODEL_REMEDY = "gridtrain export writes it from any worker's latest checkpoint"
 
 
 class Departures:
-    """Removes workers, and requests another generation if a removed worker was a member."""
+    """Removes workers, and requests another generation whenever a removed worker was a member."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Departures:
         return [self._unregister(worker, reason, is_final=False)] if worker is not None else []
 
     def leave(self, peer: m.PeerId, reason: str) -> list[Effect]:
-        """Remove a worker that has announced that it leaves."""
+        """Remove a worker that has announced that it is leaving."""
         worker = self._run.workers.get(peer)
         if worker is None:
             return [Disconnect(peer)]
@@ -56,7 +56,7 @@ class Departures:
         return [*missed, *self._remove(worker, f"left: {reason}", is_voluntary=True), Disconnect(peer)]
 
     def _record_missing_model(self, worker: Worker, reason: str) -> list[Effect]:
-        """Record that the member that was to write the final model leaves without having done so."""
+        """Record that the member that was to write the final model is leaving without having done so."""
         run, (what, _, why) = self._run, reason.partition(": ")
         has_finished = worker.peer in (run.members if run.is_finished else run.finished_members)
         if what != m.MODEL_NOT_WRITTEN or not has_finished or not run.writes_model(worker.peer):
@@ -69,7 +69,7 @@ class Departures:
         """Remove and disconnect a worker.
 
         Args:
-            notify: whether to send the reason to the worker; False if the reason has already been sent.
+            notify: whether to send the reason to the worker; False if it has already been sent.
         """
         worker = self._run.workers.get(peer)
         if worker is None:
@@ -101,7 +101,10 @@ class Departures:
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
     def refuse_late(self, peer: m.PeerId) -> list[Effect]:
-        """Refuse a worker after the end; a member of a run without a model first executes the verdict."""
+        """Refuse a worker after the run has ended.
+
+        If the run has no final model, a member is first sent the last verdict to carry out.
+        """
         missing = f"; {self._run.missing_model}" if self._run.missing_model else ""
         reason = f'the run "{self._run.name}" is finished{missing}'
         refused = self.refuse(peer, "finished", reason, "ask the run's owner for the result")
@@ -114,7 +117,7 @@ class Departures:
 
         Args:
             incomplete: why no worker can write the model, in which case all workers are refused; "" if the
-                first members can.
+                first member of each stage can.
         """
         run = self._run
         reason = f"{format_count(len(run.member_list), 'worker')} reached the end of the run"
@@ -161,7 +164,7 @@ class Departures:
         return LogEvent(level, event, {"name": worker.name, "reason": reason.removeprefix("left: ")})
 
     def _record_departure(self, peer: m.PeerId, cause: str, *, is_final: bool = True) -> None:
-        """Forget the measurements of a worker; if it was a member, request another generation."""
+        """Forget a worker's measurements; if it was a member, request another generation."""
         run = self._run
         self._planner.forget(peer)
         run.view_change.discard_report(peer)

@@ -1,4 +1,4 @@
-"""Chooses the member that sends the state to joining members, and finds the member at fault if none arrives.
+"""Chooses the member that sends the state to joining members, and finds who is at fault if none arrives.
 
     dora, from anna: nothing arrives     anna is replaced by bert, and dora stays
     dora, from bert: nothing arrives     dora is dismissed if both have served others; else clara is tried
@@ -6,7 +6,7 @@
 
 A source that does not send the state still reports `Ready`.  Only the receivers notice the failure, and they
 may lie, so the decision depends on which other members the source has served.  This applies only to models in
-one piece; in a pipeline the ranks determine which member sends which part.
+one piece; in a pipeline, the ranks determine which member sends which part.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from gridtrain.core.messages import PeerId
 
 MAX_PROVEN_FAILURES, MAX_FAILURES = 2, 3
-"""How many sources may fail to serve one member: sources that have served other members, and all sources."""
+"""How many sources may fail to serve one member: of those that have served others, and of all sources."""
 
 MAX_RECORDS = 1024
 """The largest number of members with a record; the oldest record is dropped first."""
 
 
 class StateSources:
-    """Outcomes of state transfers, by joining member and by source, across generations."""
+    """Outcomes of state transfers across generations, by joining member and by source."""
 
     def __init__(self) -> None:
-        self._failed: dict[PeerId, list[PeerId]] = {}  # by joining member, the sources that failed with it
+        self._failed: dict[PeerId, list[PeerId]] = {}  # by joining member, the sources that failed it
         self._served: dict[PeerId, set[PeerId]] = {}  # by source, members that it served: two are enough
         self._unreliable: dict[PeerId, int] = {}  # by source, its failures since it last served a member
 
@@ -41,7 +41,7 @@ class StateSources:
         _trim(self._served)
 
     def record_failure(self, source: PeerId, receivers: Collection[PeerId]) -> None:
-        """Record that these members have received nothing or too little from the source."""
+        """Record that these members have received nothing, or too little, from the source."""
         for receiver in receivers:
             failed = self._failed.pop(receiver, [])
             self._failed[receiver] = [*(peer for peer in failed if peer != source), source]
@@ -67,7 +67,7 @@ class StateSources:
         Args:
             holders: members that hold the state, in order of preference.
             receivers: members that lack the state.
-            stalled: members whose trainers have stalled, so that they can serve nobody until they return.
+            stalled: members whose trainers have stalled, so that they cannot serve anyone until they recover.
         """
         ranked = {
             holder: (

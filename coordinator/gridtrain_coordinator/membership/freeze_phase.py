@@ -4,7 +4,7 @@ TRAINING --view change requested--> Freeze --all present members have reported, 
    |                                  ^                     nobody who reports holds a state --+
    |                                  | some are back                                          |
    +--all members are away--> delayed until `regather_s` <-------------------------------------+
-      the coordinator restarted       | nobody came back, and other workers are here
+      the coordinator restarted       | nobody came back, and other workers are present
                                       v
                                    WAITING: start over, from checkpoints or at step 0
 """
@@ -32,7 +32,7 @@ class FreezePhase:
     Attributes:
         delayed_until_s: the time until which the `Freeze` is delayed, so that members can come back; None if
             it is not delayed.
-        is_awaiting_members: whether members are awaited, all of which were absent.
+        is_awaiting_members: whether the coordinator is waiting for members after all of them were absent.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class FreezePhase:
         self._divergence, self._generation_reports = divergence, generation_reports
         self.delayed_until_s: float | None = None
         self.is_awaiting_members = False
-        # The last ledger that was found to be sound: most members report the same one.
+        # The last ledger found to be sound, stored because most members report the same one.
         self._sound_ledger: tuple[m.LedgerSpec, m.LedgerState, frozenset[m.PeerId]] | None = None
-        self._silent = b""  # a member that had not reported at the last look
+        self._silent = b""  # a member that had not reported when last checked
         self._return_deadline_s = -math.inf
-        self._has_delayed = False  # absent members have had their time to return
-        self._addressing_until_s = math.inf  # how long dial-backs are awaited; infinite: none is
+        self._has_delayed = False  # absent members have had time to return
+        self._addressing_until_s = math.inf  # how long dial-backs are awaited; infinite if none is
 
     # -- beginning ---------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class FreezePhase:
         self.delayed_until_s = None
 
     def _start_over(self) -> list[Effect]:
-        """Start over, because no worker holds the model, from new workers' checkpoints or at step 0."""
+        """Start over from new workers' checkpoints or at step 0, because no worker holds the model."""
         run = self._run
         run.lose_model()
         run.view_change.withdraw()
@@ -137,7 +137,7 @@ class FreezePhase:
         if worker.peer not in run.members:
             return [RecordViolation(worker.peer, "reported on a generation to which it does not belong")]
         if worker.peer in run.departed_members:
-            return []  # a new process with its key, whose `Setup` lists its checkpoints
+            return []  # a new process with the member's key; its `Setup` lists its checkpoints
         assert run.definition is not None
         spec, ledger = run.definition.ledger, report.ledger
         checked = spec, ledger, run.members
@@ -149,11 +149,11 @@ class FreezePhase:
         if report.is_synced and (not is_sound or report.applied < least):
             return [RecordViolation(worker.peer, "reported an impossible step, ledger or stage")]
         if report.is_synced and worker.setup is None:
-            return []  # it was disconnected; its setup follows this answer to an earlier `Freeze`
+            return []  # it was disconnected; its setup follows this reply to an earlier `Freeze`
         report = self._divergence.without_diverged_state(worker.peer, report)
         view_change.record_report(worker.peer, report)
         if report.is_synced and not self._is_journal_behind:
-            # This report is enough to decide, so absent members are awaited only for a heartbeat timeout.
+            # This report is enough to decide, so absent members are awaited for only one heartbeat timeout.
             view_change.shorten_deadline(now_s + run.limits.silence_s)
         return []
 
@@ -165,7 +165,7 @@ class FreezePhase:
     # -- end ---------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> list[Effect]:
-        """Decide on the next generation once all present members have reported or the time is up."""
+        """Decide on the next generation once all present members have reported or time is up."""
         run, view_change = self._run, self._run.view_change
         if self._is_delayed(now_s):
             return []
@@ -186,19 +186,19 @@ class FreezePhase:
         awaited = absent if awaits_absent else absent & set(run.workers)
         self._silent = next(iter(awaited), b"")
         if awaited and run.partition.is_pipeline and view_change.deadline_s == math.inf:
-            view_change.wait_until(now_s + run.limits.report_s)  # back while the run was paused
+            view_change.wait_until(now_s + run.limits.report_s)  # they came back while the run was paused
         if awaited and now_s < view_change.deadline_s:
             return []
         if unaddressed := self._unaddressed_workers():
             # Nothing can be planned without them, and a worker admitted after the view would begin to measure
-            # its links, and never become ready.  Workers that join again and again are not awaited forever.
+            # its links and never become ready.  Workers that join again and again are not awaited forever.
             until_s = now_s + run.limits.reach_s + run.limits.settle_s
             self._addressing_until_s = min(self._addressing_until_s, until_s)
             if now_s < self._addressing_until_s:
                 view_change.extend_deadline(now_s + run.limits.settle_s)
                 return []
             for worker in unaddressed:
-                worker.mark_addressable(True)  # as one that cannot be dialled
+                worker.mark_addressable(True)  # treated as a worker that cannot be dialled
         self._addressing_until_s = math.inf
         may_wait = self.is_awaiting_members and no_holder and awaited and run.has_started
         if may_wait and self._keeps_waiting(absent, now_s):
@@ -212,8 +212,8 @@ class FreezePhase:
     def _is_delayed(self, now_s: float) -> bool:
         """Return whether the `Freeze` is still delayed.
 
-        Members that come back train until all are present; a single `Freeze` then stops them only briefly.
-        Absent members are not awaited for long, because by commit rule 6 the members that report are enough
+        Members that come back train until all are present, so that a single `Freeze` stops them only briefly.
+        Absent members are not awaited for long, because by commit rule 6 the reports of the others are enough
         to decide.
         """
         if self.delayed_until_s is None:
@@ -221,13 +221,13 @@ class FreezePhase:
         run, present = self._run, set(self._run.workers)
         awaited = run.members - run.departed_members
         if self._generation_reports.is_journal_behind:
-            awaited |= self._generation_reports.journaled_members  # they may report another generation
+            awaited |= self._generation_reports.journaled_members  # they may report a later generation
         elif self.delayed_until_s == math.inf and awaited & present:
             self.delayed_until_s = now_s + run.limits.report_s + run.limits.regreet_s
         return not awaited <= present and now_s < min(self.delayed_until_s, run.view_change.deadline_s)
 
     def _is_known_to_wait(self, now_s: float) -> bool:
-        """Return whether one member is still awaited, without a look at each member for each report."""
+        """Return whether a known member is still awaited; avoids a pass over all members for each report."""
         run, silent = self._run, self._silent
         is_awaited = silent in run.workers and silent in run.members and silent not in run.departed_members
         is_usual = not run.partition.is_pipeline and not self.is_awaiting_members
@@ -240,19 +240,19 @@ class FreezePhase:
         absent = run.members - set(run.view_change.reports) - run.departed_members
         if self._is_journal_behind:
             arrived = {w.peer for w in run.workers.values() if w.setup is not None}
-            absent |= self._generation_reports.journaled_members - arrived  # may report another generation
+            absent |= self._generation_reports.journaled_members - arrived  # may report a later generation
         return absent
 
     def _unaddressed_workers(self) -> list[Worker]:
         """Return the members of the next generation whose dial-back is still in progress."""
-        # Reports count as well: they include members whose process was replaced.
+        # Senders of reports are included as well: among them are members whose process was replaced.
         run = self._run
         candidates = {*run.view_change.reports, *run.eligible_workers()}
         workers = [run.workers[peer] for peer in candidates if peer in run.workers]
         return [worker for worker in workers if not worker.is_addressable]
 
     def _keeps_waiting(self, absent: frozenset[m.PeerId], now_s: float) -> bool:
-        """Return whether to keep waiting for the members that hold the model, which are all disconnected.
+        """Return whether to keep waiting for the members that hold the model, all of which are disconnected.
 
         The wait ends only if other workers can start over, or if the owner has ended the run.
         """

@@ -1,15 +1,15 @@
-"""Generations that members report to a coordinator whose journal is older than the run (commit rule 11).
+"""The generations that members report to a coordinator whose journal is behind the run (commit rule 11).
 
     journal: generation 7 of anna, bert       reported: generation 9 of anna, bert, clara    by anna, clara
                                                         generation 12 of dora                by dora, a liar
              most reported: generation 9, two reports against one
 
-The coordinator waits for all members that the journal or the most reported generation names, so that a quick
+The coordinator waits for all members named by the journal or by the most reported generation, so that a quick
 liar does not win before the others have reported.
 
 If a reported term is higher, the coordinator raises its own term and makes a new generation.  Reports by
-workers that the journal names take effect at once.  One invitation may admit many keys, so the reports of all
-other workers take effect at most once in `TERM_RAISE_INTERVAL_S`, with the highest of their terms.
+workers named in the journal take effect at once.  One invitation may admit many keys, so the reports of all
+other workers take effect at most once per `TERM_RAISE_INTERVAL_S`, with the highest of their terms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import pairwise
 from gridtrain.core import messages as m
 
 MAX_AHEAD = 1_000_000
-"""The largest number of terms or generations by which a journal may be behind; later reports are rejected."""
+"""How many terms or generations a journal may be behind; reports that exceed this are rejected."""
 
 TERM_RAISE_INTERVAL_S = 30.0
 
@@ -39,7 +39,7 @@ class GenerationReports:
     """
 
     def __init__(self, members: frozenset[m.PeerId] = frozenset(), generation: int = 0) -> None:
-        self.highest_generation = 0  # the next generation has a higher number
+        self.highest_generation = 0  # the next generation's number must be higher
         self.begin(members, generation)
 
     def begin(self, members: frozenset[m.PeerId], generation: int) -> None:
@@ -55,7 +55,7 @@ class GenerationReports:
         return bool(self._reporters)
 
     def record(self, peer: m.PeerId, claim: m.CurrentGeneration) -> bool:
-        """Record a worker's first report; return False if it has reported before."""
+        """Record a worker's first report; return False if it has already reported."""
         if peer in self._reporters:
             return False
         self._reporters.add(peer)
@@ -65,12 +65,12 @@ class GenerationReports:
         return True
 
     def most_reported(self, is_valid: Callable[[tuple[int, ...]], bool]) -> GenerationReport | None:
-        """Return the generation that most workers report; None if there is none.
+        """Return the generation reported by the most workers; None if there is none.
 
-        A tie is decided in favour of the generation with more members, then of the later generation.
+        Ties are broken in favour of the generation with more members, then the later generation.
 
         Args:
-            is_valid: a function that checks whether the run's model can have the given stage bounds.
+            is_valid: a function that checks whether the given stage bounds are possible for the run's model.
         """
         votes = Counter(report for report in self._reports.values() if is_valid(report[2]))
         return max(votes, key=lambda report: (votes[report], len(report[1]), report[0]), default=None)
@@ -81,14 +81,14 @@ class TermRaise:
 
     def __init__(self) -> None:
         self._reported_term = 0
-        self.deadline_s = math.inf  # when the highest reported term takes effect; infinite: never
+        self.deadline_s = math.inf  # when the highest reported term takes effect; infinite if never
         self._next_unknown_s = -math.inf  # reports by unknown workers take effect no earlier
 
     def record(self, term: int, *, is_known: bool, now_s: float) -> None:
         """Record a reported term.
 
         Args:
-            is_known: whether the journal names the worker that reports the term.
+            is_known: whether the journal names the reporting worker.
         """
         self._reported_term = max(self._reported_term, term)
         self.deadline_s = min(self.deadline_s, now_s if is_known else max(now_s, self._next_unknown_s))
@@ -96,7 +96,7 @@ class TermRaise:
             self._next_unknown_s = max(self._next_unknown_s, self.deadline_s + TERM_RAISE_INTERVAL_S)
 
     def due_term(self, now_s: float) -> int | None:
-        """Return the highest reported term, once, when it takes effect; otherwise None."""
+        """Return the highest reported term once, when it takes effect; otherwise None."""
         if now_s < self.deadline_s:
             return None
         self.deadline_s = math.inf
@@ -104,7 +104,7 @@ class TermRaise:
 
 
 def is_credible(claim: m.CurrentGeneration, term: int, generation: int) -> bool:
-    """Return whether a report is credible: not too far ahead of the journal, and without empty stages."""
+    """Return whether a report is credible: not too far ahead of the journal, and free of empty stages."""
     bounds = claim.stage_bounds
     is_sound = not bounds or (bounds[0] == 0 and len(bounds) > 1 and all(a < b for a, b in pairwise(bounds)))
     return is_sound and claim.term <= term + MAX_AHEAD and claim.generation <= generation + MAX_AHEAD

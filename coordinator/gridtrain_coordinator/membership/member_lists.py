@@ -1,10 +1,10 @@
-"""Makes the member list of a generation as each member receives it: in pages, or as changes of its last list.
+"""Builds a generation's member list for each recipient: as pages, or as changes to the recipient's last list.
 
-    can be dialled by everybody     the pages, or the changes, of one list for all of them
+    can be dialled by everyone      the pages, or the changes, of one list for all of them
     otherwise                       pages of a list of its own (`AddressBook.members_for`)
 
-A member receives changes only if this coordinator has sent it the list that they change, and it was ready in
-that generation: then it holds the list, whatever has been lost since.  What is sent again is sent in full.
+A member receives changes only if this coordinator has sent it the list to which they apply, and if it was
+ready in that generation: it then holds that list, whatever has been lost since.  Lists are resent in full.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gridtrain_coordinator.run.run_state import RunState
 MEMBERS_PER_PAGE = 256
 
 MAX_CHANGED = MEMBERS_PER_PAGE
-"""Largest number of entries and of spans of entries in `MemberListChanges`; a list of one page has none."""
+"""The largest number of entries, and of spans of entries, in `MemberListChanges`; not used for one page."""
 
 
 @dataclass(slots=True)
 class _Announced:
-    """The shared list of a generation, and the members that hold it if they have been ready."""
+    """The shared list of a generation, and the members that hold it if they were ready."""
 
     generation: int = 0
     members: tuple[m.Member, ...] = ()
@@ -32,7 +32,7 @@ class _Announced:
 
 
 class MemberLists:
-    """Makes the messages; equal ones are the same object, so that they are encoded once."""
+    """Builds the messages; equal messages are the same object, so that they are encoded only once."""
 
     def __init__(self, run: RunState, addresses: AddressBook) -> None:
         self._run, self._addresses = run, addresses
@@ -43,14 +43,14 @@ class MemberLists:
         self._shared_pages = None, (), []
 
     def end_generation(self) -> None:
-        """Determine which members hold the list of the present generation, before the next is installed."""
+        """Determine which members hold the current generation's list, before the next one is installed."""
         run, announced = self._run, self._announced
         ready = run.view_change.ready_histories.keys() - run.departed_members
         is_current = announced.generation == run.generation
         self._may_receive_changes = frozenset(announced.receivers & ready) if is_current else frozenset()
 
     def begin_generation(self) -> None:
-        """Prepare the list of the generation that has been installed."""
+        """Prepare the list of the generation that was just installed."""
         run, base = self._run, self._announced
         assert run.view is not None
         shared = self._addresses.shared_list(run.member_list)
@@ -59,14 +59,14 @@ class MemberLists:
         self._changes = _changes(run.view, base, shared) if self._may_receive_changes else None
 
     def messages_for(self, viewer: m.PeerId) -> Sequence[m.MemberListPage | m.MemberListChanges]:
-        """Return the list of the generation that was just installed, as this member receives it first."""
+        """Return the list of the generation that was just installed, as it is first sent to this member."""
         holds_base = viewer in self._may_receive_changes
         if self._changes is not None and holds_base and viewer in self._announced.receivers:
             return [self._changes]
         return self._pages_for(viewer)
 
     def repeat_for(self, viewer: m.PeerId) -> Sequence[m.MemberListPage]:
-        """Return the whole list of the generation, for a member that may have missed it."""
+        """Return the generation's whole list, for a member that may have missed it."""
         self._announced.receivers.discard(viewer)  # an address may have changed since the list was sent
         return self._pages_for(viewer)
 
@@ -93,7 +93,7 @@ def _pages(view: m.MembershipView, members: tuple[m.Member, ...]) -> list[m.Memb
 def _changes(
     view: m.MembershipView, base: _Announced, members: tuple[m.Member, ...]
 ) -> m.MemberListChanges | None:
-    """Return the changes from the list `base` to `members`; None if the pages are better."""
+    """Return the changes from the list `base` to `members`; None if pages are preferable."""
     if len(members) <= MEMBERS_PER_PAGE or any(member.pieces for member in members):
         return None
     place_of = {member.peer: place for place, member in enumerate(base.members)}

@@ -1,13 +1,13 @@
-"""Recovers the run from its members if the journal is older than the members' state (commit rule 11).
+"""Recovers the run from its members if the journal is behind the members' state (commit rule 11).
 
-    CurrentGeneration(term 3, generation 9)   known here -------------------> nothing
+    CurrentGeneration(term 3, generation 9)   already known ----------------> nothing
                                               not credible -----------------> a violation
                                               of a later coordinator -------> a warning: the later one decides
-                                              ... and all its members stay --> a higher term, after a while
+                                              ... and all members are back --> a higher term, after a while
                                               lost from the journal --------> a higher term, and Freeze
 
-This module makes no generation: members of the recovered generation are frozen and report, as after any
-restart.
+This module does not make generations: the members of the recovered generation are frozen and report, as after
+any restart.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MemberRecovery:
         self._run, self._freeze_phase = run, freeze_phase
         self._generation_reports = generation_reports
         self._term_raise = TermRaise()
-        self._later_term = 0  # of a later coordinator, to which workers have moved
+        self._later_term = 0  # that of a later coordinator to which workers have moved
         self._later_members: frozenset[m.PeerId] = frozenset()
-        self._take_over_s = math.inf  # when to take over from it if all members are here
+        self._take_over_s = math.inf  # when to take over from it if all members are back
 
     @property
     def deadline_s(self) -> float:
@@ -53,7 +53,7 @@ class MemberRecovery:
             return [RecordViolation(worker.peer, reason)]
         followed_us = worker.peer in run.accepted_workers or (has_installed and not self._has_majority())
         if followed_us and claim.term > run.term:
-            # Not a backup: earlier workers have moved to a later coordinator, which now makes all decisions.
+            # Not started from a backup: earlier workers have moved to a later coordinator, which now decides.
             self._later_term = max(self._later_term, claim.term)
             self._later_members |= dict(claim.members).keys()
             self._take_over_s = min(self._take_over_s, now_s + run.limits.regather_s)
@@ -69,7 +69,7 @@ class MemberRecovery:
         return effects if has_installed else effects + self._adopt_reported_generation(now_s)
 
     def _adopt_reported_generation(self, now_s: float) -> list[Effect]:
-        """Start to wait for the members of the most reported generation, unless this was done before."""
+        """Start waiting for the members of the most reported generation, unless already waiting for them."""
         run = self._run
         reported = self._generation_reports.most_reported(run.partition.is_valid)
         shares = tuple((x.peer, x.share) for x in run.member_list)
@@ -108,11 +108,11 @@ class MemberRecovery:
         return [run.term_entry(), *(run.welcome_message(peer) for peer in run.workers)]
 
     def _take_over(self, now_s: float) -> int | None:
-        """Return the term of a later coordinator that all workers have left again, and continue as after a
-        restart; return None if some may still be there, so that there would be two runs.
+        """Take over from a later coordinator that all workers have left, and continue as after a restart.
 
-        Otherwise workers that come back, for example because an address was changed back, would wait here
-        forever: they obey only the later coordinator.
+        Without this, workers that come back, for example because an address was changed back, would wait
+        forever: they obey only the later coordinator.  Returns its term, or None if some workers may still be
+        connected to it, because there would then be two runs.
         """
         run, self._take_over_s = self._run, math.inf
         if self._later_term <= run.term:

@@ -9,9 +9,9 @@
 Implements commit rules 5 to 8 (docs/architecture.md).  If all members are lost, the run waits and starts
 over.
 
-`Membership` takes events, passes each to the part that handles it, and then takes every step towards the next
-generation that is possible.  It handles no gradients, and uses no socket, clock or disk: durable decisions
-are returned as `JournalEntry` effects, which the caller writes before it carries out the effects that follow.
+`Membership` takes events, passes each to the part that handles it, and then takes every possible step towards
+the next generation.  It handles no gradients and uses no sockets, clock or disk: durable decisions are
+returned as `JournalEntry` effects, which the caller writes before it carries out the effects that follow.
 
     shared state    RunState: registered workers, members, phase; ViewChange: the next generation
     workers         WorkerAdmission (join)  Departures (leave)  CatchUp (receive the state)  Complaints
@@ -77,13 +77,13 @@ class Membership:
     Args:
         me: the coordinator's key.
         run: the run's name; joins for another run are refused.
-        term: the number of times that the coordinator has started; the journal already contains this number.
+        term: the number of times that the coordinator has started; already written to the journal.
         min_workers: the number of workers that the run needs to start.
         deadlines: the time limits; see `gridtrain.config.Deadlines`.
         software: this program's version, which is sent to workers.
-        recovered: the run that the journal describes, for whose members the coordinator waits; None for a
-            new run.
-        plans: whether ranks are ordered by the measured links; otherwise they are in the order of joining.
+        recovered: the run described by the journal, whose members the coordinator waits for; None for a new
+            run.
+        plans: whether ranks are ordered by the measured links; otherwise they are in joining order.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Membership:
         self.run = RunState(run, term, deadlines, min_workers=min_workers, software=software)
         self._loop_stalls = LoopStallDetector()
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        # The requested view change that no heartbeat can bring about, so that heartbeats skip `_advance`;
-        # None: not determined since the last other event.
+        # The reason for a view change that heartbeats cannot bring about, so that they skip `_advance`; None
+        # if this has not been determined since the last event of another kind.
         self._settled_reason: str | None = None
-        self._cached_deadline_s: float | None = None  # None: to be computed
+        self._cached_deadline_s: float | None = None  # None if it must be computed
         self._cached_candidates: Candidates | None = None
-        self._workers_deadline_s: float | None = None  # at most the earliest of all workers; None: likewise
+        self._workers_deadline_s: float | None = None  # no later than any worker's deadline; None: as above
         recovered = recovered or RecoveredRun()
         reports = GenerationReports(frozenset(x.peer for x in recovered.roster), recovered.generation)
         self._addresses = AddressBook(me)
@@ -174,7 +174,7 @@ class Membership:
         return self._log_events([entry, LogEvent("info", "started", fields)], now_s)
 
     def _continuation_fields(self) -> dict[str, Any]:
-        """Return what the journal says of a run that has begun; it does not know the latest step."""
+        """Return what the journal records about a run that has begun; the latest step is not recorded."""
         run = self.run
         if not run.generation:
             return {}
@@ -217,7 +217,7 @@ class Membership:
         return self._log_events(effects, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Handle expired timeouts; call this method when `deadline_s` is reached."""
+        """Handle expired timeouts; call this method once `deadline_s` is reached."""
         self._settled_reason = None
         run = self.run
         effects = self._compensate_own_stall(now_s)
@@ -238,10 +238,10 @@ class Membership:
         return self._log_events(effects, now_s)
 
     def end_run(self, now_s: float) -> tuple[list[Effect], str]:
-        """End the run by its owner's order; return the effects, and the answer to the owner.
+        """End the run on its owner's order; return the effects and the answer to the owner.
 
-        The members finish the open step or drop it, take on the same state, and are told that the run is
-        finished; a pipeline of which a stage is missing may end without a model.
+        The members finish or drop the open step, adopt the same state, and are notified that the run is
+        finished; a pipeline with a missing stage may end without a model.
         """
         run = self.run
         if run.is_finished:
@@ -257,8 +257,8 @@ class Membership:
         if not run.present_members:
             otherwise = f", or in {run.limits.regather_s:g} s without a model"
             return effects, (
-                f'the run "{run.name}" ends when one of its {members}, which are all disconnected, or a '
-                f"worker with a checkpoint has come{'' if run.partition.is_pipeline else otherwise}"
+                f'the run "{run.name}" ends when one of its {members}, all of which are disconnected, or a '
+                f"worker with a checkpoint joins{'' if run.partition.is_pipeline else otherwise}"
             )
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return effects, f'the run "{run.name}" {pending}'
@@ -278,16 +278,16 @@ class Membership:
     ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
         """Choose up to `most` members to which a pending member may measure its links.
 
-        Returns the messages that tell these members to expect probes, and the members' keys and addresses.
+        Returns the messages that notify these members of the probes, and the members' keys and addresses.
         """
         return self._addresses.introduce_pending_member(pending, self.run.member_order, most)
 
     def worker_name(self, peer: m.PeerId) -> str:
-        """Return the name of a worker, which may have left; empty if no worker with this key is known."""
+        """Return the name of a worker, even if it has left; empty if no worker with this key is known."""
         return self._worker_names.name(peer)
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        """Return the status for `gridtrain status`, a JSON-serializable dictionary."""
+        """Return the status for `gridtrain status` as a JSON-serializable dictionary."""
         run, choice, stages = self.run, self._planner.exchange_choice, self.run.partition.stage_count
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
@@ -345,8 +345,8 @@ class Membership:
     def _compute_deadline_s(self) -> float:
         """Return the time at which `tick` must be called.
 
-        It is cached until it passes or another event than a heartbeat arrives; a heartbeat postpones it, or
-        brings it forward to its own worker's deadline.
+        It is cached until it passes or an event other than a heartbeat arrives; a heartbeat postpones it, or
+        brings it forward to the deadline of its sender.
         """
         run, view_change, delayed_s = self.run, self.run.view_change, self._freeze_phase.delayed_until_s
         if self._workers_deadline_s is None:
@@ -369,17 +369,17 @@ class Membership:
         return min(times)
 
     def _forget_workers_deadline_of(self, peer: m.PeerId) -> None:
-        """Forget `_workers_deadline_s` before an event, if it is the deadline of the event's worker."""
+        """Forget `_workers_deadline_s` before an event if it is the deadline of the worker concerned."""
         known_s, worker = self._workers_deadline_s, self.run.workers.get(peer)
         if known_s is not None and worker is not None and worker.deadline_s(self.run.limits) <= known_s:
             self._workers_deadline_s = None
 
     def _lower_workers_deadline(self, event: Event, generation: int, now_s: float) -> None:
-        """Keep `_workers_deadline_s` at or below the deadlines of all workers after an event.
+        """Keep `_workers_deadline_s` no later than any worker's deadline after an event.
 
         Args:
-            generation: the generation before the event.  Only a new one, and a report of a broken connection,
-                bring forward the deadlines of other workers than the event's.
+            generation: the generation before the event.  Only a new generation or a report of a broken
+                connection brings forward the deadlines of workers other than the event's.
         """
         message = event.message if isinstance(event, MessageReceived) else None
         known_s, worker = self._workers_deadline_s, self.run.workers.get(event.peer)
@@ -390,17 +390,17 @@ class Membership:
             self._workers_deadline_s = min(known_s, own_s)
         else:
             self._workers_deadline_s = None
-        if self._cached_deadline_s is not None:  # after a heartbeat, from which a shorter timeout may follow
+        if self._cached_deadline_s is not None:  # after a heartbeat, which may have shortened the timeout
             self._cached_deadline_s = min(self._cached_deadline_s, own_s)
 
     def _earliest_view_change_s(self) -> float:
-        """Return the earliest time of the next generation.
+        """Return the earliest time for the next generation.
 
         At most one generation is made per `generation_gap_s`, so that joins are batched.
         """
         run, limits, installed_s = self.run, self.run.limits, self.run.view_change.last_installed_s
         if len(run.present_members) < len(run.member_order):
-            return installed_s  # a member is lost, and the others must not wait any longer
+            return installed_s  # a member is lost, and the others must not wait
         settled_s = self._candidates.measured_s
         if settled_s is None:
             newest_s = max((w.joined_s for w in run.workers.values()), default=-math.inf)
@@ -409,7 +409,7 @@ class Membership:
 
     @property
     def _candidates(self) -> Candidates:
-        """What the next generation depends on; computed once in each `_advance`, and kept until the next."""
+        """The candidates for the next generation; computed once per `_advance`, and cached until the next."""
         if self._cached_candidates is None:
             self._cached_candidates = self.run.workers.candidates(self.run.members)
         return self._cached_candidates
@@ -422,7 +422,7 @@ class Membership:
         stalled_s = self._loop_stalls.measure_stall(self.deadline_s, now_s)
         if not stalled_s:
             return []
-        until_s = now_s + 2 * self.run.limits.beat_s  # by then the waiting messages are read
+        until_s = now_s + 2 * self.run.limits.beat_s  # by then the pending messages have been read
         for worker in self.run.workers.values():
             worker.excuse_stall(stalled_s, until_s, self.run.limits)
         self.run.view_change.extend_deadline(until_s)
@@ -495,7 +495,7 @@ class Membership:
         self._planner.record_compute_metrics(worker.peer, worker.figures)
         self._planner.request_if_faster(now_s)
         if run.view_change.is_idle and worker.peer in run.members:
-            run.record_step(beat.step)  # so that a rollback is recognized as one
+            run.record_step(beat.step)  # so that a rollback is recognized
         return [*notes, Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]
 
     def _handle_join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -514,7 +514,7 @@ class Membership:
         run, worker = self.run, self.run.workers.get(peer)
         is_member = peer in run.members - run.departed_members
         is_known = is_member or (worker is not None and worker.setup is not None)
-        # The known process would name its generation: the current one if it was ready, else an earlier one.
+        # The known process would name its generation: the current one if it was ready, or an earlier one.
         has_lost_generation = is_member and (
             (peer in run.view_change.ready_histories and join.generation < run.generation)
             or (worker is None and not join.generation)
@@ -535,13 +535,13 @@ class Membership:
         if peer not in run.members:
             return self._pipeline_recovery.mark_standby([peer]) if run.workers[peer].standby_reason else []
         if run.view_change.is_freezing and self._freeze_phase.delayed_until_s is not None:
-            return []  # it is sent with the `Freeze`
+            return []  # the view is sent together with the `Freeze`
         return self._view_installer.resend_view(peer)
 
     # -- towards the next generation -----------------------------------------------------------
 
     def _advance(self, now_s: float) -> list[Effect]:
-        """Take every step towards the next generation that is possible now."""
+        """Take every step towards the next generation that is currently possible."""
         run, view_change = self.run, self.run.view_change
         if run.is_finished or self._settled_reason == view_change.reason:
             return []
@@ -558,7 +558,7 @@ class Membership:
                 self._cached_candidates = None  # some may have caught up
             effects += self._begin_view_change(now_s)
         has_changed = effects or before != (view_change.phase, view_change.deadline_s, view_change.reason)
-        # Heartbeats report the progress of state transfers, of catch-up, and of the stages of a pipeline.
+        # Heartbeats report the progress of state transfers, of catch-up and of a pipeline's stages.
         depends_on_heartbeats = (
             (view_change.is_forming and view_change.unrouted_reason)
             or self._catch_up.is_active
@@ -583,7 +583,7 @@ class Membership:
                 return notices
         if newcomers:
             joined = ", ".join(w.name for w in newcomers) + " joined"
-            # Without members, an earlier newcomer may have left while the run waited.
+            # If there are no members, an earlier newcomer may have left while the run waited.
             if run.members:
                 view_change.request(joined, can_wait=True)
             else:

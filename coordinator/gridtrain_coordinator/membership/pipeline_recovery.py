@@ -1,13 +1,13 @@
 """View changes of a pipeline: when it continues, rolls back or pauses, and which workers are on standby.
 
     all reports received --> every stage is held in memory or on disk -----> the next generation
-                             no, but that of an earlier step on disks -----> rollback, the next generation
-                             neither --------------------------------------> PAUSED, until a worker comes;
+                             every stage of an earlier step is on disk ----> rollback, the next generation
+                             neither --------------------------------------> PAUSED until a worker joins;
                                       ended by its owner: FINISHED without a model after `regather_s`
     fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the present workers, if it fits
     generation installed --> workers without a rank are on standby, and are notified
 
-The step is chosen by `stages.whole_state`, the partition and the ranks by `stages.placement`.
+The step is chosen by `stages.whole_state`; the partition and the ranks by `stages.placement`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PipelineRecovery:
     def begin_first(self, now_s: float) -> list[Effect]:
         """Install a generation when there are no members.
 
-        Committed steps can then be restored only from checkpoints of all stages.
+        Committed steps can then be restored only from checkpoints that cover all stages.
         """
         run = self._run
         restart = self._find_restart_point(None, run.highest_step - 1, {}, has_committed=run.highest_step > 0)
@@ -67,7 +67,7 @@ class PipelineRecovery:
     def decide(
         self, reports: Mapping[m.PeerId, m.FreezeReport], patience_s: float, now_s: float
     ) -> list[Effect]:
-        """Continue if each stage is held by some worker, otherwise pause.
+        """Continue if every stage is held by a worker; otherwise pause.
 
         Called when all present members have reported.
 
@@ -92,7 +92,7 @@ class PipelineRecovery:
         has_enough = len(run.eligible_workers()) >= run.partition.stage_count
         is_certain = outcome is not None and restart.outcome is outcome and has_enough
         if not is_certain and now_s < patience_s:
-            run.view_change.wait_until(patience_s)  # the member that has it may come back
+            run.view_change.wait_until(patience_s)  # the member that has the missing stage may come back
             return []
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
@@ -135,7 +135,7 @@ class PipelineRecovery:
         """Return the restart point for these states and the workers' checkpoints.
 
         Args:
-            has_committed: whether steps were committed, which false reports could undo.
+            has_committed: whether any steps were committed, which false reports could undo.
         """
         run = self._run
         assert run.definition is not None
@@ -164,7 +164,7 @@ class PipelineRecovery:
         run = self._run
         run.roll_back(applied)
         self._checkpoints.roll_back(applied)
-        if last <= applied:  # no remaining worker has the last step, or the run is just beginning
+        if last <= applied:  # no remaining worker has the last step, or the run has just begun
             return [LogEvent("warning", "restored", {"step": applied + 1})] if applied >= 0 else []
         lost = {"from": last + 1, "to": applied + 1, "at_least": not is_certain}
         reason = f"a stage of step {last + 1} is lost, so the run returns to step {applied + 1}"
@@ -178,7 +178,7 @@ class PipelineRecovery:
         if (run.phase, run.reason) == (RunPhase.PAUSED, reason):
             return []
         run.enter_phase(RunPhase.PAUSED, reason)
-        # Without members the journal records the phase WAITING, because no member can come back.
+        # If there are no members, the journal records the phase WAITING, because no member can come back.
         phase = RunPhase.PAUSED if run.member_list else RunPhase.WAITING
         return [
             run.phase_entry(phase, reason, reached=run.highest_step),
@@ -189,7 +189,7 @@ class PipelineRecovery:
     # -- standbys ----------------------------------------------------------------------------------
 
     def consider_newcomers(self, newcomers: Sequence[Worker]) -> list[Effect] | None:
-        """Notify newcomers once that they are on standby.
+        """Notify each newcomer once that it is on standby.
 
         Returns None if these newcomers justify another generation.
         """
@@ -198,7 +198,7 @@ class PipelineRecovery:
         return self.mark_standby([worker.peer for worker in newcomers if not worker.standby_reason])
 
     def mark_standby(self, peers: Sequence[m.PeerId]) -> list[Effect]:
-        """Record that these workers, and no present members, are on standby; return the notices."""
+        """Record that these workers are on standby, and present members are not; return the notices."""
         run, view = self._run, self._run.view
         if view is None:
             return []
@@ -218,7 +218,7 @@ class PipelineRecovery:
     # -- end of the run ----------------------------------------------------------------------------
 
     def end_without_members(self) -> list[Effect]:
-        """End the run by its owner's order while no worker is a member."""
+        """End the run on its owner's order while no worker is a member."""
         run = self._run
         if not run.highest_step or not run.workers:
             return self._departures.finish_run()
@@ -226,21 +226,21 @@ class PipelineRecovery:
         return self._end_incomplete(self._find_restart_point(None, last, {}), None)
 
     def describe_pending_end(self, now_s: float) -> str:
-        """Return when and why a run that its owner has ended ends without a model; "" if that is not so."""
+        """Return when and why a run ended by its owner will end without a model; "" if it will not."""
         if self._pending_end is None:
             return ""
         until_s, reason = self._pending_end
         left_s = math.ceil(max(0.0, until_s - now_s))
         return (
-            f"ends in {left_s} s without a model, unless workers with the missing part come before: {reason}"
+            f"ends in {left_s} s without a model, unless workers with the missing part join first: {reason}"
         )
 
     def _await_end(
         self, restart: RestartPoint, outcome: Outcome | None, reason: str, now_s: float
     ) -> list[Effect]:
-        """Pause the run; if its owner has ended it, end it after `regather_s` if it still cannot continue.
+        """Pause the run; if its owner has ended it, end it after `regather_s` unless it can continue by then.
 
-        Without a present worker the run stays paused, because its members may all come back.
+        If no worker is present, the run stays paused, because all its members may come back.
         """
         run = self._run
         if not run.is_ending or not run.eligible_workers():
@@ -254,10 +254,10 @@ class PipelineRecovery:
         return self._pause(reason)
 
     def _end_incomplete(self, restart: RestartPoint, outcome: Outcome | None) -> list[Effect]:
-        """End the run by its owner's order although the present workers cannot hold all stages of one state.
+        """End the run on its owner's order although the present workers do not hold all stages of one state.
 
-        They are refused like workers that come too late, but with the reason.  Members keep their part of the
-        state that `outcome` names.
+        They are refused like workers that join too late, but with the reason.  Members keep their part of the
+        state named by `outcome`.
         """
         if outcome is not None:
             self._run.end_incomplete(outcome)
@@ -265,9 +265,9 @@ class PipelineRecovery:
         return self._departures.finish_run(end_reason(restart))
 
     def _is_finished(self, outcome: Outcome) -> bool:
-        """Return whether the last step of the run is committed, and no stage of its state is lost.
+        """Return whether the run's last step is committed, and no stage of its state is lost.
 
-        A stage is not lost if a member holds it, or held it when it finished the run.
+        A stage is not lost if a member holds it, or held it when that member finished the run.
         """
         run = self._run
         assert run.definition is not None
@@ -277,7 +277,7 @@ class PipelineRecovery:
         return done >= set(range(run.partition.stage_count))
 
     def _finish_run(self, outcome: Outcome) -> list[Effect]:
-        """Finish a run that some members have left at its end; notify the others without a new generation."""
+        """Finish a run that some members left at its end; notify the others without a new generation."""
         run, reason = self._run, "the run is over"
         notice = m.StandbyNotice(
             run.term, run.generation + 1, outcome.applied, outcome.history, outcome.ledger, reason

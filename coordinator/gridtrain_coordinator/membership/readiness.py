@@ -3,8 +3,8 @@
 MembershipView --> all members are ready with one history ---------> StartGeneration
                    time is up, and no state makes progress --------> another source, another generation
                                                                      or late members are dismissed
-                   a member is lost, or has another history -------> another generation
-                   members cannot connect, and no state comes -----> another generation
+                   a member is lost, or its history differs -------> another generation
+                   members cannot connect, and no state arrives ---> another generation
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
 MAX_FORMING_S = 900.0
-"""The longest time for a generation to form, regardless of the progress that its members report.
+"""The longest time that a generation may take to form, regardless of the progress that its members report.
 
-The time that the transfer of their states takes over the slowest link is added.
+The time needed to transfer their states over the slowest link is added.
 """
 
 STATE_BYTES_PER_PARAMETER, MAX_STATE_BYTES_PER_PARAMETER = 16, 256
-"""Bytes per parameter with optimizer moments and buffers: the usual number, and the largest one accepted."""
+"""Bytes per parameter, including optimizer moments and buffers: the usual and the largest accepted number."""
 
 DEFAULT_RATE_Bps, MIN_RATE_Bps = 2.5e6, 125e3
-"""The rate assumed for a link without a measurement, and the lowest rate that deadlines assume."""
+"""The rate assumed for an unmeasured link, and the lowest rate that deadlines assume."""
 
 MIN_RATE_SHARE = 1 / 16
-"""The smallest fraction of its link's rate at which a state transfer is considered to make progress.
+"""The smallest fraction of the link's rate at which a state transfer is considered to make progress.
 
 Without this limit, a member that sends or receives very slowly could delay the other members.
 """
 
 LOADING_PERIODS = 6
-"""How long a member may take to load a state that has arrived, in multiples of `Deadlines.ready_s`."""
+"""How long a member may take to load a state once it has arrived, in multiples of `Deadlines.ready_s`."""
 
 
 class Readiness:
@@ -69,7 +69,7 @@ class Readiness:
     def advance(self, now_s: float) -> tuple[list[Effect], bool]:
         """Start the generation once all members are ready; return the effects.
 
-        The second value is True if the generation is abandoned for another one.
+        The second value is True if the generation is abandoned in favour of another one.
         """
         run, view_change = self._run, self._run.view_change
         assert run.view is not None
@@ -78,14 +78,14 @@ class Readiness:
         if (
             len(histories) < len(run.member_order)
             and now_s < view_change.deadline_s
-            and not view_change.reason  # then a member may be lost
+            and not view_change.reason  # if there is one, a member may be lost
             and not view_change.unrouted_reason
             and set(histories.values()) <= {run.view.history}
         ):
-            return [], False  # the usual case, without a look at each member for each `Ready`
+            return [], False  # the usual case; avoids a pass over all members for each `Ready`
         wrong = [p for p, history in histories.items() if history != run.view.history and p in run.workers]
         for peer in wrong:
-            effects += self._departures.remove_lost(peer, "is ready with another history of updates")
+            effects += self._departures.remove_lost(peer, "is ready with a different history of updates")
         late = [peer for peer in run.present_members if peer not in histories]
         if late and view_change.unrouted_reason and now_s >= self.state_transfer_deadline_s():
             view_change.request(view_change.unrouted_reason)
@@ -109,7 +109,7 @@ class Readiness:
         run.view_change.reset()
         start = m.StartGeneration(run.term, run.generation)
         starts = [Send(peer, start) for peer in run.member_order]
-        if run.is_ending:  # first the end, so that no member begins a round
+        if run.is_ending:  # the end is announced first, so that no member begins a round
             return [*self._departures.finish_run(), *starts]
         size, step = len(run.member_order), run.view.applied + 1
         entry = run.enter_phase(RunPhase.TRAINING, f"{format_count(size, 'worker')} since step {step}")
@@ -151,8 +151,8 @@ class Readiness:
     def _progressed_s(self, worker: Worker) -> float:
         """Return the time at which a late member last made progress towards being ready.
 
-        Its progress counter proves only that it is alive.  A member that has received all bytes of its state
-        may be busy loading it, but only for a limited time.
+        Its progress counter proves only that it is alive.  A member that has received its entire state may be
+        busy loading it, but only for a limited time.
         """
         transfer, ready_s = worker.state_progress, self._run.limits.ready_s
         if self._run.partition.is_pipeline or worker.peer not in self._joining():
@@ -177,7 +177,7 @@ class Readiness:
     def _is_source_computing(
         self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
     ) -> bool:
-        """Return whether the state source is in a long step, after which it sends its state."""
+        """Return whether the state source is still in a long step, after which it will send its state."""
         run, installed_s = self._run, self._run.view_change.last_installed_s
         if not holders or set(late) & set(holders):
             return False
@@ -189,7 +189,7 @@ class Readiness:
     def _longest_step_s(self, worker: Worker) -> float:
         """Return how long a step of this worker may take, in seconds.
 
-        Without a measured step, this is the limit for a first step, which may compile the model.
+        If no step was measured, this is the limit for a first step, which may compile the model.
         """
         limits = self._run.limits
         share = next((x.share for x in self._run.member_list if x.peer == worker.peer), 0)
@@ -205,7 +205,7 @@ class Readiness:
     ) -> list[m.PeerId]:
         """Record which late members received too little; return the members that need another source."""
         run, source = self._run, self._state_source()
-        is_shared = run.view is not None and run.view.applied >= 0  # before, the run has one member's state
+        is_shared = run.view is not None and run.view.applied >= 0  # before that, it is one member's own
         if source is None or not is_shared or set(late) & set(holders):
             return []
         self._sources.record_success(source, [peer for peer in self._joining() if peer not in late])
@@ -218,7 +218,7 @@ class Readiness:
         return [peer for peer in waiting if not sources.is_at_fault(peer) and sources.untried(peer, present)]
 
     def _is_busy(self, worker: Worker, now_s: float) -> bool:
-        """Return whether the worker is busy rather than waiting for bytes, so the source is not the cause."""
+        """Return whether the worker is busy, not waiting for bytes, so that the source is not at fault."""
         is_alive = worker.progressed_s + self._run.limits.ready_s > now_s
         return is_alive and worker.state_progress.left_bytes == 0
 
@@ -241,7 +241,7 @@ class Readiness:
         return effects, True
 
     def state_transfer_deadline_s(self) -> float:
-        """Return the time until which a state transfer is considered in progress.
+        """Return the time until which a state transfer is considered to be in progress.
 
         Another generation would restart the transfer.
         """
@@ -252,13 +252,13 @@ class Readiness:
 
 
 def max_forming_s(receivers: int, parameters: int | None, rate_Bps: float | None) -> float:
-    """Return the longest time for a generation to form, in seconds.
+    """Return the longest time that a generation may take to form, in seconds.
 
     Args:
         receivers: the number of members that lack the state.
-        parameters: the number of the model's parameters; None if it is not known.
-        rate_Bps: the rate of the slowest measured link to a member that lacks the state; None if no link is
-            measured.
+        parameters: the number of parameters of the model; None if it is not known.
+        rate_Bps: the rate of the slowest measured link to a member that lacks the state; None if no link has
+            been measured.
     """
     return MAX_FORMING_S + receivers * STATE_BYTES_PER_PARAMETER * (parameters or 0) / waited_rate_Bps(
         rate_Bps

@@ -1,11 +1,11 @@
-"""Installs the next generation: its members, the state of each, and the messages to them (commit rules 6, 7).
+"""Installs the next generation: its members, their states, and the messages to them (commit rules 6, 7).
 
     outcome of the open step --+
     eligible workers ----------+--install--> JournalEntry, then for each member its pages of the member list
     the plan ------------------+             (`member_lists`) and the `MembershipView`
 
-This module chooses the state from which a model in one piece continues; for a pipeline, `PipelineRecovery`
-does.
+This module chooses the state from which a model in one piece continues; `PipelineRecovery` does so for a
+pipeline.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from gridtrain_coordinator.run.run_state import RunState
 
 
 class InitialState:
-    """The workers that built the run's initial state themselves, so that they need not receive it.
+    """The workers that built the run's initial state themselves and so need not receive it.
 
     Compares the digests in `Setup.initial_state_digest`, which cover all bits that a joining member receives:
 
         anna   3f..   the longest-serving: the run starts with her state
         bert   3f..   has the same state
-        clara  77..   another seed, or another kind of processor: receives the state
+        clara  77..   a different seed or kind of processor: receives the state
         dora   ""     was in the run before: receives the state
 
-    After the first committed step, no worker has the initial state any more.
+    After the first committed step, no worker holds the initial state any longer.
     """
 
     def __init__(self) -> None:
-        self._digest = b""  # of the state with which the run starts; empty if not known
+        self._digest = b""  # digest of the state with which the run starts; empty if not known
 
     def start_with(self, eldest: Worker, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
         """Start the run with the state of `eldest`; return the workers that have the same state."""
@@ -58,7 +58,7 @@ class InitialState:
         return frozenset(w.peer for w in workers if self._digest and _initial_digest(w) == self._digest)
 
     def clear(self, workers: Iterable[Worker]) -> None:
-        """Forget the initial state when the run starts over; training has changed these workers' models."""
+        """Forget the initial state when the run starts over, because training has changed the models."""
         self._digest = b""
         for worker in workers:
             worker.clear_initial_state()
@@ -90,7 +90,7 @@ class ViewInstaller:
     # -- initial state -----------------------------------------------------------------------------
 
     def install_next(self, reports: Mapping[m.PeerId, m.FreezeReport], now_s: float) -> list[Effect]:
-        """Decide the open step from the reports of the members that hold a state; install a generation."""
+        """Decide the open step from the reports of members that hold a state, and install a generation."""
         run = self._run
         assert run.definition is not None
         shares = [(member.peer, member.share) for member in run.member_list]
@@ -98,7 +98,7 @@ class ViewInstaller:
         outcome = decide_outcome(eldest_first, run.definition.ledger, shares)
         if outcome.applied >= 0:
             return self.install(outcome, now_s)
-        # A worker that was catching up may have loaded another state since.
+        # A worker that was catching up may have loaded another state in the meantime.
         unchanged = [
             w for w in run.workers.values() if w.setup and not (w.setup.can_catch_up and run.has_started)
         ]
@@ -107,7 +107,7 @@ class ViewInstaller:
         return self.install(outcome, now_s, source=source)
 
     def install_first(self, now_s: float) -> list[Effect]:
-        """Install a first generation from the latest checkpoint or at step 0 (commit rule 13)."""
+        """Install a first generation, from the latest checkpoint or at step 0 (commit rule 13)."""
         run = self._run
         admitted = run.workers.sort_by_seniority([w.peer for w in run.workers.values() if w.is_admitted])
         outcome, source = self._latest_checkpoint(admitted), None
@@ -131,7 +131,7 @@ class ViewInstaller:
         self._initial_state.clear(self._run.workers.values())
 
     def _latest_checkpoint(self, eldest_first: list[m.PeerId]) -> Outcome | None:
-        """Return the state of the latest checkpoint of these workers; None if they have no checkpoint."""
+        """Return the state in these workers' latest checkpoint; None if they have no checkpoint."""
         run = self._run
         checkpoints = {
             peer: setup.checkpoint
@@ -202,7 +202,7 @@ class ViewInstaller:
         self._member_lists.begin_generation()
         messages: list[Effect] = []
         for peer in run.member_order:
-            messages += self._divergence.resend(peer)  # first, because it names an earlier generation
+            messages += self._divergence.resend(peer)  # sent first, because it names an earlier generation
             messages += [Send(peer, part) for part in self._member_lists.messages_for(peer)]
             messages.append(Send(peer, view))
         entry = JournalEntry("generation", generation_entry(view, members))
@@ -222,7 +222,7 @@ class ViewInstaller:
             "generation": view.generation,
             "workers": view.world_size,
             "step": view.applied + 1,
-            **({"verdict": view.verdict.name} if self._run.has_started else {}),  # else no step was open
+            **({"verdict": view.verdict.name} if self._run.has_started else {}),  # otherwise no step was open
             "reason": view.reason,
             "plan": self._planner.plan_reason,
             **({"exchange": choice.description} if choice.is_auto else {}),
@@ -234,13 +234,13 @@ class ViewInstaller:
     def resend_view(self, peer: m.PeerId) -> list[Effect]:
         """Return the messages that a member may have missed while its connection was broken.
 
-        A member ignores messages that it has received before.
+        A member ignores messages that it has already received.
         """
         run = self._run
         if peer in run.departed_members:
-            return []  # a new process with its key has no record of the generation
+            return []  # a new process with the member's key has no record of the generation
         view: list[Effect] = []
-        if run.view is not None:  # else only the members have this generation
+        if run.view is not None:  # otherwise only the members know this generation
             view = [Send(peer, page) for page in self._member_lists.repeat_for(peer)]
             view.append(Send(peer, run.view))
         if run.view_change.is_freezing:
@@ -260,7 +260,7 @@ def _replicated_placement(
 ) -> RankPlacement:
     """Return a placement in which members that lack the state receive it from `source`.
 
-    If `source` is None, each of them receives the state from a nearby member that holds it.
+    If `source` is None, each of them receives it from a nearby holder.
     """
     joiners = set(order) - outcome.holders if source is not None else set()
     return RankPlacement(order, {peer: order.index(source) for peer in joiners if source is not None}, (), "")

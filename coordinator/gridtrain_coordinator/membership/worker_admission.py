@@ -2,7 +2,7 @@
 
     Join --> registered, named --DialBackResult--> addressable ---+
     Setup -> fits the run (the first setup defines it) -----------+--> Admitted: it measures its links
-    LinkLatencies, or `probe_s` is over ---------------------------> may be in the next generation
+    LinkLatencies, or `probe_s` has elapsed -----------------------> may be in the next generation
 
 Whether a worker may connect at all depends on its key (`access.authorization`).
 """
@@ -27,25 +27,25 @@ from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.worker_names import WorkerNames, rename_events
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog, is_impossible
 
-MAX_WORKERS = 2000  # what the lists in one message can hold
+MAX_WORKERS = 2000  # the most that the lists in one message can hold
 MAX_PROBES = 256
 MAX_NAMES = 3
-"""The number of workers that the refusal of a setup names."""
+"""The largest number of workers named when a setup is refused."""
 
-LEDGER_BYTES = 124 * 1024  # of the 128 KiB of a header, for a ledger that fixes the batches of all members
+LEDGER_BYTES = 124 * 1024  # of a header's 128 KiB, for a ledger that specifies the batches of all members
 HELD_BYTES, PENDING_BYTES, LEASE_BYTES, SPAN_BYTES = 55, 69, 54, 19  # largest encodings of its entries
 
 
 def max_workers(spec: m.LedgerSpec | None) -> int:
-    """Return the largest number of workers of a run, so that every ledger of the run fits into a message.
+    """Return how many workers a run can have so that each of its ledgers fits into a message.
 
     Args:
-        spec: None while the run is not defined.
+        spec: the ledger's specification; None if the run is not defined yet.
     """
     room, each = LEDGER_BYTES, HELD_BYTES
     if spec is not None and spec.delay:
         each += PENDING_BYTES
-    if spec is not None and spec.shards:  # what only some members can lease, the others leave re-queued
+    if spec is not None and spec.shards:  # each member without a lease may have left a re-queued span
         room, each = room - MAX_LEASES * LEASE_BYTES, each + SPAN_BYTES
     return min(MAX_WORKERS, room // each)
 
@@ -112,8 +112,8 @@ class WorkerAdmission:
         others = self._other_names(worker)
         is_binding = bool(others) or run.has_committed
         if reference is not None and not is_binding and setup_differences(reference, setup):
-            reference = described = None  # all workers with the run's setup have left before the first step
-        # A refused worker defines nothing.
+            reference = described = None  # all workers with the run's setup left before the first step
+        # A worker that is refused must not define the run.
         if misfit := self._incompatibility(reference, setup, others):
             code, reason, remedy = misfit
             return self._departures.refuse(peer, code, reason + self._base_origins(worker, setup), remedy)
@@ -131,25 +131,25 @@ class WorkerAdmission:
         run.accepted_workers.add(peer)
         worker.record_setup(setup)
         choice = self._planner.exchange_choice
-        # A worker of a pipeline cannot catch up before it has a stage; dense updates are too large for it.
+        # A pipeline's worker cannot catch up before it has a stage, and dense updates are too large for it.
         if setup.stages > 1 or (choice.is_auto and not choice.is_sparse):
             worker.mark_caught_up()
         effects += self._checkpoints.journal_confirmed() + self._checkpoints.replan_if_missing(worker)
         return effects + (self._introduce(worker, now_s) if worker.is_addressable else [])
 
     def _other_names(self, worker: Worker) -> list[str]:
-        """Return the names of the other workers with the run's setup, and of awaited members."""
+        """Return the names of the other workers with the run's setup and of the members that are awaited."""
         names = {member.peer: member.name for member in self._run.member_list}
         names |= {w.peer: w.name for w in self._run.workers.values() if w.setup is not None}
         return [name for peer, name in names.items() if peer != worker.peer]
 
     def _with_later_facts(self, setup: m.Setup) -> m.Setup | None:
-        """Return the definition with those `LATER_FACTS` of this worker that it lacks; None if the worker may
-        not add any.
+        """Return the definition, extended with this worker's values for the `LATER_FACTS` that it lacks.
 
-        A definition that an earlier version journalled lacks them.  The first worker that returns with a
+        A definition journalled by an earlier version lacks these facts; the first worker that returns with a
         checkpoint adds them.  Its base is compared with the values in the checkpoint when that is loaded:
-        before the worker joins or, in a pipeline, when it is given a stage.
+        before the worker joins or, in a pipeline, when it receives a stage.  Returns None if the worker may
+        not add any facts.
         """
         run, has_checkpoint = self._run, setup.checkpoint is not None or setup.stage_checkpoints
         if run.definition is None or not has_checkpoint or (m.BASE_FACT, "any") in setup.facts:
@@ -163,10 +163,10 @@ class WorkerAdmission:
     def _incompatibility(
         self, reference: m.Setup | None, setup: m.Setup, others: list[str]
     ) -> tuple[str, str, str] | None:
-        """Return the code, reason and remedy of the refusal; None if the setup fits the definition.
+        """Return the code, reason and remedy for refusing the setup; None if it fits the definition.
 
         Args:
-            others: the names of the workers that have the definition's setup.
+            others: the names of the other workers with the run's setup.
         """
         if reference is None:
             reference = setup
@@ -179,7 +179,7 @@ class WorkerAdmission:
             reason = "this worker's training setup differs from the run's: " + "; ".join(differing)
             anew = _how_to_define_anew([] if self._run.has_committed else others)
             return "different-run", reason, f"{_remedy(reference, setup)}; {anew}"
-        # More may have joined before the run was defined.
+        # More workers may have joined before the run was defined.
         if full := _fullness(len(others), reference.ledger):
             return full
         own = setup.checkpoint
@@ -197,8 +197,8 @@ class WorkerAdmission:
         return None
 
     def _base_origins(self, worker: Worker, setup: m.Setup) -> str:
-        """Return where the worker and the others have loaded their bases from, if these differ and the
-        workers have said it."""
+        """Return where this worker and the others loaded their bases from, if the bases differ and the
+        origins were reported."""
         run = self._run
         defined = dict(run.definition.facts) if run.definition is not None else {}
         if m.BASE_FACT not in defined or defined[m.BASE_FACT] == dict(setup.facts).get(m.BASE_FACT):
@@ -209,7 +209,7 @@ class WorkerAdmission:
         return f"; the base was loaded from {' and '.join(known)}" if known else ""
 
     def handle_dial_back_result(self, peer: m.PeerId, address: str, now_s: float) -> list[Effect]:
-        """Record how other workers reach a worker, and introduce the worker if its setup is known."""
+        """Record how other workers can reach a worker, and introduce it if its setup is known."""
         worker = self._run.workers.get(peer)
         if worker is None or not (effects := self._addresses.on_dial_back_result(worker, address)):
             return []
@@ -219,15 +219,15 @@ class WorkerAdmission:
         self._planner.record_introduction(worker.peer)
         worker.begin_probing(now_s + self._run.limits.probe_s)
         # Workers that are still measuring are included, so that each pair of workers that join together is
-        # measured.  The latest worker comes first, so that not all workers start with the same one.
+        # measured.  The latest worker comes first, so that newcomers do not all start with the same one.
         others = [w for w in self._run.workers.values() if w.is_introduced and w is not worker]
         others.sort(key=lambda other: -other.probe_deadline_s)
         return self._addresses.introduce(worker.peer, [other.peer for other in others[:MAX_PROBES]])
 
 
 def _fullness(count: int, spec: m.LedgerSpec | None) -> tuple[str, str, str] | None:
-    """Return the code, reason and remedy of the refusal of one more worker; None if there is room beside
-    `count` workers."""
+    """Return the code, reason and remedy for refusing another worker; None if there is room for one in
+    addition to `count` workers."""
     if count < (most := max_workers(spec)):
         return None
     reason = f"the run has {count} workers; it can have at most {most}"
@@ -235,7 +235,7 @@ def _fullness(count: int, spec: m.LedgerSpec | None) -> tuple[str, str, str] | N
 
 
 def _how_to_define_anew(others: list[str]) -> str:
-    """Return how another setup may define the run: as long as no step is committed, if `others` leave."""
+    """Return how another setup can define the run: if `others` leave before the first step is committed."""
     if not others:
         return "to begin with another setup, use another name in run.toml"
     names = ", ".join(others[:MAX_NAMES])
@@ -270,7 +270,7 @@ def _remedy(reference: m.Setup, setup: m.Setup) -> str:
 
 
 def _definition_entry(setup: m.Setup) -> dict[str, Any]:
-    """Return the journal entry of the definition, which `journal_recovery.recover_run` reads."""
+    """Return the definition's journal entry, which `journal_recovery.recover_run` reads."""
     return {
         "facts": dict(setup.facts),
         "ledger": spec_entry(setup.ledger),

@@ -11,5 +11,5 @@ divergence         compares the digests of the members' states
 journal_recovery   reads the run back from the journal
 worker_names       names of workers, unique within the run
 paused_workers     workers that their owners have paused
-worker_problems    skipped steps, missed steps and failed checkpoints that workers report
+worker_problems    skipped steps, missed steps and failed checkpoints, as reported by workers
 """

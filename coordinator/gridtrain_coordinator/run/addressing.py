@@ -30,17 +30,17 @@ class AddressBook:
         coordinator: the coordinator's key; the coordinator is the relay of last resort.
 
     Attributes:
-        route_table: the locations of the workers, and the routes that failed.
+        route_table: the workers' locations, and the routes that failed.
     """
 
     def __init__(self, coordinator: m.PeerId) -> None:
         self.route_table = RouteTable(coordinator)
         self._hosts: dict[m.PeerId, str] = {}  # the source addresses of the open connections
-        self._relays: tuple[m.PeerId, ...] = ()  # of the generation
-        self._blocked_pairs: set[frozenset[m.PeerId]] = set()  # whose route of the generation does not work
+        self._relays: tuple[m.PeerId, ...] = ()  # the relays of the generation
+        self._blocked_pairs: set[frozenset[m.PeerId]] = set()  # pairs whose route in the generation failed
         self._address_cache: dict[
             tuple[m.PeerId, str], tuple[m.Member, m.Member]
-        ] = {}  # of the generation: see `_with_address`
+        ] = {}  # for the generation: see `_with_address`
         self._shared: tuple[int, tuple[m.Member, ...], tuple[m.Member, ...]] = 0, (), ()  # `_shared_list`
 
     def on_connected(self, peer: m.PeerId, host: str) -> None:
@@ -50,9 +50,9 @@ class AddressBook:
         self._hosts.pop(peer, None)
 
     def request_dial_back(self, worker: Worker, can_relay: bool) -> list[Effect]:
-        """Request a dial-back, which shows whether other workers can reach the worker.
+        """Request a dial-back, which determines whether other workers can reach the worker.
 
-        Does nothing if the worker's location has not changed since the last dial-back.
+        Not needed if the worker's location has not changed since the last dial-back.
         """
         current = PeerLocation(worker.address, self._hosts.get(worker.peer, ""), "", can_relay)
         known = self.route_table.location(worker.peer)
@@ -64,14 +64,14 @@ class AddressBook:
         return [DialBack(worker.peer, dial_back_addresses(current))]
 
     def on_dial_back_result(self, worker: Worker, address: str) -> list[Effect]:
-        """Record the result of a dial-back, unless it is about an earlier address of the worker."""
+        """Record the result of a dial-back, unless it concerns an earlier address of the worker."""
         location = self.route_table.location(worker.peer)
         if (
             location is None
             or (worker.is_addressable and (not address or location.verified_address))
             or (address and address not in dial_back_addresses(location))
         ):
-            return []  # in the last case the worker has joined again, and another result follows
+            return []  # in the last case, the worker has joined again, and another result will follow
         self.route_table.set_location(worker.peer, replace(location, verified_address=address))
         worker.mark_addressable(True)
         fields = {
@@ -82,7 +82,7 @@ class AddressBook:
         return [LogEvent("info", "called_back", fields), Send(worker.peer, m.Reachability(address))]
 
     def introduce(self, newcomer: m.PeerId, others: Sequence[m.PeerId]) -> list[Effect]:
-        """Request the newcomer to probe the other workers, and notify them of its probes."""
+        """Ask the newcomer to probe the other workers, and notify them of its probes."""
         relays = self.route_table.relay_candidates(others)
         effects: list[Effect] = []
         notices: dict[tuple[tuple[m.PeerId, str], ...], m.ExpectProbes] = {}  # most are equal: encoded once
@@ -99,9 +99,9 @@ class AddressBook:
     def introduce_pending_member(
         self, pending: m.PeerId, members: Sequence[m.PeerId], most: int
     ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
-        """Choose at most `most` members to which a pending member may measure its links.
+        """Choose up to `most` members to which a pending member may measure its links.
 
-        Returns the messages that tell these members to expect probes, and the members' keys and addresses.
+        Returns the messages that notify these members of the probes, and the members' keys and addresses.
         """
         locations = ((peer, self.route_table.location(peer)) for peer in members)
         probe = [
@@ -112,13 +112,13 @@ class AddressBook:
         return [Send(peer, m.ExpectProbes(((pending, ""),))) for peer, _ in probe], tuple(probe)
 
     def address(self, viewer: m.PeerId, other: m.PeerId) -> str:
-        """Return the address at which `viewer` reaches `other`, over a relay if necessary."""
+        """Return the address at which `viewer` reaches `other`, through a relay if necessary."""
         return self.route_table.address(viewer, other, self._relays)
 
     def relayed_pairs(self, members: Sequence[m.PeerId]) -> list[list[int]]:
-        """Return [rank, other rank, rank of the relay] for each pair that uses a relay, for the status.
+        """Return, for the status, [rank, other rank, rank of the relay] for each pair that uses a relay.
 
-        Covers the first `MAX_LISTED` members.  The coordinator as a relay has rank -1.
+        Covers the first `MAX_LISTED` members.  If the coordinator is the relay, its rank is given as -1.
         """
         shown = members[:MAX_LISTED]
         if all(self.route_table.is_directly_reachable(peer) for peer in shown):
@@ -132,24 +132,24 @@ class AddressBook:
         return [[a, b, rank_of.get(relay, -1)] for a, b, relay in routes if relay is not None]
 
     def all_direct(self, members: Sequence[m.PeerId]) -> bool:
-        """Return whether any two of these members can connect without a relay, as far as is known."""
+        """Return whether, as far as is known, any two of these members can connect without a relay."""
         pairs = combinations(members, 2)
         return all(relay_of(self.route_table.address(viewer, other, ())) is None for viewer, other in pairs)
 
     def begin_generation(self, members: Iterable[m.PeerId]) -> None:
-        """Choose the relays of a new generation of these members, and clear the previous one's caches."""
+        """Choose the relays for a new generation of these members, and clear the previous one's caches."""
         self._address_cache.clear()
         self._blocked_pairs.clear()
         self._relays = self.route_table.relay_candidates(members)
 
     def has_shared_list(self, viewer: m.PeerId) -> bool:
-        """Return whether `shared_list` is the member list of this viewer."""
+        """Return whether `shared_list` is this viewer's member list."""
         return self.route_table.follows_key_rule(viewer)
 
     def shared_list(self, members: tuple[m.Member, ...]) -> tuple[m.Member, ...]:
-        """Return the member list for all viewers that everybody can dial; the same object until it changes.
+        """Return the member list for all viewers that everyone can dial; the same object until it changes.
 
-        Each member, also the viewer, has the address at which others dial it (see `m.Member.address`).
+        Each member, including the viewer, has the address at which others dial it (see `m.Member.address`).
         """
         version, listed, shared = self._shared
         if version != self.route_table.version or listed is not members:
@@ -169,8 +169,8 @@ class AddressBook:
     def _with_address(self, member: m.Member, address: str) -> m.Member:
         """Return a copy of the member with this address.
 
-        Copies are cached, because each of N members receives a list of N members.  Copies with the address of
-        a relay are not cached, because different viewers rarely use the same relay.
+        Copies are cached, because each of N members receives a list of N members.  Copies with a relay's
+        address are not cached, because different viewers rarely use the same relay.
         """
         if address == member.address:
             return member
@@ -184,7 +184,7 @@ class AddressBook:
     def reroute(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
         """Give up the failed routes between a worker outside the generation and these members.
 
-        Returns the routes that were given up.
+        Returns these routes.
         """
         pairs = ((newcomer, other) for other in others)
         routes = [
@@ -210,9 +210,9 @@ class AddressBook:
         return [Send(viewer, m.ExpectProbes(tuple(routes.items()))) for viewer, routes in addresses.items()]
 
     def block_routes(self, viewer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
-        """Give up the routes by which `viewer` could not reach these members, and return these routes.
+        """Give up the routes over which `viewer` could not reach these members; return these routes.
 
-        A pair gives up at most one route in a generation, because its members learn the next route only from
+        A pair gives up at most one route per generation, because its members learn the next route only from
         the next view.
         """
         new = [other for other in others if frozenset((viewer, other)) not in self._blocked_pairs]

@@ -1,12 +1,12 @@
-"""Detects members whose model differs from the other members' models (guarantee 1), while they train.
+"""Detects members whose models differ from those of the other members (guarantee 1) while they train.
 
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
-    coordinator     when it has all digests of a step, or most members agree as the next comparison begins:
-                    the largest group of equal digests is right (if sizes are equal, the group with the lowest
-                    rank); the digest of a trainer that had stalled comes later, and is compared with theirs
+    coordinator     once it has all digests of a step, or when the next comparison begins and most agree:
+                    the largest group of equal digests is right (in a tie, the group with the lowest rank);
+                    the digest from a trainer that had stalled arrives later, and is compared with theirs
                     --ReplicaDiverged(step)--> the other members, which receive the state again
 
-Equal updates do not prove equal models: memory may flip a bit, another kind of processor may round
+Equal updates do not prove equal models: a bit may flip in memory, another kind of processor may round
 differently, and a script may change its model.
 """
 
@@ -21,8 +21,8 @@ from gridtrain.core.messages import PeerId
 from gridtrain_coordinator.run.events import Effect, Send
 
 MAX_OPEN_COMPARISONS = 4
-"""The largest number of comparisons in progress; the oldest is abandoned first, or the oldest of those that
-only the reporting member has joined."""
+"""The largest number of comparisons in progress.  The oldest is abandoned first; if there are some with a
+digest from the reporting member alone, the oldest of those."""
 
 
 class DigestComparison:
@@ -35,19 +35,19 @@ class DigestComparison:
     def __init__(self, members: Sequence[PeerId] = ()) -> None:
         self._ranks = {peer: rank for rank, peer in enumerate(members)}
         self._digests: dict[int, dict[int, bytes]] = {}  # of open comparisons, by step and rank
-        self._agreed: dict[int, bytes] = {}  # the digest of most members, by step
+        self._agreed: dict[int, bytes] = {}  # the majority's digest, by step
 
     def add(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
         """Record a member's digest; return the members that are now known to differ."""
         if peer not in self._ranks:
             return []
-        if step in self._agreed:  # of a member whose trainer had stalled
+        if step in self._agreed:  # the digest comes from a member whose trainer had stalled
             return [peer] if digest != self._agreed[step] else []
         diverged: list[PeerId] = []
         if step not in self._digests:
             diverged += self._decide([old for old in self._digests if old < step])
             if len(self._digests) >= MAX_OPEN_COMPARISONS:
-                # A member that invents steps displaces only its own.
+                # A member that invents steps displaces only its own comparisons.
                 alone = [old for old, known in self._digests.items() if known.keys() == {self._ranks[peer]}]
                 del self._digests[min(alone or self._digests)]
         self._digests.setdefault(step, {})[self._ranks[peer]] = digest
@@ -56,7 +56,7 @@ class DigestComparison:
         return diverged
 
     def _decide(self, steps: Sequence[int]) -> list[PeerId]:
-        """Close the comparisons of these steps for which all members have reported, or most members agree.
+        """Close those comparisons of these steps for which all members have reported or most members agree.
 
         Returns the members that differ.
         """
@@ -77,21 +77,20 @@ class DigestComparison:
 class DivergenceDetector:
     """Compares the replicas of each stage of the latest generation, and notifies members that differ.
 
-    A diverged member has the same history as the other members, so it would report its state as the run's
-    state.  The member is therefore notified again when its connection is restored and before another
-    generation.
+    A diverged member has the same history as the other members, so it would report its state as that of the
+    run.  It is therefore notified again when its connection is restored and before the next generation.
 
     Attributes:
-        divergence_count: the number of times that a member's state differed.
+        divergence_count: how many times a member's state has differed.
     """
 
     def __init__(self) -> None:
         self.divergence_count = 0
         self._comparisons: dict[PeerId, DigestComparison] = {}
-        self._notices: dict[PeerId, m.ReplicaDiverged] = {}  # to members that may not have received them
+        self._notices: dict[PeerId, m.ReplicaDiverged] = {}  # for members that may not have received them
 
     def begin_generation(self, groups: Sequence[Sequence[PeerId]]) -> None:
-        """Start over; `groups` are the replicas of each stage, in rank order."""
+        """Start over; each group contains the replicas of one stage, in rank order."""
         self._comparisons = {
             peer: comparison for group in groups for comparison in [DigestComparison(group)] for peer in group
         }
@@ -106,14 +105,14 @@ class DivergenceDetector:
         return Send(peer, notice)
 
     def resend(self, peer: PeerId) -> list[Effect]:
-        """Return the member's notice once more, because it may have been lost.
+        """Return the member's notice again, because it may have been lost.
 
-        A member ignores a notice that it has received before.
+        A member ignores a notice that it has already received.
         """
         return [Send(peer, self._notices[peer])] if peer in self._notices else []
 
     def without_diverged_state(self, peer: PeerId, report: m.FreezeReport) -> m.FreezeReport:
-        """Return the member's report, marked as not synced if the member diverged in this generation."""
+        """Return the member's report, marked as not synced if it diverged in this generation."""
         notice = self._notices.get(peer)
         if notice is not None and notice.generation == report.generation:
             return replace(report, is_synced=False)
@@ -125,13 +124,13 @@ class DivergenceDetector:
             del self._notices[peer]
 
     def forget(self, peer: PeerId) -> None:
-        """Forget the notice to a worker that has left or whose process was replaced."""
+        """Forget the notice for a worker that has left or whose process was replaced."""
         self._notices.pop(peer, None)
 
 
 def minority_ranks(digests: dict[int, bytes]) -> list[int]:
     """Return the ranks outside the largest group of equal digests.
 
-    If several groups have the largest size, the group with the lowest rank is taken as the largest.
+    In a tie, the group with the lowest rank counts as the largest.
     """
     return sorted(set(digests) - set(largest_agreeing_group(digests)))

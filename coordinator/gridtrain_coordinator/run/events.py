@@ -1,4 +1,4 @@
-"""Events that `Membership` handles, and effects that it returns, which are carried out in order."""
+"""The events that `Membership` handles, and the effects that it returns, which are carried out in order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Log = Callable[[str, str, Mapping[str, Any]], None]
 
 
 class RunPhase(StrEnum):
-    """The phase of a run, as the status shows it; it stays TRAINING while generations change.
+    """The phase of a run, as the status shows it; it remains TRAINING while generations change.
 
         WAITING, PAUSED     a generation starts                             ->  TRAINING
         all but FINISHED    all members are away, or a stage has no member  ->  PAUSED
         any, on a restart   the journal has a generation                    ->  PAUSED
         TRAINING, PAUSED    all members left for good, or none of them
-                            returned and other workers are here             ->  WAITING
+                            returned and other workers are present          ->  WAITING
         TRAINING, PAUSED    all members have reached the end                ->  FINISHED
 
     `RunState.enter_phase` changes it.
@@ -67,7 +67,7 @@ class ProtocolViolation:
 
 @dataclass(frozen=True, slots=True)
 class DialBackResult:
-    """The answer to `DialBack`.
+    """The result of a `DialBack`.
 
     Attributes:
         address: the address at which the worker was reached; empty if all attempts failed.
@@ -79,7 +79,7 @@ class DialBackResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRemoved:
-    """The operator removed this worker, or it was removed for violations."""
+    """This worker was removed, by the operator or for violations."""
 
     peer: m.PeerId
     code: str

@@ -1,4 +1,4 @@
-"""Plans the next generation from measurements, and requests a generation when a better plan justifies it.
+"""Plans the next generation from measurements, and requests a generation if a better plan justifies it.
 
 LinkLatencies, LinkRates --+                  +--prepare, plan--> rank order, shares, `plan_reason`
 Heartbeat (metrics) -------+--> measurements -+
@@ -7,8 +7,8 @@ ConnectionLost ------------+                  +--request_if_faster--> `ViewChang
     members train --prepare: the whole search--> Freeze, reports --plan: as prepared--> MembershipView
     a member is lost, or the links have changed --------------------plan: few orders--> MembershipView
 
-In a group of more than `WHOLE_SEARCH_MEMBERS`, each call computes one piece of a search, so that the
-coordinator handles messages in between.
+In a group of more than `WHOLE_SEARCH_MEMBERS`, each call performs one piece of a search, so that the
+coordinator can handle messages in between.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ WHOLE_SEARCH_MEMBERS = 32
 
 @dataclass(frozen=True, slots=True)
 class PlanBasis:
-    """What a search depends on: an order that was searched on the same basis is still the best one.
+    """The inputs of a search: an order found for the same inputs is still the best one.
 
     Attributes:
-        peers: the members, the longest-serving first.
-        links: the round trips, and the rates that senders and receivers report, of pairs of `peers`.
+        peers: the members, longest-serving first.
+        links: the round trips between `peers`, and the rates that senders and receivers report.
         is_direct: whether any two of them can connect without a relay, and no broken link is avoided.
-        setup: the run's definition, with the sizes.
+        setup: the run's definition, including sizes.
         exchange: the exchange that the coordinator has chosen.
-        current: the present generation.
+        current: the current generation.
     """
 
     peers: tuple[m.PeerId, ...]
@@ -66,14 +66,14 @@ class PlanBasis:
 
 
 class GenerationPlanner:
-    """Chooses rank order, exchange, topology and shares.
+    """Chooses the rank order, exchange, topology and shares.
 
     Args:
-        by_links: whether ranks are ordered by the measured links; otherwise they are in the order of joining.
+        by_links: whether ranks are ordered by the measured links; otherwise they are in joining order.
 
     Attributes:
         plan_reason: the reason for the latest plan, as the status shows it.
-        entry_shares: the members of the latest plan that select fewer than k entries.
+        entry_shares: the members that select fewer than k entries under the latest plan.
     """
 
     def __init__(self, run: RunState, addresses: AddressBook, *, by_links: bool) -> None:
@@ -86,7 +86,7 @@ class GenerationPlanner:
         self._batch_shares = WorkerSpeeds()
         self._reorder_limits = ReorderLimits(run.limits.reshare_s)
         self._exchange_checked_s = -math.inf  # when another exchange was last considered
-        self._is_search_due = False  # the latest plan was made in a hurry
+        self._is_search_due = False  # the latest plan was made without a full search
         self._prepared: tuple[PlanBasis, rank_order.RankOrder] | None = None
         self._preparation: tuple[PlanBasis, Pieces[rank_order.RankOrder]] | None = None
         self._comparison: tuple[frozenset[m.PeerId], Sequence[m.PeerId], Pieces[str]] | None = None
@@ -104,7 +104,7 @@ class GenerationPlanner:
             self._reorder_limits.mark_changed(peer)
 
     def record_compute_metrics(self, peer: m.PeerId, figures: Mapping[str, float]) -> None:
-        """Record the compute times from a heartbeat's metrics."""
+        """Record the compute times in a heartbeat's metrics."""
         self._batch_shares.observe(peer, figures)
 
     def forget(self, peer: m.PeerId) -> None:
@@ -114,14 +114,14 @@ class GenerationPlanner:
         self._reorder_limits.forget(peer)
 
     def min_rate_Bps(self, senders: Collection[m.PeerId], receivers: Collection[m.PeerId]) -> float | None:
-        """Return the lowest measured rate from `senders` to `receivers`, or None without measurements."""
+        """Return the lowest measured rate from `senders` to `receivers`; None if none was measured."""
         return self.measured_links.min_rate_Bps(frozenset(senders), frozenset(receivers))
 
     def link_cost(self, peers: Sequence[m.PeerId], now_s: float) -> PairCost | None:
         """Return the cost of the links between these workers.
 
         Returns None if ranks are not ordered by links, if there are fewer than three workers, or if the links
-        are not measured.
+        have not been measured.
         """
         if not self._by_links or len(peers) < 3:
             return None
@@ -134,11 +134,11 @@ class GenerationPlanner:
     # -- the next generation -----------------------------------------------------------------------
 
     def prepare(self, now_s: float) -> bool:
-        """Search the plan of the next generation before the members are frozen, unless they wait already.
+        """Search for the next generation's plan before the members are frozen, unless they are waiting.
 
-        `plan` uses the result if its basis is still the same, and the member with rank 0 holds the state.
+        `plan` uses the result if its basis is still the same and the member with rank 0 holds the state.
 
-        Returns False if the search has to be continued by another call before the members are frozen.
+        Returns False if another call must continue the search before the members are frozen.
         """
         run, self._prepared = self._run, None
         peers, preparation, self._preparation = run.eligible_workers(), self._preparation, None
@@ -160,7 +160,7 @@ class GenerationPlanner:
         if (ranks := _continue(pieces, len(peers))) is None:
             self._preparation = preparation
             return False
-        if is_continued:  # what was reported meanwhile does not make the result useless
+        if is_continued:  # reports that arrived in the meantime do not invalidate the result
             self._measure_round_trips(peers, now_s)
             basis = replace(basis, links=self.measured_links.between(frozenset(peers)))
         self._prepared = basis, ranks
@@ -180,12 +180,12 @@ class GenerationPlanner:
     ) -> tuple[tuple[m.PeerId, ...], tuple[int, ...]]:
         """Plan the next generation; return its members in rank order, and their shares.
 
-        Members wait for this plan, so it is the prepared one.  If something else has been prepared, or
-        nothing, only few rank orders are tried, and the exchange and the shares of entries stay.  They are
-        considered again in the next plan, or after `reshare_s` (`request_if_faster`).
+        Members wait for this plan, so the prepared one is used.  If no plan was prepared for this basis, only
+        a few rank orders are tried, and the exchange and the shares of entries are kept until they are
+        reconsidered in the next plan, or after `reshare_s` (`request_if_faster`).
 
         Args:
-            peers: the members, the longest-serving first.
+            peers: the members, longest-serving first.
             holders: the members that hold the state; the first of them has rank 0.
             placement: the ranks of a pipeline; None for a model in one piece.
         """
@@ -212,7 +212,7 @@ class GenerationPlanner:
     def _measure_round_trips(
         self, peers: Sequence[m.PeerId], now_s: float
     ) -> frozenset[tuple[m.PeerId, m.PeerId]]:
-        """Take up the latest round trips between `peers`; return the pairs with broken links."""
+        """Adopt the latest round trips between `peers`; return the pairs with broken links."""
         avoided = self.link_failures.begin_avoiding(now_s)
         self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
         return avoided
@@ -269,7 +269,7 @@ class GenerationPlanner:
         return choose_entry_shares(load, self.measured_links, peers, holders, current, self._names)
 
     def _same_entry_shares(self, peers: Sequence[m.PeerId]) -> EntryShares:
-        """Return the current shares of entries, without those of members that have left."""
+        """Return the current shares of entries, excluding members that have left."""
         shares = {peer: share for peer, share in self._current_entry_shares.items() if peer in peers}
         return EntryShares(shares, self.entry_shares.reason if shares else "")
 
@@ -295,7 +295,7 @@ class GenerationPlanner:
         return reference.global_batch_size if reference is not None else None
 
     def _choose_exchange(self, peers: Sequence[m.PeerId], now_s: float, *, is_urgent: bool) -> None:
-        """Choose the exchange again, which costs nothing extra because a generation is made anyway."""
+        """Reconsider the exchange, at no extra cost because a generation is made anyway."""
         if self.exchange_choice.is_open:
             if len(peers) == 1:  # a single worker needs no measurements
                 self.exchange_choice.choose_first(peers, {}, None, now_s)
@@ -305,7 +305,7 @@ class GenerationPlanner:
     # -- a faster plan -----------------------------------------------------------------------------
 
     def request_if_faster(self, now_s: float) -> None:
-        """Request a generation if another exchange, rank order or division into shares is worthwhile.
+        """Request a generation if another exchange, rank order or set of shares is worthwhile.
 
         Called after each heartbeat.
         """
@@ -314,14 +314,14 @@ class GenerationPlanner:
         self._check_links(now_s)
 
     def _may_replan(self, now_s: float) -> bool:
-        """Return whether a generation may be requested merely because it would be faster."""
+        """Return whether a generation may be requested solely because it would be faster."""
         run, installed_s = self._run, self._run.view_change.last_installed_s
         is_due = now_s >= installed_s + run.limits.reshare_s
         return self._is_training_undisturbed and not run.partition.is_pipeline and is_due
 
     @property
     def _is_training_undisturbed(self) -> bool:
-        """Whether the run is training, and no other generation is in progress or requested."""
+        """Whether the run is training, and no other generation is forming or requested."""
         run = self._run
         return run.view_change.is_idle and run.phase is RunPhase.TRAINING and not run.view_change.reason
 
@@ -394,7 +394,7 @@ class GenerationPlanner:
     def _rated(self, peers: Sequence[m.PeerId]) -> NetworkModel | None:
         """Return the links between these workers.
 
-        Returns None if there is no choice of topologies, or if no rate has been measured.
+        Returns None if there is no choice of topology, or if no rate has been measured.
         """
         has_choice = 2 < len(peers) <= MAX_DIRECT_MEMBERS
         return self.measured_links.build_network(peers) if self._has_rates and has_choice else None
@@ -402,9 +402,9 @@ class GenerationPlanner:
     def _first_batch_measurements(
         self, peers: Sequence[m.PeerId]
     ) -> tuple[dict[m.PeerId, float], NetworkModel | None]:
-        """Return the seconds of each worker's first batch, and the links between the workers.
+        """Return the duration of each worker's first batch, in seconds, and the links between the workers.
 
-        Returns None for the links if no rate is known, or if there is only one worker.
+        The links are None if no rate is known, or if there is only one worker.
         """
         workers = [self._run.workers[peer] for peer in peers]
         figures = {w.peer: w.figures[FIRST_STEP_FIGURE] for w in workers if FIRST_STEP_FIGURE in w.figures}
@@ -425,5 +425,5 @@ class GenerationPlanner:
 
 
 def _continue(pieces: Pieces[T], members: int) -> T | None:
-    """Compute the next piece of a search; of a small group, all pieces.  Return None if there are more."""
+    """Compute the next piece of a search, or all pieces for a small group; return None if there are more."""
     return advance(pieces) if members > WHOLE_SEARCH_MEMBERS else finish(pieces)

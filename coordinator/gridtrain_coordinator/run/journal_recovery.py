@@ -1,7 +1,7 @@
 """Reads the run back from the journal (commit rule 11), and builds the journal's entries.
 
-The entries are those of the `JournalEntry` effects, in order.  The latest view is binding, whether or not a
-member has received it: members that come back receive the view, and are then frozen.
+The entries are those of the `JournalEntry` effects, in order.  The latest view is binding, whether or not any
+member has received it: members that come back receive the view and are then frozen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StateId = tuple[int, bytes, m.LedgerState]
 
 @dataclass(frozen=True, slots=True)
 class RecoveredRun:
-    """The run according to the journal; the defaults describe the run of an empty journal.
+    """The run according to the journal; the defaults correspond to an empty journal.
 
     Attributes:
         definition: the setup that all workers must agree with; None if no worker has joined yet.
@@ -29,11 +29,11 @@ class RecoveredRun:
         has_committed: whether a step may have been committed.
         has_started: whether a generation has trained, so that a worker holds a model worth waiting for.
         is_ending: whether the owner has ended the run.
-        end_reason: why the run has finished, and why its model was not written if so; None if it has not.
-        highest_step: the number of committed steps if no worker held the model any more; otherwise 0.
+        end_reason: why the run is finished and, if its model was not written, why not; None if it is not.
+        highest_step: the number of committed steps if no worker held the model any longer; otherwise 0.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
             (`CheckpointQuorum`).
-        names: the latest names of all members, also of those that have left.
+        names: the latest names of all members, including those that have left.
     """
 
     definition: m.Setup | None = None
@@ -76,7 +76,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 latest, phase = body, ""
                 for line in body["members"]:
                     peer = bytes.fromhex(line["peer"])
-                    names.pop(peer, None)  # the latest ones last
+                    names.pop(peer, None)  # reinserted, so that the latest names come last
                     names[peer] = str(line["name"])
             case "state" if "checkpoint" in body:  # the phase has not changed
                 entry = body["checkpoint"]
@@ -85,7 +85,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                     m.Span(*span): [bytes.fromhex(text) for text in digests]
                     for span, digests in entry["blocks"]
                 }
-            case "state" if "ending" in body:  # likewise
+            case "state" if "ending" in body:  # the phase has not changed
                 is_ending = True
             case "state":
                 phase, highest_step = body["state"], int(body.get("reached", 0))
@@ -121,7 +121,7 @@ def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]
 
 
 def generation_entry(view: m.MembershipView, roster: Sequence[m.Member]) -> dict[str, Any]:
-    """Return the journal entry for a generation, a JSON-serializable dictionary."""
+    """Return the journal entry for a generation as a JSON-serializable dictionary."""
     return {
         "term": view.term,
         "generation": view.generation,
@@ -141,7 +141,7 @@ _MEMBER_FIELDS = [each.name for each in fields(m.Member)]
 
 
 def _member_entry(member: m.Member) -> dict[str, Any]:
-    """Return a member for the journal; a whole entries share is left out for older versions."""
+    """Return a member's journal record; a full share of entries is omitted for the sake of older versions."""
     entry = {
         **{name: getattr(member, name) for name in _MEMBER_FIELDS},  # `asdict` takes ten times as long
         "peer": member.peer.hex(),

@@ -1,19 +1,19 @@
-"""Finds the member to blame when connections break repeatedly, from the reports of both ends.
+"""Finds the member at fault when connections break repeatedly, from the reports of both ends.
 
              anna   bert   carl   dora    failures of each pair within `WINDOW_S`
     mallory   5      4      0      5      three pairs with `FAILURES_BEFORE_AVOIDING` each: mallory's link
     anna      -      0      0      0      only one of her pairs failed: not her link
 
-A report concerns only a connection of the reporter itself, so a single liar cannot blame other members,
-because further reports are required.  Two liars could blame a third member.  In a group of three they are the
-majority anyway; in a larger group a member is to blame when `MIN_REPORTS` of its pairs failed:
+A report concerns only the reporter's own connections, and several pairs must fail, so a single liar cannot
+incriminate another member.  Two liars could incriminate a third.  In a group of three they are the majority
+anyway; in a larger group, a member is at fault only when `MIN_REPORTS` of its pairs have failed:
 
     in 30 s    mallory - anna, mallory - bert      only two: the next ring avoids these pairs, once, and they
                                                    are remembered for `REMEMBERED_S`
-    then       mallory - dora                      a new neighbour reports a failure: mallory is to blame
+    then       mallory - dora                      a new neighbour reports a failure: mallory is at fault
                (nobody)                            the link of an honest member does not break
 
-A member whose own link is bad reports each of its connections; its reports count like any other reports.
+A member whose own link is bad reports each of its connections; its reports count like any others.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ SMALL_GROUP, SMALL_GROUP_MIN_REPORTS, MIN_REPORTS = 3, 2, 3
 REMEMBERED_S = 600.0
 
 Pair = tuple[PeerId, PeerId]
-"""Two members, the one with the smaller key first."""
+"""Two members; the one with the smaller key comes first."""
 
 
 class LinkFailures:
     """The recent connection failures between members.
 
-    Keeps at most `FAILURES_BEFORE_AVOIDING` failure times for each end of a pair.
+    Stores at most `FAILURES_BEFORE_AVOIDING` failure times for each end of a pair.
     """
 
     def __init__(self) -> None:
         self._times_s: dict[tuple[PeerId, PeerId], deque[float]] = {}  # (reporter, peer)
         self._broken_s: dict[Pair, float] = {}  # when the pair last failed too often
-        self._avoided: set[Pair] = set()  # by the current ring
+        self._avoided: set[Pair] = set()  # pairs that the current ring avoids
 
     def record(self, reporter: PeerId, peer: PeerId, now_s: float) -> None:
         times_s = self._times_s.setdefault((reporter, peer), deque(maxlen=FAILURES_BEFORE_AVOIDING))
@@ -48,12 +48,12 @@ class LinkFailures:
             self._broken_s[_pair(reporter, peer)] = now_s
 
     def common_endpoint(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
-        """Return the member to which too many connections broke; None if no member can be blamed.
+        """Return the member with too many broken connections; None if no member can be held at fault.
 
         Args:
             members: the number of members.
             centre: the centre of a star; None for other topologies.  Every bad link leads to the centre, so
-                it is to blame only if more than half of its links have failed.
+                it is at fault only if more than half of its links have failed.
         """
         small = members <= SMALL_GROUP
         others = self._failed_peers(now_s, WINDOW_S if small else REMEMBERED_S)
@@ -63,7 +63,7 @@ class LinkFailures:
         return max(ends, key=lambda member: (len(others[member]), member), default=None)
 
     def next_to_avoid(self, now_s: float, members: int) -> PeerId | None:
-        """Return a member with failed pairs that the ring does not avoid yet; None if there is none.
+        """Return a member with failed pairs that the ring does not yet avoid; None if there is none.
 
         The plan of the next generation avoids these pairs (`begin_avoiding`).
         """
@@ -76,7 +76,7 @@ class LinkFailures:
         return None
 
     def begin_avoiding(self, now_s: float) -> frozenset[Pair]:
-        """Start avoiding all pairs whose connection failed too often recently, and return them."""
+        """Start avoiding all pairs whose connections recently failed too often, and return them."""
         self._failed_peers(now_s, REMEMBERED_S)
         self._avoided = set(self._broken_s)
         return frozenset(self._avoided)
@@ -93,7 +93,7 @@ class LinkFailures:
         self._avoided &= self._broken_s.keys()
 
     def _failed_peers(self, now_s: float, within_s: float) -> dict[PeerId, set[PeerId]]:
-        """Return, by member, the other ends of its failed pairs; drop old failures."""
+        """Return, by member, the other members of its failed pairs; drop old failures."""
         for pair in [pair for pair, at_s in self._broken_s.items() if at_s < now_s - REMEMBERED_S]:
             del self._broken_s[pair]
         self._avoided &= self._broken_s.keys()

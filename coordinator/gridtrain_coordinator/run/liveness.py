@@ -1,8 +1,8 @@
-"""Whether a worker is alive, and whether the state that it receives still arrives: deadlines, not decisions.
+"""Deadlines by which a worker counts as lost, or the transfer of its state as stalled.  Makes no decisions.
 
-a message, a heartbeat   --> Liveness: lost after a silence, shorter for a worker with regular heartbeats
+a message, a heartbeat   --> Liveness: lost after a silence, a shorter one if its heartbeats are regular
 its connection breaks    --> Liveness: lost unless it joins again in time
-bytes of a state arrive  --> StateTransferProgress: waited for while they do
+bytes of a state arrive  --> StateTransferProgress: awaited while they keep arriving
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from gridtrain.config import Deadlines
 from gridtrain.core.group.stall_detection import extend_start
 
 MAX_RESTARTS = 2
-"""How many times a worker may restart the transfer of its state in one generation."""
+"""How many times a worker may restart its state transfer in one generation."""
 
 LEAST_SILENCE_S, FEWEST_BEATS = 2.0, 40
-"""The shortest heartbeat timeout, and the number of heartbeats with progress after which a worker has its own
-timeout."""
+"""The shortest heartbeat timeout, and the number of heartbeats with progress after which a worker's timeout
+is derived from its own intervals."""
 
 INTERVALS, INTERVAL_DECAY, MAX_INTERVAL_S = 4.0, 0.9998, 10.0
-"""A worker's timeout as a multiple of the longest interval of its heartbeats; the share of that interval that
-remains after each heartbeat, so that it counts for more than an hour; and the longest interval."""
+"""A worker's timeout as a multiple of its longest heartbeat interval; the factor that reduces this interval
+with each heartbeat, so that it matters for more than an hour; and the largest interval recorded."""
 
 JOIN_WAIT_S = 0.25
-"""Shortest wait for the Join that a worker sends first over a restored connection; its agent sends none."""
+"""The shortest wait for the Join that a worker, but not its agent, sends first over a restored connection."""
 
 
 class HeartbeatIntervals:
-    """The intervals at which a worker's heartbeats arrive, from which its timeout follows.
+    """The intervals between a worker's heartbeats, which determine its timeout.
 
-    If it is lost by its silence and returns, the silence is one of them (`Registry.register`).
+    If the worker is lost because of a silence and returns, that silence counts as one (`Registry.register`).
     """
 
     __slots__ = ("_arrived_s", "_count", "_longest_s")
@@ -39,14 +39,14 @@ class HeartbeatIntervals:
         self._arrived_s, self._count, self._longest_s = math.inf, 0, 0.0
 
     def record(self, now_s: float, *, has_progressed: bool) -> None:
-        """Record a heartbeat, or that the worker is registered."""
+        """Record a heartbeat, or the worker's registration."""
         self._count += has_progressed
         interval_s = min(now_s - self._arrived_s, MAX_INTERVAL_S)
         self._longest_s = max(interval_s, self._longest_s * INTERVAL_DECAY)
         self._arrived_s = now_s
 
     def excuse_stall(self, stalled_s: float) -> None:
-        """Leave out the time during which the coordinator read no messages."""
+        """Exclude the time during which the coordinator read no messages."""
         self._arrived_s += stalled_s
 
     def timeout_s(self, most_s: float) -> float:
@@ -57,15 +57,15 @@ class HeartbeatIntervals:
 
 
 class Liveness:
-    """When a worker was heard, and whether its connection is open: the time at which it counts as lost.
+    """When a worker was last heard from and whether it is connected, and hence when it counts as lost.
 
     Attributes:
-        connected_s: the time at which the open connection with its key, from the worker or another program,
-            was opened; None if none is open.
+        connected_s: when the open connection with its key was opened, by the worker or by another program;
+            None if none is open.
         disconnected_s: the time at which its connection broke; None if it has joined since then.
         link_broken_s: the time at which a member last reported a broken connection to this worker.
-        is_loading_state: whether it is receiving the state for a generation that is forming.  Many workers
-            that load a state at once on few cores miss heartbeats, so their timeout is longer.
+        is_loading_state: whether it is receiving the state for a generation that is forming.  If many workers
+            load a state at once on few cores, they miss heartbeats, so the timeout is longer.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class Liveness:
     def record_connected(self, now_s: float) -> None:
         """Record a connection with the worker's key.
 
-        Only a `Join` proves that the worker itself is back, because its agent connects with the same key.
+        Only a `Join` proves that the worker itself is back, because its agent also connects with this key.
         """
         self.connected_s = now_s
 
@@ -122,7 +122,7 @@ class Liveness:
         """Return the reason why the worker is considered lost; empty if it is not lost.
 
         Args:
-            trains: whether it is not catching up, so that its heartbeats are regular.
+            trains: whether its heartbeats should be regular, because it is not catching up.
         """
         if self.disconnected_s is not None and now_s >= self._reconnect_deadline_s(limits):
             if self._is_link_broken(limits):
@@ -145,9 +145,9 @@ class Liveness:
         """Return the time until which a broken connection may be restored.
 
         A cut cable or a frozen machine does not reset connections.  If two connections of one worker break at
-        the same time, its process has ended, so the wait is short.  A connection that is open may be its
-        return or another program's, for example its agent's: a `Join` is awaited a little longer, not until
-        that program ends.
+        the same time, its process has ended, so the wait is short.  An open connection may belong to the
+        returning worker or to another program, for example its agent, so a `Join` is awaited only a little
+        longer, not until that program ends.
         """
         if self.disconnected_s is None:
             return math.inf
@@ -166,7 +166,7 @@ class Liveness:
 class StateTransferProgress:
     """The number of bytes of its state that a worker still lacks, and the time of its last progress.
 
-    A decrease of at least `step_bytes` since progress was last recorded counts as progress, and so does the
+    A decrease of at least `step_bytes` since progress was last recorded counts as progress, as does the
     arrival of the last byte.  An increase counts at most `MAX_RESTARTS` times: a forwarded state may turn out
     to be wrong and is then sent again.
 
@@ -207,5 +207,5 @@ class StateTransferProgress:
         self.progressed_s += stalled_s
 
     def deadline_s(self, patience_s: float) -> float:
-        """Return the time until which the transfer is considered in progress; -inf if no byte is missing."""
+        """Return how long the transfer is considered to be in progress; -inf if no bytes are missing."""
         return self.progressed_s + patience_s if self.left_bytes > 0 else -math.inf

@@ -24,7 +24,7 @@ class _PausedWorker:
 
 
 class PausedWorkers:
-    """The paused workers, stored in memory only: a restart of the coordinator clears them."""
+    """The paused workers, stored in memory only: a restart of the coordinator discards them."""
 
     def __init__(self) -> None:
         self._workers: dict[m.PeerId, _PausedWorker] = {}
@@ -47,7 +47,7 @@ class PausedWorkers:
         return {paused.name for peer, paused in self._workers.items() if peer != besides}
 
     def status_rows(self, now_s: float) -> list[dict[str, Any]]:
-        """Return the paused workers as JSON-serializable rows of `gridtrain status`.
+        """Return the paused workers as JSON-serializable rows for `gridtrain status`.
 
         Drops pauses older than a week.
         """
@@ -67,7 +67,7 @@ class PausedWorkers:
         """Describe the pauses of a run in which no worker trains; "" if none is paused.
 
         Args:
-            required: the number of workers with which training continues.
+            required: the number of workers needed for training to continue.
         """
         self._drop_old(now_s)
         if not self._workers:
@@ -80,8 +80,11 @@ class PausedWorkers:
         return f"no worker trains: {self._count_text} {why}{needed}"
 
     def describe_end(self, *, with_model: bool) -> str:
-        """Return what to append to a sentence about the end of a run; `with_model` says where its model may
-        be, for a run without members."""
+        """Return what to append to a sentence about the end of a run.
+
+        Args:
+            with_model: whether to say where the model of a run without members may be found.
+        """
         if not self._workers:
             return ""
         ends = "exits when its pause ends" if len(self._workers) == 1 else "exit when their pauses end"

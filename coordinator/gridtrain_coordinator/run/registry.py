@@ -1,4 +1,4 @@
-"""Registered workers: the data recorded about each worker, and values derived from these data."""
+"""Registered workers: the data recorded about each worker, and values derived from it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gridtrain_coordinator.run.liveness import HeartbeatIntervals, Liveness, Sta
 from gridtrain_coordinator.run.worker_problems import WorkerProblems
 
 AVOIDED_PAIR_RTT_S = 10.0
-"""The round trip assumed for pairs of workers that the ring avoids where it can."""
+"""The round trip assumed for pairs of workers that the ring should avoid if possible."""
 
 MAX_SILENT = 1024
-"""Number of workers lost by their silence whose intervals are kept for their return."""
+"""The number of workers lost because of a silence whose intervals are kept for their return."""
 
 
 @dataclass(slots=True)
@@ -30,12 +30,12 @@ class Worker:
     """One worker that has joined.
 
     Attributes:
-        liveness: when it was last heard, and when it counts as lost.
-        is_addressable: whether the coordinator knows how other workers reach it; required for admission.
+        liveness: when it was last heard from, and when it counts as lost.
+        is_addressable: whether the coordinator knows how other workers can reach it; required for admission.
         is_admitted: whether its setup fits, and the measurement of its links is complete or has timed out.
         has_caught_up: whether it holds the members' state, or cannot catch up while they train (`CatchUp`).
         checkpoints: the stage checkpoints on its disk.
-        is_disk_full: whether it failed to write a state to disk that it alone holds and other workers need.
+        is_disk_full: whether it failed to write to disk a state that only it holds and other workers need.
         standby_reason: the reason why it has no rank although it is eligible; otherwise empty.
         progress, progressed_s: the latest progress counter in its heartbeats, and when the counter changed.
         state_progress: the progress of the state transfer that it reports.
@@ -84,7 +84,7 @@ class Worker:
         return self.problems.update(self.name, beat.step, self.figures, now_s)
 
     def record_round_trips(self, rtt_s: dict[m.PeerId, float]) -> None:
-        """Store the round trips that the worker has measured, and admit it if its setup is known."""
+        """Store the round trips measured by the worker, and admit it if its setup is known."""
         self.rtt_s, self.is_admitted = rtt_s, self.setup is not None
 
     def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
@@ -106,12 +106,12 @@ class Worker:
         self.has_caught_up = True
 
     def roll_back(self, applied: int) -> None:
-        """Drop later steps and checkpoints, because the run continues after step `applied`."""
+        """Drop all later steps and checkpoints, because the run continues after step `applied`."""
         self.step = min(self.step, applied + 1)
         self.checkpoints = tuple(x for x in self.checkpoints if x.applied <= applied)
 
     def clear_initial_state(self) -> None:
-        """Record that the worker no longer holds the initial state that it built."""
+        """Record that the worker no longer holds the initial state it built."""
         if self.setup is not None:
             self.setup = replace(self.setup, initial_state_digest=b"")
 
@@ -153,7 +153,7 @@ class Worker:
         return min(self.liveness.deadline_s(limits, trains=not self.is_catching_up), probe_s)
 
     def status_row(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
-        """Return the worker's row in `gridtrain status`, a JSON-serializable dictionary."""
+        """Return the worker's row for `gridtrain status` as a JSON-serializable dictionary."""
         admitted = "spare" if self.standby_reason else "admitted"
         state = "following" if self.is_catching_up else admitted if self.is_admitted else "joining"
         state = "active" if rank is not None else state
@@ -176,14 +176,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The workers outside the generation, as far as the next one depends on them.
+    """The workers outside the current generation, insofar as the next one depends on them.
 
     Attributes:
-        newcomers: workers that may enter the next generation, in the order of joining.
-        catching_up: workers that are still receiving the state, in the order of joining.
-        admitted: number of all admitted workers.
-        measured_s: the time until which the first of the workers that are not admitted yet may measure its
-            links; None if there are none.
+        newcomers: workers that may enter the next generation, in joining order.
+        catching_up: workers that are still receiving the state, in joining order.
+        admitted: the number of all admitted workers.
+        measured_s: the earliest deadline by which a worker that is not yet admitted must have measured its
+            links; None if there is no such worker.
     """
 
     newcomers: list[Worker]
@@ -193,7 +193,7 @@ class Candidates:
 
 
 class Registry(dict[m.PeerId, Worker]):
-    """The registered workers by key, in the order of joining."""
+    """The registered workers by key, in joining order."""
 
     def __init__(self, workers: Mapping[m.PeerId, Worker] = MappingProxyType({})) -> None:
         super().__init__(workers)
@@ -207,19 +207,19 @@ class Registry(dict[m.PeerId, Worker]):
         return worker
 
     def record_lost(self, worker: Worker) -> None:
-        """Keep the heartbeat intervals of a worker that is lost, if it is lost by its silence."""
+        """Keep the heartbeat intervals of a lost worker if it was lost because of a silence."""
         if worker.liveness.disconnected_s is None:
             self._silent[worker.peer] = worker.liveness.heartbeats
             if len(self._silent) > MAX_SILENT:
                 del self._silent[next(iter(self._silent))]
 
     def candidates(self, members: Collection[m.PeerId]) -> Candidates:
-        """Return what the next generation after that of `members` depends on, by one look at each worker."""
+        """Return the candidates for the generation that follows the one formed by `members`, in one pass."""
         newcomers: list[Worker] = []
         catching_up: list[Worker] = []
         measured_s: list[float] = []
         admitted = 0
-        for peer, worker in self.items():  # after nearly each message; properties would double the time
+        for peer, worker in self.items():  # runs after nearly every message; properties would double the time
             setup = worker.setup
             if not worker.is_admitted:
                 measured_s += [worker.probe_deadline_s] if setup is not None else []
@@ -247,7 +247,7 @@ def round_trip_times(
 ) -> dict[tuple[m.PeerId, m.PeerId], float]:
     """Return round trips in seconds by directed pair, with `AVOIDED_PAIR_RTT_S` for `avoided` pairs."""
     links = {(worker.peer, other): rtt_s for worker in workers for other, rtt_s in worker.rtt_s.items()}
-    if avoided and not links:  # else the planner would treat all pairs like the avoided pairs
+    if avoided and not links:  # otherwise the planner would treat all pairs like the avoided ones
         links = {(one.peer, other.peer): 0.0 for one, other in itertools.combinations(workers, 2)}
     return links | {pair: AVOIDED_PAIR_RTT_S for pair in avoided}
 
@@ -255,8 +255,8 @@ def round_trip_times(
 def batch_limits(workers: Sequence[Worker]) -> list[int]:
     """Return each worker's batch size.
 
-    With a global batch size, this is the largest number of samples that the worker takes in a step; 0 means
-    no limit.
+    If there is a global batch size, this is the largest number of samples that the worker takes per step; 0
+    means no limit.
     """
     return [worker.setup.batch_size if worker.setup is not None else 0 for worker in workers]
 
@@ -264,9 +264,9 @@ def batch_limits(workers: Sequence[Worker]) -> list[int]:
 def assign_shares(
     workers: Sequence[Worker], global_batch_size: int | None, sharing: WorkerSpeeds
 ) -> BatchShares:
-    """Return the shares in the workers' order.
+    """Return the workers' shares, in their order.
 
-    A share is the worker's own batch size, or the part of the global batch size that fits the worker's speed.
+    A share is the worker's own batch size, or the part of the global batch size that suits its speed.
     """
     if global_batch_size is None:
         return BatchShares(tuple(batch_limits(workers)), "each worker takes its own batch size")
@@ -275,7 +275,7 @@ def assign_shares(
 
 
 def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
-    """Return sentences that describe how `setup` differs from `reference`, the run's definition."""
+    """Return sentences describing how `setup` differs from `reference`, the run's definition."""
     run, here = _described(reference), _described(setup)
     return [
         f"{name} is {here.get(name, 'missing')} here and {run.get(name, 'missing')} in the run"
@@ -285,10 +285,10 @@ def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
 
 
 def shown_facts(facts: m.Facts, bounds: tuple[int, ...] = ()) -> dict[str, str]:
-    """Return facts for display; the text that is compared has Python's None for an option that is not set.
+    """Return the facts in displayable form; in the compared text, an option that is not set is Python's None.
 
     Args:
-        bounds: the bounds of the stages if the model was repartitioned: the facts have the first ones.
+        bounds: the stage bounds if the model was repartitioned, because the facts contain the initial ones.
     """
     shown = {name: "none" if text == "None" else text for name, text in facts}
     if bounds:
@@ -299,9 +299,9 @@ def shown_facts(facts: m.Facts, bounds: tuple[int, ...] = ()) -> dict[str, str]:
 
 
 def _model_lines(model: m.StagedModel | None) -> dict[str, str]:
-    """Describe the stages, for a comparison with the stages of another setup.
+    """Describe the stages, for comparison with those of another setup.
 
-    Measured times are left out, because they may differ; the run uses the first worker's times.
+    Measured times are omitted, because they may differ; the run uses the first worker's times.
     """
     if model is None:
         return {}

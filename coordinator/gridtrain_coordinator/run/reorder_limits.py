@@ -1,12 +1,12 @@
 """Decides which reports about links count, and when they may lead to another rank order.
 
     introduced anna (1)      anna: to bert 10 MB/s     counts
-                             anna: to bert  1 MB/s     does not count: she has reported since
+                             anna: to bert  1 MB/s     does not count: already reported since then
     introduced bert (1)      anna: to bert  1 MB/s     counts: bert's link may have changed
     new order due to anna                              no further order due to her for 30 s, then 60, 120 ..
 
-Honest workers measure when they are introduced to their peers, so a report counts once for each introduction
-of one of the link's two ends.  A worker that rejoins repeatedly causes generations at increasing intervals.
+Honest workers measure when they are introduced to their peers, so a report counts once per introduction of
+either end of the link.  A worker that rejoins repeatedly causes generations only at increasing intervals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ReorderLimits:
     Memory is bounded by the number of links, and by `MAX_REMEMBERED`.
 
     Args:
-        pause_s: the shortest time in seconds between the first two rank orders that one worker causes.
+        pause_s: the shortest time, in seconds, between the first two rank orders caused by one worker.
     """
 
     def __init__(self, pause_s: float) -> None:
@@ -36,9 +36,9 @@ class ReorderLimits:
         self._introduction_count = 0
         self._last_accepted: dict[
             tuple[PeerId, PeerId, bool], tuple[int, int]
-        ] = {}  # introductions of both ends at that time
+        ] = {}  # by direction, the latest introductions of both ends when a rate was accepted
         self._changed_reporters: set[PeerId] = set()
-        self._backoff: dict[PeerId, tuple[float, float]] = {}  # the end and the length of the wait
+        self._backoff: dict[PeerId, tuple[float, float]] = {}  # the end and length of the wait
 
     def record_introduction(self, peer: PeerId) -> None:
         """Record that a worker was asked to measure its links."""
@@ -46,7 +46,7 @@ class ReorderLimits:
         self._introduction_of[peer] = self._introduction_count
 
     def accept(self, peer: PeerId, rates: Sequence[LinkRate]) -> list[LinkRate]:
-        """Return the rates that count; a rate that does not count is replaced by 0."""
+        """Return the rates that count; rates that do not are replaced by 0."""
         accepted = []
         for other, there_Bps, back_Bps in rates:
             there = there_Bps if there_Bps > 0 and self._is_new(peer, other, True) else 0.0
@@ -56,11 +56,11 @@ class ReorderLimits:
         return accepted
 
     def mark_changed(self, peer: PeerId) -> None:
-        """Record that a report of this worker changed a measurement."""
+        """Record that a report by this worker changed a measurement."""
         self._changed_reporters.add(peer)
 
     def due_reporters(self, now_s: float) -> frozenset[PeerId]:
-        """Return the workers that changed measurements and whose waiting time is over."""
+        """Return the workers that changed measurements and whose waiting time has elapsed."""
         return frozenset(
             peer for peer in self._changed_reporters if now_s >= self._backoff.get(peer, (now_s, 0.0))[0]
         )
@@ -81,7 +81,7 @@ class ReorderLimits:
             del self._backoff[min(self._backoff, key=lambda peer: self._backoff[peer])]
 
     def clear_changes(self) -> None:
-        """Forget which workers changed measurements, because a plan has now used all measurements."""
+        """Forget which workers changed measurements, because a plan now reflects all measurements."""
         self._changed_reporters.clear()
 
     def forget(self, peer: PeerId) -> None:

@@ -6,13 +6,13 @@
     neither                  both, to a third               relay:<its key>
 
 A worker's claim is not enough: others receive its address only if the coordinator has reached the worker at
-this address, or if they are behind the same router.
+that address, or if they are behind the same router.
 
-Workers that everybody can dial receive one list for all of them, with the address of each, and know by the
-keys whom they dial.
+Workers that everyone can dial receive one common list with all their addresses, and tell from the keys whom
+to dial.
 
-A route on which a pair could not connect (`PeersUnreachable`) is not tried again.  The pair then uses the
-next of these routes: the verified address, the address inside a common network, a relay, the coordinator.
+A route over which a pair could not connect (`PeersUnreachable`) is not tried again.  The pair then uses the
+next of these routes: the verified address, the address inside a shared network, a relay, the coordinator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hashlib import blake2b
 from gridtrain.core.messages import RELAY_PREFIX, PeerId
 
 _NUMERIC = re.compile(r"tcp://(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5}|memory://.+")
-"""Matches numeric addresses only, so that no worker resolves a host name that another worker claims."""
+"""Matches numeric addresses only, so that no worker resolves a host name claimed by another worker."""
 
 MAX_BLOCKED = 100_000
 
@@ -50,7 +50,7 @@ class PeerLocation:
 def dial_back_addresses(location: PeerLocation) -> tuple[str, ...]:
     """Return the addresses at which to dial a worker.
 
-    These are the claimed address, and the same port at the source address of the worker's connection.
+    These are the claimed address and the same port at the source address of the worker's connection.
     """
     host, _, port = location.claimed_address.removeprefix("tcp://").rpartition(":")
     if (
@@ -64,7 +64,7 @@ def dial_back_addresses(location: PeerLocation) -> tuple[str, ...]:
 
 
 class RouteTable:
-    """The locations of all workers, and the routes that failed.
+    """The locations of all workers, and the failed routes.
 
     Args:
         coordinator: the coordinator's key; the coordinator is the relay of last resort.
@@ -74,19 +74,19 @@ class RouteTable:
         self._coordinator = coordinator
         self._locations: dict[PeerId, PeerLocation] = {}
         self._blocked: set[tuple[PeerId, PeerId, str]] = set()
-        self._blocked_ends: set[PeerId] = set()  # of `_blocked`
-        self.version = 0  # increases with each change of a location
+        self._blocked_ends: set[PeerId] = set()  # the workers in `_blocked`
+        self.version = 0  # increases whenever a location changes
 
     def location(self, peer: PeerId) -> PeerLocation | None:
         return self._locations.get(peer)
 
     def reachability_text(self, peer: PeerId) -> str:
-        """Return "direct", "behind NAT" or, if this is still unknown, "?", as the status shows it."""
+        """Return "direct", "behind NAT" or, if not yet known, "?", for the status."""
         location = self._locations.get(peer)
         return "?" if location is None else "direct" if location.verified_address else "behind NAT"
 
     def is_directly_reachable(self, peer: PeerId) -> bool:
-        """Return whether every worker can dial this one, and no route between any two workers has failed."""
+        """Return whether every worker can dial this one, and no route between workers has failed."""
         location = self._locations.get(peer)
         return location is not None and bool(location.verified_address) and not self._blocked
 
@@ -103,7 +103,7 @@ class RouteTable:
         self._blocked_ends = {end for route in self._blocked for end in route[:2]}
 
     def block(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
-        """Give up the route by which `viewer` could not connect to `other`, and return the route."""
+        """Give up the route over which `viewer` could not connect to `other`, and return that route."""
         route = self.address(viewer, other, relays)
         if route and len(self._blocked) < MAX_BLOCKED:
             self._blocked.add((viewer, other, route))
@@ -136,7 +136,7 @@ class RouteTable:
         if here and there and here.verified_address and there.verified_address and not self._blocked:
             return (
                 there.verified_address if viewer > other else ""
-            )  # as below, but fast enough for a million pairs
+            )  # equivalent to the code below, but fast enough for a million pairs
         forward, backward = self._direct(viewer, other), self._direct(other, viewer)
         if forward and backward:
             better = (forward.is_verified, viewer) > (backward.is_verified, other)
@@ -146,7 +146,7 @@ class RouteTable:
         return "" if backward else RELAY_PREFIX + self._relay(viewer, other, relays).hex()
 
     def relay_candidates(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-        """Return the peers among `peers` that can serve as relays."""
+        """Return those of `peers` that can serve as relays."""
         return tuple(
             p
             for p in peers

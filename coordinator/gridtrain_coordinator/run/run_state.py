@@ -4,7 +4,7 @@
     member_list   the generation, by rank           0     1     2      -
     partition     the stage of each member          0     0     1      -
 
-All parts of the coordinator's core share this state, and change it only through the methods of `RunState`.
+All parts of the coordinator's core share this state, and change it only through methods of `RunState`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gridtrain_coordinator.run.view_change import ViewChange
 from gridtrain_coordinator.run.worker_problems import SkippedSteps
 
 MAX_STEPS = 2**62
-"""The highest step that is accepted from a worker, so that sums with it fit into a field of the protocol."""
+"""The highest step accepted from a worker; sums that include it still fit into a protocol field."""
 
 
 class RunState:
@@ -34,7 +34,7 @@ class RunState:
 
     Args:
         name: the run's name; joins for another run are refused.
-        term: the number of times that the coordinator has started; the journal already contains this number.
+        term: the number of times that the coordinator has started; already written to the journal.
         limits: the time limits; see `gridtrain.config.Deadlines`.
         min_workers: the number of workers that the run needs to start.
         software: this program's version, which is sent to workers.
@@ -43,21 +43,21 @@ class RunState:
         phase: the phase of the run, which the status shows together with `reason`.
         generation: the latest generation; 0 if none was installed.
         definition: the setup that all workers must agree with; None until a worker has defined the run.
-        workers: registered workers, in the order of joining.
+        workers: registered workers, in joining order.
         view: the view of the latest generation; None if no worker holds the model, or if only the members
             know the view.
         view_change: the view change in progress.
         partition: how the model is divided into stages.
-        paused_workers: workers that their owners have paused, and which have therefore left.
-        highest_step: the highest step that generations and finished workers have reported.
+        paused_workers: workers that have left because their owners paused them.
+        highest_step: the highest step reported by generations and finished workers.
         has_committed: whether a step may have been committed; until then the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
         finished_members: members that have reached the end of the run.
         missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
-        last_state: the state in which the members of a run without a model end; None if they hold none.
-        is_ending: whether the owner has ended the run, which finishes when its members hold one state.
+        last_state: the final state of the members of a run without a model; None if they hold none.
+        is_ending: whether the owner has ended the run, which finishes once its members hold the same state.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class RunState:
             self.phase = RunPhase.PAUSED
             awaited = format_count(len(self.member_list), "member")
             self._reason = (
-                f"the coordinator restarted; waiting for {awaited} to come back, unless their last lines say "
-                "that the run is finished, and where the model is"
+                f"the coordinator restarted; waiting for {awaited} to come back, unless their last output "
+                "says that the run is finished and where the model is"
             )
-        elif recovered.generation:  # it does not know which workers were paused
+        elif recovered.generation:  # the journal does not record which workers were paused
             self._reason = (
-                f"no worker held the model when the coordinator restarted; {self._reason}; a paused one "
-                "joins again when it resumes"
+                f"no worker held the model when the coordinator restarted; {self._reason}; paused workers "
+                "join again when they resume"
             )
 
     def _set_members(self, members: tuple[m.Member, ...]) -> None:
@@ -122,17 +122,17 @@ class RunState:
 
     @property
     def present_members(self) -> list[m.PeerId]:
-        """Members that are registered, in rank order."""
+        """The members that are registered, in rank order."""
         return [peer for peer in self.member_order if peer in self.workers]
 
     @property
     def connected_members(self) -> list[m.PeerId]:
-        """Members that have joined over their current connection, in rank order."""
+        """The members that have joined over their current connection, in rank order."""
         return [peer for peer in self.present_members if self.workers[peer].liveness.disconnected_s is None]
 
     @property
     def skipped_steps(self) -> SkippedSteps:
-        """The skipped steps that the present members report; the latest known ones if there are none."""
+        """The skipped steps reported by the present members, or the last known ones if there are none."""
         workers = [self.workers[peer] for peer in self.present_members]
         reports = [(worker.step, worker.figures) for worker in workers]
         return SkippedSteps.from_reports(reports) if reports else self._last_skipped
@@ -146,7 +146,7 @@ class RunState:
         return (term, generation) == (self.term, self.generation)
 
     def eligible_workers(self) -> list[m.PeerId]:
-        """Return the workers that may be in the next generation, the longest-serving first."""
+        """Return the workers that may be in the next generation, longest-serving first."""
         # A member whose process was restarted has no setup yet; it is eligible once it has sent its setup.
         workers = self.workers.values()
         ready = (w for w in workers if w.is_eligible or (w.peer in self.members and w.setup is not None))
@@ -159,12 +159,12 @@ class RunState:
         return self.workers.candidates(self.members).newcomers
 
     def writes_model(self, peer: m.PeerId) -> bool:
-        """Return whether a member writes the final model, or the part of its stage."""
+        """Return whether a member writes the final model, or its stage's part of it."""
         stages = group_by_stage(self.member_order, self.partition.stage_count)
         return any(peer in replicas[:1] for replicas in stages)
 
     def stage_of(self, peer: m.PeerId) -> int:
-        """Return the stage of a member by its rank.
+        """Return a member's stage, determined by its rank.
 
         Returns 0 for other workers, and if the ranks do not fill all stages.
         """
@@ -175,21 +175,21 @@ class RunState:
 
     @property
     def required_workers(self) -> int:
-        """The number of workers needed to start; a started pipeline can be repartitioned over fewer."""
+        """The number of workers needed to start; once started, a pipeline can be repartitioned over fewer."""
         defined = self.definition.stages if self.definition is not None else 1
         has_begun = self.partition.is_pipeline and self.highest_step > 0
         return max(self._min_workers, 1 if has_begun else defined)
 
     @property
     def reason(self) -> str:
-        """The reason for the phase; while the run waits for workers, it includes how many have joined."""
+        """The reason for the phase; while the run waits for workers, it says how many have joined."""
         here = len(self.workers)
         if self.phase is not RunPhase.WAITING or not 0 < here < self.required_workers:
             return self._reason
         return f"{self._reason}; {here} of {self.required_workers} {'has' if here == 1 else 'have'} joined"
 
     def describe_phase(self, now_s: float) -> str:
-        """Return the reason for the phase; if no worker is connected, and some are paused, also why."""
+        """Return the reason for the phase; if only paused workers are left, include why they are paused."""
         is_empty = self.phase is RunPhase.WAITING and not self.workers
         paused = self.paused_workers.describe(self.required_workers, now_s) if is_empty else ""
         return f"{self.reason}; {paused}" if paused else self.reason
@@ -197,7 +197,7 @@ class RunState:
     # -- transitions -------------------------------------------------------------------------------
 
     def define(self, setup: m.Setup) -> None:
-        """Set the run's definition to a worker's setup: the first, or one before the first step."""
+        """Set the run's definition to a worker's setup: the first, or a later one before the first step."""
         stages = max(setup.stages, self.definition.stages if self.definition is not None else 1)
         self.definition = setup
         self.partition.define(setup)
@@ -206,12 +206,12 @@ class RunState:
             self._reason += ", one for each stage of the model" if setup.stages > self._min_workers else ""
 
     def replace_facts(self, facts: m.Facts) -> None:
-        """Replace the facts of the definition, which an earlier version had described with fewer."""
+        """Replace the facts of a definition that an earlier version recorded without some of them."""
         assert self.definition is not None
         self.definition = replace(self.definition, facts=facts)
 
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
-        """Make the next generation the current one; the caller journals it before any worker receives it."""
+        """Make a generation the current one; the caller journals it before any worker receives it."""
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
@@ -220,7 +220,7 @@ class RunState:
         self.departed_members.clear()
 
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
-        """Adopt a generation that is not in the journal, as its members report it."""
+        """Adopt a generation that is not in the journal, as reported by its members."""
         self.generation, self.view, self.has_started = generation, None, True
         self.partition.adopt(bounds)
         self._set_members(members)
@@ -237,7 +237,7 @@ class RunState:
             self.view = replace(self.view, term=self.term)
 
     def unregister(self, worker: Worker) -> None:
-        """Remove a worker from the registry, but keep what it has reported about the run."""
+        """Remove a worker from the registry, but keep what it reported about the run."""
         self._last_skipped = self.skipped_steps
         del self.workers[worker.peer]
         if worker.peer in self.members:
@@ -252,7 +252,7 @@ class RunState:
         self.highest_step = applied + 1
 
     def end_early(self) -> list[JournalEntry]:
-        """Let the members finish the run with the next generation, in which they hold one state."""
+        """Let the members finish the run with the next generation, in which they all hold the same state."""
         entry = self.phase_entry(self.phase, self._reason, reached=self.highest_step, ending=True)
         entries, self.is_ending = [] if self.is_ending else [entry], True
         self.view_change.replace_reason("the run's owner has ended the run")
@@ -265,11 +265,11 @@ class RunState:
     def record_finish(self, peer: m.PeerId, applied: int) -> None:
         """Record that a worker has reached the end of the run, after step `applied`."""
         self.finished_members.add(peer)
-        if peer in self.members:  # other workers committed no steps
+        if peer in self.members:  # other workers have committed no steps
             self.record_step(min(applied, MAX_STEPS) + 1)
 
     def end_incomplete(self, outcome: Outcome) -> None:
-        """Record the state in which members end, although they do not hold all stages of it."""
+        """Record the members' final state, although they do not hold all of its stages."""
         self.record_step(outcome.applied + 1)
         state = outcome.applied, outcome.history, outcome.ledger
         self.last_state = m.StandbyNotice(self.term, self.generation + 1, *state, "the run is over")
@@ -292,7 +292,7 @@ class RunState:
         return self.phase_entry(phase, reason, **more)
 
     def term_entry(self) -> JournalEntry:
-        """Return the journal entry of the term, which must be durable before the term is announced."""
+        """Return the term's journal entry, which must be durable before the term is announced."""
         return JournalEntry("term", {"term": self.term, "run": self.name, "software": self._software})
 
     def welcome_message(self, peer: m.PeerId) -> Send:

@@ -12,7 +12,7 @@ class StageBounds:
     A model in one piece has one stage of one layer.
 
     Attributes:
-        recorded_bounds: the bounds that the generation's view names; () if it uses the definition's bounds.
+        recorded_bounds: the bounds in the generation's view; () if it uses the definition's bounds.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class StageBounds:
         self._definition: m.Setup | None = None
 
     def define(self, setup: m.Setup) -> None:
-        """Set the definition of the run; drop bounds that a member reported earlier if they do not fit."""
+        """Set the run's definition; drop bounds that a member reported earlier if they do not fit it."""
         self._definition = setup
         if not self.is_valid(self.recorded_bounds):
             self.recorded_bounds = ()
@@ -41,7 +41,7 @@ class StageBounds:
 
     @property
     def repartitioned_bounds(self) -> tuple[int, ...]:
-        """The bounds if they are not those of the definition; otherwise ()."""
+        """The bounds if they differ from the definition's bounds; otherwise ()."""
         is_defined = self._definition is None or self.bounds == defined_cuts(self._definition)
         return () if is_defined else self.bounds
 

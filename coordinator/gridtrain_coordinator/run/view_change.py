@@ -21,12 +21,12 @@ class ViewChangePhase(StrEnum):
 
 
 class ViewChange:
-    """The state of the view change; other objects read the attributes and change them through the methods.
+    """The state of the view change; other objects read its attributes and change them through its methods.
 
     Attributes:
         deadline_s: the time at which waiting for the members' answers ends.
         reason: the reason for another generation; empty if no generation is requested.
-        can_wait: whether the members train until they are frozen, so that a plan may be searched before.
+        can_wait: whether the members train until they are frozen, so that there is time to search for a plan.
         unrouted_reason: the reason for replacing the forming generation, unless its members connect after
             all.
         last_installed_s: the time at which this coordinator installed its latest generation; -inf if it has
@@ -90,7 +90,7 @@ class ViewChange:
         """Request another generation; the first reason is kept.
 
         Args:
-            can_wait: see the attribute, which is true if it is true for all reasons.
+            can_wait: see the attribute, which is true only if it is true for every request.
         """
         self.can_wait = can_wait and (self.can_wait or not self.reason)
         self.reason = self.reason or reason
@@ -104,7 +104,7 @@ class ViewChange:
         self.reason = ""
 
     def mark_unrouted(self, reason: str) -> None:
-        """Record that members of the generation that forms cannot connect; the first reason is kept."""
+        """Record that members of the forming generation cannot connect; the first reason is kept."""
         self.unrouted_reason = self.unrouted_reason or reason
 
     # -- deadline ----------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ class WorkerNames:
     """Numbers workers that share a name, and gives a returning worker its previous name.
 
         "anna", key 1a..  -> anna            1a.. leaves and comes back          -> anna
-        "anna", key 2b..  -> anna-2          2b.. comes back, 1a.. is not there  -> anna-2
+        "anna", key 2b..  -> anna-2          2b.. comes back, 1a.. is absent     -> anna-2
 
     Args:
-        recovered: the names that the journal contains, those of members of a generation.  Members send their
-            assigned name when they join again.
+        recovered: the names in the journal, which are those of members of a generation.  Members send their
+            assigned names when they join again.
     """
 
     def __init__(self, recovered: Mapping[m.PeerId, str] = MappingProxyType({})) -> None:
@@ -31,15 +31,15 @@ class WorkerNames:
         self._assigned = {peer: (name, name) for peer, name in newest}  # (requested, assigned)
 
     def name(self, peer: m.PeerId) -> str:
-        """Return the latest name of the worker with this key, which may have left; empty if none is known."""
+        """Return the latest name of the worker with this key, even if it has left; empty if none is known."""
         return self._assigned.get(peer, ("", ""))[1]
 
     def assign(self, peer: m.PeerId, requested: str, taken: Collection[str]) -> str:
-        """Assign a name to `peer` that is not in `taken`, and return the name."""
+        """Assign `peer` a name that is not in `taken`, and return it."""
         before, name = self._assigned.pop(peer, ("", ""))
         if requested not in (before, name) or name in taken:
             before, name = requested, unique_name(requested, taken)
-        self._assigned[peer] = (before, name)  # reinserted last: the first entries are the oldest
+        self._assigned[peer] = (before, name)  # reinserted last, so that the first entries are the oldest
         if len(self._assigned) > MAX_REMEMBERED:
             del self._assigned[next(iter(self._assigned))]
         return name
@@ -54,7 +54,7 @@ def rename_events(requested: str, name: str) -> list[LogEvent]:
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:
-    """Return the name, numbered if it is taken ("anna", "anna-2", "anna-3"), in at most `MAX_NAME_BYTES`."""
+    """Return the name, numbered if taken ("anna", "anna-2", "anna-3"), in at most `MAX_NAME_BYTES` bytes."""
     free, number = name, 1
     while free in taken:
         number += 1

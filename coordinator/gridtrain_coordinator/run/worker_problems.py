@@ -1,9 +1,9 @@
-"""Problems that a worker's heartbeats report: steps that it made the group skip, steps that did not wait for
-it, and checkpoints that it could not write or upload.
+"""Problems that a worker's heartbeats report: steps that it made the group skip, steps that the group took
+without it, and checkpoints that it could not write or upload.
 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard
-of all members       --> SkippedSteps --> "the last 558 steps ..."    for their headlines, and the run's end
+those of all members --> SkippedSteps --> "the last 558 steps ..."    for their headlines, and the run's end
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
 """The shortest time between two events about steps that one worker made the group skip, and between two
-events about steps that did not wait for it."""
+events about steps that the group took without it."""
 
 SKIPS_SHOWN_S = 600.0
-"""How long the status mentions the latest skipped step, and the latest step that did not wait."""
+"""How long the status mentions the latest skipped step, and the latest step taken without the worker."""
 
 CHECKPOINT_EVENT_INTERVAL_S, RECOVERED_INTERVAL_S = 600.0, 60.0
 """The shortest time from one event about failed checkpoints to the next: after an event that reports a
-failure and, as the second value, after an event that reports that checkpoints are written again; in the same
-way for failed uploads."""
+failure and, as the second value, after one that reports that checkpoints are being written again; likewise
+for failed uploads."""
 
 ALERT_SKIPS = 10
-"""From this many consecutive skipped steps on, the status says that nothing is being learned.
+"""The number of consecutive skipped steps from which the status says that nothing is being learned.
 
 A GradScaler skips a few steps at the start of a run, until its scale fits, and single ones later: 10 steps
-divide the scale by 1,024.  More would take minutes to notice over slow links."""
+divide the scale by 1,024.  With a higher number, noticing would take minutes over slow links."""
 
 OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
@@ -48,7 +48,7 @@ class SkippedSteps:
     Attributes:
         skipped_samples: the number of samples in skipped steps.
         samples: the number of samples in all steps.
-        in_a_row: the number of consecutive skipped steps up to the latest step.
+        in_a_row: the number of consecutive skipped steps, up to the latest step.
         step: the number of steps that the reports cover.
     """
 
@@ -59,11 +59,11 @@ class SkippedSteps:
 
     @classmethod
     def from_reports(cls, reports: Sequence[tuple[int, Mapping[str, float]]]) -> SkippedSteps:
-        """Combine the reports of the members: their steps, and their figures.
+        """Combine the members' reports, which consist of their steps and figures.
 
-        Each number is the median, or the higher of the two in the middle.  Therefore fewer than half of the
-        members, which may report wrong numbers, or do not know the steps before they joined, cannot move it
-        beyond what the others report.
+        Each number is the median, or the higher of the two middle values.  It therefore stays within what the
+        others report even if fewer than half of the members report wrong numbers, or do not know the steps
+        before they joined.
         """
         if not reports:
             return cls()
@@ -85,7 +85,7 @@ class SkippedSteps:
         """Return what to append to a sentence about the end of the run; "" if few steps were skipped.
 
         Args:
-            steps: the steps of the run; 0 if it goes on.
+            steps: the number of steps of the run; 0 if the run continues.
         """
         of = "" if self.step == steps else f" of the first {self.step:,} steps"
         last = self.in_a_row if ALERT_SKIPS <= self.in_a_row < self.step else 0
@@ -97,7 +97,7 @@ class SkippedSteps:
 class StepCounter:
     """A counter of steps in a worker's heartbeats, and when it last grew.
 
-    The first value is what a worker counted before this coordinator knew it, and is not announced.
+    The first value is what the worker had counted before this coordinator knew it, and is not announced.
 
     Attributes:
         total: the latest value.
@@ -136,7 +136,7 @@ class StepCounter:
 
 @dataclass(slots=True)
 class FailureCount:
-    """A number of consecutive failures in a worker's heartbeats, 0 after a success.
+    """The number of consecutive failures in a worker's heartbeats; 0 after a success.
 
     Attributes:
         events: the names of the events about a failure and about the next success.
@@ -174,7 +174,7 @@ class WorkerProblems:
     )
 
     def update(self, name: str, step: int, figures: Mapping[str, float], now_s: float) -> list[LogEvent]:
-        """Read the figures of a heartbeat of the worker `name`, which has committed `step` steps."""
+        """Read the figures in a heartbeat from the worker `name`, which has committed `step` steps."""
         skipped = self._skips.update(_count(figures, m.OWN_SKIPPED_STEPS), step, now_s)
         missed = self._missed.update(_count(figures, m.MISSED_STEPS), step, now_s)
         events = []

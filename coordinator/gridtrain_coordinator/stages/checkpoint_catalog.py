@@ -1,4 +1,4 @@
-"""Stage checkpoints on the workers' disks: the reports, and the checkpoints that a placement may use.
+"""Stage checkpoints on the workers' disks: reports about them, and those that a placement may use.
 
     Setup, StageCheckpointList --> possible? --> confirmed by most members? --> journal  (`CheckpointQuorum`)
                                       |no               |
@@ -6,13 +6,13 @@
                                    violation
     StageCheckpointList while a generation forms --> a part is missing --> another generation
 
-Example of a full disk when the model is repartitioned:
+Example: a disk is full when the model is repartitioned.
 
     view, repartitioned           anna, who has layers [0 3) in memory, writes them to disk, from which other
                                   workers take their stages
-    list without [0 3)            her disk is full.  Her memory still has them, so with the previous partition
-                                  no worker needs her disk; if that partition lacks a stage, the run returns
-                                  to checkpoints
+    list without [0 3)            her disk is full.  The layers are still in her memory, so in the previous
+                                  partition no worker needs her disk; if that partition lacks a stage, the run
+                                  returns to checkpoints
     list with new checkpoints     her disk can be written again
 """
 
@@ -38,7 +38,7 @@ class CheckpointCatalog:
     """The stage checkpoints of all workers.
 
     Args:
-        quorum: the record of confirmed checkpoints, which starts with the checkpoints in the journal.
+        quorum: the record of confirmed checkpoints, initially those in the journal.
     """
 
     def __init__(self, run: RunState, quorum: CheckpointQuorum) -> None:
@@ -48,7 +48,7 @@ class CheckpointCatalog:
 
     def update(self, worker: Worker, message: m.StageCheckpointList) -> list[Effect]:
         """Record the checkpoints that a worker reports; an impossible checkpoint is a violation."""
-        is_current = message.generation == self._run.generation  # else the report and the view crossed
+        is_current = message.generation == self._run.generation  # if not, it was sent before the view arrived
         for checkpoint in message.checkpoints:
             if is_impossible(checkpoint, self._run.definition):
                 reason = f"reported an impossible checkpoint of step {checkpoint.applied + 1}"
@@ -64,7 +64,7 @@ class CheckpointCatalog:
     def journal_confirmed(self) -> list[Effect]:
         """Return journal entries for newly confirmed checkpoints, which most members report.
 
-        With these entries, the checkpoints stay confirmed after these members have left.
+        These entries keep the checkpoints confirmed after those members have left.
         """
         run = self._run
         if run.definition is None or not run.partition.is_pipeline:
@@ -85,14 +85,14 @@ class CheckpointCatalog:
     # -- checkpoints for a placement ---------------------------------------------------------------
 
     def trusted_checkpoints(self) -> dict[m.PeerId, tuple[m.CheckpointInfo, ...]]:
-        """Return the checkpoints of each eligible worker whose content is not known to differ."""
+        """Return each eligible worker's checkpoints, excluding those whose content is known to differ."""
         return {
             peer: tuple(x for x in self._run.workers[peer].checkpoints if self.quorum.is_trusted(x))
             for peer in self._run.eligible_workers()
         }
 
     def add_digests(self, placement: RankPlacement, outcome: Outcome) -> RankPlacement:
-        """Add the digests of the checkpoints that members receive, as the holders report them."""
+        """Add the digests of the checkpoints that members receive, as reported by the holders."""
         at = outcome.applied, outcome.history
         known = {
             (peer, x.layers): x.digest
@@ -110,7 +110,7 @@ class CheckpointCatalog:
     def _stage_digests(
         self, placement: RankPlacement, outcome: Outcome, known: Mapping[tuple[m.PeerId, m.Span], bytes]
     ) -> dict[m.PeerId, bytes]:
-        """Return, by receiving member, the digest of its stage; a state in memory has no digest."""
+        """Return the digest of each receiving member's stage, by member; a state in memory has no digest."""
         order, spans = placement.order, stage_spans(self._run.partition.bounds)
         layout = RankLayout.for_world_size(self._run.partition.stage_count, len(order))
         digests: dict[m.PeerId, bytes] = {}
@@ -135,7 +135,7 @@ class CheckpointCatalog:
         """Request another generation if members wait for a checkpoint that this worker does not have.
 
         Args:
-            is_current: whether the worker has reported its checkpoints in this generation.
+            is_current: whether the worker reported its checkpoints in this generation.
         """
         run = self._run
         if not run.view_change.is_forming or not run.partition.is_pipeline:
@@ -158,7 +158,7 @@ class CheckpointCatalog:
             worker.is_disk_full = worker.is_disk_full or has_failed
 
     def _missing_checkpoint(self, worker: Worker) -> m.Span | None:
-        """Return layers that this member has to provide or to hold, but does not have.
+        """Return layers that this member must provide or hold but does not have.
 
         Returns None if no layers are missing.
         """
@@ -202,12 +202,12 @@ def failed_to_write(
     report: m.FreezeReport | None,
     checkpoints: Collection[m.CheckpointInfo],
 ) -> bool:
-    """Return whether this member had to write the state in its memory to disk for `view`, and failed.
+    """Return whether this member failed to write the state in its memory to disk as `view` requires.
 
     Args:
         report: the member's report before the view, which names the layers in its memory.
         checkpoints: the checkpoints that the member has reported since then; it reports them once it has
-            written its state or has failed to write it.
+            written its state or failed to do so.
     """
     order = [member.peer for member in members]
     if report is None or not report.is_synced or peer not in order:
@@ -224,11 +224,11 @@ def depends_on_unwritten(
     live: Mapping[m.PeerId, m.Span],
     checkpoints: ReportedCheckpoints,
 ) -> bool:
-    """Return whether a member assembles its stage from a state that a worker in `full` has only in memory.
+    """Return whether a member's stage is assembled from a state that a worker in `full` has only in memory.
 
     Args:
         full: the workers whose disks are full.
-        live: the layers of each worker's state in memory at the step of `outcome`, by worker.
+        live: by worker, the layers of its state in memory at the step of `outcome`.
     """
     at = outcome.applied, outcome.history
     for layers, rank in {piece for pieces in placement.pieces.values() for piece in pieces}:

@@ -1,15 +1,15 @@
-"""Decides by a quorum of the members which stage checkpoints belong to states that the run has reached.
+"""Decides, by a quorum of the members, which stage checkpoints belong to states that the run has reached.
 
     while all train      anna, bert, clara report step 500, history h, ledger l: most of the generation's
                          members, so (500, h, l) is confirmed, and written to the journal
     later, bert is dead  dora reports step 700, all stages: no member confirms it, so it does not count
 
-The digest of each stage, as reported by the members that trained it, is recorded as well.  A checkpoint with
-another digest is not used, and a worker that receives one compares the digest (`Member.digest`).
+The digest of each stage, as reported by the members that trained it, is recorded as well.  A checkpoint whose
+digest does not match is not used, and a worker that receives a checkpoint checks it (`Member.digest`).
 
 A member counts once, however many stages it reports, and only while it is a member: workers that join later
 cannot confirm a state.  If nothing is known about the run (for example, after the loss of the journal), most
-of the workers that are present have to agree.
+of the present workers must agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain_coordinator.run.journal_recovery import StateId as StateId
 
 MAX_CONFIRMED = 64
-"""The largest number of confirmed states to keep, more than any disk holds; the oldest are dropped first."""
+"""The largest number of confirmed states to keep; more than any disk holds.  The oldest are dropped first."""
 
 
 def state_id(spec: m.LedgerSpec, checkpoint: m.CheckpointInfo) -> StateId:
@@ -47,7 +47,7 @@ class ConfirmedState:
 
     Attributes:
         generation: the generation that confirmed the state; 0 if the state comes from the journal.
-        digests: the digests that the members of a stage reported for it, by the layers of the stage.
+        digests: the digests that the members of each stage reported for it, by the stage's layers.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CheckpointQuorum:
         stages: Mapping[m.PeerId, m.Span],
         reported: ReportedCheckpoints,
     ) -> list[tuple[StateId, Mapping[m.Span, Collection[bytes]]]]:
-        """Confirm the states that most members report, with each member's digest of its own stage.
+        """Confirm the states that most members report, and record each member's digest of its own stage.
 
         Args:
             stages: the layers of each member's stage, by member of this generation.
@@ -94,7 +94,7 @@ class CheckpointQuorum:
                 state = state_id(spec, checkpoint)
                 known = self._confirmed.get(state)
                 if known is None or known.generation != generation or checkpoint.layers != stages[peer]:
-                    continue  # members of a later generation did not train it
+                    continue  # members of later generations did not train this state
                 digests = known.digests.setdefault(checkpoint.layers, set())
                 if checkpoint.digest and checkpoint.digest not in digests:
                     digests.add(checkpoint.digest)
@@ -115,7 +115,7 @@ class CheckpointQuorum:
         self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}
 
     def is_trusted(self, checkpoint: m.CheckpointInfo) -> bool:
-        """Return whether the checkpoint's digest is recorded for its stage, or no digest is recorded."""
+        """Return whether the checkpoint's digest is recorded for its stage, or none is recorded."""
         for state, known in self._confirmed.items():
             digests = known.digests.get(checkpoint.layers)
             if state[:2] == (checkpoint.applied, checkpoint.history) and digests:
@@ -123,13 +123,13 @@ class CheckpointQuorum:
         return True
 
     def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:
-        """Return the reported states that are confirmed, or that most of these workers report."""
+        """Return the reported states that are confirmed or are reported by most of these workers."""
         counts = count_reports(spec, reported).items()
         return frozenset(s for s, count in counts if s in self._confirmed or 2 * count > len(reported))
 
 
 class ReporterMajority:
-    """The quorum before any step is known to be committed, when a false report cannot undo anything.
+    """The quorum used until a step is known to be committed, while false reports cannot undo anything.
 
     Workers without checkpoints do not count, because a new worker has no information about an old run.
     """

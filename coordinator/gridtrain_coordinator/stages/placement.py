@@ -33,7 +33,7 @@ from gridtrain_coordinator.stages.whole_state import (
 )
 
 LiveStates = Mapping[m.PeerId, m.Span]
-"""The layers of each worker's state in memory, by worker."""
+"""By worker, the layers of its state in memory."""
 
 PlacementResult = tuple[RankPlacement, tuple[int, ...]]
 """The ranks and the bounds of the stages."""
@@ -42,7 +42,7 @@ PlacementResult = tuple[RankPlacement, tuple[int, ...]]
 class RepartitionCache:
     """Caches the latest results, which are needed after each message while the run is paused.
 
-    All methods but `is_worthwhile` raise `ConfigError` if no partition fits.
+    All methods except `is_worthwhile` raise `ConfigError` if no partition fits.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class RepartitionCache:
     def is_worthwhile(self, setup: m.Setup, cuts: tuple[int, ...], stages: int) -> bool:
         """Return the result of `repartition.is_worth_more_stages`, from the cache if possible.
 
-        At most as many stages as the definition has are considered.
+        Considers no more stages than the definition has.
         """
         key = cuts, min(stages, setup.stages)
         if self._last_gain is None or self._last_gain[0] != key:
@@ -100,9 +100,9 @@ class StagePlacement:
     def __init__(self, run: RunState, planner: GenerationPlanner, checkpoints: CheckpointCatalog) -> None:
         self._run, self._planner, self._checkpoints = run, planner, checkpoints
         self._repartition_cache = RepartitionCache()
-        self._previous_bounds: tuple[int, ...] = ()  # before the latest repartition
-        self._too_few_since_s: float | None = None  # since when workers are fewer than stages
-        # The workers, and the bounds for which they have no memory for further ranks.
+        self._previous_bounds: tuple[int, ...] = ()  # those before the latest repartition
+        self._too_few_since_s: float | None = None  # since when there have been fewer workers than stages
+        # The workers, and the bounds at which they lack the memory for further ranks.
         self._rejected_placement: tuple[frozenset[m.PeerId], tuple[int, ...]] | None = None
 
     @property
@@ -112,16 +112,16 @@ class StagePlacement:
 
     @property
     def _has_too_few_stages(self) -> bool:
-        """Whether the model is divided into fewer stages than the run is defined with."""
+        """Whether the model is divided into fewer stages than the run's definition specifies."""
         return self._run.definition is not None and self._run.partition.stage_count < self._setup.stages
 
     # -- while the run trains ----------------------------------------------------------------------
 
     def adds_replica_or_stage(self, newcomers: Sequence[Worker]) -> bool:
-        """Return whether these newcomers justify another generation, with another replica or stage."""
+        """Return whether these newcomers justify another generation with an additional replica or stage."""
         run, stages, bounds = self._run, self._run.partition.stage_count, self._run.partition.bounds
         if self._rejected_placement == (frozenset(run.eligible_workers()), bounds):
-            return False  # they do not have the memory for further ranks
+            return False  # they lack the memory for further ranks
         here = len(run.present_members) + len(newcomers)
         if newcomers and self._has_too_few_stages and here > stages:
             return self._repartition_cache.is_worthwhile(self._setup, bounds, here)
@@ -202,10 +202,10 @@ class StagePlacement:
     # -- partitions --------------------------------------------------------------------------------
 
     def _place_all_stages(self, restart: RestartPoint, live: LiveStates, now_s: float) -> PlacementResult:
-        """Place the workers when there are enough of them for all stages.
+        """Place the workers if there are enough of them for all stages.
 
-        If some workers have too little memory, only the workers that hold a stage are placed, or fewer stages
-        are used.
+        If some workers have too little memory, places only the workers that hold a stage, or uses fewer
+        stages.
         """
         assert restart.outcome is not None
         try:
@@ -220,7 +220,7 @@ class StagePlacement:
         return self._place_ranks(plan, restart, live, now_s)
 
     def _defined_partition(self, restart: RestartPoint, live: LiveStates, now_s: float) -> Repartition:
-        """Return a partition with all stages over the workers that have enough memory.
+        """Return a partition into all defined stages over the workers that have enough memory.
 
         Raises `ConfigError` if too few workers have enough memory.
         """
@@ -242,7 +242,7 @@ class StagePlacement:
     def _current_holders_only(self, restart: RestartPoint, live: LiveStates) -> Repartition | None:
         """Return the current partition with only the workers that hold a stage in memory.
 
-        Leaves out newcomers whose memory is too small.  Returns None if a stage is in no worker's memory.
+        Newcomers with too little memory are left out.  Returns None if some stage is in no worker's memory.
         """
         run, bounds = self._run, self._run.partition.bounds
         stage_of = self._locate_state(restart, bounds, live).in_memory
@@ -273,7 +273,7 @@ class StagePlacement:
         Raises `ConfigError` if a worker's memory is too small for its stage.
 
         Args:
-            states: the locations of the state, by the stages of the plan's partition.
+            states: the locations of the state, for the stages of the plan's partition.
         """
         run, peers = self._run, plan.members
         states = repartition.restricted_to(states, peers)
@@ -295,7 +295,7 @@ class StagePlacement:
         return replace(placement, standbys=(*placement.standbys, *standbys), pieces=pieces, reason=reason)
 
     def _devices(self, peers: Sequence[m.PeerId]) -> dict[m.PeerId, Card]:
-        """Return the memory that each worker declared and its measured relative speed, by worker."""
+        """Return, by worker, the declared memory and the measured relative speed."""
         setups = {peer: self._run.workers[peer].setup for peer in peers}
         speeds = device_assignment.relative_speeds(
             {p: s.flops if s is not None else 0.0 for p, s in setups.items()}

@@ -3,11 +3,11 @@
     step             10        20        23 (the last committed one)
     anna, stage 0    0, 1      0, 1      0           (which layers they have, in memory or on disk)
     bert, stage 1    1, 2      1         1
-    clara, stage 2   2, 0      2, 0      2           <- dies: no worker has layer 2 of step 23 or 20 any more
+    clara, stage 2   2, 0      2, 0      2           <- dies: no worker now has layer 2 of step 23 or 20
     dora, new        -         -         -           rollback to step 10: dora receives stage 2 from bert
 
-A state in memory counts only if it is the state of the last committed step.  States are recorded by layers,
-so that a state of one partition can be used in another; in this table a stage is one layer.
+A state in memory counts only if it is that of the last committed step.  States are recorded by layer, so that
+a state from one partition can be used in another; in this table, each stage is one layer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from gridtrain_coordinator.stages.checkpoint_quorum import (
 def locate_state(
     outcome: Outcome, live: Mapping[m.PeerId, m.Span], reported: ReportedCheckpoints, bounds: Sequence[int]
 ) -> StateLocations:
-    """Find the workers that hold each part of the state that `outcome` names.
+    """Find the workers that hold each part of the state named by `outcome`.
 
     Args:
-        live: the layers of each holder's state in memory, by worker.
-        reported: the checkpoints of all eligible workers, in the order of joining.
+        live: by worker, the layers of the state that it holds in memory.
+        reported: the checkpoints of all eligible workers, in joining order.
         bounds: the bounds of the stages to which the result refers.
     """
     at = (outcome.applied, outcome.history)
@@ -56,13 +56,13 @@ def locate_state(
 
 
 def missing_stages(locations: StateLocations, bounds: Sequence[int]) -> list[int]:
-    """Return the stages with a layer that no worker holds."""
+    """Return the stages that have a layer held by no worker."""
     lost = _incomplete_stages([span for spans in locations.held_spans.values() for span in spans], bounds)
     return [stage for stage in lost if stage not in locations.initial_stages]
 
 
 def _incomplete_stages(spans: Sequence[m.Span], bounds: Sequence[int]) -> list[int]:
-    """Return the stages of which `spans` lack a layer."""
+    """Return the stages with a layer that `spans` do not include."""
     gaps = uncovered_spans(spans, bounds[-1])
     return [n for n, span in enumerate(stage_spans(bounds)) if any(overlap_layers(span, gap) for gap in gaps)]
 
@@ -75,14 +75,13 @@ def latest_whole_state(
     history: bytes | None = None,
     quorum: CheckpointQuorum | None = None,
 ) -> Outcome | None:
-    """Return the latest confirmed state of which these workers have checkpoints of all layers.
+    """Return the latest confirmed state for which these workers have checkpoints of all layers.
 
     Returns None if there is none.
 
     Args:
-        layers: the number of layers of the model.
-        before: the last committed step, after which checkpoints belong to an abandoned history; None if
-            unknown.
+        layers: the number of layers in the model.
+        before: the last committed step; later checkpoints belong to an abandoned history.  None if unknown.
         history: the history of step `before`; a checkpoint of that step with another history does not count.
         quorum: the quorum that confirms states; None if nothing is known about the run yet.
     """
@@ -107,8 +106,8 @@ class RestartPoint:
 
     Attributes:
         outcome: the outcome that names the state; None if there is no state.
-        reason: the reason why there is no state; empty if there is a state.
-        remedy: how the run continues nevertheless; empty if there is a state.
+        reason: the reason why there is no state; empty if there is one.
+        remedy: how the run can continue nevertheless; empty if there is a state.
         state_locations: the workers that hold the state.
         last_step_locations: the workers that hold the state of the last committed step.
     """
@@ -173,35 +172,35 @@ def _present_text(here: int) -> str:
 
 
 def lost_state_reason(restart: RestartPoint, stages: int, here: int) -> str:
-    """Explain why a run waits that has no state to continue from."""
+    """Explain why a run that has no state to continue from is waiting."""
     few = f"; {_present_text(here)}, but {stages} are needed" if here < stages else ""
     return f"{restart.reason}{few}; {restart.remedy}"
 
 
 REMEDY = (
-    "training continues when a worker comes that holds it, in memory or on its disk: start the stopped "
-    "workers again, with the same command; only if their disks are lost, end this run with gridtrain "
+    "training continues when a worker that holds it, in memory or on its disk, joins: start the stopped "
+    "workers again with the same command; only if their disks are lost, end this run with gridtrain "
     "finish, and start a new one with another --state"
 )
-"""How a run continues of whose state a stage is missing."""
+"""How a run can continue if a stage of its state is missing."""
 
 
 def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str:
-    """Explain which stages are missing, so that the run waits."""
+    """Explain which missing stages the run is waiting for."""
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
-        f"no present worker holds {which} of {stages} after step {applied + 1}, and the present ones have no "
-        "earlier step with all stages"
+        f"no present worker holds {which} of {stages} after step {applied + 1}, nor do the present workers "
+        "have all stages of an earlier step"
     )
 
 
-EXPORT = "gridtrain export writes, from the state folders of all workers in one folder,"
+EXPORT = "gridtrain export, given the state folders of all workers in one folder, writes"
 
 
 def end_reason(restart: RestartPoint) -> str:
-    """Explain why a run that its owner ends at this point writes no model."""
+    """Explain why no model is written if the owner ends the run at this point."""
     if restart.outcome is None:
-        return f"{restart.reason}; {EXPORT} the latest step of which they hold all stages, if there is one"
+        return f"{restart.reason}; {EXPORT} the latest step for which they hold all stages, if there is one"
     if restart.outcome.applied < 0:
         return "no step was committed"
     return (
@@ -213,10 +212,10 @@ def end_reason(restart: RestartPoint) -> str:
 def most_complete_state(
     spec: m.LedgerSpec, reported: ReportedCheckpoints, bounds: Sequence[int], last: int
 ) -> tuple[list[int], int]:
-    """Return what is missing of the state on disk that lacks the fewest stages, and its last step.
+    """Return the missing stages of the state on disk that lacks the fewest, and that state's last step.
 
-    If no state lacks only some of the stages, these are all stages and `last`.  States after step `last`,
-    which nobody has confirmed, do not count.
+    If there is no such state, returns all stages and `last`.  States after step `last`, which nobody has
+    confirmed, do not count.
     """
     states = _reported_spans(spec, reported).items()
     lacking = [(_incomplete_stages(spans, bounds), at[0]) for at, spans in states if at[0] <= last]
@@ -234,7 +233,7 @@ def _reported_spans(spec: m.LedgerSpec, reported: ReportedCheckpoints) -> dict[S
 
 
 def unconfirmed_reason(spec: m.LedgerSpec, reported: ReportedCheckpoints, layers: int, last: int) -> str:
-    """Describe a whole state that is reported but not confirmed; return "" if there is none."""
+    """Describe a whole state that has been reported but not confirmed; return "" if there is none."""
     spans = _reported_spans(spec, reported)
     steps = [at[0] + 1 for at, theirs in spans.items() if not uncovered_spans(theirs, layers)]
     step = max((step for step in steps if step <= last + 1), default=0)

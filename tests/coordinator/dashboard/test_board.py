@@ -66,7 +66,7 @@ def test_states_have_the_names_of_the_glossary_and_a_reason() -> None:
     standby = member("bert", None) | {"state": "spare", "spare": "every stage has a worker"}
     board.update(status(1, (member("anna", None) | {"state": "following"}, standby)), 0.0)
     assert [(row["state"], row["reason"]) for row in board.workers()] == [
-        ("catching up", "receives the state while the others train"),
+        ("catching up", "is receiving the state while the others train"),
         ("standby", "every stage has a worker"),
     ]
 

@@ -1017,7 +1017,7 @@ def test_a_restarted_coordinator_ends_the_run_whose_end_its_owner_has_ordered() 
 def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_whom_it_waits() -> None:
     run = Run(A, B, C)
     again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=3)
-    assert end(again).endswith("or a worker with a checkpoint has come, or in 60 s without a model")
+    assert end(again).endswith("or a worker with a checkpoint joins, or in 60 s without a model")
     again.join(A, generation=1)
     assert end(again).endswith("and all workers exit; it may first wait for b, c, for at most 60 s")
 
@@ -1072,8 +1072,8 @@ def test_a_restarted_coordinator_that_forgot_the_paused_workers_says_how_they_re
     run.say(A, m.TemporaryLeave("on battery"))
     again = ScriptedCoordinator(term=2, journal=run.journal)
     assert again.core.snapshot(0.0)["reason"] == (
-        "no worker held the model when the coordinator restarted; waiting for 1 worker; a paused one joins "
-        "again when it resumes"
+        "no worker held the model when the coordinator restarted; waiting for 1 worker; paused workers join "
+        "again when they resume"
     )
 
 

@@ -177,7 +177,7 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason.startswith(
-        "no present worker holds stage 1 of 2 after step 13, and the present ones have no earlier step with"
+        "no present worker holds stage 1 of 2 after step 13, nor do the present workers have all stages of an"
     )
     run.join(D)
     view = run.view
@@ -190,10 +190,11 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
     run.lose(B)
     run.report(A, C, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.reason == (
-        "no present worker holds stage 1 of 3 after step 13, and the present ones have no earlier step with "
-        "all stages; 2 workers are present, but 3 are needed; training continues when a worker comes that "
-        "holds it, in memory or on its disk: start the stopped workers again, with the same command; only if "
-        "their disks are lost, end this run with gridtrain finish, and start a new one with another --state"
+        "no present worker holds stage 1 of 3 after step 13, nor do the present workers have all stages of "
+        "an earlier step; 2 workers are present, but 3 are needed; training continues when a worker that "
+        "holds it, in memory or on its disk, joins: start the stopped workers again with the same command; "
+        "only if their disks are lost, end this run with gridtrain finish, and start a new one with another "
+        "--state"
     )
     assert m.RunStateUpdate("paused", run.core.reason) in sent(run.seen, to=A)
     trained(run, 12)
@@ -202,7 +203,7 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
         run.say(peer, m.Leave("Ctrl-C"))
     for peer in (A, C, D):
         run.join(peer)
-    assert run.core.reason.startswith("no present worker holds stage 1 of 3 after step 13, and the present")
+    assert run.core.reason.startswith("no present worker holds stage 1 of 3 after step 13, nor do")
 
 
 # -- the owner ends a run of which a stage is missing ------------------------------------------------
@@ -215,9 +216,9 @@ def end(run: StagedRun) -> str:
 
 
 MISSING = (
-    "no present worker holds stage 1 of 2 after step 13, and the present ones have no earlier step with all "
-    "stages; gridtrain export writes, from the state folders of all workers in one folder, the latest step "
-    "of which they hold all stages, if there is one"
+    "no present worker holds stage 1 of 2 after step 13, nor do the present workers have all stages of an "
+    "earlier step; gridtrain export, given the state folders of all workers in one folder, writes the latest "
+    "step for which they hold all stages, if there is one"
 )
 TWO_LAYERS = replace(SIX_LAYERS, cuts=(0, 1, 2), blocks=SIX_LAYERS.blocks[:2])
 
@@ -228,7 +229,7 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
-    waits = "ends in 60 s without a model, unless workers with the missing part come before"
+    waits = "ends in 60 s without a model, unless workers with the missing part join first"
     assert end(run) == f'the run "r" {waits}: {MISSING}'
     run.tick(58.5)
     assert end(run) == f'the run "r" {waits}: {MISSING}'.replace("in 60 s", "in 2 s"), "the time that is left"
@@ -283,7 +284,7 @@ def test_the_missing_stage_comes_after_the_owners_order() -> None:
 def test_a_run_whose_members_are_all_away_does_not_end() -> None:
     run = StagedRun(2, A, B)
     run.lose(A), run.lose(B)
-    assert "which are all disconnected" in end(run)
+    assert "all of which are disconnected" in end(run)
     run.tick(1000)
     assert run.core.phase is RunPhase.PAUSED
 
@@ -309,8 +310,8 @@ def test_the_owner_ends_a_run_that_waits_for_a_stage_and_has_an_earlier_step() -
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
     assert end(run).endswith(
-        "the present workers do not hold all stages of the model; gridtrain export writes, from the state "
-        "folders of all workers in one folder, the model of step 10"
+        "the present workers do not hold all stages of the model; gridtrain export, given the state "
+        "folders of all workers in one folder, writes the model of step 10"
     )
     run.tick(60)
     assert run.core.phase is RunPhase.FINISHED

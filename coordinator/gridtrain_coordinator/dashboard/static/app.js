@@ -1,4 +1,4 @@
-// The page: receives events from the coordinator, stores their state, and draws at most once a frame.
+// The page: receives events from the coordinator, stores their state, and draws at most once per frame.
 
 import { about, bytes, count, digits, el, put, rate } from "./format.js";
 import { Plots } from "./plots.js";
@@ -15,7 +15,7 @@ const open = (id) => details.open(state.workers.get(id));
 const plots = new Plots(at("plots")), table = new Table(open), topology = new Topology(open), timeline = new Timeline();
 let planned = false, heard_ms = 0, drawn_s = 0;
 
-/** From the address, once: it must not stay where others read it over a shoulder or in the history. */
+/** Taken from the address and removed there, so that it is not visible on the screen or in the history. */
 function token() {
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
   if (given) {

@@ -1,4 +1,4 @@
-// The details of one worker and, with the token, orders about it.
+// The details of one worker and, with the token, orders that concern it.
 
 import { bytes, count, digits, el, rate, seconds } from "./format.js";
 import { SPLIT } from "./table.js";

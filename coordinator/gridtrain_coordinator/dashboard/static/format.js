@@ -1,8 +1,8 @@
-// How numbers look, and how elements are made: text nodes only, nothing is ever parsed as markup.
+// Formats numbers and creates elements, with text nodes only: nothing is ever parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with properties, attributes (`aria-...`, `data-...`, all of SVG) and children. */
+/** An element with properties, attributes (`aria-...`, `data-...`, all those of SVG) and children. */
 export function el(name, props = {}, ...children) {
   return fill(document.createElement(name), props, children);
 }
@@ -22,7 +22,7 @@ function fill(node, props, children, all = false) {
   return node;
 }
 
-/** Change a text only if it is another one: most are not. */
+/** Change a text only if it differs, which is rare. */
 export function put(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -49,7 +49,7 @@ export function bytes(value) {
 
 export const rate = (value) => (known(value) ? `${bytes(value)}/s` : "–");
 
-/** Of a line, in bits. */
+/** The rate of a link, in bits. */
 export function bits(value_Bps) {
   if (!known(value_Bps)) return "not measured";
   const value = value_Bps * 8;
@@ -71,7 +71,7 @@ export function span(value) {
   return m ? `${m} min ${s % 60} s` : `${s} s`;
 }
 
-/** The same in its largest unit. */
+/** A duration in its largest unit. */
 export function about(value) {
   return known(value) && value >= 60 ? span(value).split(" ").slice(0, 2).join(" ") : span(value);
 }

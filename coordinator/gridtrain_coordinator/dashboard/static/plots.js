@@ -13,10 +13,10 @@ const PLOTS = [
 const X = { time: "at_s", step: "step", bytes: "bytes" };
 const AXIS = { time: clock, step: count, bytes };
 
-/** Hours and minutes; seconds too where ticks are closer than a minute. */
+/** Hours and minutes, and seconds if ticks are less than a minute apart. */
 const hours = (_, ticks) => ticks.map((v, at) => (ticks.length > 1 && ticks[1] - ticks[0] < 60 ? clock(v) : clock(v).slice(0, 5)));
 
-/** 1, 10, 100: of a logarithmic axis only these, or there is a line for each digit. */
+/** Only 1, 10, 100 on a logarithmic axis; otherwise there would be a line for each digit. */
 function tens(_chart, _axis, low, high) {
   const found = [];
   for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += 1) if (10 ** power >= low) found.push(10 ** power);
@@ -49,7 +49,7 @@ export class Plots {
     this.redraw();
   }
 
-  /** Points of the latest second; the whole run is thinned by the server, so it only gets a new end here. */
+  /** Points of the latest second; the server thins the whole run, so only its end is updated. */
   add(points, stride) {
     for (const point of points) {
       this.data.recent.push(point);
@@ -103,7 +103,7 @@ export class Plots {
     return { width: Math.max(plot.canvas.clientWidth, 120), height: Math.max(plot.canvas.clientHeight, 120) };
   }
 
-  /** What is under the pointer, or the latest: in words, for everybody. */
+  /** The values under the pointer, or the latest ones, as text that everyone can read. */
   say(plot, at = null) {
     const [x, ...lines] = plot.chart.data;
     const here = at ?? x.length - 1;
@@ -144,7 +144,7 @@ export class Plots {
   }
 }
 
-/** A plot's x must not go back: after a rollback, or where nothing was sent, the later point counts. */
+/** A plot's x values must increase: after a rollback, or if nothing was sent, the later point counts. */
 function monotonic(rows, column) {
   const kept = [];
   for (const row of rows) {

@@ -164,7 +164,7 @@ export class Table {
   }
 }
 
-// Colour of a state; a paused worker is no fault.
+// The colour of a state; a paused worker is not a fault.
 const STATES = new Map([...["active", "suspect", "joining", "admitted", "lost", "left"].map((state) => [state, state]), ["catching up", "joining"], ["standby", "left"], ["paused", "left"]]);
 
 function short(value_s) {

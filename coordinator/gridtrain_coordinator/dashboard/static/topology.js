@@ -4,7 +4,7 @@ import { bits, el, put, seconds, svg } from "./format.js";
 import { total_s } from "./table.js";
 
 const NARROW = 480;
-let WIDTH = 640, HEIGHT = 440, NAMED = 16, LABELLED = 10; // of the drawing; smaller on a phone, so that letters keep their size
+let WIDTH = 640, HEIGHT = 440, NAMED = 16, LABELLED = 10; // of the drawing; smaller on a phone, so that text keeps its size
 const KEYS = {
   edges: [["edge", "wider: a faster link"], ["edge slow", "slowest link"], ["edge relay", "through a relay"]],
   nodes: [["arc busy", "computing"], ["arc", "waiting and communicating"], ["halo", "the others wait for it"]],
@@ -154,7 +154,7 @@ function named(x, y, radius, shape, name) {
   return backed(x, below ? y + radius + 24 : y - radius - 14, short, "");
 }
 
-/** Words over whatever lines run below them. */
+/** Text that stays legible over the lines below it. */
 function backed(x, y, words, kind) {
   const wide = [...words].length * 7.4 + 8;
   return svg("g", {}, svg("rect", { x: x - wide / 2, y: y - 14.5, width: wide, height: 20, rx: 5, class: "backing" }),
