@@ -5,7 +5,7 @@
                                          `--> pipeline_recovery                      pipelines
                         `--> member_recovery <-- generation_reports                  journal behind the run
 
-`readiness` limits the wait for members that receive or load a state, and `forming_sources` replaces a source
+`readiness` limits the wait for members that receive or load a state, and `state_sources` replaces a source
 that does not send the state; `catch_up` chooses the sources for workers that catch up while members train.
 `member_lists` builds a generation's member list for each recipient.
 

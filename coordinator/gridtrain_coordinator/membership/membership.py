@@ -34,12 +34,12 @@ from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.catch_up import CatchUp
 from gridtrain_coordinator.membership.complaints import Complaints
 from gridtrain_coordinator.membership.departures import Departures
-from gridtrain_coordinator.membership.forming_sources import StateSources
 from gridtrain_coordinator.membership.freeze_phase import FreezePhase
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
 from gridtrain_coordinator.membership.member_recovery import MemberRecovery
 from gridtrain_coordinator.membership.pipeline_recovery import PipelineRecovery
 from gridtrain_coordinator.membership.readiness import Readiness
+from gridtrain_coordinator.membership.state_sources import StateSources
 from gridtrain_coordinator.membership.view_installer import ViewInstaller
 from gridtrain_coordinator.membership.worker_admission import WorkerAdmission
 from gridtrain_coordinator.run.addressing import AddressBook

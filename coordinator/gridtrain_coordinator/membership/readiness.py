@@ -16,7 +16,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.planning.exchange_choice import seconds_per_sample
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.departures import Departures
-from gridtrain_coordinator.membership.forming_sources import StateSources
+from gridtrain_coordinator.membership.state_sources import StateSources
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker

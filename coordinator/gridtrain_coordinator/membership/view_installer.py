@@ -19,10 +19,10 @@ from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.core.stages.rank_placement import RankPlacement
-from gridtrain_coordinator.membership.forming_sources import StateSources
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
 from gridtrain_coordinator.membership.member_lists import MemberLists
 from gridtrain_coordinator.membership.readiness import Readiness
+from gridtrain_coordinator.membership.state_sources import StateSources
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, JournalEntry, LogEvent, Send

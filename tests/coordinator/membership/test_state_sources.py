@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gridtrain_coordinator.membership import forming_sources as module
-from gridtrain_coordinator.membership.forming_sources import StateSources
+from gridtrain_coordinator.membership import state_sources as module
+from gridtrain_coordinator.membership.state_sources import StateSources
 
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
 
