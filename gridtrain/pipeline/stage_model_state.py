@@ -14,7 +14,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -161,17 +160,6 @@ class StageModelState(ModelState):
         log.warning("the run is finished; %s is in %s", part, path)
         if base := self._held.base.describe():
             log.warning("the file contains what was trained, without the base (%s)", base)
-
-    def remove_earlier_exports(self, folder: Path) -> None:
-        """Remove the parts of a model in another number of stages, which the index does not list."""
-        stages = self._held.places.latest.stages
-        present = {_part_name(stage, stages) for stage in range(stages)}
-        earlier = [path for path in folder.glob("final-*-of-*.safetensors") if path.name not in present]
-        for path in earlier:
-            with suppress(OSError):
-                path.unlink()  # another worker on this machine may have removed it
-        if earlier:
-            log.warning("removed %d files of an earlier model in another number of stages", len(earlier))
 
     def finish_checkpoints(self, timeout_s: float) -> None:
         super().finish_checkpoints(timeout_s)

@@ -231,10 +231,7 @@ class IoLoop:
         except BaseException as error:  # any error is raised again in the training thread
             if not isinstance(error, GridtrainError):
                 log.exception("gridtrain's I/O loop crashed")
-            with self.mailbox.condition:
-                if isinstance(error, JoinRefused):
-                    self._publish()  # the verdict on the last step may have come just before
-                self.mailbox.fail(error)
+            self.mailbox.fail(error)
         finally:
             self._transport.close()
 

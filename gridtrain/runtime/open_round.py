@@ -139,7 +139,7 @@ class PipelineRound:
     @property
     def is_lost(self) -> bool:
         """Whether the round can no longer be committed."""
-        return self._is_lost_in(self._mailbox.snapshot)
+        return self._is_lost_in(self._mailbox.read())
 
     @property
     def failure_reason(self) -> str:

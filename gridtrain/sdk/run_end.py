@@ -33,8 +33,7 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
         failed = _try_export(session, model_state, config)
     if written is False:
         written = _try_final_checkpoint(model_state, FINAL_CHECKPOINT_TIMEOUT_S)
-    is_over = session.wait_for_members()
-    if not is_over:
+    if not session.wait_for_members():
         log.warning("this worker left before the coordinator had declared the run finished")
     if not exports:
         # The first worker may have been lost after the last step, before its export.
@@ -44,8 +43,6 @@ def finish_run(session: GroupSession, model_state: ModelState, config: JoinConfi
             failed = _try_export(session, model_state, config)
         else:
             log.warning("the run is finished; another worker writes its model")
-    if is_over and exports and failed is None:  # now the other members have written their parts
-        model_state.remove_earlier_exports(export_folder(config.run, config.export_dir))
     ledger = session.snapshot.ledger
     if learned := describe_skipped(ledger.skipped, ledger.consumed):
         log.warning("%s; check the run's loss, learning rate and data", learned)

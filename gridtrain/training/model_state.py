@@ -354,9 +354,6 @@ class ModelState(ABC):
     def export(self, folder: Path) -> None:
         """Write the final model, or this worker's part of it."""
 
-    def remove_earlier_exports(self, folder: Path) -> None:  # noqa: B027  a whole model is one file
-        """Remove files of an earlier final model that `export` did not replace."""
-
     # -- what a subclass decides -------------------------------------------------------------------------
 
     @property

@@ -23,7 +23,6 @@ from torch import nn
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.runtime.client.agent_link import NoAgent
 from gridtrain.sdk.local_group import LocalGroup
@@ -95,13 +94,12 @@ class Workers:
         checkpoint_every: int = 0,
         model: Callable[[], list[nn.Module]] = layers,
         deadlines: Deadlines = LOSING,
-        faults: Faults | None = None,
         **options: Any,
     ) -> None:
         self.folder, self.steps, self.every, self.options = folder, steps, checkpoint_every, options
         self.model, self.data = model, data
         self.until = {"epochs": epochs} if epochs else {"steps": steps}
-        self.group = LocalGroup(min_workers=min_workers, deadlines=deadlines, faults=faults)
+        self.group = LocalGroup(min_workers=min_workers, deadlines=deadlines)
         self.seen: dict[str, Seen] = {}
         self.threads: dict[str, threading.Thread] = {}
         self.urls: dict[str, str] = {}  # URLs of the workers' checkpoints, by name

@@ -180,13 +180,8 @@ def test_dense_replicas_train_as_the_unpartitioned_model(tmp_path: Path) -> None
 
 
 def test_the_final_model_is_written_stage_by_stage_with_an_index(tmp_path: Path) -> None:
-    """The parts of an earlier model in another number of stages are removed."""
-    for earlier in ("final-00001-of-00002", "final-00002-of-00002", "mine"):
-        (tmp_path / f"{earlier}.safetensors").write_bytes(b"")
     found = local(lambda grid: run(grid, layers, stages=3), workers=3, export_dir=str(tmp_path))
     index = json.loads((tmp_path / "final.safetensors.index.json").read_text())
-    files = {path.name for path in tmp_path.glob("*.safetensors")}
-    assert files == {*index["weight_map"].values(), "mine.safetensors"}
     assert set(index["weight_map"]) == set(built(layers).state_dict())
     for seen in found:
         for name, value in seen.state.items():

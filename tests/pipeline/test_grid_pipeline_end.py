@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 import gridtrain
 from gridtrain.core.messages import EndRun, OperatorReply, Refused
-from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.training.checkpoint.checkpoint_store import checkpoint_step, list_checkpoints
 from gridtrain.training.checkpoint.model_export import export_model
@@ -134,15 +133,3 @@ def test_a_run_whose_only_holder_of_a_stage_was_killed_is_ended_by_its_owner(
     assert missing in said and "held neither" not in said
     (folder,) = (tmp_path / name).glob("blocks-000-*")
     assert [checkpoint_step(path) for path in list_checkpoints(folder)] == [7]
-
-
-def test_a_survivor_that_had_only_prepared_the_last_step_of_a_run_without_a_model_writes_it(
-    tmp_path: Path,
-) -> None:
-    """The root was killed after the votes on step 7, which it may have committed."""
-    faults = Faults().kill_at(0, step=6, point="after")
-    with Workers(tmp_path, 2, checkpoint_every=100, deadlines=ENDING, faults=faults) as workers:
-        _, name = end_without(workers, "anna", "bert")
-    (folder,) = (tmp_path / name).glob("blocks-002-*")
-    (path,) = list_checkpoints(folder)
-    assert checkpoint_step(path) == 7

@@ -101,16 +101,9 @@ class Departures:
         return [note, Send(peer, m.Refused(code, reason, remedy))]
 
     def refuse_late(self, peer: m.PeerId) -> list[Effect]:
-        """Refuse a worker after the run has ended.
-
-        If the run has no final model, a member is first sent the last verdict to carry out.
-        """
         missing = f"; {self._run.missing_model}" if self._run.missing_model else ""
         reason = f'the run "{self._run.name}" is finished{missing}'
-        refused = self.refuse(peer, "finished", reason, "ask the run's owner for the result")
-        if self._run.last_state is None or peer not in self._run.members:
-            return refused
-        return [self._run.phase_message(peer), Send(peer, self._run.last_state), *refused]
+        return self.refuse(peer, "finished", reason, "ask the run's owner for the result")
 
     def finish_run(self, incomplete: str = "") -> list[Effect]:
         """Finish the run: notify the members, and refuse all other workers.

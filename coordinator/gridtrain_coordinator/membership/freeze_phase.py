@@ -15,7 +15,7 @@ import math
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
-from gridtrain_coordinator.membership.departures import Departures
+from gridtrain_coordinator.membership.departures import MODEL_REMEDY, Departures
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
 from gridtrain_coordinator.membership.pipeline_recovery import PipelineRecovery
 from gridtrain_coordinator.membership.view_installer import ViewInstaller
@@ -24,6 +24,8 @@ from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation, 
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
+
+_NO_HOLDER = f"no worker that held the model came back; {MODEL_REMEDY}"
 
 
 class FreezePhase:
@@ -101,8 +103,16 @@ class FreezePhase:
         self.delayed_until_s = None
 
     def _start_over(self) -> list[Effect]:
-        """Start over from new workers' checkpoints or at step 0, because no worker holds the model."""
+        """Start over from new workers' checkpoints or at step 0, because no worker holds the model.
+
+        A run that its owner has ended is finished instead, without a model.
+        """
         run = self._run
+        if run.is_ending:
+            run.view_change.reset()
+            if run.partition.is_pipeline:
+                return self._pipeline_recovery.end_without_members()
+            return self._departures.finish_run(_NO_HOLDER if run.has_started else "")
         run.lose_model()
         run.view_change.withdraw()
         run.view_change.reset()

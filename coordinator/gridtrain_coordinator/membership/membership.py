@@ -255,10 +255,11 @@ class Membership:
             return effects, f'the run "{run.name}" is finished; {why}{paused}'
         members = format_count(len(run.member_order), "member")
         if not run.present_members:
-            otherwise = f", or in {run.limits.regather_s:g} s without a model"
+            when = f"comes back, or in {run.limits.regather_s:g} s without a model"
+            if run.partition.is_pipeline:
+                when = "or a worker with a checkpoint joins"
             return effects, (
-                f'the run "{run.name}" ends when one of its {members}, all of which are disconnected, or a '
-                f"worker with a checkpoint joins{'' if run.partition.is_pipeline else otherwise}"
+                f'the run "{run.name}" ends when one of its {members}, all of which are disconnected, {when}'
             )
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return effects, f'the run "{run.name}" {pending}'

@@ -96,7 +96,7 @@ class PipelineRecovery:
             return []
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
-            return self._await_end(restart, outcome, str(result), now_s)
+            return self._await_end(restart, last, str(result), now_s)
         effects: list[Effect] = []
         if outcome is None or restart.outcome is not outcome:
             effects = self._roll_back(last, restart.outcome.applied, is_certain=outcome is not None)
@@ -223,7 +223,7 @@ class PipelineRecovery:
         if not run.highest_step or not run.workers:
             return self._departures.finish_run()
         last = run.highest_step - 1
-        return self._end_incomplete(self._find_restart_point(None, last, {}), None)
+        return self._end_incomplete(self._find_restart_point(None, last, {}), last)
 
     def describe_pending_end(self, now_s: float) -> str:
         """Return when and why a run ended by its owner will end without a model; "" if it will not."""
@@ -235,9 +235,7 @@ class PipelineRecovery:
             f"ends in {left_s} s without a model, unless workers with the missing part join first: {reason}"
         )
 
-    def _await_end(
-        self, restart: RestartPoint, outcome: Outcome | None, reason: str, now_s: float
-    ) -> list[Effect]:
+    def _await_end(self, restart: RestartPoint, last: int, reason: str, now_s: float) -> list[Effect]:
         """Pause the run; if its owner has ended it, end it after `regather_s` unless it can continue by then.
 
         If no worker is present, the run stays paused, because all its members may come back.
@@ -249,18 +247,16 @@ class PipelineRecovery:
         until_s = self._pending_end[0] if self._pending_end is not None else now_s + run.limits.regather_s
         self._pending_end = until_s, end_reason(restart)
         if now_s >= until_s:
-            return self._end_incomplete(restart, outcome)
+            return self._end_incomplete(restart, last)
         run.view_change.shorten_deadline(until_s)
         return self._pause(reason)
 
-    def _end_incomplete(self, restart: RestartPoint, outcome: Outcome | None) -> list[Effect]:
+    def _end_incomplete(self, restart: RestartPoint, last: int) -> list[Effect]:
         """End the run on its owner's order although the present workers do not hold all stages of one state.
 
-        They are refused like workers that join too late, but with the reason.  Members keep their part of the
-        state named by `outcome`.
+        They are refused like workers that join too late, but with the reason, and keep what they have.
         """
-        if outcome is not None:
-            self._run.end_incomplete(outcome)
+        self._run.record_step(last + 1)
         self._run.view_change.reset()
         return self._departures.finish_run(end_reason(restart))
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.commit.verdict import Outcome
 from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
@@ -56,7 +55,6 @@ class RunState:
         departed_members: members that left or were dismissed, and are no longer awaited.
         finished_members: members that have reached the end of the run.
         missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
-        last_state: the final state of the members of a run without a model; None if they hold none.
         is_ending: whether the owner has ended the run, which finishes once its members hold the same state.
     """
 
@@ -82,7 +80,6 @@ class RunState:
         self.departed_members: set[m.PeerId] = set()
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
-        self.last_state: m.StandbyNotice | None = None
         self._min_workers, self._software = min_workers, software
         self._set_members(())
 
@@ -267,12 +264,6 @@ class RunState:
         self.finished_members.add(peer)
         if peer in self.members:  # other workers have committed no steps
             self.record_step(min(applied, MAX_STEPS) + 1)
-
-    def end_incomplete(self, outcome: Outcome) -> None:
-        """Record the members' final state, although they do not hold all of its stages."""
-        self.record_step(outcome.applied + 1)
-        state = outcome.applied, outcome.history, outcome.ledger
-        self.last_state = m.StandbyNotice(self.term, self.generation + 1, *state, "the run is over")
 
     def record_missing_model(self, reason: str) -> list[JournalEntry]:
         self.missing_model = reason

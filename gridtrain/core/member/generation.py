@@ -375,12 +375,8 @@ class Generation:
         return [ResolveRound(attempts.open_attempt.round_id, False, 0, view.reason), *cancelled]
 
     def close(self, first_step: int) -> None:
-        """End the open step, because the run has ended without another generation.
-
-        At the last step, the trainer then ends; otherwise, the coordinator's refusal ends it with a reason.
-        """
-        self.phase = MemberPhase.RUNNING if self._context.is_at_end else MemberPhase.FROZEN
-        self._is_ready_sent = self._is_stall_reported = False
+        """Close the open step after the run's last step, so that the trainer learns of the end."""
+        self.phase, self._is_ready_sent, self._is_stall_reported = MemberPhase.RUNNING, False, False
         self.attempts = Attempts(self.rank_assignment, first_step)
 
     # -- other members -------------------------------------------------------------------------

@@ -245,7 +245,7 @@ class ViewChanges:
             effects += [*context.checkpoints.discard(notice.applied), *before.end(notice)]
             context.checkpoints.enter_standby()
             context.replica_state.enter_standby(notice.ledger)
-            if context.is_finished:
+            if context.is_at_end:
                 before.close(notice.applied + 1)
                 return effects + context.report_finished()
             self.generation = None

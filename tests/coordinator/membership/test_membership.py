@@ -1017,7 +1017,7 @@ def test_a_restarted_coordinator_ends_the_run_whose_end_its_owner_has_ordered() 
 def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_whom_it_waits() -> None:
     run = Run(A, B, C)
     again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=3)
-    assert end(again).endswith("or a worker with a checkpoint joins, or in 60 s without a model")
+    assert end(again).endswith("all of which are disconnected, comes back, or in 60 s without a model")
     again.join(A, generation=1)
     assert end(again).endswith("and all workers exit; it may first wait for b, c, for at most 60 s")
 
@@ -1166,3 +1166,24 @@ def test_the_final_model_is_not_missed_if_the_next_generation_writes_it() -> Non
     run.say(B, m.RunFinished(9, b"history"))
     status = run.core.snapshot(run.now_s)
     assert (status["phase"], status["alert"]) == ("finished", "")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_run_whose_members_stay_away_while_it_ends_is_finished_without_a_model(is_known: bool) -> None:
+    """The same coordinator has lost them, or has restarted since."""
+    run = Run(A, B)
+    if is_known:
+        assert end(run).endswith("and all workers exit")
+        for peer in (A, B):
+            run.hear(PeerDisconnected(peer, "died"))
+    else:
+        run = ScriptedCoordinator(term=2, journal=run.journal, min_workers=2)  # type: ignore[assignment]
+        assert "or in 60 s without a model" in end(run)
+    for _ in range(100):
+        if math.isinf(run.core.deadline_s):
+            break
+        run.now_s = max(run.now_s, run.core.deadline_s)
+        run.keep(run.core.tick(run.now_s))
+    assert run.core.phase is RunPhase.FINISHED
+    said = "no worker that held the model came back; gridtrain export writes it"
+    assert said in str(recover_run(run.journal).end_reason)

@@ -241,31 +241,12 @@ def test_the_owner_ends_a_run_of_which_a_stage_is_missing() -> None:
     for peer in (A, C):
         (refused,) = sent(run.effects, m.Refused, to=peer)
         assert refused.code == "finished" and refused.reason.endswith(MISSING)
-    assert sent(run.effects, m.StandbyNotice, to=A) and not sent(run.effects, m.StandbyNotice, to=C)
     assert sent(run.join(B), m.Refused, to=B)[0].reason == refused.reason
     assert run.core.snapshot(run.now_s)["alert"] == f"the final model was not written: {MISSING}"
     journal = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
     assert recover_run(journal).end_reason == (
         f"its owner has ended it after 13 steps; the final model was not written: {MISSING}"
     ), "also after a restart"
-
-
-def test_all_members_of_a_run_that_ends_without_a_model_end_at_one_step() -> None:
-    """a had only prepared the step that b has committed; c comes back after the end."""
-    run = StagedRun(3, A, B, C)
-    run.lose(C)
-    assert "paused" not in end(run)
-    after = extend_history(b"h12", b"update")
-    prepared = m.RoundId(1, 1, 13, 0)
-    run.report(A, applied=12, history=b"h12", ledger=state_after(12), prepared=prepared, digest=b"update")
-    run.report(B, applied=13, history=after, ledger=state_after(13))
-    run.tick(60)
-    assert run.core.phase is RunPhase.FINISHED and run.core.reason.endswith("after 14 steps")
-    run.join(C)
-    for peer in (A, B, C):
-        state, notice, refused = sent(run.seen, m.RunStateUpdate | m.StandbyNotice | m.Refused, to=peer)[-3:]
-        assert state.state == refused.code == "finished"
-        assert (notice.generation, notice.applied, notice.history) == (run.core.generation + 1, 13, after)
 
 
 def test_the_missing_stage_comes_after_the_owners_order() -> None:

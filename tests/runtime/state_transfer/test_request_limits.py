@@ -105,18 +105,14 @@ def test_a_standby_sends_and_stores_no_state() -> None:
     assert sender._captured[1] == [] and not sender._queues
 
 
-@pytest.mark.parametrize("is_at_end", [True, False])
-def test_a_member_that_ends_on_standby_keeps_its_state_and_waits_for_no_step(is_at_end: bool) -> None:
-    """If steps are left, it waits for the coordinator's refusal, which says why the run ends."""
+def test_a_member_that_learns_of_the_last_step_from_a_notice_ends() -> None:
     worker = ManualLoop()
     worker.view(5, A, B)
     worker.say(m.StartGeneration(1, 5))
     worker.say(m.Freeze(1, 5, "b is lost"))
-    worker.say(m.RunStateUpdate("finished", "its owner has ended it"))
-    assert not worker.snapshot.is_finished, "the open step may still be committed"
-    last = m.LedgerState(step=1, cursor=100, consumed=100) if is_at_end else m.LedgerState()
+    last = m.LedgerState(step=1, cursor=100, consumed=100)
     worker.say(m.StandbyNotice(1, 6, worker.core.applied, worker.core.history, last, "the run is over"))
-    assert worker.snapshot.is_finished == is_at_end
+    assert worker.snapshot.is_finished
     assert worker.snapshot.is_synced and worker.snapshot.world_size == 2
 
 
