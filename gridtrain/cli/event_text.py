@@ -59,6 +59,8 @@ def event_text(event: Mapping[str, Any]) -> str:
     if kind in SENTENCES:
         if isinstance(workers := event.get("workers"), int):
             fields["workers"] = format_count(workers, "worker")
+        if event.get("at_least"):
+            fields["from"] = f"{fields.get('from', '?')} or later"
         can = "can" if event.get("reachable") else "cannot"
         return SENTENCES[kind].format_map(_Fields(fields, can=can))
     return " ".join([kind.replace("_", " "), *(f"{name}={text}" for name, text in fields.items())])

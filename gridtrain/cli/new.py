@@ -146,7 +146,7 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", remedy="choose another folder, or move the file away")
     place = folder.resolve()
-    outer = next((each for each in place.parents if (each / RUN_FILE).exists()), None)
+    outer = next((each for each in place.parents if each.name and (each / RUN_FILE).exists()), None)
     if outer is not None:
         raise ConfigError(
             f"{folder} would be inside the folder of another run, {outer}",

@@ -628,7 +628,7 @@ class WholeModelState(ModelState):
         saved = f"the state after step {step} is on this worker's disk, in {folder}"
         log.warning(
             "%s%s",
-            "this worker has no checkpoint on its disk" if step is None else saved,
+            "this worker has written no checkpoint since it started" if step is None else saved,
             "" if done else "; its last state is still being written",
         )
 

@@ -232,7 +232,7 @@ def test_a_worker_without_checkpoints_says_so_when_it_pauses(
     with new_group(workers=1) as group:
         group.start(train, owner=owner, checkpoint_every=0)
         group.finish()
-    assert "this worker has no checkpoint on its disk" in caplog.messages
+    assert "this worker has written no checkpoint since it started" in caplog.messages
 
 
 class BriefPause(NoAgent):

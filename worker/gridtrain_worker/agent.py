@@ -11,8 +11,8 @@ running script leaves the group and waits.  A script that does not leave in time
 again when training is allowed.
 
 The agent passes a signal on to the script, which then leaves the run.  An import, for example that of torch,
-may swallow the exception that the signal raises, so the script is also asked to stop after its step and, if
-it has not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or on a second signal, the
+may swallow the exception that Ctrl-C raises, so the script is also asked to stop after its step and, if it has
+not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or on a second signal, the
 agent kills the whole process group.  Ctrl-Z stops the script together with the agent; `fg` resumes both.
 
 The agent takes no part in the training: the SDK inside the script communicates with the coordinator and the
@@ -73,9 +73,9 @@ split it: when `print` writes to a pipe, Python writes the newline separately.""
 GROUP_EXIT_TIMEOUT_S = 3.0
 """The time between SIGTERM and SIGKILL for processes that remain in the script's group."""
 
-IMPORT_GRACE_S = 1.0
-"""The longest time between a signal and SIGTERM for a script that has not joined the run, and so need not
-leave it; if the script joins nevertheless, the signal was lost."""
+IMPORT_GRACE_S = 5.0
+"""The longest time between Ctrl-C and SIGTERM for a script that has not joined the run, and so need not leave
+it; if the script joins nevertheless, the signal was lost."""
 
 ANSWER_S = 2.0
 """How long to wait, after a failure, for the coordinator to confirm that this worker is still admitted."""
@@ -488,7 +488,7 @@ def _run_once(
                 script.send_signal(signals.first or signal.SIGTERM)
                 now_s = time.monotonic()
                 kill_at_s = now_s + job.grace_s
-                if signals.count and not enforcer.has_script_joined:
+                if signals.first == signal.SIGINT and not enforcer.has_script_joined:
                     terminate_at_s = now_s + IMPORT_GRACE_S
                 if signals.count:
                     enforcer.stop()

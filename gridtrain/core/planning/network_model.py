@@ -141,7 +141,8 @@ class LinkOccupancy:
 
     def _reserve(self, link: Hashable, rate_Bps: float, nbytes: float, ready_s: float) -> tuple[float, float]:
         """Queue for a link; return (time at which the transfer begins, time at which it ends)."""
-        credited_s = ready_s - self._network.burst_bytes / rate_Bps
+        burst_bytes = self._network.burst_bytes if isinstance(link, int) else 0.0  # of a rank's own link
+        credited_s = ready_s - burst_bytes / rate_Bps
         start_s = max(credited_s, self._free_s.get(link, -inf))
         end_s = self._free_s[link] = start_s + nbytes / rate_Bps
         return max(start_s, ready_s), max(end_s, ready_s)
