@@ -11,8 +11,8 @@ running script leaves the group and waits.  A script that does not leave in time
 again when training is allowed.
 
 The agent passes a signal on to the script, which then leaves the run.  An import, for example that of torch,
-may swallow the exception that Ctrl-C raises, so the script is also asked to stop after its step and, if it has
-not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or on a second signal, the
+may swallow the exception that Ctrl-C raises, so the script is also asked to stop after its step and, if it
+has not yet joined the run, terminated after `IMPORT_GRACE_S`.  After `grace_s`, or on a second signal, the
 agent kills the whole process group.  Ctrl-Z stops the script together with the agent; `fg` resumes both.
 
 The agent takes no part in the training: the SDK inside the script communicates with the coordinator and the
