@@ -352,6 +352,10 @@ def test_a_violation_is_refused(rank: int, sender: int, message: m.Waiting | m.P
         Group(rank=rank).subject.receive(sender, message, 0, 1.0)
 
 
+def test_settings_of_the_largest_size_are_accepted() -> None:
+    Group(rank=0).subject.receive(1, m.Waiting(m.RoundId(1, 1, 0, 0), bytes(1 << 20)), 0, 1.0)
+
+
 def test_no_deadline_passes_while_this_loop_was_stalled() -> None:
     root = Group(rank=0)
     root.regular_steps(FEWEST_DELAYS)

@@ -127,6 +127,15 @@ def test_an_estimate_for_a_large_group_agrees_with_the_simulation(
     assert estimated.cpu_s == pytest.approx(simulated.cpu_s, rel=0.05)
 
 
+def test_a_direct_exchange_of_at_most_the_largest_number_of_messages_is_simulated() -> None:
+    load, network = Workload(ExchangeKind.DIRECT, 2_000_000), uniform_network(17, 0.01, RATE_Bps)
+    at_most, fewer, any_number = (
+        cost_model.exchange_cost(load, network, CpuCosts(), max_messages=n).exchange_s
+        for n in (2 * 16 * 17, 2 * 16 * 17 - 1, 10**6)
+    )
+    assert at_most != fewer and at_most == pytest.approx(any_number, rel=0.05)
+
+
 # -- on any links --------------------------------------------------------------------------------
 
 

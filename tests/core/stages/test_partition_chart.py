@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.stages.partition import partition_at
 from gridtrain.core.stages.partition_chart import chart_svg, chart_text
@@ -48,11 +50,14 @@ def test_the_chart_as_text() -> None:
     assert chart_text(LAYERS, estimate()) == TEXT
 
 
-def test_the_chart_of_one_stage_has_no_link() -> None:
-    network, running = uniform_network(1, 0.001, 1e6), ExecutionSettings()
-    partition = partition_at(StageCostModel(LAYERS, [Card()], network, running), (0, 4))
-    text = chart_text(LAYERS, estimate_step(LAYERS, [Card()], network, running, 8, partition))
-    assert text.startswith("stage 0  layers 0 to 3") and "link" not in text and "\n" not in text
+@pytest.mark.parametrize("bounds", [(0, 4), (0, 1, 4)])
+def test_the_chart_of_one_stage_has_no_link(bounds: tuple[int, ...]) -> None:
+    stages = len(bounds) - 1
+    network, running, cards = uniform_network(stages, 0.001, 1e6), ExecutionSettings(), [Card()] * stages
+    partition = partition_at(StageCostModel(LAYERS, cards, network, running), bounds)
+    text = chart_text(LAYERS, estimate_step(LAYERS, cards, network, running, 8, partition))
+    assert text.startswith("stage 0  layer") and text.count("\n") == stages - 1
+    assert text.count("link") == (stages if stages > 1 else 0)
 
 
 def test_the_chart_as_a_picture() -> None:
