@@ -14,6 +14,7 @@ import textwrap
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,6 +142,11 @@ def _texts(folder: Traversable, before: str) -> list[tuple[str, str]]:
     return found
 
 
+def _free_name(folder: Path) -> Path:
+    """Return a path beside `folder` that does not exist."""
+    return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
+
+
 def _write(folder: Path, texts: dict[str, str]) -> list[str]:
     """Write all files, or none if one of them exists."""
     if folder.exists() and not folder.is_dir():
@@ -150,7 +156,7 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
     if outer is not None:
         raise ConfigError(
             f"{folder} would be inside the folder of another run, {outer}",
-            remedy=f"choose another place: gridtrain new {shlex.quote(str(outer.with_name(place.name)))}",
+            remedy=f"choose a place outside of it: gridtrain new {shlex.quote(str(_free_name(outer)))}",
         )
     there = [name for name in texts if (folder / name).exists()]
     if there:

@@ -12,6 +12,7 @@ It decides which processes run, and when a run has failed; it handles no gradien
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import time
@@ -229,7 +230,10 @@ def remove_old_files(folder: Path) -> None:
     """Remove the files that an earlier demo created, and no other files."""
     for pattern in OLD_FILES:
         for path in folder.glob(pattern):
-            path.unlink()
+            if path.is_dir():  # of a worker's identity
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def read_curve(exchange: str, label: str, folder: Path) -> LossCurve:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gridtrain.tools.demo.orchestrator import remove_old_files
 from gridtrain.tools.demo.recipe import SIZES
 
 pytestmark = pytest.mark.integration
@@ -45,6 +46,11 @@ def test_the_quick_demo_writes_its_results_and_counts_what_each_role_sends(tmp_p
         losses = [m["held_out"] for m in run["measurements"]]
         assert [m["step"] for m in run["measurements"]] == [5, 10, 15, 20]
         assert losses[-1] < losses[0] < 5.5, losses
+
+    for part in ("dense", sparse["exchange"]):
+        remove_old_files(out / part)  # as the next demo does first
+        left = [*(out / part).glob("*.log"), *(out / part).glob("gridtrain/*/identities/*/worker-*")]
+        assert not left
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks processes up in /proc")
