@@ -118,19 +118,25 @@ def demo(
 
 @contextlib.contextmanager
 def _unwinding_on_signals() -> Iterator[None]:
-    """Make SIGTERM unwind the demo and clean up, as Ctrl-C does; exit with the signal's exit code."""
+    """Make SIGTERM and the end of the terminal unwind the demo and clean up, as Ctrl-C does; exit with the
+    signal's exit code."""
     stopped_by = signal.SIGINT
 
-    def on_sigterm(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal stopped_by
-        stopped_by = signal.SIGTERM
+        stopped_by = signal.Signals(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, on_sigterm)
+    handled = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, on_signal) for number in handled}
     try:
         yield
     except KeyboardInterrupt:
-        click.echo(f"gridtrain: stopped by {stopped_by.name}; all processes of the demo have ended", err=True)
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            click.echo(
+                f"gridtrain: stopped by {stopped_by.name}; all processes of the demo have ended", err=True
+            )
         sys.exit(128 + stopped_by)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -54,7 +54,7 @@ def test_the_quick_demo_writes_its_results_and_counts_what_each_role_sends(tmp_p
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks processes up in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_demo_and_everything_that_it_started(
     tmp_path: Path, number: signal.Signals
 ) -> None:
