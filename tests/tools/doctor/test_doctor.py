@@ -192,7 +192,7 @@ def test_the_key_of_another_coordinator_is_reported(coordinator: LiveCoordinator
     other = replace(coordinator.invitation(), coordinator=coordinator.invitation().token)
     found = look(other)
     assert levels(found)["port"] == "ok" and found["invitation"].level is FindingLevel.FAILURE
-    assert "with another key" in found["invitation"].text
+    assert "with a different key" in found["invitation"].text
 
 
 def test_a_program_that_only_listens_is_reported(invitation: Invitation) -> None:
