@@ -89,7 +89,7 @@ def demo(
     unknown = [name for name in names if name not in RECIPES]
     if unknown or not names or len(set(names)) != len(names):
         raise click.BadParameter(
-            f'"{exchanges}" is not a list of different exchanges out of {", ".join(RECIPES)}',
+            f'"{exchanges}" must be a list of distinct exchanges, from {", ".join(RECIPES)}',
             param_hint="--exchanges",
         )
 

@@ -103,7 +103,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     if words and (accept := chosen.text("accept")):
         raise ConfigError(
             f"{chosen.where('accept')} is {accept}, but the command {shlex.join(words)} was given",
-            remedy="leave out the command to run the bundle with this digest, or leave out the digest",
+            remedy="to run the bundle with this digest, omit the command; otherwise omit the digest",
         )
     settings = chosen.join_texts()
     name = settings.get("name", "")

@@ -156,7 +156,7 @@ def state_lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def sensor_lines(answer: Mapping[str, Any]) -> list[str]:
-    """Return the sensors that were read, and each reason why others were not, as lines of text."""
+    """Return lines that list the sensors that were read, and the others with the reasons."""
     from gridtrain.core.group.sensor_readings import NO_VALUE, NOT_NEEDED
 
     lines: list[str] = []

@@ -53,9 +53,9 @@ def infer_boundary_specs(
             raise
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(
-                f"layer {i}, {type(layer).__name__}, cannot run without data, on torch's meta device: "
+                f"layer {i}, {type(layer).__name__}, cannot run on torch's meta device, without data: "
                 f"{type(error).__name__}: {error}",
-                remedy="use no .item(), .numpy() or `if` on tensors in forward, so that shapes do not depend "
+                remedy="avoid .item(), .numpy() and `if` on tensors in forward, so that shapes do not depend "
                 "on values; or, if you use Stage alone, describe the boundaries with TensorTreeSpec.of(...)",
             ) from error
         specs.append(TensorTreeSpec.between(outputs[0], _SAMPLES[0], outputs[1], _SAMPLES[1], wire=wire))

@@ -1,7 +1,7 @@
 """Partition a model into stages: `partition(model, stages)`.
 
 The costs are measured by `profiler` or given; `gridtrain.core.stages` computes the partition and the number
-of micro-batches.  The result includes the reason and a chart.
+of micro-batches.  The result includes the reason for the choice, and a chart.
 
     model --profile--> layers --+
     cards, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason

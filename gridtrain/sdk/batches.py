@@ -102,8 +102,8 @@ class Turns:
                 raise self._missing_call_error(snapshot.open_round.step + 1)
 
     def _repeat(self, spans: Spans) -> Iterator[Spans]:
-        """Yield the calls of a batch that the group counts in this step, and whose change this worker has
-        lost because its process was restarted."""
+        """Yield, call by call, a batch that the group counts in this step but that must be computed again,
+        because its result was lost when this worker's process restarted."""
         assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
         log.warning("this worker recomputes its latest batch, which was not exchanged before its restart")
         restore = self._trainer.capture_turn_state()

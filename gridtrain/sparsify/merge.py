@@ -90,7 +90,7 @@ def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: Val
     Args:
         mine, theirs: the decoded entries of a vector of n elements.
         n: the number of elements of the vector.
-        k: the largest number of entries in the result.
+        k: the maximum number of entries in the result.
         kind: the encoding of the values.
 
     Raises:
@@ -109,7 +109,7 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
         summed: the entries of a vector of n elements.  Entries of value 0 are ignored; they may repeat the
             index of the entry before them.
         n: the number of elements of the vector.
-        k: the largest number of entries in the result.
+        k: the maximum number of entries in the result.
         kind: the encoding of the values.
     """
     chosen = np.flatnonzero(_largest(np.abs(summed.values), k))

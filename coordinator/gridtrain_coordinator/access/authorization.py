@@ -105,7 +105,7 @@ class Authorization:
         run: the run's name, which is included in replies.
         operator: the key that authorizes orders; None if there is none.
         coordinator: the coordinator's own key, which no worker may use.
-        open_to_all: whether every key that was not kicked or banned is a peer; for groups within one
+        open_to_all: whether every key that has not been removed or banned is a peer's; for groups within one
             process.
     """
 
@@ -393,7 +393,7 @@ class Authorization:
         return JournalEntry(kind, body)
 
     def apply_entry(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Apply a journal entry; ignore entries of other kinds.
+        """Apply a journal entry about authorization; ignore all others.
 
         Raises `KeyError`, `TypeError` or `ValueError` for an invalid entry.
         """

@@ -2,8 +2,8 @@
 
 FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     journal.sqlite                 SQLite's online copy
-    coordinator.key  operator.key  0600: a reader of a backup can impersonate the coordinator
-    .backup.partial                while a backup is written; renamed when all of it is on disk
+    coordinator.key  operator.key  0600: with a backup, anyone can impersonate the coordinator
+    .backup.partial                while a backup is being written; renamed once it is on disk
 
 gridtrain coordinator --backup-to FOLDER                     the running coordinator
 gridtrain coordinator --state NEW --from-backup FOLDER       its successor, at the same address

@@ -203,7 +203,7 @@ class RunState:
             self._reason += ", one for each stage of the model" if setup.stages > self._min_workers else ""
 
     def replace_facts(self, facts: m.Facts) -> None:
-        """Replace the facts of a definition that an earlier version recorded without some of them."""
+        """Replace the facts of a definition; an earlier version may have recorded fewer facts."""
         assert self.definition is not None
         self.definition = replace(self.definition, facts=facts)
 

@@ -11,7 +11,7 @@
 A member is late if its delay exceeds the median of its latest delays by a multiple of their median absolute
 deviation.  The limit is computed for each member, in seconds per sample of its share, so that a worker
 that is always slow is never late.  If no member is late, no message is sent.  A member that was absent from
-the last step is requested to stay absent as soon as the others have submitted, so that a long stall delays
+the last step is asked to stay absent as soon as the others have submitted, so that a long stall delays
 the group only once.
 
 Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The

@@ -142,9 +142,9 @@ class StateRequest(Message):
 
     Attributes:
         is_whole: whether the whole state is requested; otherwise only the part that may differ between
-            sources, which catch-up does not transfer and a resumed transfer takes from the new source.
-        blocks_received: number of blocks that the requester has; the source starts after these blocks, or
-            repeats the last one.
+            sources, after catch-up or if another source resumes a transfer.
+        blocks_received: number of blocks that the requester has; the source sends the blocks after these, or
+            the last one again if there are none.
         digest_only: whether only the digest is requested, because another member sends the blocks.
     """
 

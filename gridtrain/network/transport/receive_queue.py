@@ -10,11 +10,11 @@ Pure: times are passed as arguments.
 
 A closed connection gets no share of the rate.  Its debt decreases at the rate of the cap and is charged to
 the next connection of the same peer, so that a peer cannot evade the cap by reconnecting.  The debt is
-forgotten when the peer may no longer connect, because it has left the group or was excluded.
+discarded once the peer may no longer connect, because it has left the group or was excluded.
 
-No messages are left unread in libzmq, because a queue that is not read stops its connections, and with them
-the messages of all senders.  A correct sender stops when its credit is used up, because messages in this
-queue are not yet processed; therefore the cap holds on average over a window of flow control.
+No messages are left unread in libzmq, because an unread queue blocks its connections, and therefore the
+messages of all senders.  Messages in this queue do not count as processed, so a correct sender uses up its
+credit and stops.  The cap therefore holds on average over one flow-control window.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ class BenchPlan:
 
     Attributes:
         parameters: the number of parameters of the assumed model.
-        workers: the sizes of the groups; () measures no exchange.
+        workers: the sizes of the groups; if (), no exchange is measured.
         rate: the limit of each local worker; "" for none.
-        line: the link rate for which bytes are converted into seconds.
+        line: the link rate with which bytes are converted into seconds.
     """
 
     parameters: int

@@ -62,7 +62,7 @@ class BarrierServer:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise GridtrainError(
-                    f"{len(reports)} of {self._members} members are at {place!r} after {timeout_s:g} s",
+                    f"{len(reports)} of {self._members} members have reached {place!r} after {timeout_s:g} s",
                     remedy="see the members' logs; a slow machine needs more time",
                 )
             readable, _, _ = select.select([self._listener, *self._lines], [], [], min(left_s, _LOOK_S))

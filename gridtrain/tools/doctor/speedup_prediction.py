@@ -32,9 +32,9 @@ class RunStatus:
 
     Attributes:
         network: the network between members; None if fewer than two are training.
-        compute_s: the compute times of a step, by rank, of the members that report them.
-        shares: the samples of a step, by rank.
-        global_batch_size: the samples of a step; None if each worker brings its own samples.
+        compute_s: the compute time per step, by rank, for each member that reports it.
+        shares: the number of samples in a step, by rank.
+        global_batch_size: the number of samples in a step; None if each worker brings its own samples.
         flops: the speeds that members report, measured by `device_flops`.
     """
 

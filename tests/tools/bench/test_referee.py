@@ -43,7 +43,7 @@ def test_all_members_go_on_together(tmp_path: Path) -> None:
 def test_a_missing_member_is_counted(tmp_path: Path) -> None:
     with BarrierServer(tmp_path / "r", 2) as referee:
         start_member(tmp_path / "r", ["ready"], [], 0)
-        with pytest.raises(GridtrainError, match="1 of 2 members are at 'ready' after 1 s"):
+        with pytest.raises(GridtrainError, match="1 of 2 members have reached 'ready' after 1 s"):
             referee.wait_for_all("ready", 1.0)
 
 
