@@ -58,7 +58,7 @@ def test_the_quick_demo_is_small(plans: list[DemoPlan]) -> None:
 def test_an_unknown_exchange_lists_those_that_exist(plans: list[DemoPlan], value: str) -> None:
     result = CliRunner().invoke(demo, ["--exchanges", value])
 
-    assert result.exit_code == 2 and "out of dense, gtopk, topk" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "from dense, gtopk, topk" in " ".join(result.output.split())
     assert plans == []
 
 
