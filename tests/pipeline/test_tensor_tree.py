@@ -240,7 +240,7 @@ class Odd(nn.Module):
     [
         ("square", "only the first dimension may depend on the samples"),
         ("one more", "the number of rows per sample must be fixed"),
-        ("values", "cannot run without data"),
+        ("values", "cannot run on torch's meta device"),
         ("tuple", "the structure of the values between two layers depends"),
     ],
 )
@@ -339,7 +339,7 @@ def test_a_layer_that_needs_values_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.from_numpy(x.numpy())
 
-    with pytest.raises(ConfigError, match=r"layer 1, Reads, cannot run without data.*TypeError"):
+    with pytest.raises(ConfigError, match=r"layer 1, Reads, cannot run on torch's meta device.*TypeError"):
         infer_boundary_specs([nn.Identity(), Reads()], torch.ones(2, 2))
 
 
