@@ -364,8 +364,8 @@ class LocalSteps:
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
         overlap: the number of steps after which the change of the parameters is applied, 1 to `every`: until
-            then it is exchanged while the next steps are computed (Streaming DiLoCo, arXiv 2501.18512; eager
-            updates, arXiv 2502.12996).  True stands for `every`; False disables overlap.
+            then it is exchanged while the next steps are being computed (Streaming DiLoCo, arXiv 2501.18512;
+            eager updates, arXiv 2502.12996).  True stands for `every`; False disables overlap.
     """
 
     every: int

@@ -127,7 +127,7 @@ class Coordinator:
         exit_when_finished: whether `run` returns when the run is finished and its workers have left.
         address: the address that workers use, as `gridtrain status` shows it.
         clock: a function that returns monotonic time in seconds.
-        backups: the backups of the journal; None to make no backups.
+        backups: the backups of the journal; None for no backups.
         dashboard: the dashboard, which receives the status once a second and passes on the operator's
             orders; None if there is no dashboard.
         bundle_server: the server of the bundle that workers may fetch; None if there is no bundle.

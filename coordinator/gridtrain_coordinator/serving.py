@@ -52,7 +52,7 @@ class Settings:
         state: the folder for the journal and the keys; None for `state_directory(run)`.
         unencrypted: whether to leave connections unencrypted; allowed only within this machine, unless
             `benchmark` is set.
-        backup_to: a folder for backups of the state; None to make no backups.
+        backup_to: a folder for backups of the state; None for no backups.
         from_backup: a backup to start from; the state folder must not contain a journal.
         dashboard: the address of the dashboard; None for no dashboard.
         bundle: the script, with its files, that volunteers run; None if workers use their own script.

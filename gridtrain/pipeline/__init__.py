@@ -1,6 +1,6 @@
 """Train a model that is partitioned into stages on different workers (GPipe).
 
-    partition(model, 4, example=x)        where to partition, the time of a step, and the reason
+    partition(model, 4, example=x)        where to partition and why, and the time of a step
     Blueprint(make_model, seed=0)         a model that takes up no memory; `build` makes one of its stages
     Sequence(embed, lambda x: ..., head)  a chain of modules and functions
     profile(model, x)                     the cost of each block on this machine

@@ -120,7 +120,7 @@ def partition(
         extra_copies: additional memory as a multiple of the parameters, such as a residual or a copy to send.
         memory_bytes: the memory of each card, if `stages` is a number.
         network: the network of the stages, or (alpha in seconds, bandwidth in bytes per second) for all
-            links; None assumes that transfers take no time.
+            links; if None, transfers are assumed to take no time.
         split_at: the parts of a model that is not a sequence; see `model_blocks`.
         device: the device to measure on; by default CUDA if it is available.
 

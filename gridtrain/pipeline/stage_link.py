@@ -31,7 +31,7 @@ class RoundStageLink:
     Args:
         layout: the layout of the generation.
         rank: the rank of this member.
-        limit_bytes: the largest size of a payload.
+        limit_bytes: the maximum size of a payload.
     """
 
     def __init__(self, layout: RankLayout, rank: int, limit_bytes: int) -> None:

@@ -13,7 +13,7 @@ from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 
 WARM_UP_STEPS = 1
 """Number of batches at the start that are not counted, because kernels are compiled and memory is allocated
-while they are computed."""
+while they are being computed."""
 
 
 class ComputeRate:

@@ -191,7 +191,7 @@ class GroupConnection:
         """Transfer this worker's residual to another worker.
 
         Returns whether another worker has accepted the residual (None if this is unknown), and a text that
-        names that worker or gives the reason.
+        names that worker or says why none has.
         """
         until_s = time.monotonic() + timeout_s
         if self.wait(lambda here: here.phase is io.MemberPhase.RUNNING, timeout_s) is None:

@@ -46,7 +46,7 @@ REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
 """The reason for the failure of an attempt whose buffers were used in a failed attempt."""
 
 MOST_MISSED_BYTES = 1 << 30
-"""Largest size of the updates kept for an absent trainer; above this size the group waits for the trainer."""
+"""Maximum size of the updates kept for an absent trainer; above this size the group waits for the trainer."""
 
 MakeEmpty = Callable[
     [StepPlan, Sequence[CollectiveBuffer | BucketedBuffer]],

@@ -29,13 +29,13 @@ class ReportedFigures:
     def filter_valid(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Return the finite figures; log the first figure that is not finite.
 
-        Raises `ConfigError` for a name that cannot be sent, or for more than `MAX_FIGURES` different names.
+        Raises `ConfigError` for a name that cannot be sent, or for more than `MAX_FIGURES` distinct names.
         """
         for name in figures:
             check_text(NAME, "the name of a figure", name)
         if len(names := self._names.union(figures)) > MAX_FIGURES:
             raise ConfigError(
-                f"{len(names)} different figures were reported; the maximum is {MAX_FIGURES}",
+                f"{len(names)} distinct figures were reported; the maximum is {MAX_FIGURES}",
                 remedy="report fewer figures, under names that do not change from step to step",
             )
         self._names = names

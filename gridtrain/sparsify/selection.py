@@ -38,7 +38,7 @@ from gridtrain.sparsify.cpu_selection import (
 
 _INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
 _FEW = 1 << 20
-"""Largest number of candidates to sort at once, or 4 k if that is larger.  If there are more candidates, the
+"""Maximum number of candidates to sort at once, or 4 k if that is larger.  If there are more candidates, the
 exact threshold is computed instead."""
 
 

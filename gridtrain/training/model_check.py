@@ -174,7 +174,7 @@ def _predicts_nothing(labels: Tensor) -> bool:
 
 
 def _tables(model: nn.Module) -> tuple[nn.Embedding | None, int, int]:
-    """Return the token embedding, its number of rows, and, if the model has a table of positions, the largest
+    """Return the token embedding, its number of rows, and, if the model has a table of positions, the maximum
     number of tokens in a sample; None or 0 for what is unknown."""
     for module in model.modules():
         if not hasattr(module, "get_input_embeddings"):

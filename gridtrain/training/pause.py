@@ -259,8 +259,8 @@ class PauseController:
     def _budget_exhausted(self) -> str:
         """Return the reason why the script has to end at once, or "" while the budget is not used up.
 
-        The I/O thread calls it often, even while a large state is transferred or a step waits for a slow
-        link, so that new rate limits take effect at once.
+        The I/O thread calls it often, even while a large state is being transferred or a step waits for a
+        slow link, so that new rate limits take effect at once.
         """
         directive = self._agent.directive
         self._apply_rates(directive)

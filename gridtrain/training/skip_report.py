@@ -1,4 +1,4 @@
-"""Report skipped steps and the worker whose gradient was the reason, with few lines for many steps.
+"""Report skipped steps and the worker whose gradient caused them, with few lines for many steps.
 
 own gradient      --> warning, and a counter in the heartbeats, from which `gridtrain status` and the
                       dashboard name the worker
@@ -33,7 +33,7 @@ class SkipReport:
         return sum(self._counts.values())
 
     def record_skipped(self, step: int, *, is_own: bool) -> None:
-        """Record a skipped step; `is_own` is set if this worker's gradient was the reason."""
+        """Record a skipped step; `is_own` is set if this worker's gradient was the cause."""
         self._counts[is_own] += 1
         count = self._counts[is_own]
         if is_own:

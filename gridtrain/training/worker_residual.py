@@ -118,7 +118,7 @@ class WorkerResidual:
             feedback.add_truncated(truncated, rest_N)
 
     def clear(self) -> None:
-        """Set the residual to zero and forget the attempt in flight."""
+        """Set the residual to zero and discard the attempt in flight."""
         self._attempt, self._is_committing = None, False
         self._exchanger.clear_residual()
 

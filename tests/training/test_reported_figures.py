@@ -21,7 +21,7 @@ def test_the_number_of_names_is_bounded():
     figures = ReportedFigures()
     for step in range(3):
         assert len(figures.filter_valid({f"figure {i}": step for i in range(MAX_FIGURES)})) == MAX_FIGURES
-    with pytest.raises(ConfigError, match=r"^49 different figures were reported; the maximum is 48 -> "):
+    with pytest.raises(ConfigError, match=r"^49 distinct figures were reported; the maximum is 48 -> "):
         figures.filter_valid({"one more": 1.0})
     assert figures.filter_valid({"figure 0": 1.0}) == {"figure 0": 1.0}
 

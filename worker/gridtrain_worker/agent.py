@@ -118,7 +118,7 @@ class Job:
         settings: the values of `gridtrain.config.JoinConfig` by name, "data_dir" and "cache_limit", for the
             script.
         unencrypted: whether to join a run without encryption.
-        restarts: the largest number of times that a failed script is restarted.
+        restarts: the maximum number of times that a failed script is restarted.
         controls: the owner's rules by key; see `training_policy.KEYS`.
         sensors: a file with sensor readings; empty to read this machine's sensors.
         prefix: whether to start each line of the script's output with the worker's name.

@@ -5,8 +5,8 @@
                                                                     +--ban--> banned --unban--> stranger
 
 Access depends on keys alone: a name proves nothing.  A member's key keeps its access when the worker or the
-coordinator restarts.  Only the digest of an invitation's public key is stored, so that a reader of the
-journal can neither use nor recognize an invitation.  A peer that connects with the key of an ended invitation
+coordinator restarts.  Only the digest of an invitation's public key is stored, so that nobody who reads
+the journal can use or recognize an invitation.  A peer that connects with the key of an ended invitation
 learns only how the invitation ended; a peer with an unknown invitation is a stranger and receives no reply.
 
 `wall_s` is wall-clock time, because invitations outlive a restart; `now_s` may come from any clock.  Durable
@@ -29,7 +29,7 @@ from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecor
 from gridtrain_coordinator.run.events import JournalEntry
 
 MAX_LISTED = 1000
-"""The largest number of rows of each kind in `status`."""
+"""The maximum number of rows of each kind in `status`."""
 
 
 class AccessRole(StrEnum):

@@ -20,14 +20,14 @@ MAX_USES = 10_000
 MAX_EXPIRES_S = 366 * 86_400.0
 MAX_MEMBERS = 10_000
 MAX_BANNED = 10_000
-MAX_REMOVED = 10_000  # the oldest removals are forgotten first; any valid invitation then admits those keys
+MAX_REMOVED = 10_000  # the oldest removals are dropped first; any valid invitation then admits those keys
 
 MAX_ENROLS_PER_RANGE, ENROL_WINDOW_S = 64, 600.0
-"""The largest number of enrolments from one address range within `ENROL_WINDOW_S`."""
+"""The maximum number of enrolments from one address range within `ENROL_WINDOW_S`."""
 
 MAX_ENROLS = 4096  # from all ranges within the same time
 MAX_JOINS_PER_WORKER, JOIN_WINDOW_S = 20, 60.0
-"""The largest number of joins by one key within `JOIN_WINDOW_S`.
+"""The maximum number of joins by one key within `JOIN_WINDOW_S`.
 
 It limits the load caused by a worker that crashes at startup and is restarted repeatedly.
 """

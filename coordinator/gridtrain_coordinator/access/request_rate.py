@@ -14,7 +14,7 @@ class RequestRate:
     """The times of requests within the last `window_s` seconds.
 
     Args:
-        max_keys: the number of keys to remember; the least recent one is forgotten first.
+        max_keys: the maximum number of keys to record; the least recent one is dropped first.
     """
 
     def __init__(self, window_s: float, max_keys: int) -> None:

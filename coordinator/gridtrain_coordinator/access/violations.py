@@ -53,7 +53,7 @@ def is_common_accuser(alone_with: Collection[PeerId]) -> bool:
 class ViolationLog:
     """The accusations in a run.
 
-    Keeps at most `MAX_ACCUSED` accused members (the oldest is forgotten), and for each of them at most
+    Keeps at most `MAX_ACCUSED` accused members (the oldest is dropped), and for each of them at most
     `VIOLATIONS_BEFORE_REMOVAL` violations from each accuser.
     """
 

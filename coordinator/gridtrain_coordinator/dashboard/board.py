@@ -25,7 +25,7 @@ MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
 MAX_DEPARTED = 50
 DEPARTED_RETENTION_S = 600.0
-"""How long workers that have left remain in the table, with the reason."""
+"""How long workers that have left remain in the table, with the reason for leaving."""
 
 LIVE_COLUMNS = (
     "state", "rank", "share", "step", "strikes", "heard_s", "stage", "loss", "computing_s", "selecting_s",

@@ -16,7 +16,7 @@ NOTICEABLE_S = 0.005
 
 
 def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
-    """Return the worker for which the others wait, and the reason; None if no worker stands out.
+    """Return the worker for which the others wait, and why; None if no worker stands out.
 
     Args:
         busy_s: by worker, the seconds that it spent computing and selecting in its latest step.

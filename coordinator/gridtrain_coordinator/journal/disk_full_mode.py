@@ -22,7 +22,7 @@ from gridtrain_coordinator.run import events as io
 
 RETRY_S = 1.0
 MAX_EVENTS = 20_000
-"""The largest number of queued events.
+"""The maximum number of queued events.
 
 A peer whose event would exceed this number is disconnected; it connects again later.
 """

@@ -69,7 +69,7 @@ class Departures:
         """Remove and disconnect a worker.
 
         Args:
-            notify: whether to send the reason to the worker; False if it has already been sent.
+            notify: whether to send `reason` to the worker; False if it has already been sent.
         """
         worker = self._run.workers.get(peer)
         if worker is None:

@@ -19,7 +19,7 @@ from gridtrain_coordinator.run.run_state import RunState
 MEMBERS_PER_PAGE = 256
 
 MAX_CHANGED = MEMBERS_PER_PAGE
-"""The largest number of entries, and of spans of entries, in `MemberListChanges`; not used for one page."""
+"""The maximum number of entries, and of spans of entries, in `MemberListChanges`; not used for one page."""
 
 
 @dataclass(slots=True)

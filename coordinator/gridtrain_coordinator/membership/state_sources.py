@@ -20,7 +20,7 @@ MAX_PROVEN_FAILURES, MAX_FAILURES = 2, 3
 """How many sources may fail to serve one member: of those that have served others, and of all sources."""
 
 MAX_RECORDS = 1024
-"""The largest number of members with a record; the oldest record is dropped first."""
+"""The maximum number of members with a record; the oldest record is dropped first."""
 
 
 class StateSources:

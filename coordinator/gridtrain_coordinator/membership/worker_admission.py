@@ -30,7 +30,7 @@ from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog, i
 MAX_WORKERS = 2000  # the most that the lists in one message can hold
 MAX_PROBES = 256
 MAX_NAMES = 3
-"""The largest number of workers named when a setup is refused."""
+"""The maximum number of workers named when a setup is refused."""
 
 LEDGER_BYTES = 124 * 1024  # of a header's 128 KiB, for a ledger that specifies the batches of all members
 HELD_BYTES, PENDING_BYTES, LEASE_BYTES, SPAN_BYTES = 55, 69, 54, 19  # largest encodings of its entries

@@ -21,7 +21,7 @@ from gridtrain.core.messages import PeerId
 from gridtrain_coordinator.run.events import Effect, Send
 
 MAX_OPEN_COMPARISONS = 4
-"""The largest number of comparisons in progress.  The oldest is abandoned first; if there are some with a
+"""The maximum number of comparisons in progress.  The oldest is abandoned first; if there are some with a
 digest from the reporting member alone, the oldest of those."""
 
 
@@ -124,7 +124,7 @@ class DivergenceDetector:
             del self._notices[peer]
 
     def forget(self, peer: PeerId) -> None:
-        """Forget the notice for a worker that has left or whose process was replaced."""
+        """Discard the notice for a worker that has left or whose process was replaced."""
         self._notices.pop(peer, None)
 
 

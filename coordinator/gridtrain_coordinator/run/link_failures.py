@@ -82,7 +82,7 @@ class LinkFailures:
         return frozenset(self._avoided)
 
     def avoided_pairs(self, now_s: float) -> frozenset[Pair]:
-        """Return the pairs that the current ring avoids and whose failures are still remembered."""
+        """Return the pairs that the current ring avoids and whose failures are still recorded."""
         self._failed_peers(now_s, REMEMBERED_S)
         return frozenset(self._avoided)
 

@@ -1,7 +1,7 @@
 """Workers that their owners have paused.  They are not members, and no worker waits for them.
 
 TemporaryLeave(reason) --> paused --Join--> joins like any other worker
-                             +--after a week--> forgotten
+                             +--after a week--> discarded
 """
 
 from __future__ import annotations

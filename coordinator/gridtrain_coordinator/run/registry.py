@@ -255,7 +255,7 @@ def round_trip_times(
 def batch_limits(workers: Sequence[Worker]) -> list[int]:
     """Return each worker's batch size.
 
-    If there is a global batch size, this is the largest number of samples that the worker takes per step; 0
+    If there is a global batch size, this is the maximum number of samples that the worker takes per step; 0
     means no limit.
     """
     return [worker.setup.batch_size if worker.setup is not None else 0 for worker in workers]

@@ -60,7 +60,7 @@ class ReorderLimits:
         self._changed_reporters.add(peer)
 
     def due_reporters(self, now_s: float) -> frozenset[PeerId]:
-        """Return the workers that changed measurements and whose waiting time has elapsed."""
+        """Return the workers whose reports changed a measurement and whose waiting time has elapsed."""
         return frozenset(
             peer for peer in self._changed_reporters if now_s >= self._backoff.get(peer, (now_s, 0.0))[0]
         )

@@ -91,7 +91,7 @@ class RouteTable:
         return location is not None and bool(location.verified_address) and not self._blocked
 
     def set_location(self, peer: PeerId, location: PeerLocation) -> None:
-        """Set a worker's location; if it has changed, forget the failed routes to and from the worker."""
+        """Set a worker's location; if it has changed, discard the failed routes to and from the worker."""
         if self._locations.get(peer) != location:
             self.forget(peer)
             self._locations[peer] = location

@@ -23,7 +23,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain_coordinator.run.journal_recovery import StateId as StateId
 
 MAX_CONFIRMED = 64
-"""The largest number of confirmed states to keep; more than any disk holds.  The oldest are dropped first."""
+"""The maximum number of confirmed states to keep; more than any disk holds.  The oldest are dropped first."""
 
 
 def state_id(spec: m.LedgerSpec, checkpoint: m.CheckpointInfo) -> StateId:

@@ -30,9 +30,9 @@ class Provenance:
 
     Attributes:
         rank: rank of the sender, which may have forwarded another member's payload.
-        contributors: largest number of members whose contributions the payload sums.
+        contributors: maximum number of members whose contributions the payload sums.
         world_size: number of members of the round.
-        roundings: largest number of times that any value of the payload was rounded.
+        roundings: maximum number of times that any value of the payload was rounded.
     """
 
     rank: int

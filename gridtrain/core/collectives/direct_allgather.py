@@ -15,7 +15,7 @@ from gridtrain.core.collectives import allgather, direct
 from gridtrain.core.collectives.allgather import AllGather
 
 MAX_DIRECT_ALLGATHER_MEMBERS = 8
-"""Largest number of members that send to each other directly; part of the protocol."""
+"""Maximum number of members that send to each other directly; part of the protocol."""
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:

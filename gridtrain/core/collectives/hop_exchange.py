@@ -1,7 +1,7 @@
 """Execution of a schedule of hops, as used by the butterfly and the tree.
 
     schedule   fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
-                            ^ the current hop: own payload sent; the partner's awaited, or held
+                            ^ the current hop: own payload sent; the partner's is awaited or has arrived
 
 A hop ends when the awaited payload, if any, has been merged or adopted; only then does the next hop send.
 """

@@ -66,7 +66,7 @@ from gridtrain.errors import NEVER_SENT, LocalProtocolError, RemoteProtocolError
 ABORTS_BEFORE_FREEZE = 2
 
 MAX_EARLY_MESSAGES = 8192
-"""Largest number of early messages that are held for one peer."""
+"""Maximum number of early messages that are held for one peer."""
 
 MAX_EARLY_BYTES = (32 + 64 + 1) << 20
 """Largest total size of the early messages that are held for one peer.
@@ -75,10 +75,10 @@ It covers a flow control window, one message beyond the window, and small messag
 """
 
 MAX_STALE_MESSAGES = 20_000
-"""Largest number of messages for past rounds that a correct peer can send between two commits."""
+"""Maximum number of messages for past rounds that a correct peer can send between two commits."""
 
 MAX_STEPS_AHEAD = 1
-"""Largest number of steps by which a member can be ahead of another member.
+"""Maximum number of steps by which a member can be ahead of another member.
 
 Step s + 1 begins only after step s is committed, which requires the votes of all members.
 """

@@ -53,7 +53,7 @@ from gridtrain.errors import ConfigError, LocalProtocolError
 MAX_POSITION = 2**63 - 1  # positions and counts are sent as signed 64-bit integers
 
 MAX_LATE_STEPS = 16
-"""Largest number of committed steps after which a late batch still counts (staleness bound)."""
+"""Maximum number of committed steps after which a late batch still counts (staleness bound)."""
 
 Assignment = Mapping[PeerId, tuple[Span, ...]]
 

@@ -32,7 +32,7 @@ from itertools import accumulate
 from gridtrain.core.messages import LedgerSpec, LedgerState, PeerId, Span
 
 MAX_LEASES = 256
-"""Largest number of members with leases, so that a ledger fits into a message; the rest of any other member's
+"""Maximum number of members with leases, so that a ledger fits into a message; the rest of any other member's
 shard is re-queued after each step."""
 
 

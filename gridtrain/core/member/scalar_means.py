@@ -24,7 +24,7 @@ from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 MeanKey = tuple[int, int]
 WEIGHTS_INDEX = 2**31 - 1
 MAX_OPEN_MEANS = 64
-"""Largest number of values stored for each member, which has one open call and may repeat a few calls."""
+"""Maximum number of values stored for each member, which has one open call and may repeat a few calls."""
 
 
 class ScalarMeans:

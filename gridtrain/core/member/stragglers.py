@@ -52,7 +52,7 @@ MAX_ABSENT_S = 300.0
 """Longest absence of a member; afterwards the group waits for it, and the usual timeouts apply."""
 
 MAX_SETTINGS_BYTES = 1 << 20
-"""Largest size of optimizer settings in a message."""
+"""Maximum size of optimizer settings in a message."""
 
 
 class UsualDelay:
@@ -135,7 +135,7 @@ class Stragglers:
         # Of the open step:
         self._opened_s = math.inf
         self._step = 0  # once this member or another one has submitted
-        self._requested_settings: bytes | None = None  # this member is requested to be absent
+        self._requested_settings: bytes | None = None  # this member is asked to be absent
         self._takes_part = False  # the trainer has begun to submit, or must not be absent
         self._has_contributed_nothing = False  # to an attempt
         self._waiting: dict[int, bytes] = {}  # on the root: settings of the ranks that wait
@@ -314,7 +314,7 @@ class Stragglers:
 
     @property
     def _candidates(self) -> list[int]:
-        """The ranks that have neither reported that they are waiting nor been requested to stay absent."""
+        """The ranks that have neither reported that they are waiting nor been asked to stay absent."""
         known = self._waiting.keys() | self._requested
         if self._submission is not None:
             known |= {self._assignment.rank}

@@ -27,7 +27,7 @@ from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.member.peer_links import PeerLinks
 
 MAX_UNREACHABLE = 1024
-"""Largest number of peers in one PeersUnreachable message."""
+"""Maximum number of peers in one PeersUnreachable message."""
 
 CatchUpRequest = m.SnapshotRequest | m.SnapshotBlocksRequest | m.UpdatesRequest
 CatchUpMessage = (

@@ -108,7 +108,7 @@ class DiagnosticReply(Message):
 
 
 MAX_BUNDLE_BYTES = 8 << 20
-"""Largest size of a bundle, which is one archive of a run's script and the files beside it."""
+"""Maximum size of a bundle, which is one archive of a run's script and the files beside it."""
 
 
 @message(88)

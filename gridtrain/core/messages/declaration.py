@@ -223,7 +223,7 @@ AppliedStep = Annotated[
     int, IntField("applied", -1, 2**63 - 1, "an integer -1 .. 2^63-1, a step; -1: no step yet")
 ]
 MAX_STAGES = 1024
-"""Largest number of stages of a model."""
+"""Maximum number of stages of a model."""
 
 StageCount = Annotated[int, IntField("stages", 1, MAX_STAGES, f"an integer 1 .. {MAX_STAGES}")]
 LayerIndex = Annotated[int, IntField("layer", 0, 2**20, "an integer 0 .. 2^20, a layer of the model")]

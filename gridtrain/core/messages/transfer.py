@@ -91,13 +91,13 @@ class Pong(Message):
 
 
 MAX_STATE_BLOCKS = 1 << 16
-"""Largest number of blocks of a state or checkpoint: 64 GiB.
+"""Maximum number of blocks of a state or checkpoint: 64 GiB.
 
 A receiver accepts at most the size that its own model needs (`runtime.state_transfer`).
 """
 
 MAX_RESIDUAL_BLOCKS = 16
-"""Largest number of blocks of a residual: 16 MiB, which fits into one window of flow control."""
+"""Maximum number of blocks of a residual: 16 MiB, which fits into one window of flow control."""
 
 BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
 """Number of messages in a burst, and bytes in each: 256 KiB in all."""

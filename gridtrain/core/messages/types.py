@@ -29,16 +29,16 @@ from gridtrain.core.messages.declaration import (
 PROTOCOL_VERSION = 3
 
 MAX_GENERATION_MEMBERS = 2048
-"""Largest number of entries in a list with one entry for each member."""
+"""Maximum number of entries in a list with one entry for each member."""
 
 MAX_STAGE_CHECKPOINTS = 16
-"""Largest number of stage checkpoints that one worker reports."""
+"""Maximum number of stage checkpoints that one worker reports."""
 
 MAX_LAYERS = 256
-"""Largest number of layers whose costs fit into one Setup; a model with more layers is not repartitioned."""
+"""Maximum number of layers whose costs fit into one Setup; a model with more layers is not repartitioned."""
 
 MAX_CHECKPOINT_SOURCES = 64
-"""Largest number of checkpoints from which one stage is assembled."""
+"""Maximum number of checkpoints from which one stage is assembled."""
 
 MAX_BLOCK_BYTES = 1 << 20
 """Largest payload of a message that carries one block of a state, a checkpoint or a bundle."""
@@ -134,7 +134,7 @@ class Span:
 Spans = Annotated[tuple[Span, ...], AtMost(4096)]
 
 MAX_SHARDS = 4096
-"""Largest number of shards of a data set; if it has more files, each shard combines several files."""
+"""Maximum number of shards of a data set; if it has more files, each shard combines several files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class LedgerSpec:
 
     Attributes:
         delay: number of steps after which the gradients of a step's samples are exchanged: 0, or 1 if they
-            are exchanged while the samples of the next step are computed.
+            are exchanged while the samples of the next step are being processed.
         shards: the number of samples of each shard, if members read the data set shard by shard
             (`core.commit.shard_leases`); otherwise empty.
     """

@@ -80,7 +80,7 @@ def exchange_cost(
         host_cores: the number of cores that all members share on one machine; None if each member has its own
             machine.
         vote: whether to include the vote at the end.
-        max_messages: the largest number of messages to simulate; see `MAX_MESSAGES`.
+        max_messages: the maximum number of messages to simulate; see `MAX_MESSAGES`.
     """
     cpu = replace(cpu, packet_s=_packet_s(network, cpu, host_cores))
     if _is_too_large(load, network.size, max_messages):

@@ -49,7 +49,7 @@ smallest."""
 
 
 MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator
-MAX_LISTED = 8  # members that the reason names
+MAX_LISTED = 8  # members named in `EntryShares.reason`
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def choose_entry_shares(
         peers: the members in join order.
         firsts: the members that may be rank 0.
         current: the shares of the current generation, below `WHOLE_SHARE`.
-        names: the members' names, for the reason.
+        names: the members' names, for the text of the reason.
     """
     network = _rated_network(load, measured, peers)
     if load is None or network is None:

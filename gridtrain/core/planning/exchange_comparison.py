@@ -82,7 +82,7 @@ def estimate_exchange(
     """Estimate a step with this exchange.
 
     Args:
-        order: `order[rank]` is a member of `network`; None keeps the order of `network`.
+        order: `order[rank]` is a member of `network`; if None, the order of `network` is kept.
 
     Raises:
         ConfigError: `compute_s` is not above 0, or `local_steps` is less than 1.
@@ -117,7 +117,7 @@ def estimate_best_order(
 
 
 class Recommendation(NamedTuple):
-    """The estimate of the recommended exchange, and the reason in one sentence."""
+    """The estimate of the recommended exchange, and the reason for recommending it in one sentence."""
 
     best: ExchangeEstimate
     reason: str
@@ -265,7 +265,7 @@ class DenseTopology:
 
     Attributes:
         is_direct: whether members exchange data directly instead of around a ring.
-        reason: the reason, as text; empty if there was nothing to choose.
+        reason: the reason for the choice, as text; empty if there was nothing to choose.
         ring_speedup: the speed of a ring relative to a direct exchange, if a ring is chosen because it is
             faster.
     """

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from gridtrain.errors import ConfigError
 
 MOST_LOCAL_STEPS = 512
-"""The largest number to propose.  With more local steps the replicas differ too much: DiLoCo (arXiv
+"""The maximum number to propose.  With more local steps the replicas differ too much: DiLoCo (arXiv
 2311.08105, section 3.1) was measured with up to 2,000 steps, and its loss increased from 500 steps on."""
 
 
@@ -30,7 +30,7 @@ class LocalStepsProposal:
     Attributes:
         every: the number of steps for `LocalSteps(every=...)`.
         share: the share of the time in which this worker does not compute, 0 .. 1.
-        reason: the reason, as text.
+        reason: the reason for the proposal, as text.
     """
 
     every: int
@@ -54,7 +54,7 @@ def propose_local_steps(
         step_s: time of one optimizer step on the slowest worker (`optimizer.timings["computing_s"]`).
         exchange_s: time of one exchange on the slowest link, measured or predicted, in seconds.
         target_share: the desired share of the time, 0 < target_share < 1.
-        most: the largest number to propose.
+        most: the maximum number to propose.
         hidden_s: the part of `exchange_s` that may overlap with the next steps: 0 without overlap; with
             `LocalSteps(overlap=True)` all of it except the time for selection.
 

@@ -328,7 +328,10 @@ def _rotated(order: Sequence[int], first: int) -> MemberOrder:
 
 
 def _all_orders(starts: Sequence[MemberOrder], estimate: OrderEstimator, most: int) -> list[MemberOrder]:
-    """Return the best orders that begin like one of `starts`, at most `most`, of all orders."""
+    """Return the best orders, at most `most`.
+
+    Every order is considered that begins with the first member of an order in `starts`.
+    """
     beginnings = {start[0]: start[1:] for start in reversed(starts)}
     orders = (
         (first, *others) for first, joined in reversed(beginnings.items()) for others in permutations(joined)

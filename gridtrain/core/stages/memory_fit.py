@@ -15,7 +15,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_bytes
 
 MOST_STAGES = 64
-"""The largest number of stages to propose; a model that needs more stages needs larger cards."""
+"""The maximum number of stages to propose; a model that needs more stages needs larger cards."""
 
 
 def smallest_shortfall(

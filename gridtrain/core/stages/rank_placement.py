@@ -30,10 +30,10 @@ PairCost = Callable[[PeerId, PeerId], float]
 """Returns the round trip between two peers in seconds, which does not depend on their order."""
 
 MAX_ENUMERATED = 3000
-"""The largest number of placements that are all tried; if there are more, pairs are swapped."""
+"""The maximum number of placements that are all tried; if there are more, pairs are swapped."""
 
 MAX_SWAP_CHECKS = 200_000
-"""The largest number of members to examine while swapping pairs, which takes the coordinator about 0.1 s."""
+"""The maximum number of members to examine while swapping pairs, which takes the coordinator about 0.1 s."""
 
 MAX_LINK_PLACED_MEMBERS = 64
 """The largest generation whose vacant ranks are filled according to the links; in larger generations only the
@@ -79,7 +79,7 @@ class RankPlacement:
         order: the members in rank order.
         state_sources: for each member that needs its stage's state, the rank that sends it.
         standbys: the workers without a rank.
-        reason: the reason, as text.
+        reason: the reason for the placement, as text.
         pieces: for each assembler, the layers that it receives and the ranks that send them.
         digests: for each member that receives a checkpoint, the digest of the checkpoint; a member that
             receives a state from memory has no entry.
@@ -112,7 +112,7 @@ def place_ranks(
         locations: the holders of the state; each stage must be held by one of `peers` or be initial.
         speed: returns a worker's measured speed, or None if it has not been measured.
         cost_s: returns the round trip between two workers in seconds; None if no link has been measured.
-        name: returns a worker's name, for the reason.
+        name: returns a worker's name, for the text of the reason.
 
     Raises:
         LocalProtocolError: there are too few workers, or there is a stage whose state no worker has.

@@ -37,17 +37,17 @@ from gridtrain.quantities import shorten
 T = TypeVar("T")
 
 MAX_ORDERED_WORKERS = 4
-"""The largest number of workers for which all orders along the pipeline are tried (24 for 4 workers)."""
+"""The maximum number of workers for which all orders along the pipeline are tried (24 for 4 workers)."""
 
 MAX_ORDERED_LAYERS = 64
-"""The largest number of layers for which all orders are tried.  The search blocks the coordinator, and each
+"""The maximum number of layers for which all orders are tried.  The search blocks the coordinator, and each
 partition takes about 5 ms."""
 
 MIN_SPEEDUP = 1.1
 """States are moved to use more stages only if the slowest stage becomes at least this many times as fast."""
 
 MAX_GROUPED_WORKERS = 6
-"""The largest number of workers for which all groups are tried."""
+"""The maximum number of workers for which all groups are tried."""
 
 MAX_ERROR_BYTES = 160
 
@@ -96,7 +96,7 @@ class Repartition:
         cuts: (S + 1,) the first layer of each stage, and the number of layers.
         members: the workers with a rank; together they hold the whole state.
         assemblers: the stage that each assembler assembles.
-        reason: the reason, as text.
+        reason: the reason for the choice, as text.
     """
 
     cuts: tuple[int, ...]

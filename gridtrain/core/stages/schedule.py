@@ -98,7 +98,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def max_in_flight(self, stage: int) -> int:
-        """Return the largest number of micro-batches whose activations this stage keeps at the same time."""
+        """Return the maximum number of micro-batches whose activations this stage keeps at the same time."""
         now = most = 0
         for action in self.actions[stage]:
             now += 1 if action.kind is ActionKind.FORWARD else -1

@@ -162,7 +162,7 @@ class ExecutionSettings:
             )
 
     def in_flight(self, stage: int, stages: int) -> int:
-        """Return the largest number of micro-batches between their forward and backward in this stage."""
+        """Return the maximum number of micro-batches between their forward and backward in this stage."""
         if self.order is ScheduleKind.FILL_DRAIN:
             return self.micro_batches
         behind = stages - stage - 1

@@ -32,7 +32,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_seconds
 
 MOST_MICRO_BATCHES = 256
-"""The largest number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
+"""The maximum number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
 
 STEP_TIME_TOLERANCE = 0.02
 """A step that is slower by at most this share is preferred if it has fewer micro-batches or keeps fewer of
@@ -70,7 +70,7 @@ class StepEstimate:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchProposal:
-    """The proposed number of micro-batches, all numbers that fit (in ascending order), and the reason."""
+    """The proposed number of micro-batches, the reason for it, and all numbers that fit, ascending."""
 
     chosen: StepEstimate
     alternatives: tuple[StepEstimate, ...]

@@ -17,7 +17,7 @@ from gridtrain.core.messages import PeerId
 from gridtrain.network.transport.interface import AccessPolicy, ConnectionRole
 
 MAX_PENDING_MEMBERS = 64
-"""The largest number of simultaneous connections of pending members.  When another connection is made, the
+"""The maximum number of simultaneous connections of pending members.  When another connection is made, the
 oldest connection is closed, because a pending member sends only one message."""
 
 

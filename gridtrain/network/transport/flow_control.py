@@ -120,7 +120,7 @@ class FlowControlTransport(WrappingTransport):
     Args:
         inner: the transport with direct or relayed connections.
         window_bytes: the size of the window, which must be the same on both sides.
-        queue_bytes: the largest number of bytes that may wait for one peer's credit.
+        queue_bytes: the maximum number of bytes that may wait for one peer's credit.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ from gridtrain.network.wire import codec
 SOFTWARE = "gridtrain"
 MAX_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
-"""The largest number of unread bytes from one sender in a mailbox, which stands in for a socket's buffers."""
+"""The maximum number of unread bytes from one sender in a mailbox, which stands in for a socket's buffers."""
 
 CLOSE_S = 1.0
 BACKOFF_FIRST_S = 0.01

@@ -118,7 +118,7 @@ class ReceiveQueue(Generic[S, T]):
         return [item for item, _ in queue.waiting]
 
     def forget_departed(self, has_departed: Callable[[bytes], bool]) -> None:
-        """Forget the debts of the closed connections of owners that have left or were excluded.
+        """Discard the debts of the closed connections of owners that have left or were excluded.
 
         If such an owner becomes a member again, its messages must not be late, because all members would wait
         for them.

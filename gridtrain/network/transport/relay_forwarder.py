@@ -17,12 +17,12 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 
 RELAY_BACKLOG_BYTES = 64 * 2**20
-"""The largest number of bytes that a relay queues for one peer.  Further packets are refused, and the relayed
+"""The maximum number of bytes that a relay queues for one peer.  Further packets are refused, and the relayed
 connections to which they belong go down."""
 
 REFUSAL_INTERVAL_S = 0.1
 MAX_REFUSALS = 64
-"""The largest number of RelayFailed messages to one origin in each interval; there is at most one per
+"""The maximum number of RelayFailed messages to one origin in each interval; there is at most one per
 destination."""
 
 RelayPolicy = Callable[[PeerId, PeerId], bool]

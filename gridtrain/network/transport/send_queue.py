@@ -99,7 +99,7 @@ class SendQueue(Generic[T]):
 
     Args:
         limiter: the upload cap.
-        limit_bytes: the largest number of bytes that may be queued for one peer.
+        limit_bytes: the maximum number of bytes that may be queued for one peer.
     """
 
     def __init__(self, limiter: UploadLimiter, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:

@@ -111,7 +111,7 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
 
     Args:
         sizes: the number of elements of each parameter, in the vector's order.
-        most: the largest number of buckets.
+        most: the maximum number of buckets.
         least: the smallest number of elements in a bucket; a vector with fewer elements is one bucket.
     """
     n, target = sum(sizes), max(least, -(-sum(sizes) // most))

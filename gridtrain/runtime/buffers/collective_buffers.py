@@ -117,7 +117,7 @@ class DenseRingBuffer:
     Args:
         contribution_N: this member's contribution.
         world_size: the number of members.
-        slice_bytes: the largest length of a slice in bytes; None for the number of slices that all members
+        slice_bytes: the maximum length of a slice in bytes; None for the number of slices that all members
             derive from the vector's length and the world size.
     """
 
@@ -266,7 +266,7 @@ class SparseBuffer:
 
     Args:
         n: the length of the vector.
-        k: the largest number of entries in a payload.
+        k: the maximum number of entries in a payload.
         kind: the encoding of the values.
     """
 

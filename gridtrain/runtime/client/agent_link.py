@@ -45,7 +45,7 @@ class AgentDirective:
     Attributes:
         run: whether the script may train.  If False, the script leaves the group between two steps and waits.
         reason: the reason why `run` is False; empty if `run` is True.
-        most_bytes: the largest number of bytes that this process may send and receive in total; infinity for
+        most_bytes: the maximum number of bytes that this process may send and receive in total; infinity for
             no limit.
         day_bytes: the budget of a whole day; infinity for no limit.
         upload_Bps, download_Bps: the rate caps in bytes per second; None for no cap.

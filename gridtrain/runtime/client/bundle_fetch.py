@@ -15,7 +15,7 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 
 MAX_UNEXPECTED_BLOCKS = 3
-"""Largest number of answers with a block other than the requested one.  The coordinator may still answer an
+"""Maximum number of answers with a block other than the requested one.  The coordinator may still answer an
 earlier request that was repeated after a connection broke."""
 
 

@@ -32,12 +32,12 @@ from gridtrain.network.transport.interface import Transport
 PROOF_BYTES = 8
 MOST_TARGETS = 8  # 2 MiB in all
 MOST_BURSTS, BURST_WINDOW_S = 64, 60.0
-"""Largest number of bursts that are accepted from one peer within `BURST_WINDOW_S`.  A correct peer sends a
+"""Maximum number of bursts that are accepted from one peer within `BURST_WINDOW_S`.  A correct peer sends a
 burst whenever it is admitted, and a script that keeps crashing and being restarted may be admitted every two
 seconds."""
 
 MOST_REQUESTS = 4
-"""Largest number of burst requests of one peer that are answered within `BURST_WINDOW_S`."""
+"""Maximum number of burst requests of one peer that are answered within `BURST_WINDOW_S`."""
 
 RATE_LIFETIME_S = 300.0
 """Time for which a measured rate is valid.  If this worker is admitted again within this time, it reports

@@ -26,11 +26,11 @@ MAX_STATE_BYTES = 64 << 30
 MAX_BLOBS = 4096
 DIGEST_BYTES = 32
 MAX_HASHED_PER_BLOCK = 4
-"""Largest number of blocks that are hashed when a block arrives.  More than one block is hashed only after a
+"""Maximum number of blocks that are hashed when a block arrives.  More than one block is hashed only after a
 transfer has been resumed."""
 
 MAX_STATE_REQUESTS = 32
-"""Largest number of requests that are served for one worker in one generation.  A correct worker repeats its
+"""Maximum number of requests that are served for one worker in one generation.  A correct worker repeats its
 request only after a connection has broken."""
 
 Position = tuple[int, bytes]

@@ -33,7 +33,7 @@ log = logging.getLogger("gridtrain")
 PeerRequests = list[tuple[m.PeerId, m.Message]]
 
 CAUGHT_UP_STEPS = 2
-"""Largest number of steps by which a worker that has caught up may be behind its update source.  The
+"""Maximum number of steps by which a worker that has caught up may be behind its update source.  The
 remaining updates arrive while the generation is forming."""
 
 PROGRESS_INTERVAL_S = 2.0

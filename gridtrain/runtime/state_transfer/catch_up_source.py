@@ -29,11 +29,11 @@ from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 log = logging.getLogger("gridtrain")
 
 MAX_REQUESTS = 64
-"""Largest number of requests, for the table of a snapshot or for updates, that are answered for one receiver.
+"""Maximum number of requests, for the table of a snapshot or for updates, that are answered for one receiver.
 A correct receiver repeats its requests only when a source has left."""
 
 MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
-"""Largest size of an encoded update in bytes.  An update is the sum of many members' entries, in float32."""
+"""Maximum size of an encoded update in bytes.  An update is the sum of many members' entries, in float32."""
 
 BACKLOG_BYTES = 2 << 20
 """While at least this many bytes are queued in the transport for a receiver, no more messages are queued for
@@ -46,7 +46,7 @@ class CatchUpSource:
     Args:
         rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
         submit: schedules a callable on the I/O thread; `submit` may be called from any thread.
-        log_bytes: the largest size of the update log in memory.
+        log_bytes: the maximum size of the update log in memory.
 
     Attributes:
         disabled_reason: why no worker can catch up from this worker; empty if workers can catch up from it.

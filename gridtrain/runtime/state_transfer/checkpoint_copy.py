@@ -33,7 +33,7 @@ RESIDUAL_FILE = "residual.safetensors"
 """The file with the worker's residual, copied only for a receiver that takes over the worker's layers."""
 
 MOST_WAITING = 4
-"""Largest number of queued checkpoints for which the group does not wait.  If there are more, the oldest is
+"""Maximum number of queued checkpoints for which the group does not wait.  If there are more, the oldest is
 dropped."""
 
 _REMEDY = "disconnect the peer; check that it runs the same version of gridtrain"

@@ -39,7 +39,7 @@ from gridtrain.runtime.state_transfer.block_buffer import (
 log = logging.getLogger("gridtrain")
 
 WINDOW = 4
-"""Largest number of blocks that are requested from one source at a time."""
+"""Maximum number of blocks that are requested from one source at a time."""
 
 SETTLE_S, LONGEST_SETTLE_S = 2.0, 20.0
 """Time to wait for more tables after the first table.  The first value applies if most sources have sent

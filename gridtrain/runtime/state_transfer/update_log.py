@@ -28,7 +28,7 @@ from gridtrain.runtime.buffers.collective_buffers import sparse_digest
 
 MOST_UPDATES, MOST_BYTES = 512, 128 << 20
 MAX_SETTINGS_BYTES = 1 << 20
-"""Largest size of the optimizer's settings in bytes.  One parameter group takes about 230 bytes, and each
+"""Maximum size of the optimizer's settings in bytes.  One parameter group takes about 230 bytes, and each
 parameter may have its own group."""
 _DIGEST_BYTES = 32
 _FLAGS_BYTES = 8

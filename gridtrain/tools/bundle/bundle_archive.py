@@ -79,7 +79,7 @@ def _header(name: str, size: int) -> bytes:
         + b"0000000\0" * 2  # owner, group
         + b"%011o\0" % size
         + b"00000000000\0"  # time
-        + b" " * 8  # checksum, blank while it is computed
+        + b" " * 8  # checksum, blank while it is being computed
         + b"0"  # a plain file
         + bytes(100)  # link target
         + b"ustar\x0000"

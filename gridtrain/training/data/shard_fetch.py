@@ -51,7 +51,7 @@ def copy_rest(
     """Append to `part` the bytes of a remote file that it lacks.
 
     Args:
-        limit_bytes: the size of the file, or the largest size that is accepted.
+        limit_bytes: the size of the file, or the maximum size that is accepted.
         meter: bounds and counts what is read.
         say: called with lines that show the progress; by default it is shown on standard error.
 

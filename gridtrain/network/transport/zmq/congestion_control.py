@@ -5,7 +5,7 @@
         `------ otherwise: the kernel's choice
 
 bbr pauses for 0.2 s every 10 s to measure the round trip again, and underestimates a link on which payloads
-have short gaps between them.  cubic forgets its window in a pause: after about 0.25 s without data the kernel
+have short gaps between them.  cubic resets its window in a pause: after about 0.25 s without data the kernel
 starts again with 10 segments (net.ipv4.tcp_slow_start_after_idle, RFC 2861), so that a sparse payload after
 each computation takes several round trips.  Also, cubic interprets each lost packet as a sign of a full
 queue.  If cubic itself fills the queue, many packets are lost at once (every other second with several
@@ -57,7 +57,7 @@ class SendMonitor:
     """Chooses between cubic and bbr from the kernel's counters, read about four times a second.
 
     Args:
-        restarts: whether the kernel forgets cubic's window in a pause.
+        restarts: whether the kernel resets cubic's window in a pause.
     """
 
     restarts: bool = True

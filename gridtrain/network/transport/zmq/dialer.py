@@ -33,7 +33,7 @@ connected again before the coordinator concludes, from several broken connection
 ended."""
 
 MAX_UNREAD_BYTES = 192 * 2**20
-"""The largest number of bytes that may have arrived over one connection without being read.  libzmq limits
+"""The maximum number of bytes that may have arrived over one connection without being read.  libzmq limits
 neither a message of many frames while it arrives nor, as we configure it, its receive queue.  A correct peer
 runs out of credit at a fraction of this number."""
 

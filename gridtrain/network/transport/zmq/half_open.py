@@ -25,7 +25,7 @@ connecting side waits longer (`dialer.HELLO_TIMEOUT_S`), so this limit applies f
 
 MAX_HALF_OPEN = 256
 MAX_OF_ONE_RANGE = 64
-"""The largest numbers of half-open connections, in total and from one address range.  All workers in a
+"""The maximum numbers of half-open connections, in total and from one address range.  All workers in a
 household or laboratory share one range, and after an outage they all reconnect at the same time."""
 
 CLOSES_PER_S = 200.0

@@ -27,7 +27,7 @@ from gridtrain.network.transport.zmq.handshake import ZapHandler
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 BATCH_EVENTS = 256
-"""The largest number of monitor events to read at once, so that messages are not delayed."""
+"""The maximum number of monitor events to read at once, so that messages are not delayed."""
 
 CLOSE_DELAY_S = 1.0
 """The delay between `hang_up` and the closing of a pending member's connection, so that the reply is sent."""

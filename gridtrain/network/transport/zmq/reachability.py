@@ -23,7 +23,7 @@ from gridtrain.network.wire import codec
 
 MAX_ADDRESSES = 4
 MAX_ATTEMPTS = 64
-"""The largest number of simultaneous attempts.  Further attempts wait; their time limits keep running."""
+"""The maximum number of simultaneous attempts.  Further attempts wait; their time limits keep running."""
 
 PROBE_SOFTWARE = "gridtrain reach"
 """The value of `software` in a Hello that only requests the peer's key and opens no connection.  This Hello

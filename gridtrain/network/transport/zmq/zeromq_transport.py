@@ -60,7 +60,7 @@ from gridtrain.network.transport.zmq.reachability import PROBE_SOFTWARE, Reachab
 from gridtrain.network.wire import codec
 
 BATCH_MESSAGES = 64
-"""The largest number of messages to read from one socket before the next socket is read."""
+"""The maximum number of messages to read from one socket before the next socket is read."""
 
 ROUTER_RETRY_S = (0.001, 0.1)
 """The bounds of the delay before another attempt to write to a ROUTER.  A ROUTER does not report when the
@@ -87,7 +87,7 @@ class ZeroMQTransport:
             are allowed.
         plain_anywhere: whether to allow all addresses without encryption, for benchmarks.
         upload_Bps, download_Bps: rate caps in bytes per second; None for no cap.
-        outbox_bytes: the largest number of bytes that may be queued for one peer, not counting libzmq's
+        outbox_bytes: the maximum number of bytes that may be queued for one peer, not counting libzmq's
             queue.
         advertise_host: the host that peers should dial if we listen on all interfaces.
 
@@ -318,7 +318,7 @@ class ZeroMQTransport:
     def _check_connections(self) -> None:
         """Check for packet losses, and close connections with too many unread bytes.
 
-        Also forget the debts under the download cap of peers that may no longer connect.
+        Also discard the debts, under the download cap, of peers that may no longer connect.
         """
         self._receive_queue.forget_departed(lambda peer: self._access_policy(peer) is ConnectionRole.STRANGER)
         for connections in self._connections.values():
