@@ -95,7 +95,7 @@ def _recover(store: JournalStore, run: str) -> RecoveredRun:
         recovered = recover_run(entries)
     except (KeyError, TypeError, ValueError) as error:
         raise invalid_entry(error) from None
-    if recovered.end_reason is not None:
+    if recovered.is_finished:
         raise JournalError(
             f'the run "{run}" of this journal is finished: {recovered.end_reason}',
             remedy="to train its model further, start the coordinator with another --state and the workers "

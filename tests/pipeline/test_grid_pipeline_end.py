@@ -90,27 +90,6 @@ def test_checkpoints_that_lost_processes_have_not_uploaded_are_uploaded_later(tm
     assert RemoteStore(url).complete(13)
 
 
-ENDING = replace(LOSING, regather_s=0.5)
-
-
-def end_without(workers: Workers, *names: str) -> tuple[Future[OperatorReply | Refused], str]:
-    """Train until one of these is killed, and end the run; return the answer, and the other one's name."""
-    answer, coordinator = Future[OperatorReply | Refused](), workers.group.coordinator
-
-    def take_orders() -> Iterator[Any]:
-        if coordinator.snapshot()["phase"] == "paused" and not answer.running() and not answer.done():
-            yield EndRun(), answer
-
-    for name in names:
-        workers.add(name)
-    workers.wait(lambda: any(seen.end for seen in workers.seen.values()), names)
-    coordinator._dashboard = SimpleNamespace(publish=lambda status: None, take_orders=take_orders)
-    (name,) = (seen.name for seen in workers.seen.values() if seen.end is None)
-    workers.finish(name)
-    assert workers.seen[name].end == "finished"
-    return answer, name
-
-
 class Killed(Exception):
     """A worker ends as if by SIGKILL."""
 
@@ -125,9 +104,22 @@ def test_a_run_whose_only_holder_of_a_stage_was_killed_is_ended_by_its_owner(
             workers.kill(seen.name)
             raise Killed
 
-    with Workers(tmp_path, 2, checkpoint_every=100, deadlines=ENDING) as workers:
+    answer = Future[OperatorReply | Refused]()
+
+    def take_orders() -> Iterator[Any]:
+        if coordinator.snapshot()["phase"] == "paused" and not answer.running() and not answer.done():
+            yield EndRun(), answer
+
+    with Workers(tmp_path, 2, checkpoint_every=100, deadlines=replace(LOSING, regather_s=0.5)) as workers:
+        coordinator = workers.group.coordinator
         workers.after = after
-        answer, name = end_without(workers, "anna", "bert")
+        workers.add("anna")
+        workers.add("bert")
+        workers.wait(lambda: any(seen.end for seen in workers.seen.values()), ("anna", "bert"))
+        coordinator._dashboard = SimpleNamespace(publish=lambda status: None, take_orders=take_orders)
+        (name,) = (seen.name for seen in workers.seen.values() if not isinstance(seen.end, Killed))
+        workers.finish(name)
+    assert workers.seen[name].end == "finished"
     missing = "no present worker holds stage 1 of 2 after step 7, nor do the present workers have all stages"
     assert missing in answer.result().text and "gridtrain export, given" in answer.result().text
     (said,) = (each for each in caplog.messages if "the final model was not written" in each)

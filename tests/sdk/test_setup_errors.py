@@ -271,7 +271,11 @@ class Words(nn.Module):
 @pytest.mark.parametrize(
     ("value", "token", "told"),
     [
-        (0.0, 10, "^input_ids contains the token id 10, but the model's vocabulary has 10 tokens, 0 to 9"),
+        (
+            0.0,
+            10,
+            "^input_ids contains the token id 10, but the model's vocabulary has 10 tokens, 0 to 9 -> ",
+        ),
         (float("nan"), 9, "^1 of 20 values of the trained parameter 'table.weight' are NaN or infinite"),
     ],
 )

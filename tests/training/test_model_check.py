@@ -169,7 +169,9 @@ def test_a_data_set_without_a_token_to_predict(masked: int, caplog: pytest.LogCa
     check = TokenCheck(Model(), lambda: spread_samples(data, lambda samples: samples[0]))
     caplog.set_level(logging.WARNING, "gridtrain")
     if masked == 8:
-        with pytest.raises(ConfigError, match=r"no token to predict: .* of 8 samples .* all -100 -> "):
+        with pytest.raises(
+            ConfigError, match=r"there is no token to predict: .* of 8 samples .* all -100 -> "
+        ):
             check.check(nothing)
         return
     for _ in range(3):

@@ -207,7 +207,8 @@ class PolicyEnforcer:
     def untrained_text(self) -> str:
         """What the script is doing instead of training, and why ("paused: battery"); "" if it is training."""
         with self._lock:
-            state, reason = self._state(), self._reason()
+            state = self._state()
+            reason = self._reason(state)
             return "" if state == "training" else f"{state}: {reason}" if reason else state
 
     def note_script_ended(self) -> None:
@@ -289,8 +290,8 @@ class PolicyEnforcer:
             "name": self._name,
             "run": self._run,
             "key": self._key,
-            "state": self._state(),
-            "reason": self._reason(),
+            "state": (state := self._state()),
+            "reason": self._reason(state),
             "obeyed": self.decision.may_train
             or self._script_status.get("state") == "paused"
             or not self._pids,
@@ -316,8 +317,8 @@ class PolicyEnforcer:
             return "resuming"
         return "waiting" if self._why_waiting else state
 
-    def _reason(self) -> str:
-        return self._why_waiting if self._state() == "waiting" else self.decision.text()
+    def _reason(self, state: str) -> str:
+        return self._why_waiting if state == "waiting" else self.decision.text()
 
     @property
     def _why_waiting(self) -> str:

@@ -61,7 +61,7 @@ class Departures:
         has_finished = worker.peer in (run.members if run.is_finished else run.finished_members)
         if what != m.MODEL_NOT_WRITTEN or not has_finished or not run.writes_model(worker.peer):
             return []
-        text = f"the final model was not written: {worker.name}: {why}; {MODEL_REMEDY}"
+        text = f"{worker.name}: {why}; {MODEL_REMEDY}"
         fields = {"name": worker.name, "reason": why, "remedy": MODEL_REMEDY}
         return [*run.record_missing_model(text), LogEvent("error", "model_not_written", fields)]
 
@@ -118,7 +118,7 @@ class Departures:
             reason = f"its owner has ended it after {format_count(run.highest_step, 'step')}"
         reason += run.skipped_steps.ending(run.highest_step)
         if incomplete:
-            run.record_missing_model(f"the final model was not written: {incomplete}")
+            run.record_missing_model(incomplete)
         effects: list[Effect] = [
             run.enter_phase(RunPhase.FINISHED, reason),
             LogEvent("info", "finished", {"reason": reason}),

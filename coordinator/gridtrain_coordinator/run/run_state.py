@@ -266,7 +266,7 @@ class RunState:
             self.record_step(min(applied, MAX_STEPS) + 1)
 
     def record_missing_model(self, reason: str) -> list[JournalEntry]:
-        self.missing_model = reason
+        self.missing_model = f"the final model was not written: {reason}"
         return [self.phase_entry(self.phase, self._reason)] if self.is_finished else []
 
     # -- journal entries and messages --------------------------------------------------------------

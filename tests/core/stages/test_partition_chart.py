@@ -50,13 +50,15 @@ def test_the_chart_as_text() -> None:
     assert chart_text(LAYERS, estimate()) == TEXT
 
 
-@pytest.mark.parametrize("bounds", [(0, 4), (0, 1, 4)])
-def test_the_chart_of_one_stage_has_no_link(bounds: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("bounds", "begin"), [((0, 4), "layers 0 to 3"), ((0, 1, 4), 'layer 0, "embedding"')]
+)
+def test_the_chart_of_one_stage_has_no_link(bounds: tuple[int, ...], begin: str) -> None:
     stages = len(bounds) - 1
     network, running, cards = uniform_network(stages, 0.001, 1e6), ExecutionSettings(), [Card()] * stages
     partition = partition_at(StageCostModel(LAYERS, cards, network, running), bounds)
     text = chart_text(LAYERS, estimate_step(LAYERS, cards, network, running, 8, partition))
-    assert text.startswith("stage 0  layer") and text.count("\n") == stages - 1
+    assert text.startswith(f"stage 0  {begin}") and text.count("\n") == stages - 1
     assert text.count("link") == (stages if stages > 1 else 0)
 
 
