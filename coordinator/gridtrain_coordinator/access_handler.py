@@ -19,7 +19,7 @@ from typing import Any
 from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import ConnectionRole, PeerUp
 from gridtrain.network.transport.zmq.half_open import address_range
-from gridtrain_coordinator.access import authorization_rules
+from gridtrain_coordinator.access import authorization_limits
 from gridtrain_coordinator.access.authorization import (
     AccessReply,
     AccessRole,
@@ -105,9 +105,9 @@ class AccessHandler:
                 effects, reply = self.execute_order(message, now_s)
                 return [*effects, io.Send(peer, reply)]
             case m.EndRun():
-                return [io.Send(peer, authorization_rules.NOT_OPERATOR)]
+                return [io.Send(peer, authorization_limits.NOT_OPERATOR)]
             case m.Join() if not self._authorization.allow_join(peer, now_s):
-                return [io.Send(peer, authorization_rules.TOO_MANY_JOINS), io.Disconnect(peer)]
+                return [io.Send(peer, authorization_limits.TOO_MANY_JOINS), io.Disconnect(peer)]
             case _ if self.is_operator(peer):
                 text = f"a worker used the operator's key to send {type(message).__name__}"
                 return [io.Send(peer, m.Refused("operator", text, "join with an invitation"))]
@@ -158,7 +158,7 @@ class AccessHandler:
         return self._authorization.violation_count(peer)
 
     def is_operator(self, peer: m.PeerId) -> bool:
-        return authorization_rules.is_operator(peer, self._operator)
+        return authorization_limits.is_operator(peer, self._operator)
 
     # -- internal ----------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class AccessHandler:
     ) -> list[io.Effect]:
         effects: list[io.Effect] = []
         for peer, reason in removed:
-            remedy = authorization_rules.banned_remedy(peer) if ban else authorization_rules.REMOVED_REMEDY
+            remedy = authorization_limits.banned_remedy(peer) if ban else authorization_limits.REMOVED_REMEDY
             effects += self._remove(peer, "kicked", f"was removed from the run: {reason}", remedy, now_s)
         return effects
 

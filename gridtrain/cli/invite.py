@@ -27,7 +27,7 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 def _validity(context: click.Context, parameter: click.Parameter, text: str) -> float:
     """Parse the validity and return it in seconds; refuse 0, which would withdraw the invitation."""
-    from gridtrain_coordinator.access.authorization_rules import MAX_EXPIRES_S
+    from gridtrain_coordinator.access.authorization_limits import MAX_EXPIRES_S
 
     value_s = parse_duration(context, parameter, text)
     if not MIN_VALIDITY_S <= value_s <= MAX_EXPIRES_S:
@@ -92,7 +92,7 @@ def invite(
     --until-joined reports on stderr who joins.  The exit code is 0 when --uses workers are members, and 1 if
     the time runs out first; the invitation then stays valid.
     """
-    from gridtrain.cli.join_progress import await_members
+    from gridtrain.cli.invited_workers import await_members
     from gridtrain.core.group.invitation import parse
     from gridtrain.runtime.client.coordinator_client import parse_coordinator_address
 

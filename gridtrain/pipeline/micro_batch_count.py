@@ -6,7 +6,7 @@ timings.
                              part of the state that a joining worker receives, and of checkpoints
 
 A step's summaries are part of the vote, so workers that have committed the same steps have the same number.
-`gridtrain.core.stages.micro_batch_tuning` makes the choice.
+`gridtrain.core.stages.micro_batch_trials` makes the choice.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from gridtrain.core.group.rank_layout import RankLayout
-from gridtrain.core.stages import micro_batch_tuning
-from gridtrain.core.stages.micro_batch_tuning import MicroBatchChoice, StepTimings
+from gridtrain.core.stages import micro_batch_trials
+from gridtrain.core.stages.micro_batch_trials import MicroBatchChoice, StepTimings
 from gridtrain.core.stages.stage_cost import ScheduleKind
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.executor import StepResult
@@ -69,14 +69,14 @@ class MicroBatchCount:
 
     def reset(self) -> None:
         """Return to the state before the first step."""
-        self._trial_timings: list[micro_batch_tuning.TrialTimings] = []
+        self._trial_timings: list[micro_batch_trials.TrialTimings] = []
         self._chosen = self._configured
 
     @property
     def number(self) -> int:
         """The number of micro-batches of the next step."""
         return (
-            micro_batch_tuning.trial_micro_batches(len(self._trial_timings), self._stages)
+            micro_batch_trials.trial_micro_batches(len(self._trial_timings), self._stages)
             if self._chosen is None
             else self._chosen
         )
@@ -116,9 +116,9 @@ class MicroBatchCount:
         if self._trial_timings and len(timings) != len(self._trial_timings[0]):
             self._trial_timings = []  # the group has changed
         self._trial_timings.append(tuple(timings))
-        if not micro_batch_tuning.is_complete(self._trial_timings):
+        if not micro_batch_trials.is_complete(self._trial_timings):
             return None
-        chosen = micro_batch_tuning.choose_micro_batches(
+        chosen = micro_batch_trials.choose_micro_batches(
             self._trial_timings, layout, self._order, self._ahead, self._stages
         )
         self._trial_timings, self._chosen = [], chosen.micro_batches
@@ -136,7 +136,7 @@ class MicroBatchCount:
         fit = all(each.is_plausible() for step in trials for each in step)
         if chosen > MOST_MICRO_BATCHES:
             raise ValueError(f"{chosen} micro-batches are chosen; at most {MOST_MICRO_BATCHES} are supported")
-        if chosen < 0 or len(trials) >= len(micro_batch_tuning.TRIALS) or not (alike and fit):
+        if chosen < 0 or len(trials) >= len(micro_batch_trials.TRIALS) or not (alike and fit):
             raise ValueError(f"{chosen} micro-batches after {len(trials)} trials are not a valid state")
         self._trial_timings, self._chosen = trials, chosen or self._configured
 

@@ -30,7 +30,7 @@ from gridtrain.core.collectives.direct_allgather import make_allgather
 from gridtrain.core.commit.two_phase_commit import largest_agreeing_group
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.messages import PayloadSlot
-from gridtrain.core.stages.micro_batch_tuning import StepTimings
+from gridtrain.core.stages.micro_batch_trials import StepTimings
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 PIECE_BYTES = 1 << 20

@@ -182,7 +182,7 @@ def test_an_invitation_is_withdrawn(server: AccessServer) -> None:
 
 
 def test_a_refusal_of_the_coordinator_is_shown(server: AccessServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gridtrain_coordinator.access.authorization_rules.MAX_INVITATIONS", 0)
+    monkeypatch.setattr("gridtrain_coordinator.access.authorization_limits.MAX_INVITATIONS", 0)
     assert "0 invitations are open" in refusal(gridtrain(server, "invite"), 4)
 
 

@@ -266,7 +266,7 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain_coordinator.access.authorization": [
         ("invite-hashed", "invitation_digest", bytes.hex, "the journal names the invitations' keys"),
     ],
-    "gridtrain_coordinator.access.authorization_rules": [
+    "gridtrain_coordinator.access.authorization_limits": [
         ("invite-expiry", "has_expired", _no, "an expired invitation admits"),
         ("invite-uses", "is_used_up", _no, "a used invitation is replayed for a second key"),
         ("ban", "is_banned", _no, "a banned key joins with an invitation"),

@@ -37,7 +37,7 @@ from gridtrain.network.transport.interface import (
     TransportViolation,
 )
 from gridtrain.network.wire.codec import encode
-from gridtrain_coordinator.access import authorization_rules
+from gridtrain_coordinator.access import authorization_limits
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
 from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator, _recover
@@ -309,7 +309,7 @@ def test_the_holder_of_a_used_up_invitation_is_refused(message: m.Message) -> No
 
 
 def test_enrolments_are_counted_by_address_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authorization_rules, "MAX_ENROLS_PER_RANGE", 1)
+    monkeypatch.setattr(authorization_limits, "MAX_ENROLS_PER_RANGE", 1)
     core = FakeCore()
     turns: list[list[TransportEvent]] = [
         [PeerUp(PENDING, "", host, pending_key=INVITATION), Received(PENDING, m.Enrol(key), 40)]

@@ -101,7 +101,7 @@ PLANTED = {
         lambda view, roster: {},
         100,
     ),
-    "door": ("gridtrain_coordinator.access.authorization_rules.is_used_up", lambda used, uses: False, 1000),
+    "door": ("gridtrain_coordinator.access.authorization_limits.is_used_up", lambda used, uses: False, 1000),
     "sealed": ("gridtrain.network.transport.secure_channel.is_replayed", lambda counter, after: False, 600),
 }
 

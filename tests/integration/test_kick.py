@@ -18,7 +18,7 @@ from zmq.utils import z85
 from gridtrain.core.group.invitation import parse
 from gridtrain.core.messages import Refused
 from gridtrain.network.transport.identity import Identity
-from gridtrain_coordinator.access import authorization_rules
+from gridtrain_coordinator.access import authorization_limits
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +45,7 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
         assert end_of(group, "clara") == removed("too slow", KICKED)
         group.wait("a generation without clara", lambda: len(group.events("training")) == 2)
         # Started again it has the same key.  The invitation has uses left, for others.
-        assert refusal(group, "clara, again") == refused(authorization_rules.removed_refusal("too slow"))
+        assert refusal(group, "clara, again") == refused(authorization_limits.removed_refusal("too slow"))
         new = group.operator("invite", "--uses", "2")
         clara = group.add("clara, invited anew", shows=new, **JOB)
         group.wait("clara", lambda: len(group.events("joined")) == 5)

@@ -11,7 +11,7 @@ from torch import nn
 
 import gridtrain
 from gridtrain.core.group.rank_layout import RankLayout
-from gridtrain.core.stages.micro_batch_tuning import TRIALS, StepTimings
+from gridtrain.core.stages.micro_batch_trials import TRIALS, StepTimings
 from gridtrain.core.stages.stage_cost import ScheduleKind
 from gridtrain.pipeline.executor import StepResult
 from gridtrain.pipeline.micro_batch_count import MOST_MICRO_BATCHES, MicroBatchCount, free_bytes

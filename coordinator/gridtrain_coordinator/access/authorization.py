@@ -23,7 +23,7 @@ from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import invitation_digest
-from gridtrain_coordinator.access import authorization_rules as rules
+from gridtrain_coordinator.access import authorization_limits as limits
 from gridtrain_coordinator.access.request_rate import RequestRate
 from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord, exceeds_limit
 from gridtrain_coordinator.run.events import JournalEntry
@@ -80,11 +80,11 @@ class _Invitation:
     def refusal(self, wall_s: float) -> m.Refused | None:
         """Return the refusal of an ended invitation; None if the invitation is valid."""
         if self.is_withdrawn:
-            return rules.WITHDRAWN_INVITATION
-        if rules.is_used_up(self.used, self.uses):
-            return rules.USED_UP_INVITATION
-        if rules.has_expired(self.until_s, wall_s):
-            return rules.EXPIRED_INVITATION
+            return limits.WITHDRAWN_INVITATION
+        if limits.is_used_up(self.used, self.uses):
+            return limits.USED_UP_INVITATION
+        if limits.has_expired(self.until_s, wall_s):
+            return limits.EXPIRED_INVITATION
         return None
 
 
@@ -129,7 +129,7 @@ class Authorization:
         self._removed: dict[m.PeerId, _Removal] = {}
         self._violations = ViolationLog()
         self._recent_enrolments: list[tuple[float, str]] = []  # (time, address range)
-        self._joins = RequestRate(rules.JOIN_WINDOW_S, rules.MAX_JOINERS)
+        self._joins = RequestRate(limits.JOIN_WINDOW_S, limits.MAX_JOINERS)
 
     def access_role(self, key: m.PeerId, wall_s: float) -> AccessRole:
         """Return the current role of `key`; called at each handshake and for each message.
@@ -140,17 +140,17 @@ class Authorization:
         if self.is_operator(key) or self._is_member(key):
             return AccessRole.PEER
         invitation = self._invitations.get(invitation_digest(key))
-        if invitation is not None and not rules.is_forgotten(invitation.until_s, wall_s):
+        if invitation is not None and not limits.is_forgotten(invitation.until_s, wall_s):
             return AccessRole.GUEST
         return AccessRole.STRANGER
 
     def invitation_refusal(self, invitation_key: m.PeerId, wall_s: float) -> m.Refused | None:
         """Return the refusal of an unknown or ended invitation; None if the invitation is valid."""
         invitation = self._invitations.get(invitation_digest(invitation_key))
-        return rules.UNKNOWN_INVITATION if invitation is None else invitation.refusal(wall_s)
+        return limits.UNKNOWN_INVITATION if invitation is None else invitation.refusal(wall_s)
 
     def is_operator(self, key: m.PeerId) -> bool:
-        return rules.is_operator(key, self._operator)
+        return limits.is_operator(key, self._operator)
 
     # -- pending and enrolled members --------------------------------------------------------------------
 
@@ -169,23 +169,23 @@ class Authorization:
         invitation = self._invitations.get(name)
         removal = self._removed.get(peer)
         if invitation is None:
-            return AccessReply(rules.UNKNOWN_INVITATION)
+            return AccessReply(limits.UNKNOWN_INVITATION)
         if (refusal := invitation.refusal(wall_s)) is not None:
             return AccessReply(refusal)
-        if rules.is_banned(peer, self._banned):
-            return AccessReply(rules.banned_refusal(peer, self._banned[peer]))
+        if limits.is_banned(peer, self._banned):
+            return AccessReply(limits.banned_refusal(peer, self._banned[peer]))
         if peer in self._members:
             return AccessReply(m.Enrolled(self._run))
-        if removal is not None and rules.predates_removal(invitation.serial, removal.serial):
-            return AccessReply(rules.removed_refusal(removal.reason))
+        if removal is not None and limits.predates_removal(invitation.serial, removal.serial):
+            return AccessReply(limits.removed_refusal(removal.reason))
         if (
             peer in self._reserved_keys
             or peer == invitation_key
             or invitation_digest(peer) in self._invitations
         ):
-            return AccessReply(rules.KEY_IN_USE)
-        if self._exceeds_enrolment_rate(address_range, wall_s) or len(self._members) >= rules.MAX_MEMBERS:
-            return AccessReply(rules.TOO_MANY_ENROLMENTS)
+            return AccessReply(limits.KEY_IN_USE)
+        if self._exceeds_enrolment_rate(address_range, wall_s) or len(self._members) >= limits.MAX_MEMBERS:
+            return AccessReply(limits.TOO_MANY_ENROLMENTS)
         self._recent_enrolments.append((wall_s, address_range))
         return AccessReply(
             m.Enrolled(self._run), (self._apply_and_journal("enrolled", peer=peer.hex(), invitation=name),)
@@ -196,10 +196,10 @@ class Authorization:
 
         The caller refuses other attempts with `TOO_MANY_JOINS`.
         """
-        return self._joins.allow(peer, now_s, rules.MAX_JOINS_PER_WORKER)
+        return self._joins.allow(peer, now_s, limits.MAX_JOINS_PER_WORKER)
 
     def _is_member(self, key: m.PeerId) -> bool:
-        if rules.is_banned(key, self._banned):
+        if limits.is_banned(key, self._banned):
             return False
         return key in self._members or (
             self._open_to_all and key not in self._removed and key not in self._reserved_keys
@@ -211,11 +211,11 @@ class Authorization:
         Times in the future, recorded before the wall clock was set back, are ignored.
         """
         self._recent_enrolments = [
-            entry for entry in self._recent_enrolments if 0 <= wall_s - entry[0] < rules.ENROL_WINDOW_S
+            entry for entry in self._recent_enrolments if 0 <= wall_s - entry[0] < limits.ENROL_WINDOW_S
         ]
         return (
-            rules.exceeds_enrolment_rate(sum(entry[1] == where for entry in self._recent_enrolments))
-            or len(self._recent_enrolments) >= rules.MAX_ENROLS
+            limits.exceeds_enrolment_rate(sum(entry[1] == where for entry in self._recent_enrolments))
+            or len(self._recent_enrolments) >= limits.MAX_ENROLS
         )
 
     # -- orders of the run's owner -------------------------------------------------------------
@@ -229,7 +229,7 @@ class Authorization:
             name: the name of the worker to remove, if known.
         """
         if not self.is_operator(sender):
-            return AccessReply(rules.NOT_OPERATOR)
+            return AccessReply(limits.NOT_OPERATOR)
         match message:
             case m.Invite(key, uses, expires_s):
                 return self.invite(key, uses, expires_s, wall_s)
@@ -256,22 +256,22 @@ class Authorization:
                 ),
                 (entry,),
             )
-        if uses > rules.MAX_USES or expires_s > rules.MAX_EXPIRES_S:
+        if uses > limits.MAX_USES or expires_s > limits.MAX_EXPIRES_S:
             return _refused(
                 "bounds",
                 f"the invitation has {uses} uses and lasts {expires_s / 86_400:.4g} days; the limits are "
-                f"{rules.MAX_USES} uses and {rules.MAX_EXPIRES_S / 86_400:.0f} days",
+                f"{limits.MAX_USES} uses and {limits.MAX_EXPIRES_S / 86_400:.0f} days",
                 "stay within these limits, and create further invitations later",
             )
         if name in self._invitations or key in self._members or key in self._reserved_keys:
             return _refused("known", "this key is in use", "run `gridtrain invite`, which creates a new key")
         if (
             sum(known.refusal(wall_s) is None for known in self._invitations.values())
-            >= rules.MAX_INVITATIONS
+            >= limits.MAX_INVITATIONS
         ):
             return _refused(
                 "too-many",
-                f"{rules.MAX_INVITATIONS} invitations are open",
+                f"{limits.MAX_INVITATIONS} invitations are open",
                 "create one invitation with more uses (--uses), or wait until some have expired",
             )
         entry = self._apply_and_journal(
@@ -282,10 +282,10 @@ class Authorization:
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
         """Kick a member, or ban a key, whether or not it belongs to a member."""
-        reason = rules.clean_reason(reason) or "the run's owner gave no reason"
+        reason = limits.clean_reason(reason) or "the run's owner gave no reason"
         if peer in self._reserved_keys:
             return _refused("ours", "this is the coordinator's or your own key", "specify a worker's key")
-        if rules.is_banned(peer, self._banned):
+        if limits.is_banned(peer, self._banned):
             return AccessReply(m.OperatorReply(f"{_short(peer)} is already banned: {self._banned[peer]}"))
         if not ban and not self._is_member(peer):
             return _refused(
@@ -293,10 +293,10 @@ class Authorization:
                 f"{_short(peer)} is not a member",
                 "list the members with `gridtrain members`, or ban the key",
             )
-        if ban and len(self._banned) >= rules.MAX_BANNED:
-            return _refused("too-many", f"{rules.MAX_BANNED} keys are banned", "unban some keys")
+        if ban and len(self._banned) >= limits.MAX_BANNED:
+            return _refused("too-many", f"{limits.MAX_BANNED} keys are banned", "unban some keys")
         cause = "liar" if self._violations.is_suspected(peer) else "order"
-        entries, _ = self._remove(peer, ban, reason, cause, rules.clean_reason(name) if ban else "")
+        entries, _ = self._remove(peer, ban, reason, cause, limits.clean_reason(name) if ban else "")
         done = (
             "is banned until you unban it" if ban else "is removed; it needs a new invitation to join again"
         )
@@ -322,7 +322,7 @@ class Authorization:
         Args:
             accuser: the member that reports it; None if the coordinator itself detected it.
         """
-        violation = ViolationRecord(accuser, rules.clean_reason(reason))
+        violation = ViolationRecord(accuser, limits.clean_reason(reason))
         if not self._is_member(peer) or not self._violations.add(peer, violation):
             return ViolationOutcome(violation_count=self._violations.count(peer))
         accuser_text = accuser.hex() if accuser is not None else ""
@@ -401,14 +401,14 @@ class Authorization:
             case "invitation":
                 self._apply_invitation(body)
             case "enrolled":
-                self._apply_enrolled(rules.parse_key(body["peer"]), rules.parse_text(body["invitation"]))
+                self._apply_enrolled(limits.parse_key(body["peer"]), limits.parse_text(body["invitation"]))
             case "expelled":
-                peer, name = rules.parse_key(body["peer"]), rules.parse_text(body.get("name", ""))
-                self._apply_expelled(peer, body["ban"], rules.parse_text(body["reason"]), body["cause"])
+                peer, name = limits.parse_key(body["peer"]), limits.parse_text(body.get("name", ""))
+                self._apply_expelled(peer, body["ban"], limits.parse_text(body["reason"]), body["cause"])
                 if body["ban"] and name:
                     self._banned_names[peer] = name
             case "pardoned":
-                peer = rules.parse_key(body["peer"])
+                peer = limits.parse_key(body["peer"])
                 self._banned.pop(peer, None)
                 self._banned_names.pop(peer, None)
                 self._removed.pop(peer, None)
@@ -419,15 +419,16 @@ class Authorization:
                         "it was banned, and has not been invited since the ban was lifted",
                     )
             case "strike":
-                accuser_text = rules.parse_text(body["accuser"])
+                accuser_text = limits.parse_text(body["accuser"])
                 violation = ViolationRecord(
-                    rules.parse_key(accuser_text) if accuser_text else None, rules.parse_text(body["reason"])
+                    limits.parse_key(accuser_text) if accuser_text else None,
+                    limits.parse_text(body["reason"]),
                 )
-                self._violations.add(rules.parse_key(body["peer"]), violation)
+                self._violations.add(limits.parse_key(body["peer"]), violation)
 
     def _apply_invitation(self, body: Mapping[str, Any]) -> None:
-        name, uses = rules.parse_key(body["key"]).hex(), body["uses"]
-        until_s, at_s = rules.parse_seconds(body["until_s"]), rules.parse_seconds(body["at_s"])
+        name, uses = limits.parse_key(body["key"]).hex(), body["uses"]
+        until_s, at_s = limits.parse_seconds(body["until_s"]), limits.parse_seconds(body["at_s"])
         if type(uses) is not int or not 1 <= uses < 2**31:
             raise ValueError(f"uses is {uses!r}; it must be an integer between 1 and 2147483647")
         earlier = self._invitations.pop(name, None)
@@ -441,11 +442,11 @@ class Authorization:
     def _forget_ended_invitations(self, wall_s: float) -> None:
         """Keep the valid invitations and the most recently ended ones."""
         ended = [name for name, known in self._invitations.items() if known.refusal(wall_s) is not None]
-        surplus = set(ended[: max(0, len(ended) - rules.MAX_ENDED_INVITATIONS)])
+        surplus = set(ended[: max(0, len(ended) - limits.MAX_ENDED_INVITATIONS)])
         self._invitations = {
             name: known
             for name, known in self._invitations.items()
-            if name not in surplus and not rules.is_forgotten(known.until_s, wall_s)
+            if name not in surplus and not limits.is_forgotten(known.until_s, wall_s)
         }
 
     def _apply_enrolled(self, peer: m.PeerId, invitation: str) -> None:
@@ -463,7 +464,7 @@ class Authorization:
         self._members.pop(peer, None)
         self._removed.pop(peer, None)
         self._removed[peer] = _Removal(self._serial, cause == "strikes", reason)
-        if len(self._removed) > rules.MAX_REMOVED:
+        if len(self._removed) > limits.MAX_REMOVED:
             del self._removed[next(iter(self._removed))]
         if ban:
             self._banned[peer] = reason

@@ -16,7 +16,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import invitation_digest
 from gridtrain.network.transport.zmq.half_open import address_range
 from gridtrain_coordinator.access import authorization as module
-from gridtrain_coordinator.access import authorization_rules as rules
+from gridtrain_coordinator.access import authorization_limits as rules
 from gridtrain_coordinator.access.authorization import (
     AccessReply,
     AccessRole,

@@ -17,7 +17,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.stages import device_assignment, memory_fit, repartition, schedule, step_time
-from gridtrain.core.stages.micro_batch_tuning import TRIALS, StepTimings, choose_micro_batches
+from gridtrain.core.stages.micro_batch_trials import TRIALS, StepTimings, choose_micro_batches
 from gridtrain.core.stages.partition import best_partition, partition_at
 from gridtrain.core.stages.rank_placement import (
     StateLocations,

@@ -165,7 +165,7 @@ TARGETS = (
         valid,
         (
             "gridtrain_coordinator.access.authorization",
-            "gridtrain_coordinator.access.authorization_rules",
+            "gridtrain_coordinator.access.authorization_limits",
             "gridtrain_coordinator.access.violations",
         ),
         max_bytes=600,

@@ -199,7 +199,7 @@ TARGETS = (
         valid_journal,
         (
             "gridtrain_coordinator.run.journal_recovery",
-            "gridtrain_coordinator.access.authorization_rules",
+            "gridtrain_coordinator.access.authorization_limits",
         ),
         change_json,
         (*JSON, b'"verdict"', b'"holders"', b'"decided"', b'"COMMIT"'),

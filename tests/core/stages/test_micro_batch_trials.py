@@ -7,7 +7,7 @@ import pytest
 from timetable import timetable
 
 from gridtrain.core.group.rank_layout import RankLayout
-from gridtrain.core.stages.micro_batch_tuning import (
+from gridtrain.core.stages.micro_batch_trials import (
     MEASURED_TRIALS,
     TRIALS,
     StepTimings,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gridtrain.cli.join_progress import JoinTimeout, await_members, print_event_on_stderr
+from gridtrain.cli.invited_workers import JoinTimeout, await_members, print_event_on_stderr
 from gridtrain.core.group.invitation import Invitation, invitation_digest
 from gridtrain.errors import CoordinatorUnreachable
 from gridtrain.network.transport.identity import Identity

@@ -1,4 +1,4 @@
-"""The individual rules of access control: bounds, limits, refusals, and the parsing of journal entries.
+"""The limits, checks and refusals of access control, and the parsing of its journal entries.
 
 Each function answers one question and keeps no state.  `authorization` looks each function up in this module
 at every call, so that a test can disable a rule and demonstrate the effect.
