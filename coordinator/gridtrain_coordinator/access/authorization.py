@@ -420,10 +420,8 @@ class Authorization:
                     )
             case "strike":
                 accuser_text = limits.parse_text(body["accuser"])
-                violation = ViolationRecord(
-                    limits.parse_key(accuser_text) if accuser_text else None,
-                    limits.parse_text(body["reason"]),
-                )
+                accuser = limits.parse_key(accuser_text) if accuser_text else None
+                violation = ViolationRecord(accuser, limits.parse_text(body["reason"]))
                 self._violations.add(limits.parse_key(body["peer"]), violation)
 
     def _apply_invitation(self, body: Mapping[str, Any]) -> None:
