@@ -69,8 +69,8 @@ def predict(cell: Cell, cpu: CpuCosts, cores: int | None = None) -> float:
 
 
 def is_predictable(result: CellResult) -> bool:
-    """Return whether a cell was measured and is gridtrain's, on a link without losses."""
-    return bool(result.samples) and not result.cell.rival and not result.cell.link.loss
+    """Return whether a cell was measured and is gridtrain's."""
+    return bool(result.samples) and not result.cell.rival
 
 
 def compare(results: Sequence[CellResult], cpu: CpuCosts, cores: int | None) -> tuple[str, int, int]:

@@ -57,7 +57,7 @@ class Effort:
 
 def why_no_link(link: Link) -> str:
     """Return why this machine cannot provide a link; empty if it can."""
-    return why_not() or (lab_link.why_not() if link.delay_s or link.loss else "")
+    return why_not() or (lab_link.why_not() if link.delay_s else "")
 
 
 @contextlib.contextmanager
@@ -70,15 +70,15 @@ def hosts_of(link: Link, *, loopback: bool = False) -> Iterator[LabHosts | Local
     Raises `ConfigError` if this machine cannot provide the link.
     """
     if loopback:
-        if link.delay_s or link.loss or link.congestion:
-            raise ConfigError(f"{link}: loopback has neither delay nor loss", remedy="use namespaces (root)")
+        if link.delay_s:
+            raise ConfigError(f"{link}: loopback has no delay", remedy="use namespaces (root)")
         yield LocalHost(link.rate)
         return
     if reason := why_no_link(link):
         raise ConfigError(f"{link}: {reason}", remedy="measure on Linux as root, or with --loopback")
     names = [f"worker-{number}" for number in range(1, link.workers + 1)]
-    with Net(congestion=link.congestion) as net:
-        yield LabHosts(net, names, rate=link.rate, delay_s=link.delay_s, loss=link.loss, hub_rate=link.rate)
+    with Net() as net:
+        yield LabHosts(net, names, rate=link.rate, delay_s=link.delay_s, hub_rate=link.rate)
 
 
 def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:

@@ -1,10 +1,10 @@
-"""A host's link: its rate in each direction, its delay and its loss.
+"""A host's link: its rate in each direction, and its delay.
 
                   up: tbf on the host's end
     host  eth0 ============================= link ============================== port of the bridge
                                                                                  down: tbf on the port
-    delay, loss:  with netem on the port, above tbf; in a kernel without netem on the host, before TCP:
-                  eth0 | mangle PREROUTING: DROP at random | NFQUEUE: delayed by delay.py | TCP
+    delay:        with netem on the port, above tbf; in a kernel without netem on the host, before TCP:
+                  eth0 | mangle PREROUTING: NFQUEUE, delayed by delay.py | TCP
 
 Packets are delayed after they have left the sender's host, because packets that wait there count against the
 sender's socket (TCP small queues), which slows bulk transfers down.  Between two hosts with a delay d each, a
@@ -63,11 +63,11 @@ class End:
     namespace: str
     interface: str
 
-    def set(self, rate: str, new_rate: bool, impairment: tuple[float, float] | None) -> None:
-        """Set the rate of frames that leave here, and netem's (delay, loss) unless that is None."""
-        if impairment is not None:
-            _netem(self, *impairment)
-        if rate and (new_rate or impairment is not None):
+    def set(self, rate: str, new_rate: bool, delay_s: float | None) -> None:
+        """Set the rate of frames that leave here, and netem's delay unless that is None."""
+        if delay_s is not None:
+            _netem(self, delay_s)
+        if rate and (new_rate or delay_s is not None):
             rate_Bps = parse_rate(rate)
             shown = command("tc", "-n", self.namespace, "qdisc", "show", "dev", self.interface)
             place = ["parent", "1:1"] if "qdisc netem" in shown else ["root"]
@@ -96,28 +96,24 @@ def _set_offloads(interface: str, on: bool) -> None:
                 raise LabError(f"{name} of {interface} cannot be switched: {error.strerror}") from None
 
 
-def _netem(end: End, delay_s: float, loss: float) -> None:
-    where = f"qdisc replace dev {end.interface} root handle 1: netem limit {NETEM_FRAMES}"
-    how = f"delay {1e6 * delay_s:.0f}us loss {100 * loss:.7f}%"
-    command("tc", "-n", end.namespace, *where.split(), *how.split())
+def _netem(end: End, delay_s: float) -> None:
+    how = f"root handle 1: netem limit {NETEM_FRAMES} delay {1e6 * delay_s:.0f}us"
+    command("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.interface, *how.split())
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Rates such as "20Mbit" (empty: no limit), the delay, and the share of frames that are lost."""
+    """Rates such as "20Mbit" (empty: no limit), and the delay."""
 
     up: str = ""
     down: str = ""
     delay_s: float = 0.0
-    loss: float = 0.0
 
     def __post_init__(self) -> None:
         for rate in filter(None, (self.up, self.down)):
             parse_rate(rate)
         if not 0 <= self.delay_s <= LONGEST_DELAY_S:
             raise ValueError(f"delay_s is {self.delay_s}; it must be from 0 to {LONGEST_DELAY_S:g} seconds")
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"loss is {self.loss}; it must be a share of the frames, at least 0 and below 1")
 
 
 class Link:
@@ -134,50 +130,43 @@ class Link:
         self._near, self._far, self._both = near, far, bool(inner)
         self._arrivals = Arrivals(near, inner, start)
 
-    def change(
-        self, up: str = "", down: str = "", delay_s: float | None = None, loss: float | None = None
-    ) -> None:
+    def change(self, up: str = "", down: str = "", delay_s: float | None = None) -> None:
         """Change the settings that are not empty or None.  Raises `LabError`, `ValueError`, `ConfigError`."""
         was = self.settings
         delay_s = was.delay_s if delay_s is None else delay_s
-        loss = was.loss if loss is None else loss
-        now = Settings(up or was.up, down or was.down, delay_s, loss)
-        is_impaired = (delay_s, loss) != (was.delay_s, was.loss)
-        if is_impaired and (reason := why_not()):
+        now = Settings(up or was.up, down or was.down, delay_s)
+        is_delay_new = delay_s != was.delay_s
+        if is_delay_new and (reason := why_not()):
             raise LabError(reason)
-        with_netem = is_impaired and not netem_why_not()
-        if is_impaired and not with_netem:
-            self._arrivals.set(delay_s, loss)
-        self._far.set(now.down, bool(down), (delay_s, loss) if with_netem else None)
-        self._near.set(now.up, bool(up), (delay_s, 0.0) if with_netem and self._both else None)
-        if loss:
-            self._far.offloads(False)
+        with_netem = is_delay_new and not netem_why_not()
+        if is_delay_new and not with_netem:
+            self._arrivals.set(delay_s)
+        self._far.set(now.down, bool(down), delay_s if with_netem else None)
+        self._near.set(now.up, bool(up), delay_s if with_netem and self._both else None)
         self.settings = now
 
 
 class Arrivals:
-    """Delay and loss of the packets that arrive at a host, in a kernel without netem.
+    """Delay of the packets that arrive at a host, in a kernel without netem.
 
     Args:
-        end: the host's end of the link; packets that arrive here are delayed and lost.
-        inner: other interfaces; packets that arrive here are only delayed.
+        end: the host's end of the link.
+        inner: a router's other interfaces, where packets are delayed, too.
     """
 
     def __init__(self, end: End, inner: Sequence[str], start: Start) -> None:
-        self._end, self._inner, self._start = end, tuple(inner), start
-        self._delay_s = 0.0
+        self._end, self._start = end, start
+        self._interfaces = (end.interface, *inner)
         self._holder: subprocess.Popen[bytes] | None = None
         self._queue = 0
 
-    def set(self, delay_s: float, loss: float) -> None:
-        """Set the delay and the loss of arriving packets.  Raises `LabError`."""
+    def set(self, delay_s: float) -> None:
+        """Set the delay of arriving packets.  Raises `LabError`."""
         before = self._holder
-        if delay_s != self._delay_s:
-            self._queue = 1 - self._queue  # the new process is ready before the old one ends
-            self._holder = self._hold(delay_s) if delay_s else None
-            self._delay_s = delay_s
-        self._write_rules(loss)
-        if before is not None and before is not self._holder:
+        self._queue = 1 - self._queue  # the new process is ready before the old one ends
+        self._holder = self._hold(delay_s) if delay_s else None
+        self._write_rules()
+        if before is not None:
             before.terminate()
             before.communicate()
 
@@ -191,16 +180,11 @@ class Arrivals:
             raise LabError(f"delay.py did not start in {self._end.namespace}: {error or 'no output'}")
         return holder
 
-    def _write_rules(self, loss: float) -> None:
+    def _write_rules(self) -> None:
         """Replace all rules of the mangle table; a router's rules are in other tables."""
-        lines = ["*mangle", ":PREROUTING ACCEPT [0:0]"]
-        if loss:
-            chance = f"-m statistic --mode random --probability {loss:.10f}"
-            lines.append(f"-A PREROUTING -i {self._end.interface} {chance} -j DROP")
-        if self._delay_s:
-            for interface in (self._end.interface, *self._inner):
-                lines.append(f"-A PREROUTING -i {interface} -j NFQUEUE --queue-num {self._queue}")
-        text = "\n".join([*lines, "COMMIT", ""])
+        delayed = self._interfaces if self._holder is not None else ()
+        rules = [f"-A PREROUTING -i {name} -j NFQUEUE --queue-num {self._queue}" for name in delayed]
+        text = "\n".join(["*mangle", ":PREROUTING ACCEPT [0:0]", *rules, "COMMIT", ""])
         command("ip", "netns", "exec", self._end.namespace, "iptables-restore", "--wait", stdin=text)
 
 
@@ -213,7 +197,7 @@ def netem_why_not() -> str:
     namespace = f"{owner_tag()}-0-netem"
     try:
         add(namespace)
-        _netem(End(namespace, "lo"), 0.001, 0.001)
+        _netem(End(namespace, "lo"), 0.001)
     except LabError as error:
         return str(error)
     finally:
@@ -223,7 +207,7 @@ def netem_why_not() -> str:
 
 @functools.cache
 def why_not() -> str:
-    """Return why delay and loss are not possible here; empty if they are.  Needs root."""
+    """Return why a delay is not possible here; empty if it is.  Needs root."""
     if not netem_why_not():
         return ""
     if shutil.which("iptables-restore") is None:
@@ -238,8 +222,8 @@ def why_not() -> str:
     try:
         add(namespace)
         tried = Arrivals(End(namespace, "lo"), (), start)
-        tried.set(0.001, 0.001)
-        tried.set(0.0, 0.0)
+        tried.set(0.001)
+        tried.set(0.0)
     except LabError as error:
         return f"no netem in this kernel, and its substitute does not work: {error}"
     finally:

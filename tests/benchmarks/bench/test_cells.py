@@ -13,13 +13,13 @@ from gridtrain.errors import ConfigError
 
 
 def test_a_cell_is_parsed() -> None:
-    cell = parse("gtopk:values=fp32 P=4 n=25.6M rate=100Mbit delay=20ms loss=0.01 density=0.002 curve")
+    cell = parse("gtopk:values=fp32 P=4 n=25.6M rate=100Mbit delay=20ms density=0.002 curve")
 
-    assert cell.link == Link(4, "100Mbit", 0.02, 0.01)
+    assert cell.link == Link(4, "100Mbit", 0.02)
     assert (cell.n, cell.k, cell.encrypted) == (25_600_000, 51_200, True)
     assert cell.exchange == GTopK(density=0.002, values="fp32")
     assert cell.exchange_text == "gtopk:values=fp32,density=0.002"
-    assert str(cell.link) == "P = 4, 100Mbit, 20 ms, 1 % lost"
+    assert str(cell.link) == "P = 4, 100Mbit, 20 ms"
 
 
 def test_a_density_in_the_exchange_has_precedence() -> None:
