@@ -49,9 +49,8 @@ from lab.net import Net, why_not
 from lab.ns import LabError
 from paper import DATA, MODELS
 from procfs import received_bytes
-from rivals.contract import INTERFACE
+from rivals.contract import INTERFACE, Request
 from rivals.hosts import measure as measure_rival
-from rivals.hosts import request_of
 
 WARM_UP_STEPS, WARM_UP_TURNS = 3, 2
 DECIDED_STEPS = BEFORE_TRIAL_STEPS + TRIAL_STEPS + 2  # the step of the decision, and the first one after it
@@ -301,7 +300,7 @@ def gloo_s(options: argparse.Namespace, world: int, n: int) -> float:
     """Return the median duration of gloo's all-reduce."""
     with tempfile.TemporaryDirectory(prefix="paper-") as folder, Net() as net:
         hosts = net.make_hosts([f"host-{rank}" for rank in range(world)], options.rate)
-        request = request_of("all_reduce", n, repeats=options.repeats)
+        request = Request(op="all_reduce", n=n, repeats=options.repeats)
         found = measure_rival(list(hosts.values()), "gloo", request, Path(folder), options.timeout)
     return statistics.median(found.seconds)
 

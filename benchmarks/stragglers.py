@@ -30,7 +30,16 @@ import gridtrain
 import record
 from lab.group import free_port
 from rivals.hosts import Loopback, run_ranks
-from stalls import BATCH_SIZE, ONE_COMPUTE_S, ONE_EVERY, ONE_STALL_S, WARM_UP_BATCHES, Stalls, make_model
+from stalls import (
+    BATCH_SIZE,
+    ONE_COMPUTE_S,
+    ONE_EVERY,
+    ONE_STALL_S,
+    WARM_UP_BATCHES,
+    Stalls,
+    Straggling,
+    make_model,
+)
 
 EXCHANGES: dict[str, Any] = {
     "gtopk": gridtrain.GTopK(density=0.05),
@@ -154,15 +163,10 @@ def hivemind(batches: int) -> dict[str, Any]:
 def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
     """Run four workers; return the longest time of the three that do not stall, and the averagings."""
     with tempfile.TemporaryDirectory(prefix="gridtrain-stragglers-") as place:
-        common = ["--world", "4", "--master", f"127.0.0.1:{free_port()}", "--batches", str(batches)]
-        common += ["--stalled"] * is_stalled
-        results = [Path(place, f"result-{rank}.json") for rank in range(4)]
-        commands = [
-            ["-m", "rivals.straggler", "--rank", str(rank), "--out", str(result), *common]
-            for rank, result in enumerate(results)
-        ]
-        run_ranks([Loopback()] * 4, "hivemind", commands, Path(place), HIVEMIND_S)
-        others = [json.loads(result.read_text()) for result in results[:3]]
+        common = Straggling(batches=batches, is_stalled=is_stalled)
+        hosts = [Loopback()] * 4
+        outs = run_ranks(hosts, "hivemind", "rivals.straggler", common, Path(place), HIVEMIND_S, free_port())
+        others = [json.loads(Path(out).read_text()) for out in outs[:3]]
     return {name: max(each[name] for each in others) for name in ("seconds", "epochs")}
 
 

@@ -30,8 +30,8 @@ from lab.group import LabHosts
 from lab.net import Net, why_not
 from lab.ns import LabError
 from procfs import machine_cpu_s
-from rivals.contract import OPS, ContractError, Result
-from rivals.hosts import PORT, measure, request_of
+from rivals.contract import OPS, ContractError, Request, Result
+from rivals.hosts import PORT, measure
 
 Log = Callable[[str], None]
 TURN_S, MOST_REPEATS = 1.0, 10
@@ -164,7 +164,7 @@ def _measure_wave(link: Link, wave: Sequence[CellResult], effort: Effort, log: L
 def _rival_samples(
     cell: Cell, hosts: LabHosts, folder: Path, repeats: int, warmup: int, port: int
 ) -> list[Sample]:
-    request = request_of(cell.op, cell.n, density=cell.density, repeats=repeats, warmup=warmup)
+    request = Request(op=cell.op, n=cell.n, density=cell.density, repeats=repeats, warmup=warmup)
     limit_s = RIVAL_START_S + RIVAL_REPEAT_S * (repeats + warmup)
     return samples_of(measure(list(hosts.workers.values()), cell.rival, request, folder, limit_s, port))
 

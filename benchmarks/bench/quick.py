@@ -16,10 +16,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.goals import SMALL_ELEMENTS
-from bench.goals import quick as quick_cells
 from bench.measurement import Effort, measure_cells
 from bench.results import CellResult
+from bench.suites import SMALL_ELEMENTS, cells_of
 from gridtrain.tools.bench.processor_bench import measure_processor
 from lab.net import why_not
 from record import RESULTS, machine
@@ -138,7 +137,7 @@ def measured(log: Callable[[str], None]) -> tuple[dict[str, float], dict[str, st
     log("selection, codec and merge beside a copy")
     ratios = local_ratios(measure_processor(PARAMETERS, DENSITY))
     effort = Effort(blocks=2, repeats=6, loopback=bool(why_not()))
-    more, why = exchange_ratios(list(measure_cells(quick_cells(), effort, available(), log)))
+    more, why = exchange_ratios(list(measure_cells(cells_of("quick"), effort, available(), log)))
     return ratios | more, why
 
 

@@ -1,7 +1,7 @@
 """The result file of a bench run: what was measured, on which kind of machine, by which command.
 
 {"schema": 1, "made": {...}, "machine": {...}, "rivals": {...}, "cells": [{"cell": "gtopk P=4 ...",
- "samples": [{"seconds": ..., "cpu_s": ..., ...}], "bound_s": ..., "skipped": ""}], "local": {...}}
+ "samples": [{"seconds": ..., "cpu_s": ..., ...}], "bound_s": ..., "skipped": ""}]}
 
 schema            1; a reader refuses another number
 made              "date" (UTC), "command", "software", "blocks"
@@ -11,7 +11,6 @@ cells[].cell      as `bench.cells.parse` reads it
 cells[].samples   one for each repeat without the warm-up, see `Sample`
 cells[].bound_s   lower bound; null if the link is unlimited or there is no formula
 cells[].skipped   why there are no samples; "" if there are
-local             nanoseconds per parameter of selection, codec, merge, and of a memory copy
 """
 
 from __future__ import annotations
@@ -110,11 +109,6 @@ class Results:
     machine: dict[str, Any] = field(default_factory=dict)
     rivals: dict[str, str] = field(default_factory=dict)
     cells: list[CellResult] = field(default_factory=list)
-    local: dict[str, float] = field(default_factory=dict)
-
-    def of(self, cell: Cell) -> CellResult | None:
-        """Return the result of this cell that has samples."""
-        return next((result for result in self.cells if result.cell == cell and result.samples), None)
 
     def to_json(self) -> str:
         cells = [
@@ -127,7 +121,7 @@ class Results:
             for result in self.cells
         ]
         whole = {"schema": SCHEMA, "made": self.made, "machine": self.machine, "rivals": self.rivals}
-        return json.dumps({**whole, "local": self.local, "cells": cells}, indent=1) + "\n"
+        return json.dumps({**whole, "cells": cells}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Results:
@@ -145,7 +139,7 @@ class Results:
                 )
                 for entry in whole["cells"]
             ]
-            return cls(whole["made"], whole["machine"], whole["rivals"], cells, whole["local"])
+            return cls(whole["made"], whole["machine"], whole["rivals"], cells)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ResultsError(f"this is not a result file of a bench run: {error!r}") from None
 

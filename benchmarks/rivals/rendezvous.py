@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from io import BufferedRWPair
 from typing import Any
 
-from rivals.contract import ContractError, Request
+from rivals.contract import ContractError, Rank
 
 UP_S = 120.0
 ANSWER_S = 1800.0
@@ -30,16 +30,16 @@ class Rendezvous:
     A context manager.  Raises `ContractError` if the group is not complete within `UP_S` seconds.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, own: Rank) -> None:
+        self._own = own
         self._stack = ExitStack()
         self._files: dict[int, BufferedRWPair] = {}
 
     def __enter__(self) -> Rendezvous:
         try:
-            if self._request.rank:
+            if self._own.rank:
                 self._keep(0, self._dial())
-                self.send(0, self._request.rank)
+                self.send(0, self._own.rank)
             else:
                 self._accept()
         except BaseException:
@@ -52,12 +52,12 @@ class Rendezvous:
 
     @property
     def world(self) -> int:
-        return self._request.world
+        return self._own.world
 
     def exchange(self, value: Any) -> list[Any]:
         """Return all ranks' values, by rank, when all have called it."""
-        others = range(1, self._request.world)
-        if self._request.rank:
+        others = range(1, self._own.world)
+        if self._own.rank:
             self.send(0, value)
             values: list[Any] = self.receive(0)
             return values
@@ -78,30 +78,30 @@ class Rendezvous:
         return json.loads(line)
 
     def _accept(self) -> None:
-        address = (self._request.master_host, self._request.master_port)
+        address = (self._own.master_host, self._own.master_port)
         until_s = time.monotonic() + UP_S
         with socket.create_server(address) as listener:
-            while len(self._files) < self._request.world - 1:
+            while len(self._files) < self._own.world - 1:
                 listener.settimeout(max(0.001, until_s - time.monotonic()))
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     present = [0, *sorted(self._files)]
-                    text = f"after {UP_S:g} s only ranks {present} of {self._request.world} have connected"
+                    text = f"after {UP_S:g} s only ranks {present} of {self._own.world} have connected"
                     raise ContractError(text) from None
                 with connection.makefile("rb", buffering=0) as first:
                     rank = int(first.readline(16))
                 self._keep(rank, connection)
 
     def _dial(self) -> socket.socket:
-        address = (self._request.master_host, self._request.master_port)
+        address = (self._own.master_host, self._own.master_port)
         until_s = time.monotonic() + UP_S
         while True:
             try:
                 return socket.create_connection(address, timeout=UP_S)
             except OSError as error:
                 if time.monotonic() > until_s:
-                    text = f"rank 0 does not listen at {self._request.master} after {UP_S:g} s: {error}"
+                    text = f"rank 0 does not listen at {self._own.master} after {UP_S:g} s: {error}"
                     raise ContractError(text) from None
                 time.sleep(AGAIN_S)  # rank 0 is still starting
 
