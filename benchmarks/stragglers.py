@@ -123,7 +123,7 @@ def one(steps: int) -> dict[str, Any]:
     return found
 
 
-def many(seeds: int, epochs: int) -> dict[str, Any]:
+def many(seeds: int) -> dict[str, Any]:
     data = torch.utils.data.TensorDataset(*make_data(12_800, 1))
     found: dict[str, Any] = {"runs": []}
     for seed in range(seeds):
@@ -135,7 +135,7 @@ def many(seeds: int, epochs: int) -> dict[str, Any]:
         ):
             stalls = [Stalls(stall_s=MANY_STALL_S, share=share, seed=100 * seed + i) for i in range(8)]
             exchange = gridtrain.GTopK(density=0.05)
-            seen = run(exchange, wait, stalls, MANY_COMPUTE_S, data, epochs=epochs, seed=seed)
+            seen = run(exchange, wait, stalls, MANY_COMPUTE_S, data, epochs=1, seed=seed)
             by_name[name] = seen
             print(f"seed {seed} {name:5} {seen['seconds']:6.1f} s  loss {seen['loss']:.4f}", flush=True)
         calm, auto = by_name["calm"], by_name["auto"]
@@ -177,11 +177,10 @@ def main() -> None:
     parser.add_argument("what", choices=("one", "many", "hivemind"))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.what == "many":
-        found = many(options.seeds, options.epochs)
+        found = many(options.seeds)
     else:
         found = one(options.steps) if options.what == "one" else hivemind(options.steps)
     record.write(options.out, None, **{options.what: found})
