@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from lab_transfer import say
 from sniffer import Sniffer
 from zmq.utils import z85
 
 from lab.group import Group, LabHosts, hostname
-from lab.net import Host, Net
+from lab.net import Net
 
 pytestmark = pytest.mark.integration
 
@@ -134,17 +135,6 @@ def personal() -> list[bytes]:
     return [word.encode() for name in NAMES for word in (name, hostname(name))]
 
 
-def send(sender: Host, receiver: Host, text: bytes) -> None:
-    with receiver.listen() as listener:
-        outgoing = sender.dial(receiver.address, listener.getsockname()[1])
-        incoming, _ = listener.accept()
-    with outgoing, incoming:
-        outgoing.sendall(text)
-        outgoing.close()
-        while incoming.recv(1 << 16):
-            pass
-
-
 def seen(find: Callable[[bytes], object], patterns: Sequence[bytes]) -> list[bytes]:
     return [pattern for pattern in patterns if find(pattern)]
 
@@ -184,7 +174,7 @@ def test_the_eavesdropper_finds_each_of_them_if_sent_in_plain_text(encrypted: Re
     patterns += [*personal(), *encrypted.samples["Data"]]
     anna, hub = encrypted.hosts[NAMES[0]], encrypted.hosts.hub
     with Sniffer(encrypted.net) as sniffer:
-        send(anna, hub, b" ".join(patterns))
+        say(anna, hub, b" ".join(patterns))
     assert seen(sniffer.found, patterns) == patterns
 
 

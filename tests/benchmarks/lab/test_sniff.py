@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 
+from lab_transfer import say
 from sniffer import Sniffer, pieces, texts_of
 
-from lab.net import Host, Net
+from lab.net import Net
 
 WORD = b"correct horse battery staple"
-
-
-def say(sender: Host, receiver: Host, *writes: bytes) -> None:
-    """Send each write as its own segment, and wait until all have arrived."""
-    with receiver.listen() as listener:
-        outgoing = sender.dial(receiver.address, listener.getsockname()[1])
-        incoming, _ = listener.accept()
-    with outgoing, incoming:
-        outgoing.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        incoming.settimeout(30)
-        for data in writes:
-            pump = threading.Thread(target=outgoing.sendall, args=(data,))
-            pump.start()
-            arrived = bytearray()
-            while len(arrived) < len(data):
-                arrived += incoming.recv(1 << 16)
-            pump.join()
-            assert arrived == data
 
 
 def test_a_word_that_is_divided_into_segments_is_found(net: Net) -> None:
