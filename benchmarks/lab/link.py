@@ -3,8 +3,7 @@
                   up: tbf on the host's end
     host  eth0 ============================= link ============================== port of the bridge
                                                                                  down: tbf on the port
-    delay:        with netem on the port, above tbf; in a kernel without netem on the host, before TCP:
-                  eth0 | mangle PREROUTING: NFQUEUE, delayed by delay.py | TCP
+    delay:  of arriving packets on the host, before TCP: eth0 | mangle PREROUTING: NFQUEUE, delay.py | TCP
 
 Packets are delayed after they have left the sender's host, because packets that wait there count against the
 sender's socket (TCP small queues), which slows bulk transfers down.  Between two hosts with a delay d each, a
@@ -40,9 +39,6 @@ SLOW_BPS = 25_000_000
 LATENCY_MS = 50
 """The longest time of a frame in the queue of the bucket; further frames are dropped, and TCP slows down."""
 
-NETEM_FRAMES = 1 << 17
-"""The most frames in netem; its default of 1000 loses most frames of a fast link with a delay."""
-
 _PROGRAM = Path(__file__).with_name("delay.py")
 _SIOCETHTOOL = 0x8946
 _OFFLOADS = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}  # ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO
@@ -63,22 +59,12 @@ class End:
     namespace: str
     interface: str
 
-    def set(self, rate: str, new_rate: bool, delay_s: float | None) -> None:
-        """Set the rate of frames that leave here, and netem's delay unless that is None."""
-        if delay_s is not None:
-            _netem(self, delay_s)
-        if rate and (new_rate or delay_s is not None):
-            rate_Bps = parse_rate(rate)
-            shown = command("tc", "-n", self.namespace, "qdisc", "show", "dev", self.interface)
-            place = ["parent", "1:1"] if "qdisc netem" in shown else ["root"]
-            bucket = ["rate", f"{round(rate_Bps * 8)}bit", "burst", f"{bucket_bytes(rate_Bps)}b"]
-            tbf = ["dev", self.interface, *place, "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
-            command("tc", "-n", self.namespace, "qdisc", "replace", *tbf)
-            self.offloads(rate_Bps > SLOW_BPS)
-
-    def offloads(self, on: bool) -> None:
-        """Allow or forbid the interface to send frames longer than its MTU.  Raises `LabError`."""
-        inside(self.namespace, lambda: _set_offloads(self.interface, on))
+    def limit(self, rate_Bps: float) -> None:
+        """Set the rate of frames that leave here."""
+        bucket = ["rate", f"{round(rate_Bps * 8)}bit", "burst", f"{bucket_bytes(rate_Bps)}b"]
+        tbf = ["dev", self.interface, "root", "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
+        command("tc", "-n", self.namespace, "qdisc", "replace", *tbf)
+        inside(self.namespace, lambda: _set_offloads(self.interface, rate_Bps > SLOW_BPS))
 
 
 def _set_offloads(interface: str, on: bool) -> None:
@@ -96,26 +82,6 @@ def _set_offloads(interface: str, on: bool) -> None:
                 raise LabError(f"{name} of {interface} cannot be switched: {error.strerror}") from None
 
 
-def _netem(end: End, delay_s: float) -> None:
-    how = f"root handle 1: netem limit {NETEM_FRAMES} delay {1e6 * delay_s:.0f}us"
-    command("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.interface, *how.split())
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Rates such as "20Mbit" (empty: no limit), and the delay."""
-
-    up: str = ""
-    down: str = ""
-    delay_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for rate in filter(None, (self.up, self.down)):
-            parse_rate(rate)
-        if not 0 <= self.delay_s <= LONGEST_DELAY_S:
-            raise ValueError(f"delay_s is {self.delay_s}; it must be from 0 to {LONGEST_DELAY_S:g} seconds")
-
-
 class Link:
     """The link between a host and a bridge.
 
@@ -126,28 +92,30 @@ class Link:
     """
 
     def __init__(self, near: End, far: End, inner: Sequence[str], start: Start) -> None:
-        self.settings = Settings()
-        self._near, self._far, self._both = near, far, bool(inner)
+        self._near, self._far = near, far
         self._arrivals = Arrivals(near, inner, start)
 
     def change(self, up: str = "", down: str = "", delay_s: float | None = None) -> None:
-        """Change the settings that are not empty or None.  Raises `LabError`, `ValueError`, `ConfigError`."""
-        was = self.settings
-        delay_s = was.delay_s if delay_s is None else delay_s
-        now = Settings(up or was.up, down or was.down, delay_s)
-        is_delay_new = delay_s != was.delay_s
-        if is_delay_new and (reason := why_not()):
-            raise LabError(reason)
-        with_netem = is_delay_new and not netem_why_not()
-        if is_delay_new and not with_netem:
+        """Change the settings that are not empty or None.
+
+        Args:
+            up, down: rates such as "20Mbit".
+
+        Raises `LabError`, `ValueError`, `ConfigError`.
+        """
+        if delay_s is not None and not 0 <= delay_s <= LONGEST_DELAY_S:
+            raise ValueError(f"delay_s is {delay_s}; it must be from 0 to {LONGEST_DELAY_S:g} seconds")
+        for end, rate in ((self._near, up), (self._far, down)):
+            if rate:
+                end.limit(parse_rate(rate))
+        if delay_s is not None and delay_s != self._arrivals.delay_s:
+            if reason := why_not():
+                raise LabError(reason)
             self._arrivals.set(delay_s)
-        self._far.set(now.down, bool(down), delay_s if with_netem else None)
-        self._near.set(now.up, bool(up), delay_s if with_netem and self._both else None)
-        self.settings = now
 
 
 class Arrivals:
-    """Delay of the packets that arrive at a host, in a kernel without netem.
+    """Delay of the packets that arrive at a host.
 
     Args:
         end: the host's end of the link.
@@ -157,12 +125,13 @@ class Arrivals:
     def __init__(self, end: End, inner: Sequence[str], start: Start) -> None:
         self._end, self._start = end, start
         self._interfaces = (end.interface, *inner)
+        self.delay_s = 0.0
         self._holder: subprocess.Popen[bytes] | None = None
         self._queue = 0
 
     def set(self, delay_s: float) -> None:
         """Set the delay of arriving packets.  Raises `LabError`."""
-        before = self._holder
+        before, self.delay_s = self._holder, delay_s
         self._queue = 1 - self._queue  # the new process is ready before the old one ends
         self._holder = self._hold(delay_s) if delay_s else None
         self._write_rules()
@@ -192,26 +161,10 @@ class Arrivals:
 
 
 @functools.cache
-def netem_why_not() -> str:
-    """Return why netem cannot be used; empty if it can.  Needs root."""
-    namespace = f"{owner_tag()}-0-netem"
-    try:
-        add(namespace)
-        _netem(End(namespace, "lo"), 0.001)
-    except LabError as error:
-        return str(error)
-    finally:
-        remove([namespace])
-    return ""
-
-
-@functools.cache
 def why_not() -> str:
     """Return why a delay is not possible here; empty if it is.  Needs root."""
-    if not netem_why_not():
-        return ""
     if shutil.which("iptables-restore") is None:
-        return "no netem in this kernel, and no iptables-restore (on Debian or Ubuntu: apt install iptables)"
+        return "there is no command 'iptables-restore' (on Debian or Ubuntu: apt install iptables)"
     namespace = f"{owner_tag()}-0-queue"
 
     def start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -225,7 +178,7 @@ def why_not() -> str:
         tried.set(0.001)
         tried.set(0.0)
     except LabError as error:
-        return f"no netem in this kernel, and its substitute does not work: {error}"
+        return f"this kernel cannot delay packets: {error}"
     finally:
         remove([namespace])
     return ""
