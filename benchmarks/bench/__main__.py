@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = {"date": date, "command": command, "software": __version__, "blocks": options.blocks}
     try:
         if options.action == "quick":
-            return quick.main(keep=options.keep, command=command, date=date)
+            return quick.main(keep=options.keep)
         print(markdown(measure(options, made)), end="")
         print(f"written to {options.out}", file=sys.stderr)
     except (CellError, OSError, GridtrainError) as error:

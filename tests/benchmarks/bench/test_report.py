@@ -119,18 +119,14 @@ def test_a_machine_is_described_without_a_name() -> None:
 
 
 def test_quick_reports_slower_figures() -> None:
-    recorded_figures = {
-        "select_ns": {"ratio": 10.0, "tolerance": 0.3},
-        "merge_ns": {"ratio": 100.0, "tolerance": 0.3},
-        "dense seconds": {"ratio": 1.0, "tolerance": 0.2},
-    }
-    now = {"select_ns": 13.1, "merge_ns": 129.0, "decode_ns": 4.0}
+    recorded_figures = {"select_ns": 10.0, "merge_ns": 100.0, "dense seconds": 1.0}
+    now = {"select_ns": 13.6, "merge_ns": 134.0, "decode_ns": 4.0}
     found = compare(now, recorded_figures, {"dense seconds": "rivals not installed: gloo"})
 
     assert list(map(str, found)) == [
-        "SLOWER        selection with the residual 13.1 copies (recorded 10, +31%, at most +30%)",
+        "SLOWER        selection with the residual 13.6 copies (recorded 10, +36%, at most +35%)",
         "new           decode 4 copies",
-        "fine          merge 129 copies (recorded 100, +29%, at most +30%)",
+        "fine          merge 134 copies (recorded 100, +34%, at most +35%)",
         "not measured  a dense exchange takes, of gloo's time,: rivals not installed: gloo",
     ]
     assert [finding.name for finding in found if finding.slower] == ["select_ns"]
@@ -141,15 +137,15 @@ def test_quick_warns_if_figures_are_much_better_than_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "quick.json"
-    figures = {name: {"ratio": 10.0, "tolerance": 0.25} for name in ("select_ns", "encode_ns", "merge_ns")}
+    figures = dict.fromkeys(("select_ns", "encode_ns", "merge_ns"), 10.0)
     path.write_text(json.dumps({"figures": figures}))
     monkeypatch.setattr(quick, "RECORD", path)
-    now = {"select_ns": 7.9, "encode_ns": 8.1, "merge_ns": 10.0}
+    now = {"select_ns": 7.3, "encode_ns": 7.5, "merge_ns": 10.0}
     monkeypatch.setattr(quick, "measured", lambda say: (now, {}))
-    assert quick.main(keep=False, command="python -m bench quick", date="") == 0
+    assert quick.main(keep=False) == 0
     output = capsys.readouterr().out
-    assert "BETTER        selection with the residual 7.9 copies (recorded 10, -21%, at most +25%)" in output
-    assert "fine          encode 8.1 copies" in output
+    assert "BETTER        selection with the residual 7.3 copies (recorded 10, -27%, at most +35%)" in output
+    assert "fine          encode 7.5 copies" in output
     assert "1 of 3 figures are far better than the recorded ones, which detect less there: record" in output
 
 
@@ -182,6 +178,5 @@ def test_exchange_figures_are_ratios_to_gloo() -> None:
 
 def test_the_recorded_figures_are_those_of_a_quick_bench() -> None:
     whole = json.loads(RECORD.read_text())
-    assert whole["schema"] == 1 and whole["made"]["command"].startswith("python -m bench quick")
-    assert set(whole["figures"]) == {*LOCAL, *EXCHANGES}
-    assert all(figure["ratio"] > 0 and figure["tolerance"] > 0 for figure in whole["figures"].values())
+    assert whole["command"].startswith("python -m bench quick")
+    assert set(whole["figures"]) == {*LOCAL, *EXCHANGES} and min(whole["figures"].values()) > 0
