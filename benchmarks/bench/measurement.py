@@ -30,7 +30,7 @@ from lab.group import LabHosts
 from lab.net import Net, why_not
 from lab.ns import LabError
 from procfs import machine_cpu_s
-from rivals.contract import OPS, ContractError, Request, Result
+from rivals.contract import OPS, Request, Result
 from rivals.hosts import PORT, measure
 
 Log = Callable[[str], None]
@@ -154,7 +154,7 @@ def _measure_wave(link: Link, wave: Sequence[CellResult], effort: Effort, log: L
                         setting = BenchSetting(cell.exchange_text, link.workers, cell.n, cell.encrypted)
                         groups[cell] = stack.enter_context(start_group(setting, hosts, folder))
                     samples = [_measure_once(groups[cell]) for _ in range(warmup + repeats)][warmup:]
-            except (GridtrainError, LabError, ContractError) as error:
+            except (GridtrainError, LabError) as error:
                 result.skipped = f"failed: {error}"
                 log(f"{cell.label}: {result.skipped}")
                 continue

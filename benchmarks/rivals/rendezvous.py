@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from io import BufferedRWPair
 from typing import Any
 
-from rivals.contract import ContractError, Rank
+from rivals.contract import Rank
 
 UP_S = 120.0
 ANSWER_S = 1800.0
@@ -24,10 +24,14 @@ AGAIN_S = 0.05
 MOST_BYTES = 1 << 20
 
 
+class RendezvousError(Exception):
+    """A group is not complete."""
+
+
 class Rendezvous:
     """A rank's connections: rank 0 has one to each other rank, the others have one to rank 0.
 
-    A context manager.  Raises `ContractError` if the group is not complete within `UP_S` seconds.
+    A context manager.  Raises `RendezvousError` if the group is not complete within `UP_S` seconds.
     """
 
     def __init__(self, own: Rank) -> None:
@@ -71,10 +75,10 @@ class Rendezvous:
         self._files[rank].flush()
 
     def receive(self, rank: int) -> Any:
-        """Receive a value.  Raises `ContractError` if the other rank has closed the connection."""
+        """Receive a value.  Raises `RendezvousError` if the other rank has closed the connection."""
         line = self._files[rank].readline(MOST_BYTES)
         if not line.endswith(b"\n"):
-            raise ContractError(f"rank {rank} has left the group")
+            raise RendezvousError(f"rank {rank} has left the group")
         return json.loads(line)
 
     def _accept(self) -> None:
@@ -88,7 +92,7 @@ class Rendezvous:
                 except TimeoutError:
                     present = [0, *sorted(self._files)]
                     text = f"after {UP_S:g} s only ranks {present} of {self._own.world} have connected"
-                    raise ContractError(text) from None
+                    raise RendezvousError(text) from None
                 with connection.makefile("rb", buffering=0) as first:
                     rank = int(first.readline(16))
                 self._keep(rank, connection)
@@ -102,7 +106,7 @@ class Rendezvous:
             except OSError as error:
                 if time.monotonic() > until_s:
                     text = f"rank 0 does not listen at {self._own.master} after {UP_S:g} s: {error}"
-                    raise ContractError(text) from None
+                    raise RendezvousError(text) from None
                 time.sleep(AGAIN_S)  # rank 0 is still starting
 
     def _keep(self, rank: int, connection: socket.socket) -> None:

@@ -12,10 +12,10 @@ from lab.group import free_port
 from lab.net import Net, why_not
 from lab.ns import LabError
 from rivals import environments
-from rivals.contract import OPS, TRAINERS, ContractError, Rank, Request
+from rivals.contract import OPS, TRAINERS, Rank, Request
 from rivals.environments import available
 from rivals.hosts import Loopback, measure, run_ranks
-from rivals.rendezvous import Rendezvous
+from rivals.rendezvous import Rendezvous, RendezvousError
 from rivals.train import Training
 
 TIMEOUT_S = 200.0
@@ -60,7 +60,7 @@ def test_a_rank_that_leaves_is_reported() -> None:
 
     thread = threading.Thread(target=leave)
     thread.start()
-    with Rendezvous(first) as group, pytest.raises(ContractError, match="rank 1 has left the group"):
+    with Rendezvous(first) as group, pytest.raises(RendezvousError, match="rank 1 has left the group"):
         group.exchange(None)
     thread.join()
 
@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_connect_is_reported(monkeypatch: pytest.MonkeyPatc
     thread = threading.Thread(target=lambda: Rendezvous(second).__enter__())
     thread.start()
     with (
-        pytest.raises(ContractError, match=r"only ranks \[0(, 1)?\] of 3 have connected"),
+        pytest.raises(RendezvousError, match=r"only ranks \[0(, 1)?\] of 3 have connected"),
         Rendezvous(first),
     ):
         pass
