@@ -103,10 +103,10 @@ def run(request: Request) -> Result:
             "hivemind",
             f"hivemind {hivemind.__version__}",
             Prepared(operation, 4 * request.n, prepare),
-            lambda: group.exchange(None),
+            group.barrier,
             note="with matchmaking; encrypted by default",
         )
-        group.exchange(None)  # no rank leaves while another one still averages
+        group.barrier()  # no rank ends its averager while another one still averages
         averager.shutdown()
         dht.shutdown()
     return result

@@ -53,7 +53,7 @@ def main() -> None:
             averaging_timeout=30.0,
             tracker_opts=REFRESH_S,
         )
-        group.exchange(None)
+        group.barrier()
         began_s, began_epoch = 0.0, 0
         for batch in range(1, options.batches + 1):
             if batch == WARM_UP_BATCHES:
@@ -65,7 +65,7 @@ def main() -> None:
             optimizer.zero_grad()
         seconds, epochs = time.monotonic() - began_s, optimizer.local_epoch - began_epoch
         Path(options.out).write_text(json.dumps({"seconds": seconds, "epochs": epochs}))
-        group.exchange(None)  # no rank leaves while another one still averages
+        group.barrier()  # no rank ends its optimizer while another one still averages
         optimizer.shutdown()
         dht.shutdown()
 

@@ -129,6 +129,7 @@ class Hivemind:
         self._group = self._stack.enter_context(Rendezvous(options))
         self._dht = rival.start_dht(options, self._group)
         self._trained, self._every, self._steps = trained_of(model), options.every, 0
+        self._world = options.world
         self._common = [parameter.detach().clone() for parameter in self._trained]
         size = sum(parameter.numel() for parameter in self._trained)
         self._averager = rival.start_averager(
@@ -154,7 +155,7 @@ class Hivemind:
     def _average_tensors(self, tensors: list[Tensor]) -> None:
         with self._averager.get_tensors() as (mean_N,):
             torch.cat([tensor.flatten() for tensor in tensors], out=mean_N)
-        self._average(self._averager, self._group.world)
+        self._average(self._averager, self._world)
         with self._averager.get_tensors() as (mean_N,):
             parts = mean_N.split([tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
@@ -164,7 +165,7 @@ class Hivemind:
         return bool(self._group.exchange(own)[0])
 
     def close(self) -> None:
-        self._group.exchange(None)
+        self._group.barrier()
         self._averager.shutdown()
         self._dht.shutdown()
         self._stack.close()
