@@ -1,4 +1,4 @@
-"""Measures the error of rounded dense values, by kind.
+"""Measures the error of rounded dense values, by kind and by the size of blocks that share a scale.
 
 The vectors are the gradients of the byte GPT at the start and after some steps of training.  An error is the
 root mean square of the rounding errors of one rounding, in percent of that of the values.
@@ -18,8 +18,11 @@ from torch.utils.data import DataLoader
 import record
 from accuracy.workloads import WORKLOADS
 from gridtrain.config import DENSE_VALUES
+from gridtrain.network.wire import value_encoding
 from gridtrain.network.wire.dense_payload import encode_slice
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 4096)
 
 
 def gradients(steps: int) -> list[np.ndarray]:
@@ -56,6 +59,9 @@ def main() -> None:
     torch.set_num_threads(1)
     vectors = gradients(options.steps)
     figures = {f"{kind}-error-percent": error_percent(vectors, VALUE_KINDS[kind]) for kind in DENSE_VALUES}
+    for block in BLOCKS:
+        value_encoding.SCALE_BLOCK = block
+        figures[f"block-{block}-error-percent"] = error_percent(vectors, ValueKind.INT8)
     for name, value in figures.items():
         print(f"{name:24} {value}")
     note = f"byte GPT, {vectors[0].size} parameters; the larger error of both gradients"

@@ -3,6 +3,6 @@
 __main__   runs each part in its own process, with a time limit; writes gpu.json after each part
 parts      the parts: their functions, the packages that they need, their limits
 exact      the tests marked `gpu`; selection and encoding on a GPU and the CPU, bit for bit
-speed      selection beside torch.topk; copies, memory and times of a step
+speed      selection beside other methods; copies, memory and times of a step
 runs       training in many ways, a pipeline, and processes that share the GPU behind slow links
 """

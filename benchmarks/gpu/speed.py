@@ -38,11 +38,11 @@ def synchronize(setting: Setting) -> None:
         torch.cuda.synchronize(setting.device)
 
 
-# -- selection beside torch.topk ------------------------------------------------------------------
+# -- selection beside other methods ------------------------------------------------------------------
 
 
 def selection(setting: Setting, store: Store) -> None:
-    """Time selection with residual and momentum beside torch.topk and a copy."""
+    """Time selection with residual and momentum beside torch.topk, DGC's sampled threshold and a copy."""
     blocks: list[dict[str, Any]] = []
     for n in sizes(setting):
         try:

@@ -102,7 +102,7 @@ def test_selection_is_timed_beside_other_methods() -> None:
     figures = figures_of(speed.selection)
     cases = figures["blocks"][-1]["cases"]
     assert [block["n"] for block in figures["blocks"]] == speed.sizes(SMALL)
-    assert {"memory copy", "torch.topk(abs)"} <= set(cases)
+    assert {"memory copy", "torch.topk(abs)", "sampled threshold (DGC), momentum"} <= set(cases)
     goal = figures["goal"]
     assert goal["met"] is (max(goal[name] for name in speed.GOAL_CASES) <= speed.GOAL)
     # 20 bytes an element with momentum, 8 of a copy
@@ -123,6 +123,15 @@ def test_a_length_without_enough_memory_is_reported(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match=r"not enough memory for n = \[20000\]"):
         speed.selection(SMALL, found.__setitem__)
     assert found["blocks"][1] == {"n": 20_000, "error": "CUDA out of memory."}
+
+
+def test_sampled_selection_sends_about_k_entries_and_stores_the_others() -> None:
+    vectors = selection.Vectors(20_000, torch.device("cpu"))
+    sampled = selection.Sampled(vectors, 200)
+    sampled.step()
+    sent = int((sampled._v == 0).sum())
+    assert 160 <= sent <= 260 and torch.equal(sampled._v == 0, sampled._u == 0)
+    assert torch.equal(sampled._v[sampled._v != 0], vectors.gradients[1][sampled._v != 0])
 
 
 def test_a_sparse_exchange_that_copies_whole_vectors_to_the_host_is_a_failure(
