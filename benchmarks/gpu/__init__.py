@@ -5,4 +5,5 @@ parts      the parts: their functions, the packages that they need, their limits
 exact      the tests marked `gpu`; selection and encoding on a GPU and the CPU, bit for bit
 speed      selection beside other methods; copies, memory and times of a step
 runs       training in many ways, a pipeline, and processes that share the GPU behind slow links
+report     gpu.md
 """

@@ -1,8 +1,8 @@
 """`make gpu`: all tests and measurements that need a GPU, within ten minutes on one card.
 
-python -m gpu                            all parts; results/gpu.json
+python -m gpu                            all parts; results/gpu.json and gpu.md
 python -m gpu --part selection bits      only these parts; the results of others remain in the file
-python -m gpu --device cpu --small       run all parts without a GPU; gpu-results/gpu.json
+python -m gpu --device cpu --small       run all parts without a GPU; files in gpu-results/
 
 Each part runs in its own process, so that an error on the device, or a part that hangs, does not affect the
 others.
@@ -47,7 +47,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=[], metavar="NAME", help=", ".join(PARTS))
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu")
     parser.add_argument("--small", action="store_true", help="sizes that take a CPU seconds")
-    parser.add_argument("--out", type=Path, help="the folder of gpu.json")
+    parser.add_argument("--out", type=Path, help="the folder of the two files")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # MODULE:NAME, to be run in this process
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -131,6 +131,8 @@ def load(path: Path, setting: Setting) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
+    from gpu import report
+
     setting, out = Setting(options.device, options.small), options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     record = load(out / "gpu.json", setting) if options.part else load(Path(os.devnull), setting)
@@ -142,16 +144,10 @@ def run(options: argparse.Namespace) -> int:
         record["machine"] = outcome.pop("machine", {}) or record["machine"]
         record["parts"][name] = {"date": datetime.date.today().isoformat()} | outcome
         replace(out / "gpu.json", json.dumps(record, indent=1) + "\n")
-        print(f"make gpu: {name}: {verdict(outcome)}", flush=True)
-    print(f"make gpu: results in {out}/gpu.json")
+        replace(out / "gpu.md", report.markdown(record))
+        print(f"make gpu: {name}: {report.verdict(outcome)}", flush=True)
+    print(f"make gpu: results in {out}/gpu.json and gpu.md")
     return 1 if any("error" in record["parts"][name] for name in options.part or PARTS) else 0
-
-
-def verdict(outcome: Outcome) -> str:
-    """Return the outcome of a part in a few words."""
-    if "error" in outcome:
-        return f"FAILED: {outcome['error']}"
-    return f"skipped: {outcome['skipped']}" if "skipped" in outcome else "done"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

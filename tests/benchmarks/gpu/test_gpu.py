@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 import selection  # noqa: E402
 from gpu import __main__ as program  # noqa: E402
-from gpu import exact, parts, runs, speed  # noqa: E402
+from gpu import exact, parts, report, runs, speed  # noqa: E402
 from gpu.parts import PARTS, Part, Setting  # noqa: E402
 from gridtrain.sparsify.cuda_selection import CudaSelection  # noqa: E402
 from gridtrain.sparsify.selection import AccumulationTerms, SelectedEntries, TensorSelection  # noqa: E402
@@ -123,6 +123,7 @@ def test_a_length_without_enough_memory_is_reported(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match=r"not enough memory for n = \[20000\]"):
         speed.selection(SMALL, found.__setitem__)
     assert found["blocks"][1] == {"n": 20_000, "error": "CUDA out of memory."}
+    assert "n = 20000: CUDA out of memory." in list(report.of_figure("blocks", found["blocks"], "cpu"))
 
 
 def test_sampled_selection_sends_about_k_entries_and_stores_the_others() -> None:
@@ -261,7 +262,7 @@ def hanging(setting, store):
 
 @pytest.mark.integration
 def test_the_failure_of_a_part_is_recorded_and_the_others_continue(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "fakeparts.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -272,7 +273,6 @@ def test_the_failure_of_a_part_is_recorded_and_the_others_continue(
     monkeypatch.setattr(program, "PARTS", fakes)
     out = tmp_path / "out"
     assert program.main(["--device", "cpu", "--small", "--out", str(out)]) == 1
-    assert "make gpu: bad: FAILED: the last line | of it\n" in capsys.readouterr().out
     record = json.loads((out / "gpu.json").read_text())
     outcomes = {
         name: part.get("error", part.get("skipped", "done")) for name, part in record["parts"].items()
@@ -286,6 +286,8 @@ def test_the_failure_of_a_part_is_recorded_and_the_others_continue(
     figures = [record["parts"][name]["figures"]["answer"] for name in ("bad", "crashing", "hanging")]
     assert figures == [{"before": 1}, {"before": 2}, {"before": 3}]
     assert torch.__version__.startswith(record["machine"]["torch"])
+    page = (out / "gpu.md").read_text()
+    assert "FAILED: the last line \\| of it |" in page and "| elsewhere |  | skipped: needs no_such" in page
 
     # a later run of one part adds to the file
     fakes["bad"] = Part("fakeparts:good", (), 60.0)
@@ -300,6 +302,12 @@ def test_a_part_is_not_started_without_enough_time() -> None:
     assert program.run_part(PARTS["bits"], SMALL, 3.0) == {
         "error": "not started: only 3 s of 540 s were left"
     }
+
+
+def test_the_report_shows_all_methods() -> None:
+    record = {"device": "cpu", "small": True, "machine": {}, "parts": {}}
+    record["parts"] = {"selection": {"figures": figures_of(speed.selection)}}
+    assert "| ours: weight, momentum, carried |" in report.markdown(record)
 
 
 def test_make_gpu_with_a_given_python_makes_no_environment() -> None:
