@@ -6,9 +6,9 @@
     message, wake,   real members, four tiny exchanges and a ring of many slices: see `messages_work`
     begin, merge ... and two with sparse payloads
 
-It prints JSON for predictions.py and paper.py.
+It prints JSON for predictions.py, paper.py and scaling.py.
 
-Run:  python benchmarks/calibrate.py
+Run:  python benchmarks/calibrate.py > benchmarks/results/cpu.json
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from gridtrain.network.wire.dense_payload import decode_slice, encode_slice
 from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.tools.bench.bench_group import BenchSetting, start_group
 from gridtrain.tools.bench.processor_bench import measure_processor
+from record import RESULTS
 
+CPU = RESULTS / "cpu.json"
 PARAMETERS, ENTRIES = 25_600_000, 25_600
 SLICE_BYTES = MAX_SLICE_BYTES
 REPEATS = 7
@@ -291,8 +293,7 @@ def read_cpu(path: Path) -> CpuCosts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.parse_args()
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print(json.dumps(asdict(measure()), indent=1))
 
 

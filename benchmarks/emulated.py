@@ -49,10 +49,12 @@ from lab.net import Net, why_not
 from lab.ns import LabError
 from paper import DATA, MODELS
 from procfs import received_bytes
-from rivals.contract import INTERFACE
+from rivals.contract import INTERFACE, Request
 from rivals.hosts import measure as measure_rival
-from rivals.hosts import request_of
 
+WORKERS, TIMEOUT_S = 4, 1800.0
+BUCKETS, STEPS_WITHOUT = 8, 12  # of `overlap`: at most so many buckets; steps without overlap
+PAPER_RATE, PAPER_DENSITY, GLOO_REPEATS = "1Gbit", 0.001, 2
 WARM_UP_STEPS, WARM_UP_TURNS = 3, 2
 DECIDED_STEPS = BEFORE_TRIAL_STEPS + TRIAL_STEPS + 2  # the step of the decision, and the first one after it
 PARTS = ("computing_s", "waiting_s", "selecting_s", "communicating_s", "applying_s")
@@ -163,14 +165,14 @@ def steps_of(group: Group, name: str) -> Steps:
     return group.workers[name].marked("step")
 
 
-def run(options: Options, workers: int, timeout_s: float, **lab: Any) -> list[Steps]:
+def run(options: Options, workers: int, **lab: Any) -> list[Steps]:
     """Train in the lab; return the steps of each worker."""
     found: dict[str, Steps] = {}
 
     def tick(group: Group) -> None:
         found.update((name, program.marked("step")) for name, program in group.workers.items())
 
-    run_in_lab(work, asdict(options), workers, timeout_s, tick=tick, **lab)
+    run_in_lab(work, asdict(options), workers, TIMEOUT_S, tick=tick, **lab)
     return list(found.values())
 
 
@@ -187,17 +189,17 @@ def overlap(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for rate, exchange in product(options.rates, options.exchanges):
         found: dict[bool, Steps] = {False: [], True: []}
-        for _, overlaps in product(range(options.repeats), found):
+        for overlaps in found:
             chosen = Options(
                 options.n,
                 exchange if exchange == "dense" else f"{exchange}:density=0.001",
                 options.compute,
-                options.steps if overlaps else options.without_steps,
-                buckets=options.buckets if overlaps else 0,
+                options.steps if overlaps else STEPS_WITHOUT,
+                buckets=BUCKETS if overlaps else 0,
                 least=options.least,
                 always=options.always,
             )
-            steps = run(chosen, options.workers, options.timeout, encrypted=False, rate=rate)[0]
+            steps = run(chosen, WORKERS, encrypted=False, rate=rate)[0]
             found[overlaps] += steps[DECIDED_STEPS if overlaps and not options.always else WARM_UP_STEPS :]
         without_s, with_s = (median_of(steps, "took_s") for steps in found.values())
         waited_s = sum(median_of(found[False], name) for name in ("waiting_s", "communicating_s"))
@@ -221,7 +223,7 @@ def overlap(options: argparse.Namespace) -> None:
             f"hidden {rows[-1]['hidden']:.0%}",
             flush=True,
         )
-        whole = {"workers": options.workers, "n": options.n, "compute_s": options.compute}
+        whole = {"workers": WORKERS, "n": options.n, "compute_s": options.compute}
         record.write(options.out, **whole, rows=rows)
 
 
@@ -240,7 +242,7 @@ def local_steps(options: argparse.Namespace) -> None:
             overlap=options.every * overlaps,
         )
         links = {"rate": options.rate, "delay_s": options.delay}
-        steps = run(chosen, options.workers, options.timeout, **links)[0]
+        steps = run(chosen, WORKERS, **links)[0]
         local_s = statistics.median(step["took_s"] for step in steps if step["is_local"])
         ends_s = [step["at_s"] for step in steps if not step["is_local"]]
         turns_s = [after - before for before, after in pairwise(ends_s)][WARM_UP_TURNS - 1 :]
@@ -267,12 +269,12 @@ def paper(options: argparse.Namespace) -> None:
         throughput = published["throughput"][model]
         compute_s, n = batch / throughput["P1"], round(published["parameters"][parameters_of])
         if contender == "gloo":
-            exchange_s = gloo_s(options, world, n)
+            exchange_s = gloo_s(world, n)
             found = {"step_s": compute_s + exchange_s, "communicating_s": exchange_s}
         else:
-            exchange = "dense" if contender == "dense" else f"gtopk:density={options.density}"
+            exchange = "dense" if contender == "dense" else f"gtopk:density={PAPER_DENSITY}"
             chosen = Options(n, exchange, compute_s, WARM_UP_STEPS + options.steps)
-            workers = run(chosen, world, options.timeout, encrypted=False, rate=options.rate)
+            workers = run(chosen, world, encrypted=False, rate=PAPER_RATE)
             slowest = max((each[WARM_UP_STEPS:] for each in workers), key=lambda s: median_of(s, "took_s"))
             found = {"step_s": median_of(slowest, "took_s")}
             found |= {name: median_of(slowest, name) for name in PARTS[1:]}
@@ -287,7 +289,7 @@ def paper(options: argparse.Namespace) -> None:
         }
         row |= {"efficiency": compute_s / found["step_s"], "paper": column[str(world)] / throughput["P1"]}
         rows.append(row)
-        record.write(options.out, rate=options.rate, density=options.density, steps=options.steps, rows=rows)
+        record.write(options.out, rate=PAPER_RATE, density=PAPER_DENSITY, steps=options.steps, rows=rows)
         print(
             "{model} P={workers} {contender}: {efficiency:.1%} (paper: {paper:.1%}), {step_s:.3f} s".format(
                 **row
@@ -297,12 +299,12 @@ def paper(options: argparse.Namespace) -> None:
         )
 
 
-def gloo_s(options: argparse.Namespace, world: int, n: int) -> float:
+def gloo_s(world: int, n: int) -> float:
     """Return the median duration of gloo's all-reduce."""
     with tempfile.TemporaryDirectory(prefix="paper-") as folder, Net() as net:
-        hosts = net.make_hosts([f"host-{rank}" for rank in range(world)], options.rate)
-        request = request_of("all_reduce", n, repeats=options.repeats)
-        found = measure_rival(list(hosts.values()), "gloo", request, Path(folder), options.timeout)
+        hosts = net.make_hosts([f"host-{rank}" for rank in range(world)], PAPER_RATE)
+        request = Request(op="all_reduce", n=n, repeats=GLOO_REPEATS)
+        found = measure_rival(list(hosts.values()), "gloo", request, Path(folder), TIMEOUT_S)
     return statistics.median(found.seconds)
 
 
@@ -314,7 +316,7 @@ class _EnoughError(Exception):
 
 
 def joiner(options: argparse.Namespace) -> None:
-    names = [*(f"worker-{number}" for number in range(1, options.workers + 1)), JOINER]
+    names = [*(f"worker-{number}" for number in range(1, WORKERS)), JOINER]
     first, late, opened_s = [], [], 0.0
 
     def tick(group: Group) -> None:
@@ -334,7 +336,7 @@ def joiner(options: argparse.Namespace) -> None:
         n, exchange = int(options.parameters), f"gtopk:density={options.density}"
         chosen = Options(n, exchange, options.compute, 10**6, workload=options.workload, momentum=0.9)
         own, lab = {JOINER: {"gate": str(gate)}}, {"late": 1, "rate": options.rate}
-        run_in_lab(work, asdict(chosen), names, options.timeout, own=own, tick=tick, **lab)
+        run_in_lab(work, asdict(chosen), names, TIMEOUT_S, own=own, tick=tick, **lab)
     calm_s = [step["took_s"] for step in first if step["at_s"] < opened_s]
     took_s = late[0]["at_s"] - late[0]["took_s"] - opened_s
     during = [step for step in first if opened_s <= step["at_s"] <= opened_s + took_s]
@@ -361,32 +363,21 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(name: str, workers: int, timeout_s: float, measure: Any) -> Any:
+    def add(name: str, measure: Any) -> Any:
         one = commands.add_parser(name)
         one.set_defaults(measure=measure)
-        one.add_argument("--workers", type=int, default=workers)
-        one.add_argument("--timeout", type=float, default=timeout_s, metavar="SECONDS", help="of one run")
         one.add_argument("--out", type=Path)
         return one.add_argument
 
-    option = add("overlap", 4, 300.0, overlap)
+    option = add("overlap", overlap)
     option("--n", type=int, default=2_560_000)
     option("--compute", type=float, default=0.5, help="seconds of one backward")
     option("--steps", type=int, default=24)
-    option("--without-steps", type=int, default=12)
-    option("--buckets", type=int, default=8)
     option("--least", type=int, help="elements of a bucket (default: of the exchange)")
     option("--always", action="store_true", help="overlap even if it does not pay")
     option("--rates", nargs="+", default=["1000Mbit", "100Mbit", "20Mbit"])
-    option(
-        "--exchange",
-        dest="exchanges",
-        nargs="+",
-        default=["dense", "gtopk"],
-        choices=("dense", "topk", "gtopk"),
-    )
-    option("--repeats", type=int, default=1)
-    option = add("local-steps", 4, 1800.0, local_steps)
+    option("--exchange", dest="exchanges", nargs="+", default=["dense", "gtopk"], choices=("dense", "gtopk"))
+    option = add("local-steps", local_steps)
     option("--n", type=int, default=100_000_000)
     option("--compute", type=float, default=1.0, help="seconds of a local step")
     option("--every", type=int, default=64)
@@ -394,15 +385,12 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--density", type=float, default=0.01)
     option("--rate", default="20Mbit")
     option("--delay", type=float, default=0.02, help="seconds, one way")
-    option = add("paper", 0, 180.0, paper)
+    option = add("paper", paper)
     option("--models", nargs="+", choices=MODELS, default=list(MODELS))
     option("--worlds", nargs="+", type=int, choices=(4, 8), default=[4, 8])
     option("--contenders", nargs="+", choices=("gtopk", "dense", "gloo"), default=["gtopk", "gloo"])
-    option("--rate", default="1Gbit")
-    option("--density", type=float, default=0.001)
     option("--steps", type=int, default=8, help="measured steps of each group")
-    option("--repeats", type=int, default=2, help="of gloo's all-reduce, after one warm-up")
-    option = add("joiner", 3, 900.0, joiner)
+    option = add("joiner", joiner)
     option("--parameters", type=float, default=100e6)
     option("--workload", default="", help="one of accuracy.workloads, instead of --parameters")
     option("--density", type=float, default=0.001)

@@ -10,7 +10,7 @@ The batches of four models are in the paper's breakdown.  The unit of LSTM-PTB i
 taken as 100 units.  The paper computes on a P102-100, where selection would run, too; here it is that of a
 CPU, which takes longer.
 
-Run:  python benchmarks/paper.py [--cpu FILE]      (FILE: output of calibrate.py)
+Run:  python benchmarks/paper.py [--cpu FILE]      (default: results/cpu.json)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from calibrate import measure, read_cpu
+from calibrate import CPU, read_cpu
 from gridtrain.core.planning.exchange_comparison import estimate_exchange
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
@@ -75,11 +75,10 @@ def markdown(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cpu", type=Path, help="output of calibrate.py, instead of measuring now")
+    parser.add_argument("--cpu", type=Path, default=CPU, help="what calibrate.py printed")
     options = parser.parse_args()
-    cpu = read_cpu(options.cpu) if options.cpu else measure()
     paper = json.loads(DATA.read_text(encoding="utf-8"))
-    found = efficiencies(paper, cpu)
+    found = efficiencies(paper, read_cpu(options.cpu))
     print(f"Scaling efficiency, paper / predicted ({paper['source']})\n\n{markdown(found)}")
     last = [each for each in found if each["exchange"] == "gtopk" and each["workers"] == 32]
     reached = [each["model"] for each in last if each["predicted"] >= GOAL]

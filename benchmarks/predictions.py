@@ -9,8 +9,8 @@ are shown but not counted, because there the machine is measured.
 
 Run:  python benchmarks/predictions.py results/predictions.json [--cpu FILE] [--cores 2]
 
-FILE is the output of calibrate.py; without it the machine is measured first.  Nothing is fitted to the cells:
-calibration uses links without a rate.
+FILE is the output of calibrate.py on the machine of the cells.  Nothing is fitted to the cells: calibration
+uses links without a rate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bench.cells import Cell
 from bench.results import CellResult, Results
-from calibrate import measure, read_cpu
+from calibrate import CPU, read_cpu
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.exchange_comparison import choose_dense_topology
 from gridtrain.core.planning.exchange_facts import make_exchange
@@ -69,8 +69,8 @@ def predict(cell: Cell, cpu: CpuCosts, cores: int | None = None) -> float:
 
 
 def is_predictable(result: CellResult) -> bool:
-    """Return whether a cell was measured and is gridtrain's, on a link without losses."""
-    return bool(result.samples) and not result.cell.rival and not result.cell.link.loss
+    """Return whether a cell was measured and is gridtrain's."""
+    return bool(result.samples) and not result.cell.rival
 
 
 def compare(results: Sequence[CellResult], cpu: CpuCosts, cores: int | None) -> tuple[str, int, int]:
@@ -91,15 +91,14 @@ def compare(results: Sequence[CellResult], cpu: CpuCosts, cores: int | None) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, nargs="+", help="files of python -m bench")
-    parser.add_argument("--cpu", type=Path, help="what calibrate.py printed, instead of measuring now")
+    parser.add_argument("--cpu", type=Path, default=CPU, help="what calibrate.py printed")
     parser.add_argument(
         "--cores", type=int, default=os.cpu_count(), help="of the lab; 0: each worker its own"
     )
     options = parser.parse_args()
     files = [Results.from_json(path.read_text(encoding="utf-8")) for path in options.results]
     cells = [result for file in files for result in file.cells if is_predictable(result)]
-    cpu = read_cpu(options.cpu) if options.cpu else measure()
-    text, counted, good = compare(cells, cpu, options.cores or None)
+    text, counted, good = compare(cells, read_cpu(options.cpu), options.cores or None)
     print(text)
     print(
         f"\n{good} of {counted} cells with a CPU use below {BUSY:.0%} are within {WITHIN:.0%} of the measured"

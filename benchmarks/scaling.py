@@ -26,7 +26,7 @@ from typing import Any
 
 import record
 from bench.results import Results
-from calibrate import read_cpu
+from calibrate import CPU, read_cpu
 from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import (
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args(arguments)
-    cpu = read_cpu(record.RESULTS / "cpu.json")
+    cpu = read_cpu(CPU)
     rows = measure(cpu)
     for row in rows:
         simulation = f"{row['simulated_s']:8.3f} s" if "simulated_s" in row else ""

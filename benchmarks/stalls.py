@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from random import Random
 
 import torch
 from torch import nn
+
+from rivals.contract import Rank
 
 WARM_UP_BATCHES, BATCH_SIZE = 20, 8
 ONE_COMPUTE_S, ONE_STALL_S, ONE_EVERY = 0.02, 3.0, 40
@@ -16,6 +19,14 @@ ONE_COMPUTE_S, ONE_STALL_S, ONE_EVERY = 0.02, 3.0, 40
 def make_model() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggling(Rank):
+    """A worker of hivemind, the last of which may stall."""
+
+    batches: int
+    is_stalled: bool
 
 
 class Stalls:

@@ -30,7 +30,16 @@ import gridtrain
 import record
 from lab.group import free_port
 from rivals.hosts import Loopback, run_ranks
-from stalls import BATCH_SIZE, ONE_COMPUTE_S, ONE_EVERY, ONE_STALL_S, WARM_UP_BATCHES, Stalls, make_model
+from stalls import (
+    BATCH_SIZE,
+    ONE_COMPUTE_S,
+    ONE_EVERY,
+    ONE_STALL_S,
+    WARM_UP_BATCHES,
+    Stalls,
+    Straggling,
+    make_model,
+)
 
 EXCHANGES: dict[str, Any] = {
     "gtopk": gridtrain.GTopK(density=0.05),
@@ -114,7 +123,7 @@ def one(steps: int) -> dict[str, Any]:
     return found
 
 
-def many(seeds: int, epochs: int) -> dict[str, Any]:
+def many(seeds: int) -> dict[str, Any]:
     data = torch.utils.data.TensorDataset(*make_data(12_800, 1))
     found: dict[str, Any] = {"runs": []}
     for seed in range(seeds):
@@ -126,7 +135,7 @@ def many(seeds: int, epochs: int) -> dict[str, Any]:
         ):
             stalls = [Stalls(stall_s=MANY_STALL_S, share=share, seed=100 * seed + i) for i in range(8)]
             exchange = gridtrain.GTopK(density=0.05)
-            seen = run(exchange, wait, stalls, MANY_COMPUTE_S, data, epochs=epochs, seed=seed)
+            seen = run(exchange, wait, stalls, MANY_COMPUTE_S, data, epochs=1, seed=seed)
             by_name[name] = seen
             print(f"seed {seed} {name:5} {seen['seconds']:6.1f} s  loss {seen['loss']:.4f}", flush=True)
         calm, auto = by_name["calm"], by_name["auto"]
@@ -154,15 +163,10 @@ def hivemind(batches: int) -> dict[str, Any]:
 def _hivemind_seconds(batches: int, *, is_stalled: bool) -> dict[str, float]:
     """Run four workers; return the longest time of the three that do not stall, and the averagings."""
     with tempfile.TemporaryDirectory(prefix="gridtrain-stragglers-") as place:
-        common = ["--world", "4", "--master", f"127.0.0.1:{free_port()}", "--batches", str(batches)]
-        common += ["--stalled"] * is_stalled
-        results = [Path(place, f"result-{rank}.json") for rank in range(4)]
-        commands = [
-            ["-m", "rivals.straggler", "--rank", str(rank), "--out", str(result), *common]
-            for rank, result in enumerate(results)
-        ]
-        run_ranks([Loopback()] * 4, "hivemind", commands, Path(place), HIVEMIND_S)
-        others = [json.loads(result.read_text()) for result in results[:3]]
+        common = Straggling(batches=batches, is_stalled=is_stalled)
+        hosts = [Loopback()] * 4
+        outs = run_ranks(hosts, "hivemind", "rivals.straggler", common, Path(place), HIVEMIND_S, free_port())
+        others = [json.loads(Path(out).read_text()) for out in outs[:3]]
     return {name: max(each[name] for each in others) for name in ("seconds", "epochs")}
 
 
@@ -173,11 +177,10 @@ def main() -> None:
     parser.add_argument("what", choices=("one", "many", "hivemind"))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.what == "many":
-        found = many(options.seeds, options.epochs)
+        found = many(options.seeds)
     else:
         found = one(options.steps) if options.what == "one" else hivemind(options.steps)
     record.write(options.out, None, **{options.what: found})

@@ -74,6 +74,17 @@ def ratio(file: str, slower: str, faster: str) -> Figure:
     return lambda: f"{seconds(file, slower) / seconds(file, faster):.1f}"
 
 
+def of_gloo(elements: int) -> Figure:
+    """Duration of a small dense exchange over gloo's."""
+
+    def value() -> str:
+        cells = [each for each in result("wire")["cells"] if f" n={elements} " in each["cell"]]
+        ours, gloo = (statistics.median(sample["seconds"] for sample in each["samples"]) for each in cells)
+        return f"{ours / gloo:.2f}"
+
+    return value
+
+
 def run(file: str, workload: str, contender: str) -> dict[str, Any]:
     """The fastest run of a contender in a file of `python -m accuracy`."""
     runs = [
@@ -298,6 +309,8 @@ LAN, FAST = "rate=1Gbit", "rate=100Mbit"
 
 
 FIGURES: dict[str, Figure] = {
+    "small-of-gloo": of_gloo(120_000),
+    "million-of-gloo": of_gloo(1_000_000),
     "entry-fp16": per_entry("gtopk P=4 rate=100Mbit"),
     "entry-int8": per_entry("gtopk:values=int8 P=4 rate=100Mbit"),
     "home-gtopk": order_gain("sites_home", "home", "gtopk:density=0.01"),

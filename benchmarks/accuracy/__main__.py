@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import record
+from accuracy.recorder import MEASURE_EVERY
 from accuracy.train import Options, gathered, read, work
 from accuracy.workloads import WORKLOADS, Workload
 from lab.group import run_in_lab
@@ -33,7 +34,8 @@ from lab.net import Net
 from lab.ns import LabError
 from rivals.contract import TRAINERS
 from rivals.environments import available
-from rivals.hosts import train as train_rival
+from rivals.hosts import run_ranks
+from rivals.train import Training
 
 OURS = {
     "dense": ("dense", "dense"),
@@ -159,19 +161,26 @@ def run_rival(
     seed: int,
 ) -> None:
     trainer, family = RIVALS[name]
-    extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
-    extra += ["--until-loss", str(target_of(options, workload.name)), "--seed", str(seed)]
-    world = options.world
-    if name == "one-adamw":
-        world, extra = 1, [*extra, "--batch-size", str(workload.batch_size * world)]
+    world, every = options.world, 0
     if family == "local":
-        every = str((options.gathered or workload.gathered["local"])[0]).partition("/")[0]
-        extra += ["--every", every, "--measure-every", every, "--compression", options.compression]
-    if options.learning_rate is not None:
-        extra += ["--learning-rate", repr(options.learning_rate)]
+        every = int(str((options.gathered or workload.gathered["local"])[0]).partition("/")[0])
+    one = name == "one-adamw"
+    training = Training(
+        trainer=trainer,
+        workload=workload.name,
+        settings=family,
+        steps=options.steps,
+        measure_every=every or MEASURE_EVERY,
+        until_loss=target_of(options, workload.name),
+        every=every or 1,
+        compression=options.compression,
+        learning_rate=options.learning_rate,
+        batch_size=workload.batch_size * world if one else None,
+        seed=seed,
+    )
     with Net() as net:
-        hosts = net.make_hosts([f"host-{rank}" for rank in range(world)], **links)
-        train_rival(list(hosts.values()), trainer, folder, options.limit, extra)
+        hosts = net.make_hosts([f"host-{rank}" for rank in range(1 if one else world)], **links)
+        run_ranks(list(hosts.values()), TRAINERS[trainer], "rivals.train", training, folder, options.limit)
 
 
 def run(options: argparse.Namespace, name: str, rate: str, contender: str, seed: int = 0) -> Run:

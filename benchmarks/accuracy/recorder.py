@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+MEASURE_EVERY = 10
+"""Steps between two measurements of the held-out loss."""
+
 
 class Reading(NamedTuple):
     """Time and bytes since the first batch; `sent_bytes` is None if they are unknown."""

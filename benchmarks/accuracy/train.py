@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import gridtrain
-from accuracy.recorder import Recorder
+from accuracy.recorder import MEASURE_EVERY, Recorder
 from accuracy.workloads import WORKLOADS
 from gridtrain.sdk.grid import Grid
 from gridtrain.tools.bench.exchange_names import parse_exchange
@@ -59,7 +59,7 @@ class Options:
     outer: tuple[float, float] = (1.0, 0.0)
     buckets: int = 0
     steps: int = 300
-    measure_every: int = 10
+    measure_every: int = MEASURE_EVERY
     learning_rate: float | None = None
     until_loss: float | None = None
     seed: int = 0

@@ -4,7 +4,7 @@
 links.
 
     cells.py         Cell: what is exchanged, by how many members, over which link; parsed from text
-    goals.py         the goals with their numbers, and whether they are met; suites: lists of cells
+    suites.py        lists of cells by name
     bounds.py        the least time that a link allows
     measurement.py   cells of the same link take turns, A B A B
     results.py       the JSON file

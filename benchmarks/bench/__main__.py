@@ -1,6 +1,6 @@
 """`make bench`: measure a suite of cells and write JSON and Markdown.
 
-python -m bench --suite goals --out results           every goal, with rivals where they are installed
+python -m bench --suite goals --out results           exchanges beside those of rivals that are installed
 python -m bench --cell "gtopk P=4 n=25.6M rate=100Mbit" "gloo/all_gather P=4 n=25.6M rate=100Mbit"
 python -m bench quick                                 what became slower than benchmarks/results/quick.json
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 import record
 from bench import quick
 from bench.cells import CellError, parse
-from bench.goals import SUITES
 from bench.measurement import Effort, measure_cells
 from bench.report import markdown
 from bench.results import Results
+from bench.suites import SUITES, cells_of
 from gridtrain._version import __version__
 from gridtrain.errors import GridtrainError
 from rivals.environments import available
@@ -29,12 +29,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     assert __doc__
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
     parser.add_argument("action", nargs="?", choices=("measure", "quick"), default="measure")
-    parser.add_argument("--suite", choices=sorted(SUITES), default="goals")
+    parser.add_argument("--suite", choices=SUITES, default="goals")
     parser.add_argument(
         "--cell", nargs="+", default=[], metavar="TEXT", help="these cells instead of a suite's"
-    )
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="cells of the suite that contain this text"
     )
     parser.add_argument("--blocks", type=int, default=2, help="number of turns of each cell")
     parser.add_argument("--repeats", type=int, default=3, help="repeats in each turn, at least")
@@ -51,21 +48,16 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, made: dict[str, object]) -> Results:
     """Measure, and write the results after each link, so that a stopped run leaves the ones so far."""
-    cells = [parse(text) for text in options.cell] or SUITES[options.suite]()
+    cells = [parse(text) for text in options.cell] or cells_of(options.suite)
     reasons = available()
     results = Results(made, record.machine(), reasons)
-    if not options.cell and options.suite == "goals":
-        from gridtrain.tools.bench.processor_bench import measure_processor
-
-        results.local = measure_processor(25_600_000, 0.001)
     effort = Effort(options.blocks, options.repeats, loopback=options.loopback)
-    chosen = [cell for cell in cells if options.only in cell.text]
     options.out.mkdir(parents=True, exist_ok=True)
 
     def log(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    for result in measure_cells(chosen, effort, reasons, log):
+    for result in measure_cells(cells, effort, reasons, log):
         results.cells.append(result)
         (options.out / "bench.json").write_text(results.to_json())
         (options.out / "bench.md").write_text(markdown(results))
@@ -78,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = {"date": date, "command": command, "software": __version__, "blocks": options.blocks}
     try:
         if options.action == "quick":
-            return quick.main(keep=options.keep, command=command, date=date)
+            return quick.main(keep=options.keep)
         print(markdown(measure(options, made)), end="")
         print(f"written to {options.out}", file=sys.stderr)
     except (CellError, OSError, GridtrainError) as error:

@@ -3,7 +3,6 @@
 "gtopk:values=fp16 P=4 n=25.6M rate=100Mbit density=0.001"           an exchange of gridtrain
 "gloo/all_reduce P=4 n=25.6M rate=1Gbit delay=20ms"                  a rival's operation
 "dense P=4 n=25.6M rate=1Gbit curve"                                 encrypted
-"dense P=4 n=25.6M rate=100Mbit cc=cubic"                            another congestion control
 """
 
 from __future__ import annotations
@@ -31,15 +30,11 @@ class Link:
         workers: P, each with a link of its own.
         rate: of each link in each direction, such as "100Mbit"; "" is unlimited.
         delay_s: latency from any worker to any other, one way.
-        loss: share of the frames that are lost.
-        congestion: the kernel's congestion control, such as "cubic"; "" is this machine's default.
     """
 
     workers: int
     rate: str = ""
     delay_s: float = 0.0
-    loss: float = 0.0
-    congestion: str = ""
 
     @property
     def bandwidth_Bps(self) -> float:
@@ -48,9 +43,7 @@ class Link:
 
     def __str__(self) -> str:
         delay = f", {1e3 * self.delay_s:g} ms" if self.delay_s else ""
-        loss = f", {100 * self.loss:g} % lost" if self.loss else ""
-        control = f", {self.congestion}" if self.congestion else ""
-        return f"P = {self.workers}, {self.rate or 'no limit'}{delay}{loss}{control}"
+        return f"P = {self.workers}, {self.rate or 'no limit'}{delay}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +102,6 @@ class Cell:
         words = [self.what, f"P={self.link.workers}", f"n={self.n}", f"density={self.density!r}"]
         words += [f"rate={self.link.rate}"] if self.link.rate else []
         words += [f"delay={self.link.delay_s!r}s"] if self.link.delay_s else []
-        words += [f"loss={self.link.loss!r}"] if self.link.loss else []
-        words += [f"cc={self.link.congestion}"] if self.link.congestion else []
         return " ".join(words + (["curve"] if self.encrypted else []))
 
 
@@ -127,19 +118,15 @@ def parse(text: str) -> Cell:
             raise CellError(f"{word!r}: {key} is given twice in {text!r}")
         values[key] = value
     encrypted = values.pop("curve", None) is not None
-    unknown = values.keys() - {"P", "n", "rate", "delay", "loss", "density", "cc"}
+    unknown = values.keys() - {"P", "n", "rate", "delay", "density"}
     if unknown or not {"P", "n"} <= values.keys():
-        raise CellError(
-            f"{text!r}: P= and n= are needed; rate=, delay=, loss=, cc=, density= and curve are possible"
-        )
+        raise CellError(f"{text!r}: P= and n= are needed; rate=, delay=, density= and curve are possible")
     link = Link(
         workers=_whole("P", values["P"], 2),
         rate=values.get("rate", ""),
         delay_s=seconds(values["delay"]) if "delay" in values else 0.0,
-        loss=_share("loss", values["loss"], least=0.0) if "loss" in values else 0.0,
-        congestion=values.get("cc", ""),
     )
-    density = _share("density", values["density"]) if "density" in values else DENSITY
+    density = _density(values["density"]) if "density" in values else DENSITY
     cell = Cell(what, link, count(values["n"]), density, encrypted)
     if link.rate:
         try:
@@ -175,11 +162,11 @@ def _whole(name: str, text: str, least: int) -> int:
     return int(text)
 
 
-def _share(name: str, text: str, *, least: float = 1e-9) -> float:
+def _density(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not least <= value <= 1.0:
-        raise CellError(f"{name}={text}: it must be from {least:g} to 1")
+    if not 1e-9 <= value <= 1.0:
+        raise CellError(f"density={text}: it must be from 1e-09 to 1")
     return value

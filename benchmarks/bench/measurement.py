@@ -30,8 +30,8 @@ from lab.group import LabHosts
 from lab.net import Net, why_not
 from lab.ns import LabError
 from procfs import machine_cpu_s
-from rivals.contract import OPS, ContractError, Result
-from rivals.hosts import PORT, measure, request_of
+from rivals.contract import OPS, Request, Result
+from rivals.hosts import PORT, measure
 
 Log = Callable[[str], None]
 TURN_S, MOST_REPEATS = 1.0, 10
@@ -57,7 +57,7 @@ class Effort:
 
 def why_no_link(link: Link) -> str:
     """Return why this machine cannot provide a link; empty if it can."""
-    return why_not() or (lab_link.why_not() if link.delay_s or link.loss else "")
+    return why_not() or (lab_link.why_not() if link.delay_s else "")
 
 
 @contextlib.contextmanager
@@ -70,15 +70,15 @@ def hosts_of(link: Link, *, loopback: bool = False) -> Iterator[LabHosts | Local
     Raises `ConfigError` if this machine cannot provide the link.
     """
     if loopback:
-        if link.delay_s or link.loss or link.congestion:
-            raise ConfigError(f"{link}: loopback has neither delay nor loss", remedy="use namespaces (root)")
+        if link.delay_s:
+            raise ConfigError(f"{link}: loopback has no delay", remedy="use namespaces (root)")
         yield LocalHost(link.rate)
         return
     if reason := why_no_link(link):
         raise ConfigError(f"{link}: {reason}", remedy="measure on Linux as root, or with --loopback")
     names = [f"worker-{number}" for number in range(1, link.workers + 1)]
-    with Net(congestion=link.congestion) as net:
-        yield LabHosts(net, names, rate=link.rate, delay_s=link.delay_s, loss=link.loss, hub_rate=link.rate)
+    with Net() as net:
+        yield LabHosts(net, names, rate=link.rate, delay_s=link.delay_s, hub_rate=link.rate)
 
 
 def by_link(cells: Sequence[Cell]) -> list[tuple[Link, list[Cell]]]:
@@ -154,7 +154,7 @@ def _measure_wave(link: Link, wave: Sequence[CellResult], effort: Effort, log: L
                         setting = BenchSetting(cell.exchange_text, link.workers, cell.n, cell.encrypted)
                         groups[cell] = stack.enter_context(start_group(setting, hosts, folder))
                     samples = [_measure_once(groups[cell]) for _ in range(warmup + repeats)][warmup:]
-            except (GridtrainError, LabError, ContractError) as error:
+            except (GridtrainError, LabError) as error:
                 result.skipped = f"failed: {error}"
                 log(f"{cell.label}: {result.skipped}")
                 continue
@@ -164,7 +164,7 @@ def _measure_wave(link: Link, wave: Sequence[CellResult], effort: Effort, log: L
 def _rival_samples(
     cell: Cell, hosts: LabHosts, folder: Path, repeats: int, warmup: int, port: int
 ) -> list[Sample]:
-    request = request_of(cell.op, cell.n, density=cell.density, repeats=repeats, warmup=warmup)
+    request = Request(op=cell.op, n=cell.n, density=cell.density, repeats=repeats, warmup=warmup)
     limit_s = RIVAL_START_S + RIVAL_REPEAT_S * (repeats + warmup)
     return samples_of(measure(list(hosts.workers.values()), cell.rival, request, folder, limit_s, port))
 

@@ -4,7 +4,7 @@ Each figure is a ratio to something that does not change with this project and i
 gloo's dense all-reduce, or a copy of the memory.
 
     measured   {"select_ns": 18.1, "dense seconds": 1.02, ...}
-    recorded   benchmarks/results/quick.json: {"figures": {"select_ns": {"ratio": 17.6, "tolerance": 0.35}}}
+    recorded   benchmarks/results/quick.json: {"figures": {"select_ns": 17.6, ...}}
     slower     ratio > recorded ratio * (1 + tolerance)        exit code 1, and a line for each
     better     ratio < recorded ratio / (1 + tolerance)        a warning, because the record detects less
 """
@@ -16,16 +16,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.goals import SMALL_ELEMENTS
-from bench.goals import quick as quick_cells
 from bench.measurement import Effort, measure_cells
 from bench.results import CellResult
+from bench.suites import SMALL_ELEMENTS, cells_of
 from gridtrain.tools.bench.processor_bench import measure_processor
 from lab.net import why_not
-from record import RESULTS, machine
+from record import RESULTS, write
 from rivals.environments import available
 
-SCHEMA = 1
 RECORD = RESULTS / "quick.json"
 PARAMETERS, DENSITY = 4_000_000, 0.01
 
@@ -54,8 +52,11 @@ class Finding:
     name: str
     now: float | None
     recorded: float | None
-    tolerance: float
     why: str = ""
+
+    @property
+    def tolerance(self) -> float:
+        return ALL[self.name][1]
 
     @property
     def change(self) -> float:
@@ -82,17 +83,13 @@ class Finding:
         return f"{word}{what} {self.now:.3g}{unit} (recorded {self.recorded:.3g}, {change})"
 
 
-def compare(
-    now: Mapping[str, float], recorded: Mapping[str, Mapping[str, float]], why: Mapping[str, str]
-) -> list[Finding]:
+def compare(now: Mapping[str, float], recorded: Mapping[str, float], why: Mapping[str, str]) -> list[Finding]:
     """Compare all measured or recorded figures, in a fixed order.  `why`: reasons of missing ones."""
-    findings = []
-    for name in (name for name in ALL if name in now or name in recorded or name in why):
-        known = recorded.get(name, {})
-        tolerance = known.get("tolerance", ALL[name][1])
-        reason = why.get(name, "nothing was measured")
-        findings.append(Finding(name, now.get(name), known.get("ratio"), tolerance, reason))
-    return findings
+    return [
+        Finding(name, now.get(name), recorded.get(name), why.get(name, "nothing was measured"))
+        for name in ALL
+        if name in now or name in recorded or name in why
+    ]
 
 
 def local_ratios(figures: Mapping[str, float]) -> dict[str, float]:
@@ -138,11 +135,11 @@ def measured(log: Callable[[str], None]) -> tuple[dict[str, float], dict[str, st
     log("selection, codec and merge beside a copy")
     ratios = local_ratios(measure_processor(PARAMETERS, DENSITY))
     effort = Effort(blocks=2, repeats=6, loopback=bool(why_not()))
-    more, why = exchange_ratios(list(measure_cells(quick_cells(), effort, available(), log)))
+    more, why = exchange_ratios(list(measure_cells(cells_of("quick"), effort, available(), log)))
     return ratios | more, why
 
 
-def main(*, keep: bool, command: str, date: str) -> int:
+def main(*, keep: bool) -> int:
     """Return 0 if nothing became slower, 1 if something did, 2 if there are no recorded figures."""
     if not keep and not RECORD.exists():
         missing = f"bench: there are no recorded figures ({RECORD.name}): write them with --keep"
@@ -150,10 +147,8 @@ def main(*, keep: bool, command: str, date: str) -> int:
         return 2
     now, why = measured(lambda text: print(text, file=sys.stderr, flush=True))
     if keep:
-        figures = {name: {"ratio": round(r, 4), "tolerance": ALL[name][1]} for name, r in now.items()}
-        whole = {"schema": SCHEMA, "made": {"date": date, "command": command}, "machine": machine()}
-        RECORD.write_text(json.dumps(whole | {"figures": figures}, indent=1) + "\n")
-        print(f"recorded {len(figures)} figures in {RECORD.name}")
+        write(RECORD, figures={name: round(ratio, 4) for name, ratio in now.items()})
+        print(f"recorded {len(now)} figures in {RECORD.name}")
         return 0
     findings = compare(now, json.loads(RECORD.read_text())["figures"], why)
     print("\n".join(map(str, findings)))

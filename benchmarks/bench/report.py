@@ -1,43 +1,18 @@
-"""The report of a bench run in Markdown: goals, and a table for each link and size.
-
-| what | median | least | most | x bound | CPU s | CPU s per GB | bytes sent | how |
-| goal | wanted | measured | |
-"""
+"""The report of a bench run in Markdown: a table for each link and size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from bench.bounds import FLOAT_BYTES
-from bench.goals import goals, judge
 from bench.measurement import by_link
 from bench.results import CellResult, Results
 from record import table
 
-UNITS = {"seconds": "ms", "x bound": "x bound", "bytes an entry": "bytes", "select_ns": "ns a parameter"}
-LOCAL = {
-    "copy_ns": "copy of the vector",
-    "select_ns": "selection with the residual, CPU, one thread",
-    "encode_ns": "encode",
-    "decode_ns": "decode",
-    "merge_ns": "merge of two payloads",
-}
 OURS = "with the vote and its decision"
-HEADS = tuple(
-    [
-        "what",
-        "median",
-        "least",
-        "most",
-        "x bound",
-        "CPU s",
-        "of it merge",
-        "CPU s per GB",
-        "sent MB",
-        "select ms",
-        "how",
-    ]
-)
+TIMES = ("what", "median", "least", "most", "x bound")
+COSTS = ("CPU s", "of it merge", "CPU s per GB", "sent MB", "select ms", "how")
+HEADS = (*TIMES, *COSTS)
 
 
 def markdown(results: Results) -> str:
@@ -52,33 +27,14 @@ def markdown(results: Results) -> str:
         "Time of the exchange alone, from the common start to the end of the last member. Ours includes",
         "the vote and its decision, which rivals do not have. CPU seconds are of one process. Bound: the",
         "time that the links alone need.",
+        "",
     ]
-    lines += ["", "## Goals", "", goal_table(results), "", "## Figures", ""]
     for link, _ in by_link([result.cell for result in results.cells]):
         own = [result for result in results.cells if result.cell.link == link]
         for n in dict.fromkeys(result.cell.n for result in own):
             rows = [result for result in own if result.cell.n == n]
-            lines += [f"### {link}, n = {n:,} ({FLOAT_BYTES * n / 1e6:.1f} MB)", "", figure_table(rows), ""]
-    if results.local:
-        figures = [(LOCAL.get(name, name), f"{value:.3f}") for name, value in results.local.items()]
-        heads = ("in one process", "ns (a parameter; of codec and merge: an entry)")
-        lines += ["### This machine's processor", "", table(heads, figures)]
+            lines += [f"## {link}, n = {n:,} ({FLOAT_BYTES * n / 1e6:.1f} MB)", "", figure_table(rows), ""]
     return "\n".join(lines) + "\n"
-
-
-def goal_table(results: Results) -> str:
-    rows = []
-    for verdict in (judge(goal, results) for goal in goals()):
-        of, measured = verdict.goal.of, verdict.measured
-        shown = "" if measured is None else in_unit(of, measured)
-        rows.append((verdict.goal.name, f"at most {in_unit(of, verdict.goal.at_most)}", shown, verdict.word))
-    return table(("goal", "wanted", "measured", ""), rows)
-
-
-def in_unit(of: str, value: float) -> str:
-    if of == "seconds":
-        return f"{1e3 * value:.1f} ms"
-    return f"{value:.2f} {UNITS[of]}" if of in UNITS else f"{value:.3g}"
 
 
 def figure_table(rows: Sequence[CellResult]) -> str:

@@ -1,9 +1,8 @@
 """The result file of a bench run: what was measured, on which kind of machine, by which command.
 
-{"schema": 1, "made": {...}, "machine": {...}, "rivals": {...}, "cells": [{"cell": "gtopk P=4 ...",
- "samples": [{"seconds": ..., "cpu_s": ..., ...}], "bound_s": ..., "skipped": ""}], "local": {...}}
+{"made": {...}, "machine": {...}, "rivals": {...}, "cells": [{"cell": "gtopk P=4 ...",
+ "samples": [{"seconds": ..., "cpu_s": ..., ...}], "bound_s": ..., "skipped": ""}]}
 
-schema            1; a reader refuses another number
 made              "date" (UTC), "command", "software", "blocks"
 machine           see `record.machine`
 rivals            name -> why it is left out; "" if it can run
@@ -11,7 +10,6 @@ cells[].cell      as `bench.cells.parse` reads it
 cells[].samples   one for each repeat without the warm-up, see `Sample`
 cells[].bound_s   lower bound; null if the link is unlimited or there is no formula
 cells[].skipped   why there are no samples; "" if there are
-local             nanoseconds per parameter of selection, codec, merge, and of a memory copy
 """
 
 from __future__ import annotations
@@ -22,12 +20,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bench.cells import Cell, parse
-
-SCHEMA = 1
-
-
-class ResultsError(ValueError):
-    """A file does not contain results of this schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +102,6 @@ class Results:
     machine: dict[str, Any] = field(default_factory=dict)
     rivals: dict[str, str] = field(default_factory=dict)
     cells: list[CellResult] = field(default_factory=list)
-    local: dict[str, float] = field(default_factory=dict)
-
-    def of(self, cell: Cell) -> CellResult | None:
-        """Return the result of this cell that has samples."""
-        return next((result for result in self.cells if result.cell == cell and result.samples), None)
 
     def to_json(self) -> str:
         cells = [
@@ -126,28 +113,23 @@ class Results:
             }
             for result in self.cells
         ]
-        whole = {"schema": SCHEMA, "made": self.made, "machine": self.machine, "rivals": self.rivals}
-        return json.dumps({**whole, "local": self.local, "cells": cells}, indent=1) + "\n"
+        whole = {"made": self.made, "machine": self.machine, "rivals": self.rivals}
+        return json.dumps({**whole, "cells": cells}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """Parse a result file.  Raises `ResultsError`."""
-        try:
-            whole = json.loads(text)
-            if whole["schema"] != SCHEMA:
-                raise ResultsError(f"results of schema {whole['schema']}; this program reads {SCHEMA}")
-            cells = [
-                CellResult(
-                    parse(entry["cell"]),
-                    entry["bound_s"],
-                    [Sample(**sample) for sample in entry["samples"]],
-                    entry["skipped"],
-                )
-                for entry in whole["cells"]
-            ]
-            return cls(whole["made"], whole["machine"], whole["rivals"], cells, whole["local"])
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ResultsError(f"this is not a result file of a bench run: {error!r}") from None
+        """Parse a result file."""
+        whole = json.loads(text)
+        cells = [
+            CellResult(
+                parse(entry["cell"]),
+                entry["bound_s"],
+                [Sample(**sample) for sample in entry["samples"]],
+                entry["skipped"],
+            )
+            for entry in whole["cells"]
+        ]
+        return cls(whole["made"], whole["machine"], whole["rivals"], cells)
 
 
 def _short(sample: Sample) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import record
 from chaos import report
-from chaos.execution import Plan, execute, possible_kinds
+from chaos.execution import RATE, Plan, execute, possible_kinds
 from chaos.schedule import LASTS_S, draw
 from lab.net import why_not
 
@@ -27,9 +27,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=6)
-    parser.add_argument("--rate", default="100Mbit", help="of each worker's link, in each direction")
     parser.add_argument("--exchange", default="dense", choices=("dense", "topk", "gtopk", "local"))
-    parser.add_argument("--compute", type=float, default=0.02, metavar="SECONDS", help="of each step, waited")
     parser.add_argument("--kinds", default="", help="inject only these, separated by commas")
     parser.add_argument("--loopback", action="store_true", help="without namespaces, cuts and holes")
     parser.add_argument("--out", type=Path, help="folder of logs and reports (default: a new one)")
@@ -54,11 +52,9 @@ def main(argv: list[str]) -> int:
         plan = Plan(
             workers=options.workers,
             length_s=lasts_s,
-            rate=options.rate,
             loopback=bool(missing),
             faults=faults,
             exchange=options.exchange,
-            compute_s=options.compute,
         )
         say(f"-- {name}: {plan.workers} workers, {lasts_s:.0f} s, {len(faults)} faults, in {folder / name}")
         summaries[name] = report.summary(plan, execute(plan, folder / name, say))
@@ -69,7 +65,7 @@ def finish(
     options: argparse.Namespace, argv: list[str], missing: str, summaries: dict[str, Any], folder: Path
 ) -> int:
     where = "loopback, capped" if missing else "a namespace for each worker"
-    hosts = f"{where}, {options.rate} each way, {options.exchange}"
+    hosts = f"{where}, {RATE} each way, {options.exchange}"
     result = report.whole(hosts, summaries["calm"], summaries["chaos"])
     record.write(folder / "report.json", argv, **result)
     (folder / "report.md").write_text(report.markdown(result))

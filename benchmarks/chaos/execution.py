@@ -33,6 +33,7 @@ from lab.group import Group, LabHosts, Program
 from lab.net import Net, why_not
 from lab.ns import LabError
 
+RATE, COMPUTE_S, WIDTH, SAMPLES = "100Mbit", 0.02, 256, 3000
 START_S, BACK_S, END_S = 120.0, 90.0, 90.0
 HANG_S = 60.0
 RESTART_INTERVAL_S = 0.5
@@ -55,13 +56,9 @@ class Plan:
 
     workers: int
     length_s: float
-    rate: str
     loopback: bool
     faults: Sequence[Fault] = ()
     exchange: str = "dense"
-    compute_s: float = 0.02
-    width: int = 256
-    samples: int = 3000
     planned: str = ""
     waits: bool = False
 
@@ -149,13 +146,13 @@ class Execution(Group):
         self._take_lines()
         result.lives, result.coordinator_starts = self._lives(ended_s), self.coordinator_starts
         if not result.broken:
-            result.broken = [*self._record.violations(self._plan.names, self._plan.samples), *self._bugs()]
+            result.broken = [*self._record.violations(self._plan.names, SAMPLES), *self._bugs()]
         return result
 
     def _start(self) -> None:
         plan = self._plan
         options = {"exchange": plan.exchange, "wait": "auto", "stop": str(self._stop)}
-        options |= {"compute_s": plan.compute_s, "width": plan.width, "samples": plan.samples}
+        options |= {"compute_s": COMPUTE_S, "width": WIDTH, "samples": SAMPLES}
         settings = {"GRIDTRAIN_CHECKPOINT_EVERY": "50", "GRIDTRAIN_FAULTS": plan.planned}
         for name in plan.names:
             own = json.dumps({**options, "stall": str(self._stall(name))})
@@ -340,10 +337,10 @@ def execute(plan: Plan, folder: Path, log: Callable[[str], None]) -> RunResult:
     with contextlib.ExitStack() as resources:
         for name in ("hub", *plan.names):
             resources.enter_context(small_disk(folder / f"state-{name}"))
-        hosts: Any = LocalHost(plan.rate)
+        hosts: Any = LocalHost(RATE)
         if not plan.loopback:
             net = resources.enter_context(Net())
-            hosts = LabHosts(net, plan.names, rate=plan.rate, hub_rate=plan.rate)
+            hosts = LabHosts(net, plan.names, rate=RATE, hub_rate=RATE)
         return Execution(plan, folder, hosts, log).run()
 
 

@@ -48,7 +48,6 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu")
     parser.add_argument("--small", action="store_true", help="sizes that take a CPU seconds")
     parser.add_argument("--out", type=Path, help="the folder of the two files")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="of all parts together")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # MODULE:NAME, to be run in this process
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -99,15 +98,13 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> Outcome:
     if missing := missing_packages(part.needs):
         return {"skipped": f"needs {', '.join(missing)}: not installed"}
     if limit_s < LEAST_S:
-        return {"error": f"not started: only {max(0.0, limit_s):.0f} s of --budget-s were left"}
+        return {"error": f"not started: only {max(0.0, limit_s):.0f} s of {BUDGET_S:.0f} s were left"}
     argv = [sys.executable, "-m", "gpu", "--child", part.function, "--device", setting.device]
     argv += ["--small"] if setting.small else []
     began_s, error = time.monotonic(), ""
     with tempfile.TemporaryDirectory(prefix="gridtrain-gpu-") as folder:
         into = Path(folder) / "outcome.json"
-        process = subprocess.Popen(
-            [*argv, "--into", str(into)], cwd=BENCHMARKS, env=environment(), start_new_session=True
-        )
+        process = subprocess.Popen([*argv, "--into", str(into)], cwd=BENCHMARKS, start_new_session=True)
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -118,12 +115,6 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> Outcome:
     if process.returncode and not error:
         error = outcome.get("error", f"its process ended with exit code {process.returncode}")
     return outcome | {"seconds": round(time.monotonic() - began_s, 1)} | ({"error": error} if error else {})
-
-
-def environment() -> dict[str, str]:
-    """Return this process's environment, with the packages of this checkout on the path."""
-    places = [ROOT, ROOT / "coordinator", ROOT / "worker", BENCHMARKS, os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if str(place))}
 
 
 # -- all of them ---------------------------------------------------------------------------------------
@@ -148,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     began_s = time.monotonic()
     for name in options.part or PARTS:
         print(f"make gpu: {name}", flush=True)
-        left_s = options.budget_s - (time.monotonic() - began_s)
+        left_s = BUDGET_S - (time.monotonic() - began_s)
         outcome = run_part(PARTS[name], setting, min(PARTS[name].limit_s, left_s))
         record["machine"] = outcome.pop("machine", {}) or record["machine"]
         record["parts"][name] = {"date": datetime.date.today().isoformat()} | outcome

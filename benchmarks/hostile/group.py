@@ -128,11 +128,11 @@ class HostileGroup(Group):
         self.others[name] = self.start(name, ["nice", "-n", str(nice), *argv])
         return self.others[name]
 
-    def connect(self, name: str, kind: str, count: int, server: str = "", where: str = "others") -> Program:
+    def connect(self, name: str, kind: str, count: int, server: str = "") -> Program:
         """Start strangers; return when all of them have connected to a port, by default the coordinator's."""
         key = [self.key().hex()] if kind == "handshakes" else []
         argv = [sys.executable, "-m", "hostile.strangers", kind, str(count), server or self.server(), *key]
-        attacker = self.run(name, *argv, "--from", where)
+        attacker = self.run(name, *argv)
         self.wait_for(f"{count} {kind}", lambda: bool(attacker.marked("ready")))
         return attacker
 

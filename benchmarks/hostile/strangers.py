@@ -3,12 +3,10 @@
     python -m hostile.strangers silent 1500 127.0.0.1:7700            1,500 connections that send nothing
     python -m hostile.strangers greeting 1500 127.0.0.1:7700          that send ZMTP's greeting and no more
     python -m hostile.strangers handshakes 200 127.0.0.1:7700 KEY     200 complete handshakes a second
-    ... --from others                                                 from addresses of 19 other ranges
-    ... --again 300                                                   at most 300 reconnections a second
 
-A connection that the server closes is opened again, until the process is ended; `--again 0` means at once.
-Each line of stdout is one JSON object: `{"mark": "ready"}` when all connections have been opened once, and a
-`count` every second after that.
+They come from addresses of 19 ranges that no worker has.  A connection that the server closes is opened
+again, until the process is ended.  Each line of stdout is one JSON object: `{"mark": "ready"}` when all
+connections have been opened once, and a `count` every second after that.
 """
 
 from __future__ import annotations
@@ -32,41 +30,36 @@ from lab.group import say
 TRY_S = 2.0
 """Timeout of a handshake."""
 
+AGAIN_PER_S = 300.0
+"""Connections that are opened again, a second."""
 
-def sources(where: str) -> Iterator[str]:
-    """Yield addresses to connect from, in turn, without end.
 
-    Args:
-        where: "here": the system's choice, the address of all processes on this machine; "others": hosts of
-            19 other ranges.
-    """
-    return itertools.cycle([""] if where == "here" else [f"127.0.{host}.1" for host in range(2, 21)])
+def sources() -> Iterator[str]:
+    """Yield addresses to connect from, in turn, without end."""
+    return itertools.cycle([f"127.0.{host}.1" for host in range(2, 21)])
 
 
 def connect(source: str, host: str, port: int) -> socket.socket:
     """Begin to connect without waiting."""
     connection = socket.socket()
     connection.setblocking(False)
-    if source:
-        connection.setsockopt(socket.SOL_IP, getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24), 1)
-        connection.bind((source, 0))
+    connection.setsockopt(socket.SOL_IP, getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24), 1)
+    connection.bind((source, 0))
     with contextlib.suppress(BlockingIOError):
         connection.connect((host, port))
     return connection
 
 
-def hold_connections(
-    count: int, host: str, port: int, addresses: Iterator[str], greeting: bytes, again_per_s: float
-) -> None:
+def hold_connections(count: int, host: str, port: int, greeting: bytes) -> None:
     """Keep `count` connections open; each sends `greeting` and nothing after it."""
     with selectors.DefaultSelector() as selector:
-        made, closed, allowed = 0, 0, float(count)
+        addresses, made, closed, allowed = sources(), 0, 0, float(count)
         seen_s = reported_s = time.monotonic()
         while True:
             now_s = time.monotonic()
-            allowed += (now_s - seen_s) * again_per_s
+            allowed += (now_s - seen_s) * AGAIN_PER_S
             seen_s = now_s
-            while len(selector.get_map()) < count and (allowed >= 1 or not again_per_s):
+            while len(selector.get_map()) < count and allowed >= 1:
                 allowed -= 1
                 selector.register(connect(next(addresses), host, port), selectors.EVENT_WRITE)
             for key, events in selector.select(0.02):
@@ -156,9 +149,9 @@ class Handshakes:
         say("count", begun=self.begun, **counts)
 
 
-def repeat_handshakes(per_s: float, address: str, server: bytes, addresses: Iterator[str]) -> None:
+def repeat_handshakes(per_s: float, address: str, server: bytes) -> None:
     """Begin `per_s` handshakes a second, each with an unregistered key."""
-    keys = itertools.cycle([Identity.generate() for _ in range(500)])
+    addresses, keys = sources(), itertools.cycle([Identity.generate() for _ in range(500)])
     handshakes, began_s, reported_s = Handshakes(), time.monotonic(), time.monotonic()
     say("ready")
     while True:
@@ -189,18 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("server", help="HOST:PORT")
     parser.add_argument("key", nargs="?", default="", help="the server's public key, for handshakes")
-    parser.add_argument("--from", dest="sources", choices=("here", "others"), default="here")
-    parser.add_argument("--again", type=float, default=300.0, help="reconnections a second; 0: at once")
     chosen = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, _, port = chosen.server.removeprefix("tcp://").rpartition(":")
-    addresses = sources(chosen.sources)
     if chosen.kind == "handshakes":
-        repeat_handshakes(chosen.count, f"tcp://{host}:{port}", bytes.fromhex(chosen.key), addresses)
+        repeat_handshakes(chosen.count, f"tcp://{host}:{port}", bytes.fromhex(chosen.key))
     else:
         greeting = GREETING if chosen.kind == "greeting" else b""
-        hold_connections(chosen.count, host, int(port), addresses, greeting, chosen.again)
+        hold_connections(chosen.count, host, int(port), greeting)
 
 
 if __name__ == "__main__":

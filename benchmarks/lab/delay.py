@@ -1,10 +1,10 @@
-"""Delays each packet of a netfilter queue by a fixed time, where the kernel has no netem.
+"""Delays each packet of a netfilter queue by a fixed time.
 
     kernel:   packet --NFQUEUE--> waits ............................ continues
                          | id                                            ^ "all up to id"
     delay.py:            `--> (now + delay, id) in a queue --when due----'
 
-`arrivals.py` starts one process for each delayed host, in the host's namespace; it prints "ready" when the
+`lab.link` starts one process for each delayed host, in the host's namespace; it prints "ready" when the
 queue is bound, and receives only metadata of packets.  All packets have the same delay, so they stay in
 order, and one verdict is sent for all that are due.  On SIGTERM all waiting packets continue at once.  Run
 as a file (python -I -S delay.py QUEUE SECONDS) it starts in 20 ms.

@@ -76,7 +76,7 @@ class LabHosts:
     address never reaches another home.
 
     Args:
-        rate, delay_s, loss: of each worker's link (behind NAT, its router's); see `Host.shape`.
+        rate, delay_s: of each worker's link (behind NAT, its router's); see `Host.shape`.
         hub_rate: of the hub's link; empty: no limit.
         nat: which workers are behind a router: "none", "half" (the first ones, rounded up) or "all".
         limit: the workers' own upload and download limit, such as "20Mbit"; empty: none.
@@ -94,7 +94,6 @@ class LabHosts:
         *,
         rate: str = "",
         delay_s: float = 0.0,
-        loss: float = 0.0,
         hub_rate: str = "",
         nat: str = "none",
         limit: str = "",
@@ -113,7 +112,7 @@ class LabHosts:
                 self.workers[name], self.uplinks[name] = router.host(name), router
             else:
                 self.workers[name] = self.uplinks[name] = net.host(name)
-            self.uplinks[name].shape(up=rate, down=rate, delay_s=delay_s, loss=loss)
+            self.uplinks[name].shape(up=rate, down=rate, delay_s=delay_s)
 
     def __getitem__(self, name: str) -> Host:
         return self.hub if name == "hub" else self.workers[name]

@@ -1,10 +1,9 @@
-"""A host's link: its rate in each direction, its delay and its loss.
+"""A host's link: its rate in each direction, and its delay.
 
                   up: tbf on the host's end
     host  eth0 ============================= link ============================== port of the bridge
                                                                                  down: tbf on the port
-    delay, loss:  with netem on the port, above tbf; in a kernel without netem on the host, before TCP:
-                  eth0 | mangle PREROUTING: DROP at random | NFQUEUE: delayed by delay.py | TCP
+    delay:  of arriving packets on the host, before TCP: eth0 | mangle PREROUTING: NFQUEUE, delay.py | TCP
 
 Packets are delayed after they have left the sender's host, because packets that wait there count against the
 sender's socket (TCP small queues), which slows bulk transfers down.  Between two hosts with a delay d each, a
@@ -40,9 +39,6 @@ SLOW_BPS = 25_000_000
 LATENCY_MS = 50
 """The longest time of a frame in the queue of the bucket; further frames are dropped, and TCP slows down."""
 
-NETEM_FRAMES = 1 << 17
-"""The most frames in netem; its default of 1000 loses most frames of a fast link with a delay."""
-
 _PROGRAM = Path(__file__).with_name("delay.py")
 _SIOCETHTOOL = 0x8946
 _OFFLOADS = {"tso": 0x1F, "gso": 0x24, "gro": 0x2C}  # ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO
@@ -63,22 +59,12 @@ class End:
     namespace: str
     interface: str
 
-    def set(self, rate: str, new_rate: bool, impairment: tuple[float, float] | None) -> None:
-        """Set the rate of frames that leave here, and netem's (delay, loss) unless that is None."""
-        if impairment is not None:
-            _netem(self, *impairment)
-        if rate and (new_rate or impairment is not None):
-            rate_Bps = parse_rate(rate)
-            shown = command("tc", "-n", self.namespace, "qdisc", "show", "dev", self.interface)
-            place = ["parent", "1:1"] if "qdisc netem" in shown else ["root"]
-            bucket = ["rate", f"{round(rate_Bps * 8)}bit", "burst", f"{bucket_bytes(rate_Bps)}b"]
-            tbf = ["dev", self.interface, *place, "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
-            command("tc", "-n", self.namespace, "qdisc", "replace", *tbf)
-            self.offloads(rate_Bps > SLOW_BPS)
-
-    def offloads(self, on: bool) -> None:
-        """Allow or forbid the interface to send frames longer than its MTU.  Raises `LabError`."""
-        inside(self.namespace, lambda: _set_offloads(self.interface, on))
+    def limit(self, rate_Bps: float) -> None:
+        """Set the rate of frames that leave here."""
+        bucket = ["rate", f"{round(rate_Bps * 8)}bit", "burst", f"{bucket_bytes(rate_Bps)}b"]
+        tbf = ["dev", self.interface, "root", "tbf", *bucket, "latency", f"{LATENCY_MS}ms"]
+        command("tc", "-n", self.namespace, "qdisc", "replace", *tbf)
+        inside(self.namespace, lambda: _set_offloads(self.interface, rate_Bps > SLOW_BPS))
 
 
 def _set_offloads(interface: str, on: bool) -> None:
@@ -96,30 +82,6 @@ def _set_offloads(interface: str, on: bool) -> None:
                 raise LabError(f"{name} of {interface} cannot be switched: {error.strerror}") from None
 
 
-def _netem(end: End, delay_s: float, loss: float) -> None:
-    where = f"qdisc replace dev {end.interface} root handle 1: netem limit {NETEM_FRAMES}"
-    how = f"delay {1e6 * delay_s:.0f}us loss {100 * loss:.7f}%"
-    command("tc", "-n", end.namespace, *where.split(), *how.split())
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Rates such as "20Mbit" (empty: no limit), the delay, and the share of frames that are lost."""
-
-    up: str = ""
-    down: str = ""
-    delay_s: float = 0.0
-    loss: float = 0.0
-
-    def __post_init__(self) -> None:
-        for rate in filter(None, (self.up, self.down)):
-            parse_rate(rate)
-        if not 0 <= self.delay_s <= LONGEST_DELAY_S:
-            raise ValueError(f"delay_s is {self.delay_s}; it must be from 0 to {LONGEST_DELAY_S:g} seconds")
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"loss is {self.loss}; it must be a share of the frames, at least 0 and below 1")
-
-
 class Link:
     """The link between a host and a bridge.
 
@@ -130,54 +92,50 @@ class Link:
     """
 
     def __init__(self, near: End, far: End, inner: Sequence[str], start: Start) -> None:
-        self.settings = Settings()
-        self._near, self._far, self._both = near, far, bool(inner)
+        self._near, self._far = near, far
         self._arrivals = Arrivals(near, inner, start)
 
-    def change(
-        self, up: str = "", down: str = "", delay_s: float | None = None, loss: float | None = None
-    ) -> None:
-        """Change the settings that are not empty or None.  Raises `LabError`, `ValueError`, `ConfigError`."""
-        was = self.settings
-        delay_s = was.delay_s if delay_s is None else delay_s
-        loss = was.loss if loss is None else loss
-        now = Settings(up or was.up, down or was.down, delay_s, loss)
-        is_impaired = (delay_s, loss) != (was.delay_s, was.loss)
-        if is_impaired and (reason := why_not()):
-            raise LabError(reason)
-        with_netem = is_impaired and not netem_why_not()
-        if is_impaired and not with_netem:
-            self._arrivals.set(delay_s, loss)
-        self._far.set(now.down, bool(down), (delay_s, loss) if with_netem else None)
-        self._near.set(now.up, bool(up), (delay_s, 0.0) if with_netem and self._both else None)
-        if loss:
-            self._far.offloads(False)
-        self.settings = now
+    def change(self, up: str = "", down: str = "", delay_s: float | None = None) -> None:
+        """Change the settings that are not empty or None.
+
+        Args:
+            up, down: rates such as "20Mbit".
+
+        Raises `LabError`, `ValueError`, `ConfigError`.
+        """
+        if delay_s is not None and not 0 <= delay_s <= LONGEST_DELAY_S:
+            raise ValueError(f"delay_s is {delay_s}; it must be from 0 to {LONGEST_DELAY_S:g} seconds")
+        for end, rate in ((self._near, up), (self._far, down)):
+            if rate:
+                end.limit(parse_rate(rate))
+        if delay_s is not None and delay_s != self._arrivals.delay_s:
+            if reason := why_not():
+                raise LabError(reason)
+            self._arrivals.set(delay_s)
 
 
 class Arrivals:
-    """Delay and loss of the packets that arrive at a host, in a kernel without netem.
+    """Delay of the packets that arrive at a host.
 
     Args:
-        end: the host's end of the link; packets that arrive here are delayed and lost.
-        inner: other interfaces; packets that arrive here are only delayed.
+        end: the host's end of the link.
+        inner: a router's other interfaces, where packets are delayed, too.
     """
 
     def __init__(self, end: End, inner: Sequence[str], start: Start) -> None:
-        self._end, self._inner, self._start = end, tuple(inner), start
-        self._delay_s = 0.0
+        self._end, self._start = end, start
+        self._interfaces = (end.interface, *inner)
+        self.delay_s = 0.0
         self._holder: subprocess.Popen[bytes] | None = None
         self._queue = 0
 
-    def set(self, delay_s: float, loss: float) -> None:
-        """Set the delay and the loss of arriving packets.  Raises `LabError`."""
-        before = self._holder
-        if delay_s != self._delay_s:
-            self._queue = 1 - self._queue  # the new process is ready before the old one ends
-            self._holder = self._hold(delay_s) if delay_s else None
-            self._delay_s = delay_s
-        self._write_rules(loss)
-        if before is not None and before is not self._holder:
+    def set(self, delay_s: float) -> None:
+        """Set the delay of arriving packets.  Raises `LabError`."""
+        before, self.delay_s = self._holder, delay_s
+        self._queue = 1 - self._queue  # the new process is ready before the old one ends
+        self._holder = self._hold(delay_s) if delay_s else None
+        self._write_rules()
+        if before is not None:
             before.terminate()
             before.communicate()
 
@@ -191,16 +149,11 @@ class Arrivals:
             raise LabError(f"delay.py did not start in {self._end.namespace}: {error or 'no output'}")
         return holder
 
-    def _write_rules(self, loss: float) -> None:
+    def _write_rules(self) -> None:
         """Replace all rules of the mangle table; a router's rules are in other tables."""
-        lines = ["*mangle", ":PREROUTING ACCEPT [0:0]"]
-        if loss:
-            chance = f"-m statistic --mode random --probability {loss:.10f}"
-            lines.append(f"-A PREROUTING -i {self._end.interface} {chance} -j DROP")
-        if self._delay_s:
-            for interface in (self._end.interface, *self._inner):
-                lines.append(f"-A PREROUTING -i {interface} -j NFQUEUE --queue-num {self._queue}")
-        text = "\n".join([*lines, "COMMIT", ""])
+        delayed = self._interfaces if self._holder is not None else ()
+        rules = [f"-A PREROUTING -i {name} -j NFQUEUE --queue-num {self._queue}" for name in delayed]
+        text = "\n".join(["*mangle", ":PREROUTING ACCEPT [0:0]", *rules, "COMMIT", ""])
         command("ip", "netns", "exec", self._end.namespace, "iptables-restore", "--wait", stdin=text)
 
 
@@ -208,26 +161,10 @@ class Arrivals:
 
 
 @functools.cache
-def netem_why_not() -> str:
-    """Return why netem cannot be used; empty if it can.  Needs root."""
-    namespace = f"{owner_tag()}-0-netem"
-    try:
-        add(namespace)
-        _netem(End(namespace, "lo"), 0.001, 0.001)
-    except LabError as error:
-        return str(error)
-    finally:
-        remove([namespace])
-    return ""
-
-
-@functools.cache
 def why_not() -> str:
-    """Return why delay and loss are not possible here; empty if they are.  Needs root."""
-    if not netem_why_not():
-        return ""
+    """Return why a delay is not possible here; empty if it is.  Needs root."""
     if shutil.which("iptables-restore") is None:
-        return "no netem in this kernel, and no iptables-restore (on Debian or Ubuntu: apt install iptables)"
+        return "there is no command 'iptables-restore' (on Debian or Ubuntu: apt install iptables)"
     namespace = f"{owner_tag()}-0-queue"
 
     def start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -238,10 +175,10 @@ def why_not() -> str:
     try:
         add(namespace)
         tried = Arrivals(End(namespace, "lo"), (), start)
-        tried.set(0.001, 0.001)
-        tried.set(0.0, 0.0)
+        tried.set(0.001)
+        tried.set(0.0)
     except LabError as error:
-        return f"no netem in this kernel, and its substitute does not work: {error}"
+        return f"this kernel cannot delay packets: {error}"
     finally:
         remove([namespace])
     return ""

@@ -82,21 +82,18 @@ class Host:
         near, far = End(self.namespace, self.interface), End(switch, self._port)
         self.link = Link(near, far, self.inner, self._start)
 
-    def shape(
-        self, *, up: str = "", down: str = "", delay_s: float | None = None, loss: float | None = None
-    ) -> None:
-        """Change the link's rate in each direction, such as "20Mbit", its delay and its loss.
+    def shape(self, *, up: str = "", down: str = "", delay_s: float | None = None) -> None:
+        """Change the link's rate in each direction, such as "20Mbit", and its delay.
 
         Settings that are empty or None do not change.
 
         Args:
             delay_s: of packets to this host: between two hosts with 20 ms each, a packet takes 20 ms and a
                 round trip takes 40.  A router also delays packets that leave its home.
-            loss: the share of the frames to this host that are lost.
 
         Raises `LabError`, `ValueError`.
         """
-        self.link.change(up, down, delay_s, loss)
+        self.link.change(up, down, delay_s)
 
     def cut(self, down: bool) -> None:
         """Take the link down, or up again."""
@@ -194,15 +191,11 @@ class Router(Host):
 class Net:
     """Hosts and home routers that share an internet, until the `with` ends.
 
-    Args:
-        congestion: TCP's congestion control on all hosts, such as "cubic"; empty: the machine's.
-
     SIGTERM ends the `with` block like an exception, if the signal has no other handler; the remains of a
     process that was killed are removed when the next lab begins.
     """
 
-    def __init__(self, congestion: str = "") -> None:
-        self.congestion = congestion
+    def __init__(self) -> None:
         self.internet = ""
         self.hosts: dict[str, Host] = {}
         self._tag = f"{ns.owner_tag()}-{next(_labs)}"
@@ -230,13 +223,11 @@ class Net:
         """Make a machine with a public address.  Raises `LabError`."""
         return self._keep(Host(self, name, self._next_address(), self.internet))
 
-    def make_hosts(
-        self, names: Sequence[str], rate: str = "", delay_s: float = 0.0, loss: float = 0.0
-    ) -> dict[str, Host]:
-        """Make machines with the same links: rate in each direction, delay, loss; see `Host.shape`."""
+    def make_hosts(self, names: Sequence[str], rate: str = "", delay_s: float = 0.0) -> dict[str, Host]:
+        """Make machines with the same links: rate in each direction, and delay; see `Host.shape`."""
         made = {name: self.host(name) for name in names}
         for host in made.values():
-            host.shape(up=rate, down=rate, delay_s=delay_s, loss=loss)
+            host.shape(up=rate, down=rate, delay_s=delay_s)
         return made
 
     def router(self, name: str, *, translate: bool = True, subnet: str = "") -> Router:
@@ -273,8 +264,6 @@ class Net:
             raise LabError(f"there already is a host {name!r}")
         self._namespaces.append(namespace)  # before it exists, so that an exception leaves none behind
         ns.add(namespace)
-        if self.congestion:
-            ns.congestion_control(namespace, self.congestion)
         return namespace
 
     def _next_address(self) -> str:

@@ -124,26 +124,6 @@ def write_sysctls(namespace: str, values: dict[str, str]) -> None:
         raise LabError(f"a setting of namespace {namespace} cannot be written: {error}") from None
 
 
-CONGESTION = Path("/proc/sys/net/ipv4")
-
-
-def congestion_control(namespace: str, name: str) -> None:
-    """Set TCP's congestion control for all new sockets in the namespace.
-
-    A namespace can use only what the machine allows unprivileged users: a name that it has and does not allow
-    yet is added to its list (net.ipv4.tcp_allowed_congestion_control), and stays there.
-
-    Raises `LabError` if the machine does not have it.
-    """
-    has = (CONGESTION / "tcp_available_congestion_control").read_text().split()
-    if name not in has:
-        raise LabError(f"this kernel has no congestion control {name!r}; it has {', '.join(has)}")
-    allowed = CONGESTION / "tcp_allowed_congestion_control"
-    if name not in (names := allowed.read_text().split()):
-        allowed.write_text(" ".join([*names, name]))
-    write_sysctls(namespace, {"net/ipv4/tcp_congestion_control": name})
-
-
 def inside(namespace: str, action: Callable[[], T]) -> T:
     """Call `action` in a thread inside the namespace; sockets that it makes remain there.
 

@@ -1,7 +1,6 @@
-"""`make rivals`: installs rivals, each in its own environment, and lists them.
+"""`make rivals`: installs rivals, each in its own environment, and lists their operations.
 
     python -m rivals setup [NAME...]
-    python -m rivals list                       their operations, and why some cannot run here
 
 `python -m bench --cell "gloo/all_reduce P=4 n=25.6M rate=100Mbit"` measures an operation, `python -m accuracy
 --contenders gloo` a training run.
@@ -14,23 +13,22 @@ import sys
 from collections.abc import Sequence
 
 from rivals.contract import NAMES, OPS
-from rivals.environments import available, setup
+from rivals.environments import setup
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rivals", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("command", choices=("setup", "list"))
+    parser.add_argument("command", choices=("setup",))
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no rival {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    installs = options.command == "setup"
-    reasons = setup(options.names or NAMES) if installs else available()
+    reasons = setup(options.names or NAMES)
     for name, reason in reasons.items():
         print(f"{name}: {reason or 'ready'}")
         for op, meaning in OPS[name].items():
             print(f"    {op:20} {meaning}")
-    return int(installs and any(reasons.values()))
+    return int(any(reasons.values()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rivals.contract import Request, Result, leave, parse
+from rivals.contract import Rank, Request, Result, leave
 from rivals.entries import check, gathered, packed, scatter_add
 from rivals.measure import Prepared, measured
 
@@ -64,13 +64,13 @@ OPERATIONS: dict[str, Callable[[Request], Prepared]] = {
 }
 
 
-def join(request: Request) -> None:
+def join(own: Rank) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{request.master}",
-        rank=request.rank,
-        world_size=request.world,
+        init_method=f"tcp://{own.master}",
+        rank=own.rank,
+        world_size=own.world,
         timeout=TIMEOUT,
     )
 
@@ -84,7 +84,7 @@ def run(request: Request) -> Result:
 
 
 if __name__ == "__main__":
-    own_request = parse("gloo")
+    own_request = Request.from_argv()
     run(own_request).write(own_request.out)
     dist.destroy_process_group()
     leave()

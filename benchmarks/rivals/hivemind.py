@@ -17,7 +17,7 @@ import hivemind
 import torch
 from torch import Tensor
 
-from rivals.contract import Request, Result, leave, parse
+from rivals.contract import Rank, Request, Result, leave
 from rivals.measure import Prepared, measured
 from rivals.rendezvous import Rendezvous
 
@@ -34,17 +34,17 @@ REQUEST_S = 1.0
 STEP_S = 600.0
 
 
-def own_address(request: Request) -> str:
+def own_address(own: Rank) -> str:
     """Return the address of this rank as the master's host sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((request.master_host, request.master_port))  # sends nothing
+        probe.connect((own.master_host, own.master_port))  # sends nothing
         return str(probe.getsockname()[0])
 
 
-def start_dht(request: Request, group: Rendezvous) -> hivemind.DHT:
+def start_dht(own: Rank, group: Rendezvous) -> hivemind.DHT:
     """Start rank 0's DHT, then those of the others with its addresses."""
     options = {
-        "host_maddrs": [f"/ip4/{own_address(request)}/tcp/0"],
+        "host_maddrs": [f"/ip4/{own_address(own)}/tcp/0"],
         "use_ipfs": False,
         "use_relay": False,
         "use_auto_relay": False,
@@ -52,7 +52,7 @@ def start_dht(request: Request, group: Rendezvous) -> hivemind.DHT:
         "nat_port_map": False,
         "start": True,
     }
-    dht = hivemind.DHT(**options) if request.rank == 0 else None
+    dht = hivemind.DHT(**options) if own.rank == 0 else None
     addresses = group.exchange([str(address) for address in dht.get_visible_maddrs()] if dht else [])[0]
     return dht or hivemind.DHT(initial_peers=addresses, **options)
 
@@ -103,16 +103,16 @@ def run(request: Request) -> Result:
             "hivemind",
             f"hivemind {hivemind.__version__}",
             Prepared(operation, 4 * request.n, prepare),
-            lambda: group.exchange(None),
+            group.barrier,
             note="with matchmaking; encrypted by default",
         )
-        group.exchange(None)  # no rank leaves while another one still averages
+        group.barrier()  # no rank ends its averager while another one still averages
         averager.shutdown()
         dht.shutdown()
     return result
 
 
 if __name__ == "__main__":
-    own_request = parse("hivemind")
+    own_request = Request.from_argv()
     run(own_request).write(own_request.out)
     leave()

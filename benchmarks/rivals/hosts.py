@@ -1,7 +1,7 @@
 """Runs the ranks of a rival, each on a host of the lab, or all on this machine's loopback.
 
-host-0 10.77.0.2   python -m rivals.NAME --rank 0 --master 10.77.0.2:29500 ...
-host-1 10.77.0.3   python -m rivals.NAME --rank 1 --master 10.77.0.2:29500 ...
+host-0 10.77.0.2   python -m rivals.NAME '{"rank": 0, "master": "10.77.0.2:29500", ...}'
+host-1 10.77.0.3   python -m rivals.NAME '{"rank": 1, "master": "10.77.0.2:29500", ...}'
 
 Open MPI's ranks are started by mpirun on the first host, which enters the others' namespaces instead of using
 ssh; on loopback it starts all processes itself.
@@ -21,7 +21,7 @@ from gridtrain.tools.child_processes import end_processes, log_tail
 from lab.net import Host
 from lab.ns import LabError
 from rivals import environments
-from rivals.contract import TRAINERS, Request, Result, combine
+from rivals.contract import Rank, Request, Result, combine
 
 PORT = 29500
 TAIL_LINES = 15
@@ -59,26 +59,9 @@ class Loopback:
 def measure(
     hosts: Sequence[RankHost], rival: str, request: Request, folder: Path, timeout_s: float, port: int = PORT
 ) -> Result:
-    """Measure an operation once, one rank on each host.
-
-    Args:
-        request: of all ranks, except for what depends on the hosts (rank, world, master, interface, out).
-        folder: a folder for results and logs.
-        port: the first of two ports of the master; a measurement on the same hosts must have other ports.
-
-    Raises `ContractError`, and `LabError` with the ends of the logs if a rank fails or the time is over.
-    """
-    outs = [folder / f"rank-{rank}.json" for rank in range(len(hosts))]
-    master = f"{hosts[0].address}:{port}"
-    common = replace(request, world=len(hosts), master=master, interface=hosts[0].interface)
-    commands = [
-        ["-m", f"rivals.{rival}", *replace(common, rank=rank, out=out.resolve()).to_arguments()]
-        for rank, out in enumerate(outs)
-    ]
-    if rival == "mpi":
-        run_ranks(hosts[:1], rival, commands[:1], folder, timeout_s, mpirun(hosts, request.op, folder))
-    else:
-        run_ranks(hosts, rival, commands, folder, timeout_s)
+    """Measure an operation once, one rank on each host.  Arguments and errors are those of `run_ranks`."""
+    launcher = mpirun(hosts, request.op, folder) if rival == "mpi" else ()
+    outs = run_ranks(hosts, rival, f"rivals.{rival}", request, folder, timeout_s, port, launcher)
     return combine([Result.read(out) for out in outs])
 
 
@@ -108,48 +91,36 @@ def mpirun(hosts: Sequence[RankHost], op: str, folder: Path) -> list[str]:
     return argv + [word for name, value in settings.items() for word in ("--mca", name, value)]
 
 
-def request_of(op: str, n: int, **options: float) -> Request:
-    """Return a request for `measure`."""
-    return Request(0, 1, "host:1", op, n, Path(), **options)  # type: ignore[arg-type]
-
-
-def train(
-    hosts: Sequence[RankHost], trainer: str, folder: Path, timeout_s: float, extra: Sequence[str] = ()
-) -> None:
-    """Train with one rank on each host; rank 0 writes steps.jsonl into `folder`, which also has the logs.
-
-    Args:
-        trainer: one of `contract.TRAINERS`.
-        extra: further options of `rivals.train`, such as ("--until-loss", "2.5").
-
-    Raises `LabError` with the ends of the logs.
-    """
-    common = ["--rival", trainer, "--world", str(len(hosts)), "--master", f"{hosts[0].address}:{PORT}"]
-    common += ["--interface", hosts[0].interface, "--folder", str(folder.resolve()), *extra]
-    commands = [["-m", "rivals.train", "--rank", str(rank), *common] for rank in range(len(hosts))]
-    run_ranks(hosts, TRAINERS[trainer], commands, folder, timeout_s)
-
-
 def run_ranks(
     hosts: Sequence[RankHost],
     rival: str,
-    commands: Sequence[Sequence[str]],
+    module: str,
+    common: Rank,
     folder: Path,
     timeout_s: float,
+    port: int = PORT,
     launcher: Sequence[str] = (),
-) -> None:
-    """Run a command of the rival's interpreter on each host until all have ended; end all if one fails.
+) -> list[str]:
+    """Run a module in the rival's interpreter on each host until all have ended; end all if one fails.
 
     Args:
-        launcher: a program before the interpreter, which starts it.
+        common: the fields of all ranks that do not depend on the hosts.
+        folder: a folder for results and logs.
+        port: the first of two ports of the master; other ranks on the same hosts must have other ports.
+        launcher: a program on the first host that starts the interpreters of all ranks.
 
-    Raises `LabError` with the ends of the logs.
+    Returns the ranks' `out`.  Raises `LabError` with the ends of the logs.
     """
+    common = replace(
+        common, world=len(hosts), master=f"{hosts[0].address}:{port}", interface=hosts[0].interface
+    )
+    outs = [str(folder.resolve() / f"rank-{rank}.json") for rank in range(len(hosts))]
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, (host, arguments) in enumerate(zip(hosts, commands, strict=True)):
+        for rank, host in enumerate(hosts[:1] if launcher else hosts):
+            own = replace(common, rank=rank, out=outs[rank])
+            argv = [*launcher, str(environments.python(rival)), "-m", module, own.to_text()]
             env = environments.variables(host.interface)
-            argv = [*launcher, str(environments.python(rival)), *arguments]
             ranks.append(host.run(argv, folder, env=env, log=f"rank-{rank}"))
         until_s = time.monotonic() + timeout_s
         while None in (codes := [process.poll() for process in ranks]) and not any(codes):
@@ -162,6 +133,7 @@ def run_ranks(
             raise LabError(f"rank {failed[0]} ended with exit code {code}\n{_tails(folder)}")
     finally:
         end_processes(ranks)
+    return outs
 
 
 def _tails(folder: Path) -> str:

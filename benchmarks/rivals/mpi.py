@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from rivals.contract import Request, Result, parse
+from rivals.contract import Request, Result
 from rivals.entries import check, drawn, gathered, merge, merged_by_tree, packed, scatter_add
 from rivals.measure import Prepared, measured
 
@@ -113,7 +114,7 @@ def run(request: Request) -> Result:
 
 
 if __name__ == "__main__":
-    first = parse("mpi")  # mpirun gives all ranks the arguments of rank 0
+    first = Request.from_argv()  # mpirun gives all ranks the arguments of rank 0
     own_rank = MPI.COMM_WORLD.Get_rank()
-    own_request = replace(first, rank=own_rank, out=first.out.with_name(f"rank-{own_rank}.json"))
+    own_request = replace(first, rank=own_rank, out=str(Path(first.out).with_name(f"rank-{own_rank}.json")))
     run(own_request).write(own_request.out)

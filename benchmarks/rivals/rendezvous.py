@@ -1,114 +1,50 @@
-"""Connections between the ranks of a group that send lines of JSON; imports only the standard library.
+"""Barriers and values between the ranks of hivemind.
 
-    rank 0 listens at the master's address and port; the others dial it until it listens
-    exchange(value):  send all ranks' values, by rank, to all ranks, which is a barrier, too
-    send, receive:    between rank 0 and another rank
-
-There is no access control, so it must be used only in a lab or on loopback.
+Rank 0 has a store of torch.distributed at the master's address and port; the others are its clients.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
-import socket
-import time
-from contextlib import ExitStack, closing
-from io import BufferedRWPair
 from typing import Any
 
-from rivals.contract import ContractError, Request
+from torch.distributed import TCPStore
 
-UP_S = 120.0
-ANSWER_S = 1800.0
-AGAIN_S = 0.05
-MOST_BYTES = 1 << 20
+from rivals.contract import Rank
+
+ANSWER = datetime.timedelta(seconds=1800)
 
 
 class Rendezvous:
-    """A rank's connections: rank 0 has one to each other rank, the others have one to rank 0.
+    """A rank's place in its group; a context manager, which rank 0 leaves last."""
 
-    A context manager.  Raises `ContractError` if the group is not complete within `UP_S` seconds.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._stack = ExitStack()
-        self._files: dict[int, BufferedRWPair] = {}
+    def __init__(self, own: Rank) -> None:
+        self._own, self._turn = own, 0
 
     def __enter__(self) -> Rendezvous:
-        try:
-            if self._request.rank:
-                self._keep(0, self._dial())
-                self.send(0, self._request.rank)
-            else:
-                self._accept()
-        except BaseException:
-            self._stack.close()
-            raise
+        own = self._own
+        address = own.master_host, own.master_port
+        self._store = TCPStore(*address, own.world, own.rank == 0, ANSWER)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+        if exc_info[0] is None:
+            self._store.set(f"left {self._own.rank}", "")
+            if self._own.rank == 0:  # the store ends with its process
+                self._store.wait([f"left {rank}" for rank in range(self._own.world)])
 
-    @property
-    def world(self) -> int:
-        return self._request.world
+    def barrier(self) -> None:
+        """Return when all ranks have called it, with one message to each."""
+        self._exchanged("")
 
     def exchange(self, value: Any) -> list[Any]:
         """Return all ranks' values, by rank, when all have called it."""
-        others = range(1, self._request.world)
-        if self._request.rank:
-            self.send(0, value)
-            values: list[Any] = self.receive(0)
-            return values
-        values = [value, *(self.receive(rank) for rank in others)]
-        for rank in others:
-            self.send(rank, values)
-        return values
+        return [json.loads(text) for text in self._store.multi_get(self._exchanged(json.dumps(value)))]
 
-    def send(self, rank: int, value: Any) -> None:
-        self._files[rank].write(json.dumps(value).encode() + b"\n")
-        self._files[rank].flush()
-
-    def receive(self, rank: int) -> Any:
-        """Receive a value.  Raises `ContractError` if the other rank has closed the connection."""
-        line = self._files[rank].readline(MOST_BYTES)
-        if not line.endswith(b"\n"):
-            raise ContractError(f"rank {rank} has left the group")
-        return json.loads(line)
-
-    def _accept(self) -> None:
-        address = (self._request.master_host, self._request.master_port)
-        until_s = time.monotonic() + UP_S
-        with socket.create_server(address) as listener:
-            while len(self._files) < self._request.world - 1:
-                listener.settimeout(max(0.001, until_s - time.monotonic()))
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    present = [0, *sorted(self._files)]
-                    text = f"after {UP_S:g} s only ranks {present} of {self._request.world} have connected"
-                    raise ContractError(text) from None
-                with connection.makefile("rb", buffering=0) as first:
-                    rank = int(first.readline(16))
-                self._keep(rank, connection)
-
-    def _dial(self) -> socket.socket:
-        address = (self._request.master_host, self._request.master_port)
-        until_s = time.monotonic() + UP_S
-        while True:
-            try:
-                return socket.create_connection(address, timeout=UP_S)
-            except OSError as error:
-                if time.monotonic() > until_s:
-                    text = f"rank 0 does not listen at {self._request.master} after {UP_S:g} s: {error}"
-                    raise ContractError(text) from None
-                time.sleep(AGAIN_S)  # rank 0 is still starting
-
-    def _keep(self, rank: int, connection: socket.socket) -> None:
-        connection.settimeout(ANSWER_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._stack.enter_context(connection)
-        file = connection.makefile("rwb")
-        self._stack.enter_context(closing(file))
-        self._files[rank] = file
+    def _exchanged(self, text: str) -> list[str]:
+        self._turn += 1
+        keys = [f"{self._turn} {rank}" for rank in range(self._own.world)]
+        self._store.set(keys[self._own.rank], text)
+        self._store.wait(keys)
+        return keys

@@ -1,7 +1,5 @@
 """A worker of `stragglers.py hivemind`: hivemind's optimizer while one training loop stalls.
 
-    python -m rivals.straggler --rank R --world P --master HOST:PORT --batches N --out FILE [--stalled]
-
 The model's shape and the stalls are those of `stragglers.py one`; the data are random.  hivemind's settings
 favour it: the group is complete before the first batch, progress is exchanged often, and its virtual batch
 (`EPOCH_BATCHES` of each worker) is so large that matchmaking does not dominate the run without stalls.
@@ -9,7 +7,6 @@ favour it: the group is complete before the first batch, progress is exchanged o
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -18,10 +15,19 @@ import hivemind
 import torch
 from torch import nn
 
-from rivals.contract import Request, leave
+from rivals.contract import leave
 from rivals.hivemind import start_dht
 from rivals.rendezvous import Rendezvous
-from stalls import BATCH_SIZE, ONE_COMPUTE_S, ONE_EVERY, ONE_STALL_S, WARM_UP_BATCHES, Stalls, make_model
+from stalls import (
+    BATCH_SIZE,
+    ONE_COMPUTE_S,
+    ONE_EVERY,
+    ONE_STALL_S,
+    WARM_UP_BATCHES,
+    Stalls,
+    Straggling,
+    make_model,
+)
 
 EPOCH_BATCHES, MATCHMAKING_S = 40, 0.5
 REFRESH_S = {"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refresh_period": 0.5}
@@ -29,21 +35,13 @@ REFRESH_S = {"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--master", required=True, metavar="HOST:PORT")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stalled", action="store_true", help="the last rank stalls")
-    parser.add_argument("--batches", type=int, required=True)
-    options = parser.parse_args()
+    options = Straggling.from_argv()
     torch.set_num_threads(1)
     model = make_model()
-    request = Request(options.rank, options.world, options.master, "all_reduce", 1, options.out)
-    is_stalled = options.stalled and options.rank == options.world - 1
+    is_stalled = options.is_stalled and options.rank == options.world - 1
     stalls = Stalls(every=ONE_EVERY, stall_s=ONE_STALL_S) if is_stalled else Stalls()
-    with Rendezvous(request) as group:
-        dht = start_dht(request, group)
+    with Rendezvous(options) as group:
+        dht = start_dht(options, group)
         optimizer = hivemind.Optimizer(
             dht=dht,
             run_id="stragglers",
@@ -55,7 +53,7 @@ def main() -> None:
             averaging_timeout=30.0,
             tracker_opts=REFRESH_S,
         )
-        group.exchange(None)
+        group.barrier()
         began_s, began_epoch = 0.0, 0
         for batch in range(1, options.batches + 1):
             if batch == WARM_UP_BATCHES:
@@ -66,8 +64,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         seconds, epochs = time.monotonic() - began_s, optimizer.local_epoch - began_epoch
-        options.out.write_text(json.dumps({"seconds": seconds, "epochs": epochs}))
-        group.exchange(None)  # no rank leaves while another one still averages
+        Path(options.out).write_text(json.dumps({"seconds": seconds, "epochs": epochs}))
+        group.barrier()  # no rank ends its optimizer while another one still averages
         optimizer.shutdown()
         dht.shutdown()
 

@@ -1,23 +1,23 @@
 """A training run with a rival: workload, settings and held-out measure are those of gridtrain's runs.
 
-There is one process for each rank; rank 0 writes a line for each step to FOLDER/steps.jsonl (see
-`accuracy.recorder`):
+There is one process for each rank; rank 0 writes a line for each step to steps.jsonl in the folder of its
+`out` (see `accuracy.recorder`):
 
     held_out: null on steps where it is not measured; seconds: since the first batch, without measuring, for
     which all ranks wait; sent_bytes: of rank 0's interface since then; null where ranks share an interface
 
     gloo       DistributedDataParallel over gloo, dense
     powersgd   the same with torch's PowerSGD hook (Vogels et al. 2019) with error feedback and warm start
-    hivemind   all members average the change of --every local steps
+    hivemind   all members average the change of `every` local steps
 
-The run ends when the held-out loss is at most --until-loss, or after --steps.
+The run ends when the held-out loss is at most `until_loss`, or after `steps`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accuracy.recorder import Recorder
+from accuracy.recorder import MEASURE_EVERY, Recorder
 from accuracy.workloads import WORKLOADS, Pair, Workload, trained_of
 from procfs import sent_bytes
-from rivals.contract import INTERFACE, TRAINERS, Request, leave
+from rivals.contract import Rank, leave
 
 DATA_SEED = 1
 POWERSGD_RANK, POWERSGD_START = 2, 10  # and the step before which it is dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Rank):
+    """A rank that trains.
+
+    Attributes:
+        trainer: one of `contract.TRAINERS`.
+        settings: the family of the workload's settings: "dense", "adamw" or "local".
+        every: hivemind's local steps between averagings.
+        compression: of hivemind: "none", "float16" or "int8".
+        learning_rate, batch_size: instead of the workload's.
+    """
+
+    trainer: str
+    workload: str = "gpt"
+    settings: str = "dense"
+    steps: int = 250
+    measure_every: int = MEASURE_EVERY
+    until_loss: float = 0.0
+    every: int = 1
+    compression: str = "none"
+    learning_rate: float | None = None
+    batch_size: int | None = None
+    seed: int = 0
 
 
 class Loss(nn.Module):
@@ -48,21 +73,21 @@ class Loss(nn.Module):
 class Gloo:
     """DistributedDataParallel over gloo."""
 
-    def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
+    def __init__(self, options: Training, workload: Workload, model: nn.Module) -> None:
         import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 
         from rivals.gloo import join
 
-        join(request_of(options))
+        join(options)
         self._dist = dist
         # PowerSGD's hook waits inside gloo's callbacks, which would wait for each other with several buckets
         # in flight.  A given size also applies to the first bucket, which otherwise has 1 MiB.
-        one_bucket = {"bucket_cap_mb": 25} if options.rival == "powersgd" else {}
+        one_bucket = {"bucket_cap_mb": 25} if options.trainer == "powersgd" else {}
         # All ranks have drawn the same parameters, so rank 0 need not send its own, with a frozen base.
         self._parallel = DistributedDataParallel(Loss(workload, model), init_sync=False, **one_bucket)
-        if options.rival == "powersgd":
+        if options.trainer == "powersgd":
             state = powerSGD_hook.PowerSGDState(
                 process_group=None,
                 matrix_approximation_rank=POWERSGD_RANK,
@@ -94,21 +119,21 @@ class Gloo:
 
 
 class Hivemind:
-    """hivemind's averaging after `--every` local steps; its methods are those of `Gloo`."""
+    """hivemind's averaging after `every` local steps; its methods are those of `Gloo`."""
 
-    def __init__(self, options: argparse.Namespace, workload: Workload, model: nn.Module) -> None:
+    def __init__(self, options: Training, workload: Workload, model: nn.Module) -> None:
         from rivals import hivemind as rival
         from rivals.rendezvous import Rendezvous
 
-        request = request_of(options)
         self._stack, self._model, self._workload = contextlib.ExitStack(), model, workload
-        self._group = self._stack.enter_context(Rendezvous(request))
-        self._dht = rival.start_dht(request, self._group)
+        self._group = self._stack.enter_context(Rendezvous(options))
+        self._dht = rival.start_dht(options, self._group)
         self._trained, self._every, self._steps = trained_of(model), options.every, 0
+        self._world = options.world
         self._common = [parameter.detach().clone() for parameter in self._trained]
         size = sum(parameter.numel() for parameter in self._trained)
         self._averager = rival.start_averager(
-            torch.zeros(size), self._dht, request.world, options.compression
+            torch.zeros(size), self._dht, options.world, options.compression
         )
         self._average = rival.average
 
@@ -130,7 +155,7 @@ class Hivemind:
     def _average_tensors(self, tensors: list[Tensor]) -> None:
         with self._averager.get_tensors() as (mean_N,):
             torch.cat([tensor.flatten() for tensor in tensors], out=mean_N)
-        self._average(self._averager, self._group.world)
+        self._average(self._averager, self._world)
         with self._averager.get_tensors() as (mean_N,):
             parts = mean_N.split([tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
@@ -140,19 +165,13 @@ class Hivemind:
         return bool(self._group.exchange(own)[0])
 
     def close(self) -> None:
-        self._group.exchange(None)
+        self._group.barrier()
         self._averager.shutdown()
         self._dht.shutdown()
         self._stack.close()
 
 
 EXCHANGES: dict[str, Any] = {"gloo": Gloo, "powersgd": Gloo, "hivemind": Hivemind}
-
-
-def request_of(options: argparse.Namespace) -> Request:
-    """Return a request with which a rival joins its group."""
-    rank, world, master = options.rank, options.world, options.master
-    return Request(rank, world, master, "all_reduce", 1, options.folder, interface=options.interface)
 
 
 def batches_of(data: Dataset[Pair], size: int, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -166,18 +185,17 @@ def batches_of(data: Dataset[Pair], size: int, rank: int, world: int) -> Iterato
         yield torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: Training) -> None:
     """Train as one rank."""
     workload = WORKLOADS[options.workload]()
     size = options.batch_size or workload.batch_size
     batches = batches_of(workload.train, size, options.rank, options.world)
     model = workload.model(options.seed)
     settings = workload.settings[options.settings].at(options.learning_rate)
-    exchange = EXCHANGES[options.rival](options, workload, model)
+    exchange = EXCHANGES[options.trainer](options, workload, model)
     optimizer = settings.build(model)
     exchange.stop(False)  # a barrier before the clock starts
-    options.folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(options.folder / "steps.jsonl", lambda: sent_bytes(options.interface))
+    recorder = Recorder(Path(options.out).with_name("steps.jsonl"), lambda: sent_bytes(options.interface))
     for step in range(1, options.steps + 1):
         optimizer.zero_grad()
         loss = exchange.backward(*next(batches))
@@ -196,28 +214,7 @@ def train(options: argparse.Namespace) -> None:
     exchange.close()
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m rivals.train", description="one rank of a training run")
-    parser.add_argument("--rival", choices=sorted(TRAINERS), required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world", type=int, required=True)
-    parser.add_argument("--master", required=True, metavar="HOST:PORT")
-    parser.add_argument("--interface", default=INTERFACE)
-    parser.add_argument("--folder", type=Path, required=True, help="in which rank 0 writes steps.jsonl")
-    parser.add_argument("--until-loss", type=float, default=0.0, metavar="NATS")
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--measure-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
-    parser.add_argument("--settings", choices=("dense", "adamw", "local"), default="dense")
-    parser.add_argument("--every", type=int, default=1, help="hivemind: local steps between averagings")
-    parser.add_argument("--compression", choices=("none", "float16", "int8"), default="none")
-    parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
-    parser.add_argument("--batch-size", type=int, help="instead of the workload's")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)  # several ranks share this machine's cores
-    train(parse())
+    train(Training.from_argv())
     leave()

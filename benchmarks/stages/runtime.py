@@ -28,7 +28,8 @@ from torch import nn
 import gridtrain
 from lab.group import run_in_lab
 from lab.net import Net
-from rivals.hosts import PORT, run_ranks
+from rivals.contract import Rank
+from rivals.hosts import run_ranks
 from stages.waiting import BACKWARD_S, FORWARD_S, Waiting, elements_of, loss_of, sleep_exactly
 
 WARM_UP_STEPS = 2
@@ -120,16 +121,22 @@ TORCH = ((LAN, (8, 24)), (FAST, (16,)))
 NAMES = (*(case.name for case in CASES), "torch", "alone")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TorchStage(Rank):
+    """A rank of torch's pipeline: executes each case, such as "GPipe:8", so many times in turn."""
+
+    rounds: int
+    cases: list[str]
+
+
 def torch_rows(network: Network, micro_batches: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Measure both schedules of torch on hosts with the same links.  Raises `LabError` if a rank fails."""
     cases = [f"{schedule}:{count}" for count in micro_batches for schedule in ("GPipe", "1F1B")]
     with tempfile.TemporaryDirectory(prefix="gridtrain-pipeline-") as text, Net() as net:
         made = net.make_hosts([f"torch-{rank}" for rank in range(STAGES)], **links_of(network))
-        folder, hosts = Path(text), list(made.values())
-        script = ["-m", "stages.torch_side", f"tcp://{hosts[0].address}:{PORT}", str(rounds), *cases]
-        commands = [[*script[:2], str(rank), str(folder), *script[2:]] for rank in range(STAGES)]
-        run_ranks(hosts, "gloo", commands, folder, TIMEOUT_S)
-        spans = [json.loads((folder / f"spans-{rank}.json").read_text()) for rank in range(STAGES)]
+        common = TorchStage(rounds=rounds, cases=cases)
+        outs = run_ranks(list(made.values()), "gloo", "stages.torch_side", common, Path(text), TIMEOUT_S)
+        spans = [json.loads(Path(out).read_text()) for out in outs]
     rows = []
     for case in cases:
         schedule, _, count = case.partition(":")

@@ -1,14 +1,9 @@
-"""The same emulated stages with torch.distributed.pipelining over gloo, each in a process on its own host.
-
-python -m stages.torch_side RANK FOLDER tcp://10.77.0.2:29500 ROUNDS GPipe:8 1F1B:8     writes spans-RANK.json
-"""
+"""The same emulated stages with torch.distributed.pipelining over gloo, each in a process on its own host."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,19 +11,20 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from rivals.contract import leave
-from stages.runtime import PAYLOAD_BYTES, STAGES
+from rivals.gloo import join
+from stages.runtime import PAYLOAD_BYTES, STAGES, TorchStage
 from stages.waiting import Waiting, elements_of, loss_of, sleep_exactly
 
 
-def main(rank: int, folder: str, meet: str, rounds: int, cases: Sequence[str]) -> None:
+def main(own: TorchStage) -> None:
     """Run as one rank: all cases in turn; write begin and end of each step of each case."""
-    torch.set_num_threads(1)
     sleep_exactly()
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=STAGES)
+    join(own)
+    rank = own.rank
     rows = torch.zeros(1, elements_of(PAYLOAD_BYTES))
-    found: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
+    found: dict[str, list[tuple[float, float]]] = {case: [] for case in own.cases}
     made = {}
-    for case in cases:
+    for case in own.cases:
         name, _, micro_batches = case.partition(":")
         stage = PipelineStage(
             Waiting(last=rank == STAGES - 1),
@@ -40,7 +36,7 @@ def main(rank: int, folder: str, meet: str, rounds: int, cases: Sequence[str]) -
         )
         schedule = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[name]
         made[case] = schedule(stage, int(micro_batches), loss_fn=loss_of, scale_grads=False)
-    for turn in range(rounds + 1):  # connections are made in the first one, which is not counted
+    for turn in range(own.rounds + 1):  # connections are made in the first one, which is not counted
         for case, runner in made.items():
             inputs = torch.zeros(int(case.partition(":")[2]), elements_of(PAYLOAD_BYTES))
             dist.barrier()
@@ -50,9 +46,9 @@ def main(rank: int, folder: str, meet: str, rounds: int, cases: Sequence[str]) -
                 found[case].append((begun_s, time.monotonic()))
     dist.barrier()
     dist.destroy_process_group()
-    Path(folder, f"spans-{rank}.json").write_text(json.dumps(found))
+    Path(own.out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])
+    main(TorchStage.from_argv())
     leave()

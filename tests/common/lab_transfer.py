@@ -1,7 +1,8 @@
-"""A transfer between two hosts of the network lab, by which its tests measure rates and count bytes."""
+"""Transfers between two hosts of the network lab, for its tests."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -27,3 +28,21 @@ def send(sender: Host, receiver: Host, nbytes: int) -> float:
         took_s = time.perf_counter() - began_s
     pump.join()
     return took_s
+
+
+def say(sender: Host, receiver: Host, *writes: bytes) -> None:
+    """Send each write as its own segment, and wait until all have arrived."""
+    with receiver.listen() as listener:
+        outgoing = sender.dial(receiver.address, listener.getsockname()[1])
+        incoming, _ = listener.accept()
+    with outgoing, incoming:
+        outgoing.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        incoming.settimeout(DEADLINE_S)
+        for data in writes:
+            pump = threading.Thread(target=outgoing.sendall, args=(data,))
+            pump.start()
+            arrived = bytearray()
+            while len(arrived) < len(data):
+                arrived += incoming.recv(1 << 16)
+            pump.join()
+            assert arrived == data

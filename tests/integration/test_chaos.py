@@ -37,7 +37,6 @@ def test_a_short_storm_violates_no_guarantee(tmp_path: Path) -> None:
     plan = Plan(
         workers=4,
         length_s=22.0,
-        rate="100Mbit",
         loopback=bool(why_not()),
         faults=faults,
         planned=f"@{planned}",

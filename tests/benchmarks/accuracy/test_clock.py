@@ -147,9 +147,8 @@ def test_the_clock_of_rivals_is_paused_until_all_continue(
     monkeypatch.setitem(rival.EXCHANGES, "gloo", SingleRank)
     monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(Tiny, "on_measure", staticmethod(lambda: pass_time(100.0)), raising=False)
-    arguments = ["--rival", "gloo", "--rank", "0", "--world", "1", "--master", "h:1", "--interface", "lo"]
-    arguments += ["--folder", str(tmp_path), "--steps", "5", "--measure-every", "2"]
-    rival.train(rival.parse(arguments))
+    out = str(tmp_path / "rank-0.json")
+    rival.train(rival.Training(trainer="gloo", steps=5, measure_every=2, interface="lo", out=out))
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [line["seconds"] for line in lines] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [line["held_out"] for line in lines] == [None, 1.0, None, 1.0, 1.0]

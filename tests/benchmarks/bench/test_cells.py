@@ -6,20 +6,20 @@ import pytest
 
 from bench.bounds import bound_s, butterfly_rounds, payload_bytes
 from bench.cells import Cell, CellError, Link, parse
-from bench.goals import SUITES, goals
 from bench.measurement import by_link
+from bench.suites import SUITES, cells_of
 from gridtrain.config import Dense, GTopK
 from gridtrain.errors import ConfigError
 
 
 def test_a_cell_is_parsed() -> None:
-    cell = parse("gtopk:values=fp32 P=4 n=25.6M rate=100Mbit delay=20ms loss=0.01 density=0.002 curve")
+    cell = parse("gtopk:values=fp32 P=4 n=25.6M rate=100Mbit delay=20ms density=0.002 curve")
 
-    assert cell.link == Link(4, "100Mbit", 0.02, 0.01)
+    assert cell.link == Link(4, "100Mbit", 0.02)
     assert (cell.n, cell.k, cell.encrypted) == (25_600_000, 51_200, True)
     assert cell.exchange == GTopK(density=0.002, values="fp32")
     assert cell.exchange_text == "gtopk:values=fp32,density=0.002"
-    assert str(cell.link) == "P = 4, 100Mbit, 20 ms, 1 % lost"
+    assert str(cell.link) == "P = 4, 100Mbit, 20 ms"
 
 
 def test_a_density_in_the_exchange_has_precedence() -> None:
@@ -65,9 +65,9 @@ def test_an_unknown_exchange_is_refused() -> None:
         parse("gtopk:colour=red P=4 n=1M")
 
 
-@pytest.mark.parametrize("suite", sorted(SUITES))
+@pytest.mark.parametrize("suite", SUITES)
 def test_the_text_of_each_cell_of_a_suite_is_parsed(suite: str) -> None:
-    cells = SUITES[suite]()
+    cells = cells_of(suite)
     assert cells
     assert [parse(cell.text) for cell in cells] == cells
 
@@ -76,15 +76,6 @@ def test_cells_are_grouped_by_link_without_repetition() -> None:
     a, b = parse("dense P=2 n=1M rate=1Gbit"), parse("gloo/all_reduce P=2 n=1M rate=1Gbit")
     other = parse("dense P=4 n=1M rate=1Gbit")
     assert by_link([a, other, b, a]) == [(a.link, [a, b]), (other.link, [other])]
-
-
-def test_each_goal_of_the_dense_ring_is_measured_beside_gloo() -> None:
-    dense = [goal for goal in goals() if goal.cell is not None and goal.of == "x bound"]
-    assert len(dense) == 5
-    for goal in dense:
-        assert goal.cell is not None
-        assert "gloo/all_reduce" in [rival.what for rival in goal.beside]
-        assert {(rival.link, rival.n) for rival in goal.beside} == {(goal.cell.link, goal.cell.n)}
 
 
 # -- bounds, computed by hand ----------------------------------------------------------------------

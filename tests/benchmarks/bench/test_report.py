@@ -1,4 +1,4 @@
-"""Results as JSON, goals and tables; and the comparison of a quick bench with recorded figures."""
+"""Results as JSON and tables; and the comparison of a quick bench with recorded figures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 from bench import quick
 from bench.bounds import bound_s
 from bench.cells import parse
-from bench.goals import Goal, goals, judge
 from bench.measurement import samples_of
 from bench.quick import EXCHANGES, LOCAL, RECORD, compare, exchange_ratios, local_ratios
 from bench.report import markdown
-from bench.results import CellResult, Results, ResultsError, Sample
+from bench.results import CellResult, Results, Sample
 from record import machine
 from rivals.contract import Result
 
@@ -34,27 +33,12 @@ def result(text: str, *seconds: float, skipped: str = "", cpu_s: float = 0.5) ->
 
 def recorded(*cells: CellResult) -> Results:
     made = {"date": "2026-11-21 20:00 UTC", "command": "python -m bench", "software": "0.1.0", "blocks": 2}
-    return Results(
-        made, {"cores": 2}, {"mpi": "there is no command 'mpirun'"}, list(cells), {"select_ns": 1.4}
-    )
+    return Results(made, {"cores": 2}, {"mpi": "there is no command 'mpirun'"}, list(cells))
 
 
 def test_results_are_equal_after_writing_and_reading() -> None:
     results = recorded(result(DENSE, 13.0, 13.2, 14.0), result(GLOO, skipped="no torch"))
-    again = Results.from_json(results.to_json())
-    assert again == results
-    assert json.loads(results.to_json())["schema"] == 1
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}'])
-def test_a_file_without_results_is_refused(text: str) -> None:
-    with pytest.raises(ResultsError):
-        Results.from_json(text)
-
-
-def test_another_schema_is_refused() -> None:
-    with pytest.raises(ResultsError, match="schema 2; this program reads 1"):
-        Results.from_json('{"schema": 2}')
+    assert Results.from_json(results.to_json()) == results
 
 
 def test_the_statistics_of_a_cell() -> None:
@@ -74,19 +58,7 @@ def test_repeats_with_aborted_attempts_do_not_count() -> None:
     assert "(1 repeats with aborted attempts, which is all of them)" in markdown(recorded(one))
 
 
-def test_goals_are_judged_by_the_median() -> None:
-    goal = Goal("ring", parse(DENSE), "x bound", 1.07)
-    assert judge(goal, recorded(result(DENSE, 13.0))).word == "met"
-    assert judge(goal, recorded(result(DENSE, 14.0, 14.0, 1.0))).word == "not met, 6% above"
-    assert judge(goal, recorded(result(DENSE, skipped="this lab cannot delay"))).word == (
-        "not measured: this lab cannot delay"
-    )
-    assert judge(goal, recorded()).met is None
-    entry = Goal("entry", parse(GTOPK), "bytes an entry", 3.6)
-    assert judge(entry, recorded(result(GTOPK, 0.04))).measured == 3.5
-
-
-def test_the_report_shows_goals_and_cells() -> None:
+def test_the_report_shows_all_cells() -> None:
     results = recorded(
         result(DENSE, 13.0, 13.2, 14.0), result(GTOPK, 0.039, 0.038, 0.05), result(GLOO, 13.4), result(
             "mpi/gtopk P=4 n=25.6M rate=100Mbit density=0.001", skipped="there is no command 'mpirun'"
@@ -94,13 +66,7 @@ def test_the_report_shows_goals_and_cells() -> None:
     )  # fmt: skip
     text = markdown(results)
 
-    assert "| gTop-k, P = 4, 100 Mbit/s | at most 40.0 ms | 39.0 ms | met |" in text
-    assert "| dense, P = 4, 100 Mbit/s | at most 1.07 x bound | 1.07 x bound | not met, 0% above |" in text
-    assert (
-        "| selection, CPU, one thread, n = 25.6M | at most 1.50 ns a parameter | 1.40 ns a parameter | met |"
-        in text
-    )
-    assert "### P = 4, 100Mbit, n = 25,600,000 (102.4 MB)" in text
+    assert "## P = 4, 100Mbit, n = 25,600,000 (102.4 MB)" in text
     assert "| gloo/all_reduce | 13.400 s | 13.400 s | 13.400 s | 1.09 | 0.5000 |" in text
     assert "| mpi/gtopk | left out: there is no command 'mpirun' |" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -128,12 +94,6 @@ def test_a_rival_notes_its_version_and_its_algorithm() -> None:
     )
 
 
-def test_each_goal_has_a_verdict() -> None:
-    words = [judge(goal, recorded()).word for goal in goals()]
-    assert words.count("met") == 1  # selection
-    assert set(words) == {"met", "not measured: not in this run"}
-
-
 def test_a_machine_is_described_without_a_name() -> None:
     import platform
 
@@ -146,18 +106,14 @@ def test_a_machine_is_described_without_a_name() -> None:
 
 
 def test_quick_reports_slower_figures() -> None:
-    recorded_figures = {
-        "select_ns": {"ratio": 10.0, "tolerance": 0.3},
-        "merge_ns": {"ratio": 100.0, "tolerance": 0.3},
-        "dense seconds": {"ratio": 1.0, "tolerance": 0.2},
-    }
-    now = {"select_ns": 13.1, "merge_ns": 129.0, "decode_ns": 4.0}
+    recorded_figures = {"select_ns": 10.0, "merge_ns": 100.0, "dense seconds": 1.0}
+    now = {"select_ns": 13.6, "merge_ns": 134.0, "decode_ns": 4.0}
     found = compare(now, recorded_figures, {"dense seconds": "rivals not installed: gloo"})
 
     assert list(map(str, found)) == [
-        "SLOWER        selection with the residual 13.1 copies (recorded 10, +31%, at most +30%)",
+        "SLOWER        selection with the residual 13.6 copies (recorded 10, +36%, at most +35%)",
         "new           decode 4 copies",
-        "fine          merge 129 copies (recorded 100, +29%, at most +30%)",
+        "fine          merge 134 copies (recorded 100, +34%, at most +35%)",
         "not measured  a dense exchange takes, of gloo's time,: rivals not installed: gloo",
     ]
     assert [finding.name for finding in found if finding.slower] == ["select_ns"]
@@ -168,15 +124,15 @@ def test_quick_warns_if_figures_are_much_better_than_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "quick.json"
-    figures = {name: {"ratio": 10.0, "tolerance": 0.25} for name in ("select_ns", "encode_ns", "merge_ns")}
+    figures = dict.fromkeys(("select_ns", "encode_ns", "merge_ns"), 10.0)
     path.write_text(json.dumps({"figures": figures}))
     monkeypatch.setattr(quick, "RECORD", path)
-    now = {"select_ns": 7.9, "encode_ns": 8.1, "merge_ns": 10.0}
+    now = {"select_ns": 7.3, "encode_ns": 7.5, "merge_ns": 10.0}
     monkeypatch.setattr(quick, "measured", lambda say: (now, {}))
-    assert quick.main(keep=False, command="python -m bench quick", date="") == 0
+    assert quick.main(keep=False) == 0
     output = capsys.readouterr().out
-    assert "BETTER        selection with the residual 7.9 copies (recorded 10, -21%, at most +25%)" in output
-    assert "fine          encode 8.1 copies" in output
+    assert "BETTER        selection with the residual 7.3 copies (recorded 10, -27%, at most +35%)" in output
+    assert "fine          encode 7.5 copies" in output
     assert "1 of 3 figures are far better than the recorded ones, which detect less there: record" in output
 
 
@@ -209,6 +165,5 @@ def test_exchange_figures_are_ratios_to_gloo() -> None:
 
 def test_the_recorded_figures_are_those_of_a_quick_bench() -> None:
     whole = json.loads(RECORD.read_text())
-    assert whole["schema"] == 1 and whole["made"]["command"].startswith("python -m bench quick")
-    assert set(whole["figures"]) == {*LOCAL, *EXCHANGES}
-    assert all(figure["ratio"] > 0 and figure["tolerance"] > 0 for figure in whole["figures"].values())
+    assert whole["command"].startswith("python -m bench quick")
+    assert set(whole["figures"]) == {*LOCAL, *EXCHANGES} and min(whole["figures"].values()) > 0

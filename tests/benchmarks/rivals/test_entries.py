@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -35,7 +33,7 @@ def test_a_merge_of_the_same_indices_is_their_sum() -> None:
 
 
 def test_a_merge_agrees_with_a_dense_sum() -> None:
-    requests = [Request(rank, 2, "h:1", "gtopk", 5000, Path("o"), density=0.1) for rank in range(2)]
+    requests = [Request(rank=rank, world=2, op="gtopk", n=5000, density=0.1) for rank in range(2)]
     dense, both = np.zeros(5000, np.float32), []
     for request in requests:
         indices_K, values_K = drawn(request)
@@ -48,7 +46,7 @@ def test_a_merge_agrees_with_a_dense_sum() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 def test_a_wrong_update_is_detected(world: int) -> None:
-    request = Request(0, world, "h:1", "gtopk", 300, Path("o"), density=0.1)
+    request = Request(world=world, op="gtopk", n=300, density=0.1)
     for expected in (gathered(request), merged_by_tree(request)):
         update_N, correct = np.zeros(300, np.float32), unpacked(expected)
         with pytest.raises(ArithmeticError, match="the update of 0 entries"):
@@ -61,6 +59,6 @@ def test_a_wrong_update_is_detected(world: int) -> None:
 
 
 def test_the_tree_selects_k_entries() -> None:
-    request = Request(0, 5, "h:1", "gtopk", 300, Path("o"), density=0.1)
+    request = Request(world=5, op="gtopk", n=300, density=0.1)
     assert len(unpacked(merged_by_tree(request))) == request.k == 30
     assert len(unpacked(gathered(request))) > 100

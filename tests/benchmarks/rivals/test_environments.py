@@ -11,7 +11,7 @@ import pytest
 
 from rivals import environments
 from rivals.__main__ import main
-from rivals.contract import NAMES, OPS
+from rivals.contract import NAMES
 from rivals.environments import ENVIRONMENTS, Environment, available
 
 
@@ -72,11 +72,3 @@ def test_a_rival_has_the_variables_of_the_machine_but_not_of_a_run(monkeypatch: 
     env = environments.variables("eth0")
     assert env["GLOO_SOCKET_IFNAME"] == "eth0" and env["OMP_NUM_THREADS"] == "1"
     assert env["PATH"] == os.environ["PATH"] and "GRIDTRAIN_SECRET" not in env
-
-
-def test_list_shows_all_rivals_and_operations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    output = capsys.readouterr().out
-    for name, ops in OPS.items():
-        assert f"{name}: " in output
-        assert all(op in output for op in ops)

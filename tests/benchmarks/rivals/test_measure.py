@@ -27,7 +27,7 @@ def test_only_the_operation_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(measure.time, "process_time", lambda: now_s[0])
-    request = Request(0, 2, "h:1", "all_gather", 100, Path("o"), repeats=2, warmup=1, interface="lo")
+    request = Request(world=2, op="all_gather", n=100, repeats=2, warmup=1, interface="lo")
     prepared = Prepared(part("operation", 0.5), 800, part("prepare", 10.0), part("finish", 100.0))
     result = measured(request, "gloo", "torch", prepared, part("barrier", 1000.0))
     assert result.seconds == result.cpu_s == [0.5, 0.5]
@@ -39,7 +39,7 @@ def test_a_wrong_result_raises() -> None:
     def finish() -> None:
         raise ArithmeticError("the update of 3 entries is not the one of 4 expected")
 
-    request = Request(0, 1, "h:1", "gtopk", 100, Path("o"), interface="lo")
+    request = Request(op="gtopk", n=100, interface="lo")
     with pytest.raises(ArithmeticError, match="not the one of 4"):
         measured(request, "mpi", "1", Prepared(lambda: None, 8, finish=finish), lambda: None)
 

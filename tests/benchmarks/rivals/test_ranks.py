@@ -12,10 +12,11 @@ from lab.group import free_port
 from lab.net import Net, why_not
 from lab.ns import LabError
 from rivals import environments
-from rivals.contract import OPS, TRAINERS, ContractError, Request
+from rivals.contract import OPS, TRAINERS, Rank, Request
 from rivals.environments import available
-from rivals.hosts import Loopback, measure, request_of, train
+from rivals.hosts import Loopback, measure, run_ranks
 from rivals.rendezvous import Rendezvous
+from rivals.train import Training
 
 TIMEOUT_S = 200.0
 ALL = [(name, op) for name, ops in OPS.items() for op in ops]
@@ -29,52 +30,24 @@ def need(rival: str) -> None:
 # -- rendezvous ----------------------------------------------------------------------------------
 
 
-def ranks(world: int) -> list[Request]:
-    master = f"127.0.0.1:{free_port()}"
-    return [Request(rank, world, master, "all_reduce", 1, Path("o")) for rank in range(world)]
-
-
 def test_each_rank_receives_all_values_in_the_order_of_ranks() -> None:
+    master = f"127.0.0.1:{free_port()}"
     received: dict[int, list[list[str]]] = {}
 
-    def rank(request: Request) -> None:
-        with Rendezvous(request) as group:
-            received[request.rank] = [group.exchange(f"{word}{request.rank}") for word in ("a", "b")]
+    def rank(own: Rank) -> None:
+        with Rendezvous(own) as group:
+            first = group.exchange(f"a{own.rank}")
+            group.barrier()
+            received[own.rank] = [first, group.exchange(f"b{own.rank}")]
 
-    threads = [threading.Thread(target=rank, args=(request,)) for request in reversed(ranks(4))]
+    ranks = [Rank(rank=rank, world=4, master=master) for rank in reversed(range(4))]
+    threads = [threading.Thread(target=rank, args=(own,)) for own in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     expected = [["a0", "a1", "a2", "a3"], ["b0", "b1", "b2", "b3"]]
     assert [received[rank] for rank in range(4)] == [expected] * 4
-
-
-def test_a_rank_that_leaves_is_reported() -> None:
-    first, second = ranks(2)
-
-    def leave() -> None:
-        with Rendezvous(second):
-            pass
-
-    thread = threading.Thread(target=leave)
-    thread.start()
-    with Rendezvous(first) as group, pytest.raises(ContractError, match="rank 1 has left the group"):
-        group.exchange(None)
-    thread.join()
-
-
-def test_a_rank_that_does_not_connect_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rivals.rendezvous.UP_S", 0.2)
-    first, second, _ = ranks(3)
-    thread = threading.Thread(target=lambda: Rendezvous(second).__enter__())
-    thread.start()
-    with (
-        pytest.raises(ContractError, match=r"only ranks \[0(, 1)?\] of 3 have connected"),
-        Rendezvous(first),
-    ):
-        pass
-    thread.join()
 
 
 # -- measurements --------------------------------------------------------------------------------
@@ -85,7 +58,7 @@ def test_a_rank_that_does_not_connect_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_two_ranks_over_loopback(rival: str, op: str, tmp_path: Path) -> None:
     """Each rank checks its result, and ends with an error if it is wrong."""
     need(rival)
-    request = request_of(op, 20_000, density=0.01, repeats=2)
+    request = Request(op=op, n=20_000, density=0.01, repeats=2)
     figures = measure([Loopback()] * 2, rival, request, tmp_path / "ranks", TIMEOUT_S, free_port())
     assert (figures.rival, figures.op, figures.n, figures.world) == (rival, op, 20_000, 2)
     assert len(figures.seconds) == len(figures.cpu_s) == 2 and min(figures.seconds) > 0
@@ -103,7 +76,8 @@ def test_ranks_on_the_lab_s_hosts_send_the_bytes_of_the_algorithm(rival: str, tm
     n = 1_000_000
     with Net() as net:
         hosts = list(net.make_hosts(["anna", "bert"], "200Mbit").values())
-        figures = measure(hosts, rival, request_of("all_reduce", n, repeats=2), tmp_path / "ranks", TIMEOUT_S)
+        request = Request(op="all_reduce", n=n, repeats=2)
+        figures = measure(hosts, rival, request, tmp_path / "ranks", TIMEOUT_S)
     assert 4 * n < min(figures.bytes_sent) and max(figures.bytes_sent) < 4 * n * 1.3
     assert min(figures.seconds) > 4 * n / 25e6 * 0.95  # none is faster than the link
 
@@ -116,7 +90,7 @@ def test_a_rank_that_fails_is_reported_with_the_end_of_its_output(
     correct = environments.variables
     monkeypatch.setattr(environments, "variables", lambda name: correct(name) | {"PYTHONPATH": "/nowhere"})
     with pytest.raises(LabError, match=r"rank \d ended with exit code 1") as failed:
-        request = request_of("all_reduce", 100)
+        request = Request(op="all_reduce", n=100)
         measure([Loopback()] * 2, "gloo", request, tmp_path / "ranks", TIMEOUT_S, free_port())
     assert "No module named" in str(failed.value)
 
@@ -127,10 +101,10 @@ def test_a_training_run_learns_and_ends_at_its_loss(trainer: str, tmp_path: Path
     need(TRAINERS[trainer])
     if reason := why_not():
         pytest.skip(f"the network lab is not available: {reason}")
-    extra = ["--steps", "40", "--measure-every", "5", "--until-loss", "4.5"]
+    training = Training(trainer=trainer, steps=40, measure_every=5, until_loss=4.5)
     with Net() as net:
         hosts = list(net.make_hosts(["anna", "bert"]).values())
-        train(hosts, trainer, tmp_path / "run", TIMEOUT_S, extra)
+        run_ranks(hosts, TRAINERS[trainer], "rivals.train", training, tmp_path / "run", TIMEOUT_S)
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     held_out = [record["held_out"] for record in records if record["held_out"] is not None]

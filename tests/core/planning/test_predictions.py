@@ -51,12 +51,11 @@ def test_exchanges_of_result_files_are_read(
         assert (load.density, load.values) == (density, values)
 
 
-def test_only_measured_cells_without_losses_are_predicted() -> None:
+def test_only_measured_cells_are_predicted() -> None:
     samples = [Sample(0.04, 0.01)]
     assert is_predictable(CellResult(RING, None, samples))
     assert not is_predictable(CellResult(RING, None, []))
     assert not is_predictable(CellResult(parse("gloo/all_reduce P=4 n=25.6M rate=1Gbit"), None, samples))
-    assert not is_predictable(CellResult(parse("gtopk P=4 n=25.6M rate=1Gbit loss=0.01"), None, samples))
 
 
 def test_busy_cells_do_not_count() -> None:
