@@ -572,9 +572,7 @@ class Membership:
     def _begin_view_change(self, now_s: float) -> list[Effect]:
         run, view_change = self.run, self.run.view_change
         if (run.members or run.is_ending) and run.members <= run.finished_members:
-            if run.partition.is_pipeline and not run.members:
-                return self._pipeline_recovery.end_without_members()
-            return self._departures.finish_run()
+            return self._departures.finish_run() if run.members else self._freeze_phase.end_without_members()
         if run.members and not run.present_members:
             return self._freeze_phase.await_members(now_s)
         newcomers = self._candidates.newcomers
