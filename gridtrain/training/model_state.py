@@ -55,7 +55,7 @@ from gridtrain.training.checkpoint.checkpoint_store import (
 )
 from gridtrain.training.checkpoint.checkpoint_upload import MAX_FINAL_ATTEMPTS, CheckpointUploader
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
-from gridtrain.training.checkpoint.model_export import plain_state, save_model
+from gridtrain.training.checkpoint.model_export import FINAL_FILE, keep_earlier, plain_state, save_model
 from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, shown_url
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes
@@ -589,16 +589,17 @@ class WholeModelState(ModelState):
     def export(self, folder: Path) -> None:
         model, layout = self._optimizer.model, self._layout
         try:
+            earlier = keep_earlier(folder, FINAL_FILE, *pretrained.FINAL_FOLDERS)
             path = None if layout is None else pretrained.export_final(model, layout, folder)
             if path is None:
-                path = folder / "final.safetensors"
+                path = folder / FINAL_FILE
                 save_model(plain_state(model), path)
         except ConfigError as error:
             if not self._has_checkpoints:
                 raise
             instead = f"gridtrain export {self._options.folder} OUT writes it from the latest checkpoint"
             raise ConfigError(error.reason, remedy=f"{error.remedy}; {instead}") from None
-        log.warning("the run is finished; the model is in %s", path)
+        log.warning("the run is finished; the model is in %s%s", path, earlier)
         if path.is_file() and (base := self._optimizer.base.describe()):
             log.warning("the file contains what was trained, without the base (%s)", base)
 
