@@ -35,7 +35,6 @@ from gridtrain.core.messages import (
     CheckpointInfo,
     Facts,
     LedgerSpec,
-    PeerId,
     Setup,
     Span,
     WorkerInfo,
@@ -468,7 +467,7 @@ class ModelState(ABC):
         if left_residuals:
             self._session.report_figures({"read_back_mass": added, "lost_mass": lost})
 
-    def _add_residual(self, peer: PeerId, entries: SparseVector) -> None:
+    def _add_residual(self, name: str, entries: SparseVector) -> None:
         """Add the residual of a member that has left, so that this worker sends it in later steps."""
         residual, magnitude = self._residual, residual_pieces.magnitude_sum([entries])
         is_added = residual is not None and residual.add(entries, self._session.snapshot.world_size)
@@ -476,7 +475,7 @@ class ModelState(ABC):
         self._session.report_figures({"inherited_mass": self._received_magnitude})
         log.warning(
             "the residual of %s, %d entries of magnitude %.3g, is %s",
-            peer.hex()[:8],
+            name,
             len(entries.values),
             magnitude,
             "added to this worker's residual" if is_added else "lost, because the sum is too large to send",
