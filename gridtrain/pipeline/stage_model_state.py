@@ -162,15 +162,14 @@ class StageModelState(ModelState):
         if base := self._held.base.describe():
             log.warning("the file contains what was trained, without the base (%s)", base)
 
-    def finish_checkpoints(self, timeout_s: float) -> None:
-        super().finish_checkpoints(timeout_s)
-        if self._final_step is not None and self._final_step == self._written_step:
-            out = "OUT.safetensors" if self._held.defined.blueprint.pretrained is None else "OUT"
-            log.warning(
-                "gridtrain export FOLDER %s writes the whole model from the state folders of all stages, "
-                "copied into FOLDER; this worker's is %s",
-                *(out, self._options.folder),
-            )
+    @property
+    def _continuation_text(self) -> str:
+        out = "OUT.safetensors" if self._held.defined.blueprint.pretrained is None else "OUT"
+        return (
+            "the state folders of workers with all of the model's stages (see docs/operations.md), and "
+            f"gridtrain export FOLDER {out} writes the whole model from them, copied into FOLDER; this "
+            f"worker's is {self._options.folder}"
+        )
 
     @property
     def _layers(self) -> Span:

@@ -244,10 +244,7 @@ class ModelState(ABC):
         if self._uploader is not None:
             self._uploader.close(timeout_s, MAX_FINAL_ATTEMPTS)
         if self._final_step is not None and self._final_step == self._written_step:
-            log.warning(
-                "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
-                self._options.folder,
-            )
+            log.warning("a run with more steps can continue from %s", self._continuation_text)
 
     @property
     def others_wait(self) -> bool:
@@ -368,6 +365,11 @@ class ModelState(ABC):
     @abstractmethod
     def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         """Load another worker's state."""
+
+    @property
+    def _continuation_text(self) -> str:
+        """The checkpoints of the last step, as the end of a sentence."""
+        return f"the checkpoints in {self._options.folder} (see docs/operations.md)"
 
     @abstractmethod
     def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool: ...
