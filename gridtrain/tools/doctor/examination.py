@@ -241,11 +241,12 @@ class Examination:
                     "prediction", f"no prediction: {error.reason}", "try again when the run is training"
                 )
             return
-        now_per_s = sum(run.shares) / said.step_s
+        before_per_s = sum(run.shares) / said.step_s
+        joined, alone = (format_number(rate) for rate in (before_per_s * (1 + said.gain), before_per_s))
         text = (
             f"with this machine a step would take {format_seconds(said.joined_step_s)} instead of "
-            f"{format_seconds(said.step_s)}, and the run would train on "
-            f"{format_number(now_per_s * (1 + said.gain))} instead of {format_number(now_per_s)} samples a second"
+            f"{format_seconds(said.step_s)}, and the run would train on {joined} instead of {alone} samples "
+            "a second"
         )
         text += f" (assumed: {'; '.join(said.assumptions)})" if said.assumptions else ""
         figures = {
