@@ -132,7 +132,7 @@ class FreezePhase:
         run.view_change.reset()
         if run.partition.is_pipeline:
             return self._pipeline_recovery.end_without_members()
-        return self._departures.finish_run(_NO_HOLDER if run.has_started else "")
+        return self._departures.finish_run(_NO_HOLDER if run.has_started or run.highest_step else "")
 
     # -- reports -----------------------------------------------------------------------------------
 

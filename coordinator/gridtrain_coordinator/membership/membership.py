@@ -256,7 +256,7 @@ class Membership:
         entries = run.end_early()
         self._settled_reason, self._cached_deadline_s = None, None
         effects = [*entries, *self._log_events(self._advance(now_s), now_s)]
-        paused = run.paused_workers.describe_end(with_model=not run.member_order and not run.missing_model)
+        paused = run.paused_workers.describe_end()
         if run.is_finished:
             text = f"is finished; {run.missing_model or 'no worker was training'}"
         else:

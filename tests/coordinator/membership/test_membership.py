@@ -1067,11 +1067,14 @@ def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() ->
 
 def test_a_run_that_ends_while_its_workers_are_paused_says_where_the_model_is() -> None:
     run = Run(A)
+    run.say(A, m.Heartbeat(1, 30, 30, ()))
     run.say(A, m.TemporaryLeave("on battery"))
-    assert end(run) == (
-        'the run "r" is finished; no worker was training; 1 is paused and exits when its pause ends; where a '
-        "paused worker runs, gridtrain export writes the model from its latest checkpoint, if it has one"
+    missing = (
+        "the final model was not written: no worker that held the model came back; gridtrain export writes "
+        "it from any worker's latest checkpoint"
     )
+    assert end(run) == f'the run "r" is finished; {missing}; 1 is paused and exits when its pause ends'
+    assert run.core.snapshot(run.now_s)["alert"] == missing
 
 
 def test_the_owner_who_ends_a_run_learns_what_becomes_of_paused_workers() -> None:
