@@ -272,6 +272,8 @@ class Membership:
             when = f"comes back, or in {left_s} s without a model"
             if run.partition.is_pipeline:
                 when = "or a worker with a checkpoint joins"
+            if len(run.member_order) == 1:
+                return f"ends when its member, which is disconnected, {when}"
             return f"ends when one of its {members}, all of which are disconnected, {when}"
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
             return pending

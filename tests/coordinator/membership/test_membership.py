@@ -1042,6 +1042,13 @@ def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_w
     assert status.endswith(f"; its owner has ended the run, which ends at step 30 or a few later: {rest}")
 
 
+def test_the_answer_to_the_owner_of_a_run_with_one_member_is_in_the_singular() -> None:
+    run = Run(A)
+    again = ScriptedCoordinator(term=2, journal=run.journal)
+    rest = "ends when its member, which is disconnected, comes back, or in 60 s without a model"
+    assert end(again) == f'the run "r" {rest}'
+
+
 def test_the_status_says_that_the_owner_has_ended_the_run_until_it_is_finished() -> None:
     run = Run(A, B)
     assert run.core.snapshot(run.now_s)["reason"] == "2 workers since step 0"
