@@ -48,11 +48,14 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def format_number(value: float) -> str:
+    """Return a number with three digits or more, such as "12.3" and "6,083"."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a time with its unit, for example "12.5 ms" or "3.2 s"."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{format_number(seconds * 1e3)} ms" if seconds < 0.9995 else f"{format_number(seconds)} s"
 
 
 def list_first(items: Sequence[str], most: int) -> str:

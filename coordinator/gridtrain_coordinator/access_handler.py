@@ -118,8 +118,7 @@ class AccessHandler:
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
         """Carry out an order from the operator or the dashboard; return the effects and the reply."""
         if isinstance(order, m.EndRun):
-            effects, text = self._membership.end_run(now_s)
-            return effects, m.OperatorReply(text)
+            return self._membership.end_run(now_s)
         answer = self._authorize_order(self._operator or b"", order)
         assert isinstance(answer.reply, m.OperatorReply | m.Refused)
         return [*answer.entries, *self._remove_all(answer.removed, now_s, _is_ban(order))], answer.reply

@@ -33,7 +33,7 @@ from gridtrain.pipeline.profiler import Profile
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
-from gridtrain.training.checkpoint.model_export import plain_state, save_model
+from gridtrain.training.checkpoint.model_export import FINAL_FILE, keep_earlier, plain_state, save_model
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
@@ -144,7 +144,8 @@ class StageModelState(ModelState):
     def export(self, folder: Path) -> None:
         """Write this stage's part of the final model and, for the first stage, the index of all parts."""
         held, stages = self._held.assigned(), self._held.places.latest
-        path = folder / _part_name(held.stage, stages.stages)
+        name, index = _part_name(held.stage, stages.stages), f"{FINAL_FILE}.index.json"
+        path, earlier = folder / name, keep_earlier(folder, name, *([index] if held.stage == 0 else ()))
         save_model(plain_state(held.module), path)
         if held.stage == 0:
             parts = {
@@ -155,21 +156,20 @@ class StageModelState(ModelState):
             text = json.dumps({"metadata": {"stages": stages.stages}, "weight_map": parts}, indent=1)
             partial = path.with_suffix(".partial")
             partial.write_text(text, encoding="utf-8")
-            os.replace(partial, folder / "final.safetensors.index.json")
+            os.replace(partial, folder / index)
         part = f"stage {held.stage} of the model" if stages.stages > 1 else "the model"
-        log.warning("the run is finished; %s is in %s", part, path)
+        log.warning("the run is finished; %s is in %s%s", part, path, earlier)
         if base := self._held.base.describe():
             log.warning("the file contains what was trained, without the base (%s)", base)
 
-    def finish_checkpoints(self, timeout_s: float) -> None:
-        super().finish_checkpoints(timeout_s)
-        if self._final_step is not None and self._final_step == self._written_step:
-            out = "OUT.safetensors" if self._held.defined.blueprint.pretrained is None else "OUT"
-            log.warning(
-                "gridtrain export FOLDER %s writes the whole model from the state folders of all stages, "
-                "copied into FOLDER; this worker's is %s",
-                *(out, self._options.folder),
-            )
+    @property
+    def _continuation_text(self) -> str:
+        out = "OUT.safetensors" if self._held.defined.blueprint.pretrained is None else "OUT"
+        return (
+            "the state folders of workers with all of the model's stages (see docs/operations.md), and "
+            f"gridtrain export FOLDER {out} writes the whole model from them, copied into FOLDER; this "
+            f"worker's is {self._options.folder}"
+        )
 
     @property
     def _layers(self) -> Span:

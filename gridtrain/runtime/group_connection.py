@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gridtrain.config import JoinConfig
-from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.errors import GridtrainError
 from gridtrain.network.transport.access_control import PeerAllowlist
@@ -174,8 +173,9 @@ class GroupConnection:
         """Return the outcome of the last submitted round.  See `StepRounds.resolve_last`."""
         return self.loop.step_rounds.resolve_last(timeout_s)
 
-    def take_last_residuals(self, timeout_s: float) -> tuple[list[tuple[m.PeerId, SparseVector]], float]:
-        """Accept no more residuals, and take the confirmed residuals that this worker has not added yet.
+    def take_last_residuals(self, timeout_s: float) -> tuple[list[tuple[str, SparseVector]], float]:
+        """Accept no more residuals, and take the confirmed residuals that this worker has not added yet,
+        by their workers' names.
 
         Also returns the sum of magnitudes of the residuals that this worker has acknowledged but that are
         still not confirmed after `timeout_s`.

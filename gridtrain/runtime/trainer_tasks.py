@@ -44,7 +44,8 @@ CaptureBlobs = Callable[[WorkerSnapshot, bool], Sequence[bytes | memoryview] | N
 RestoreState = Callable[[Sequence[bytes | memoryview]], None]
 ReplayUpdate = Callable[[StepUpdate], None]
 ApplyMissed = Callable[[Sequence[MissedStep]], None]
-AddResidual = Callable[[m.PeerId, SparseVector], None]
+AddResidual = Callable[[str, SparseVector], None]
+"""Adds the residual of the worker with this name."""
 
 LOAD_TASKS = (LoadState, io.LoadCheckpoints)
 """Tasks that replace the model; they are performed only between two batches."""
@@ -302,8 +303,8 @@ class TrainerTasks:
     def _add_residuals(self) -> None:
         """Add the confirmed residuals of other workers.  Call this method only between two rounds."""
         assert self._add_residual is not None
-        for peer, entries in self._loop.residuals.take_confirmed():
-            self._add_residual(peer, entries)
+        for name, entries in self._loop.residuals.take_confirmed():
+            self._add_residual(name, entries)
 
     def _save_checkpoint(self, task: io.SaveCheckpoint) -> None:
         disk, checkpoint = self._attached_disk(), task.checkpoint

@@ -35,7 +35,6 @@ from gridtrain.core.messages import (
     CheckpointInfo,
     Facts,
     LedgerSpec,
-    PeerId,
     Setup,
     Span,
     WorkerInfo,
@@ -55,7 +54,7 @@ from gridtrain.training.checkpoint.checkpoint_store import (
 )
 from gridtrain.training.checkpoint.checkpoint_upload import MAX_FINAL_ATTEMPTS, CheckpointUploader
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
-from gridtrain.training.checkpoint.model_export import plain_state, save_model
+from gridtrain.training.checkpoint.model_export import FINAL_FILE, keep_earlier, plain_state, save_model
 from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, shown_url
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes
@@ -245,10 +244,7 @@ class ModelState(ABC):
         if self._uploader is not None:
             self._uploader.close(timeout_s, MAX_FINAL_ATTEMPTS)
         if self._final_step is not None and self._final_step == self._written_step:
-            log.warning(
-                "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
-                self._options.folder,
-            )
+            log.warning("a run with more steps can continue from %s", self._continuation_text)
 
     @property
     def others_wait(self) -> bool:
@@ -370,6 +366,11 @@ class ModelState(ABC):
     def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         """Load another worker's state."""
 
+    @property
+    def _continuation_text(self) -> str:
+        """The checkpoints of the last step, as the end of a sentence."""
+        return f"the checkpoints in {self._options.folder} (see docs/operations.md)"
+
     @abstractmethod
     def _is_checkpoint_due(self, snapshot: WorkerSnapshot) -> bool: ...
 
@@ -468,7 +469,7 @@ class ModelState(ABC):
         if left_residuals:
             self._session.report_figures({"read_back_mass": added, "lost_mass": lost})
 
-    def _add_residual(self, peer: PeerId, entries: SparseVector) -> None:
+    def _add_residual(self, name: str, entries: SparseVector) -> None:
         """Add the residual of a member that has left, so that this worker sends it in later steps."""
         residual, magnitude = self._residual, residual_pieces.magnitude_sum([entries])
         is_added = residual is not None and residual.add(entries, self._session.snapshot.world_size)
@@ -476,7 +477,7 @@ class ModelState(ABC):
         self._session.report_figures({"inherited_mass": self._received_magnitude})
         log.warning(
             "the residual of %s, %d entries of magnitude %.3g, is %s",
-            peer.hex()[:8],
+            name,
             len(entries.values),
             magnitude,
             "added to this worker's residual" if is_added else "lost, because the sum is too large to send",
@@ -589,16 +590,17 @@ class WholeModelState(ModelState):
     def export(self, folder: Path) -> None:
         model, layout = self._optimizer.model, self._layout
         try:
+            earlier = keep_earlier(folder, FINAL_FILE, *pretrained.FINAL_FOLDERS)
             path = None if layout is None else pretrained.export_final(model, layout, folder)
             if path is None:
-                path = folder / "final.safetensors"
+                path = folder / FINAL_FILE
                 save_model(plain_state(model), path)
         except ConfigError as error:
             if not self._has_checkpoints:
                 raise
             instead = f"gridtrain export {self._options.folder} OUT writes it from the latest checkpoint"
             raise ConfigError(error.reason, remedy=f"{error.remedy}; {instead}") from None
-        log.warning("the run is finished; the model is in %s", path)
+        log.warning("the run is finished; the model is in %s%s", path, earlier)
         if path.is_file() and (base := self._optimizer.base.describe()):
             log.warning("the file contains what was trained, without the base (%s)", base)
 

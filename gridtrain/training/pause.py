@@ -165,10 +165,13 @@ class PauseController:
         reason = self._pause_reason()
         hint = " (gridtrain worker resume ends the pause)" if ends_with_resume(reason) else ""
         log.warning("paused by its owner: %s%s", reason, hint)
-        if self._session.pause(reason) <= 1:
+        members = self._session.pause(reason)
+        if members == 1:
             log.warning(
                 "no other worker trains: the run continues when enough workers have joined or resumed"
             )
+        elif not members:
+            log.warning("this worker was not a member yet")
         elif not others_wait:
             log.warning("the other workers continue without this worker, unless they are paused, too")
         self._agent.report(state="paused", reason=reason)

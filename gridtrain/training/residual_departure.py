@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 
 from gridtrain.core.messages import Facts, Span
 from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
 from gridtrain.training.checkpoint.checkpoint_store import (
@@ -94,8 +95,8 @@ def transfer_residual(
     snapshot = session.snapshot
     chosen = residual_pieces.select_entries(residual_N, budget_bytes, max(1, snapshot.world_size))
     sent: bool | None = False  # None: the recipient has not answered, and may have it
-    text = "there is no other worker" if chosen.entries else "the remaining budget allows no entry"
-    if chosen.entries and snapshot.world_size > 1 and not snapshot.is_finished:
+    text = _obstacle(snapshot) if chosen.entries else "the remaining budget allows no entry"
+    if not text:
         # The timeout begins only now, because selecting and encoding many entries also takes time.
         sent, text = session.connection.transfer_residual(
             residual_pieces.split_pieces(chosen.payload), timeout_s
@@ -119,6 +120,15 @@ def transfer_residual(
     return LeftResidual(snapshot.applied, snapshot.history, rest_N, layers)
 
 
+def _obstacle(snapshot: WorkerSnapshot) -> str:
+    """Return why no other worker can receive a residual; "" if one may."""
+    if not snapshot.world_size:
+        return "this worker is not a member"
+    if snapshot.is_finished:
+        return "the run is finished"
+    return "there is no other member" if snapshot.world_size == 1 else ""
+
+
 def _merge_received(
     session: GroupSession, n: int, residual_N: npt.NDArray[np.float32] | None, until_s: float
 ) -> npt.NDArray[np.float32] | None:
@@ -126,12 +136,12 @@ def _merge_received(
     if not n:
         return residual_N
     received, lost_magnitude = session.connection.take_last_residuals(max(0.0, until_s - time.monotonic()))
-    for peer, entries in received:
+    for name, entries in received:
         residual_N = np.zeros(n, np.float32) if residual_N is None else residual_N
         residual_N[entries.indices] += entries.values
         log.warning(
             "the residual of %s, of magnitude %.3g, is passed on together with this worker's residual",
-            peer.hex()[:8],
+            name,
             residual_pieces.magnitude_sum([entries]),
         )
     if lost_magnitude:

@@ -36,8 +36,9 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
         whole = workers.assembled()
     for name in ("anna", "bert"):
         assert (
-            "gridtrain export FOLDER OUT.safetensors writes the whole model from the state folders of all "
-            f"stages, copied into FOLDER; this worker's is {tmp_path / 'a' / name}"
+            "a run with more steps can continue from the state folders of workers with all of the model's "
+            "stages (see docs/operations.md), and gridtrain export FOLDER OUT.safetensors writes the whole "
+            f"model from them, copied into FOLDER; this worker's is {tmp_path / 'a' / name}"
         ) in caplog.messages
     done = export_model(tmp_path / "a", tmp_path / "exported.safetensors")
     exported = load_file(tmp_path / "exported.safetensors")

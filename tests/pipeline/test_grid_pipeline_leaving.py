@@ -227,12 +227,12 @@ def test_the_replica_of_a_leaving_worker_sends_its_residual(
     leaver: list[Seen] = []
     real = StageModelState._add_residual
 
-    def absorb(self: StageModelState, peer: bytes, entries: Any) -> None:
+    def absorb(self: StageModelState, name: str, entries: Any) -> None:
         assert self._held.residual is not None
         dense_N = np.zeros(self._held.residual.size, np.float32)
         dense_N[entries.indices] = entries.values
         absorbed[self._held.stage] = dense_N
-        real(self, peer, entries)
+        real(self, name, entries)
 
     def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         with workers.changed:

@@ -164,7 +164,9 @@ def test_the_others_do_not_wait_for_what_a_leaving_worker_writes(
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES[:2], ids=lambda e: e.describe())
-def test_a_finished_run_has_a_checkpoint_of_its_last_step(exchange: Any, tmp_path: Path) -> None:
+def test_a_finished_run_has_a_checkpoint_of_its_last_step(
+    exchange: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = run(tmp_path, 2, lambda grid: train(grid, exchange, until=-1, steps=8))
     for number in range(2):
         done = export_model(tmp_path / f"worker-{number}", tmp_path / "exported.safetensors")
@@ -177,6 +179,14 @@ def test_a_finished_run_has_a_checkpoint_of_its_last_step(exchange: Any, tmp_pat
     assert [seen["steps"] for seen in again] == [[], []]
     longer = run(tmp_path, 3, lambda grid: train(grid, exchange, until=-1, steps=10))
     assert [seen["steps"] for seen in longer] == [[8, 9]] * 3
+    earlier = load_file(tmp_path / "earlier-2" / "final.safetensors")
+    assert all(torch.equal(earlier[name], first[0]["last"][name]) for name in earlier)
+    final = load_file(tmp_path / "final.safetensors")
+    assert all(torch.equal(final[name], longer[0]["last"][name]) for name in final)
+    assert (
+        f"the run is finished; the model is in {tmp_path / 'final.safetensors'}; the one that was there "
+        f"before is in {tmp_path / 'earlier-2'}"
+    ) in caplog.messages
 
 
 @pytest.mark.parametrize("values", ["bf16", "int8"])

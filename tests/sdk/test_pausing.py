@@ -512,6 +512,24 @@ def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
     assert len(tried) == tries
 
 
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        (0, "this worker was not a member yet"),
+        (1, "no other worker trains: the run continues when enough workers have joined or resumed"),
+        (2, "the other workers continue without this worker, unless they are paused, too"),
+    ],
+)
+def test_a_worker_that_pauses_says_who_continues(
+    members: int, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = Controller(directive=AgentDirective(run=False, reason="hot", stop=True))
+    controller.session.pause = lambda reason: members
+    controller.session.connection.leave_paused = lambda *_: None
+    assert not controller.pauses.pause(None, touched=True, on_left=lambda: None)
+    assert caplog.messages == ["paused by its owner: hot", text]
+
+
 def test_a_new_rate_limit_applies_in_the_middle_of_a_step() -> None:
     """Also while a newcomer receives the state, which may take hours without a new turn."""
     controller = Controller()

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from torch import nn
 
+from gridtrain.config import Deadlines
 from gridtrain.core.messages import CheckpointInfo, LedgerState
 from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.checkpoint.checkpoint_store import step_folder
 from gridtrain.training.model_state import ModelStateOptions, WholeModelState
-from gridtrain.training.residual_departure import LeftResidual, load_left_residual
+from gridtrain.training.residual_departure import LeftResidual, load_left_residual, transfer_residual
 
 OWN = LeftResidual(4, b"h", np.array([1.0, 0.0, 2.0], np.float32))
 OF_A_PEER = replace(OWN, residual_N=np.array([0.0, 4.0, 8.0], np.float32))
@@ -163,3 +165,29 @@ def test_a_final_model_that_cannot_be_written_can_be_exported_from_a_checkpoint(
         state.export(tmp_path / "missing")
     assert "cannot be written" in caught.value.reason
     assert f"gridtrain export {tmp_path} OUT" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_finished", "text"),
+    [
+        (0, False, "this worker is not a member"),
+        (1, False, "there is no other member"),
+        (2, True, "the run is finished"),
+    ],
+)
+def test_a_residual_that_stays_says_why(
+    world_size: int, is_finished: bool, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    residual: Any = SimpleNamespace(size=4, take=lambda resolve: np.ones(4, np.float32))
+    snapshot = WorkerSnapshot(world_size=world_size, is_finished=is_finished)
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(deadlines=Deadlines()),
+        connection=SimpleNamespace(
+            resolve_last_round=lambda timeout_s: None, take_last_residuals=lambda timeout_s: ([], 0.0)
+        ),
+        snapshot=snapshot,
+        report_figures=lambda figures: None,
+    )
+    left = transfer_residual(session, residual, 1 << 20, None)
+    assert left is not None and left.residual_N.tolist() == [1.0] * 4
+    assert caplog.messages == [f"0 of the residual's magnitude 4 (0.0 %) transferred: {text}"]

@@ -335,8 +335,6 @@ def _run(
                 continue
             ran_s = time.monotonic() - started_s
             is_removed = _is_removed(entry, signals)
-            if is_removed or failures == job.restarts:
-                stats.finish()
             if is_removed and code == JoinRefused.exit_code:  # the script reported why, but not as an error
                 console.report_error(str(revoked_error(job.invitation, Identity.read(entry.identity))), code)
                 return code

@@ -109,10 +109,7 @@ class FreezePhase:
         """
         run = self._run
         if run.is_ending:
-            run.view_change.reset()
-            if run.partition.is_pipeline:
-                return self._pipeline_recovery.end_without_members()
-            return self._departures.finish_run(_NO_HOLDER if run.has_started else "")
+            return self.end_without_members()
         run.lose_model()
         run.view_change.withdraw()
         run.view_change.reset()
@@ -122,12 +119,20 @@ class FreezePhase:
         what = "the next ones continue from a checkpoint, or start at step 0 if they have none"
         if run.partition.is_pipeline and run.highest_step:
             what = "training continues when workers with checkpoints of all stages have joined"
-        reason = f"all workers that held the model have left; {what}"
+        reason = f"no present worker holds the model; {what}"
         return [
             run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, **lost),
             LogEvent("error", "waiting", {"reason": reason}),
             *(run.phase_message(peer) for peer in run.workers),
         ]
+
+    def end_without_members(self) -> list[Effect]:
+        """End the run on its owner's order, because no member is left that could come back with the model."""
+        run = self._run
+        run.view_change.reset()
+        if run.partition.is_pipeline:
+            return self._pipeline_recovery.end_without_members()
+        return self._departures.finish_run(_NO_HOLDER if run.has_started or run.highest_step else "")
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -237,42 +237,65 @@ class Membership:
         self._cached_deadline_s = self._workers_deadline_s = None
         return self._log_events(effects, now_s)
 
-    def end_run(self, now_s: float) -> tuple[list[Effect], str]:
-        """End the run on its owner's order; return the effects and the answer to the owner.
+    def end_run(self, now_s: float) -> tuple[list[Effect], m.OperatorReply | m.Refused]:
+        """End the run on its owner's order; return the effects and the reply to the owner.
 
         The members finish or drop the open step, adopt the same state, and are notified that the run is
-        finished; a pipeline with a missing stage may end without a model.
+        finished; a pipeline with a missing stage may end without a model.  A run that no worker has begun is
+        not ended, because it could never begin.
         """
         run = self.run
         if run.is_finished:
-            return [], f'the run "{run.name}" is already finished'
+            return [], m.OperatorReply(f'the run "{run.name}" is already finished')
+        if not (run.generation or run.workers):
+            return [], m.Refused(
+                "not-begun",
+                f'there is nothing to finish: no worker has begun to train in the run "{run.name}"',
+                "stop the coordinator with Ctrl-C, or invite workers",
+            )
         entries = run.end_early()
         self._settled_reason, self._cached_deadline_s = None, None
         effects = [*entries, *self._log_events(self._advance(now_s), now_s)]
-        paused = run.paused_workers.describe_end(with_model=not run.member_order and not run.missing_model)
+        paused = run.paused_workers.describe_end()
         if run.is_finished:
-            why = run.missing_model or "it had no members"
-            return effects, f'the run "{run.name}" is finished; {why}{paused}'
+            text = f"is finished; {run.missing_model or 'no worker was training'}"
+        else:
+            text = f"{self._describe_pending_end(now_s)}{run.skipped_steps.ending()}"
+        return effects, m.OperatorReply(f'the run "{run.name}" {text}{paused}')
+
+    def _describe_pending_end(self, now_s: float) -> str:
+        """Return when and how the run ends, after its owner has ended it."""
+        run = self.run
         members = format_count(len(run.member_order), "member")
         if not run.present_members:
-            when = f"comes back, or in {run.limits.regather_s:g} s without a model"
+            left_s = math.ceil(min(run.limits.regather_s, max(0.0, run.view_change.deadline_s - now_s)))
+            when = f"comes back, or in {left_s} s without a model"
             if run.partition.is_pipeline:
                 when = "or a worker with a checkpoint joins"
-            return effects, (
-                f'the run "{run.name}" ends when one of its {members}, all of which are disconnected, {when}'
-            )
+            if len(run.member_order) == 1:
+                return f"ends when its member, which is disconnected, {when}"
+            return f"ends when one of its {members}, all of which are disconnected, {when}"
         if pending := self._pipeline_recovery.describe_pending_end(now_s):
-            return effects, f'the run "{run.name}" {pending}'
-        write, skipped = "writes" if len(run.member_order) == 1 else "write", run.skipped_steps.ending()
+            return pending
+        write = "writes" if len(run.member_order) == 1 else "write"
         absent = ", ".join(self.worker_name(peer) for peer in run.member_order if peer not in run.workers)
         waits = ""
         if absent and self._freeze_phase.is_awaiting_members:
             most_s = run.limits.regather_s * (2 if run.partition.is_pipeline else 1)
             waits = f"; it may first wait for {absent}, for at most {most_s:g} s"
-        return effects, (
-            f'the run "{run.name}" ends at step {run.highest_step:,} or a few later: its {members} {write} '
-            f"the last checkpoints and the model, and all workers exit{waits}{skipped}{paused}"
+        # After a restart no member has said yet which step it has reached.
+        is_known = run.view_change.has_installed or any(run.workers[p].step for p in run.present_members)
+        step = f"step {self._latest_step:,} or a few later" if is_known else "its next step"
+        return (
+            f"ends at {step}: its {members} {write} the last checkpoints and the model, and all workers exit"
+            f"{waits}"
         )
+
+    @property
+    def _latest_step(self) -> int:
+        """The highest step that is known, also from heartbeats."""
+        run = self.run
+        return max(run.highest_step, *(run.workers[peer].step for peer in run.present_members), 0)
 
     def introduce_pending_member(
         self, pending: m.PeerId, most: int
@@ -293,15 +316,16 @@ class Membership:
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
         setup = choice.effective_setup
-        steps = [run.highest_step, *(run.workers[peer].step for peer in run.present_members)]
         skipped = run.skipped_steps
+        ends = run.is_ending and run.members and not run.is_finished
+        end = f"; its owner has ended the run, which {self._describe_pending_end(now_s)}" if ends else ""
         return {
             "run": run.name,
             "phase": str(run.phase),
-            "reason": run.describe_phase(now_s),
+            "reason": f"{run.describe_phase(now_s)}{end}",
             "term": run.term,
             "generation": run.generation,
-            "step": max(steps),
+            "step": self._latest_step,
             "skipped_samples": skipped.skipped_samples,
             "skipped_in_a_row": skipped.in_a_row,
             "alert": run.missing_model if run.is_finished else skipped.alert if run.present_members else "",
@@ -572,9 +596,7 @@ class Membership:
     def _begin_view_change(self, now_s: float) -> list[Effect]:
         run, view_change = self.run, self.run.view_change
         if (run.members or run.is_ending) and run.members <= run.finished_members:
-            if run.partition.is_pipeline and not run.members:
-                return self._pipeline_recovery.end_without_members()
-            return self._departures.finish_run()
+            return self._departures.finish_run() if run.members else self._freeze_phase.end_without_members()
         if run.members and not run.present_members:
             return self._freeze_phase.await_members(now_s)
         newcomers = self._candidates.newcomers

@@ -79,20 +79,12 @@ class PausedWorkers:
         needed = f"; training continues with {required} workers" if required > 1 else ""
         return f"no worker trains: {self._count_text} {why}{needed}"
 
-    def describe_end(self, *, with_model: bool) -> str:
-        """Return what to append to a sentence about the end of a run.
-
-        Args:
-            with_model: whether to say where the model of a run without members may be found.
-        """
+    def describe_end(self) -> str:
+        """Return what to append to a sentence about the end of a run."""
         if not self._workers:
             return ""
         ends = "exits when its pause ends" if len(self._workers) == 1 else "exit when their pauses end"
-        model = (
-            "; where a paused worker runs, gridtrain export writes the model from its latest checkpoint, if "
-            "it has one"
-        )
-        return f"; {self._count_text} and {ends}{model if with_model else ''}"
+        return f"; {self._count_text} and {ends}"
 
     @property
     def _count_text(self) -> str:

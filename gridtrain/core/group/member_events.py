@@ -541,9 +541,14 @@ class StoreResidualBlock(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class AddResidual(MemberEffect):
-    """Add this peer's residual to the trainer's residual before the next round."""
+    """Add this peer's residual to the trainer's residual before the next round.
+
+    Attributes:
+        name: the name that the peer had as a member, for messages.
+    """
 
     peer: m.PeerId
+    name: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,11 @@ def residual_recipients(rank: int, world_size: int, stages: int = 1) -> tuple[in
 
 @dataclass(slots=True)
 class _ReceivedResidual:
-    """The residual of one leaving member, as it was after step `applied`."""
+    """The residual of one leaving member, `name`, as it was after step `applied`."""
 
     applied: int
     history: bytes
+    name: str
     is_complete: bool = False
 
 
@@ -70,7 +71,7 @@ class ResidualTransfer:
     def __init__(self) -> None:
         self.is_leaving = False
         self.is_refusing = False
-        self._recipient: m.PeerId | None = None
+        self._recipient: m.Member | None = None
         self._asked_peers: set[m.PeerId] = set()
         self._blocks: tuple[Any, ...] = ()
         self._received: dict[m.PeerId, _ReceivedResidual] = {}
@@ -102,19 +103,21 @@ class ResidualTransfer:
         position: tuple[int, bytes],
     ) -> list[MemberEffect]:
         """Handle the recipient's reply: end the transfer if it accepted, otherwise ask the next recipient."""
-        if peer != self._recipient:
+        recipient = self._recipient
+        if recipient is None or peer != recipient.peer:
             return []
         self._recipient = None
         if reply.is_accepted:
-            return [ResidualTransferEnded(True, peer.hex()[:8])]
-        return self._ask(assignment, connected, *position, f"{peer.hex()[:8]} declined: {reply.reason}")
+            return [ResidualTransferEnded(True, recipient.name)]
+        return self._ask(assignment, connected, *position, f"{recipient.name} declined: {reply.reason}")
 
     def recipient_lost(self, peer: m.PeerId) -> list[MemberEffect]:
         """End the transfer if `peer` is the recipient; whether it has received everything is unknown."""
-        if peer != self._recipient:
+        recipient = self._recipient
+        if recipient is None or peer != recipient.peer:
             return []
         self._recipient = None
-        return [ResidualTransferEnded(None, f"{peer.hex()[:8]} was disconnected before it replied")]
+        return [ResidualTransferEnded(None, f"{recipient.name} was disconnected before it replied")]
 
     def _ask(
         self,
@@ -128,15 +131,16 @@ class ResidualTransfer:
         if assignment is None:
             return [ResidualTransferEnded(False, reason)]
         ranks = residual_recipients(assignment.rank, assignment.world_size, assignment.stages)
-        peers = [assignment.members[rank].peer for rank in ranks]
-        recipient = next((p for p in peers if p in connected and p not in self._asked_peers), None)
+        members = [assignment.members[rank] for rank in ranks]
+        able = (x for x in members if x.peer in connected and x.peer not in self._asked_peers)
+        recipient = next(able, None)
         if recipient is None:
             return [ResidualTransferEnded(False, reason)]
         self._recipient = recipient
-        self._asked_peers.add(recipient)
+        self._asked_peers.add(recipient.peer)
         term, generation, total = assignment.term, assignment.generation, len(self._blocks)
         return [
-            Send(recipient, m.ResidualBlock(term, generation, applied, history, index, total, block))
+            Send(recipient.peer, m.ResidualBlock(term, generation, applied, history, index, total, block))
             for index, block in enumerate(self._blocks)
         ]
 
@@ -161,7 +165,7 @@ class ResidualTransfer:
         """
         if (block.term, block.generation) != (assignment.term, assignment.generation):
             return []
-        _check_recipient(assignment, peer)
+        sender = _check_recipient(assignment, peer)
         received = self._received.get(peer)
         if received is not None and received.is_complete:
             raise RemoteProtocolError(
@@ -173,7 +177,7 @@ class ResidualTransfer:
             is_last = block.index + 1 == block.total
             return [_make_reply(assignment, peer, False, reason)] if is_last else []
         if block.index == 0:
-            self._received[peer] = _ReceivedResidual(block.applied, block.history)
+            self._received[peer] = _ReceivedResidual(block.applied, block.history, sender.name)
         return [StoreResidualBlock(peer, block, assignment.world_size)]
 
     def _rejection_reason(self, block: m.ResidualBlock, applied: int, is_synced: bool) -> str:
@@ -207,9 +211,10 @@ class ResidualTransfer:
             if is_usable and assignment.rank_of(peer) is not None:
                 continue  # it has not left yet
             del self._received[peer]
-            effects += (
-                [AddResidual(peer)] if is_usable else _drop_residual(peer, "it is incomplete or outdated")
-            )
+            if is_usable:
+                effects.append(AddResidual(peer, received.name))
+            else:
+                effects += _drop_residual(peer, "it is incomplete or outdated")
         return effects
 
     def step_committed(self, applied: int) -> list[MemberEffect]:
@@ -229,12 +234,14 @@ def _make_reply(assignment: RankAssignment, peer: m.PeerId, is_accepted: bool, r
     return Send(peer, m.ResidualReply(assignment.term, assignment.generation, is_accepted, reason))
 
 
-def _check_recipient(assignment: RankAssignment, peer: m.PeerId) -> None:
+def _check_recipient(assignment: RankAssignment, peer: m.PeerId) -> m.Member:
+    """Return the sender, a member from which this member may receive a residual."""
     rank = assignment.rank_of(peer)
     allowed = residual_recipients(rank, assignment.world_size, assignment.stages) if rank is not None else ()
-    if assignment.rank not in allowed:
+    if rank is None or assignment.rank not in allowed:
         raise RemoteProtocolError(
             f"rank {rank} sent its residual to rank {assignment.rank} of {assignment.world_size}; only its "
             "neighbours in the ring may receive it",
             remedy=NEVER_SENT,
         )
+    return assignment.members[rank]

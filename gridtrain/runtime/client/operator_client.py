@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 ANSWER_TIMEOUT_S = 5.0
 MAX_LISTED_RUNS = 5
 RESTART_REMEDY = (
-    "`gridtrain coordinator` continues the run: type it in the folder of the run's run.toml, or with the "
+    "`gridtrain coordinator` starts it again: type it in the folder of the run's run.toml, or with the "
     "same --run or --state"
 )
 POLL_INTERVAL_S = 0.05

@@ -9,7 +9,6 @@ confirmed.
 
 from __future__ import annotations
 
-from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.mailbox.mailbox import Mailbox
@@ -35,8 +34,9 @@ class ResidualExchange:
         with self._mailbox.condition:
             self.incoming.set_length(n)
 
-    def take_confirmed(self) -> list[tuple[m.PeerId, SparseVector]]:
-        """Take the confirmed residuals of other workers.  The caller adds them to this worker's residual."""
+    def take_confirmed(self) -> list[tuple[str, SparseVector]]:
+        """Take the confirmed residuals of other workers, with their names.  The caller adds them to this
+        worker's residual."""
         with self._mailbox.condition:
             confirmed = self.incoming.take_confirmed()
         self._mailbox.mark_stale()
@@ -80,8 +80,8 @@ class ResidualExchange:
                     self._mailbox.count_progress()
                     if self.incoming.receive_piece(peer, piece, world_size):
                         return io.ResidualReceived(peer)
-                case io.AddResidual(peer):
-                    self.incoming.confirm(peer)
+                case io.AddResidual(peer, name):
+                    self.incoming.confirm(peer, name)
                 case io.DropResidual(peer):
                     self.incoming.remove_peer(peer)
                 case io.ResidualTransferEnded():

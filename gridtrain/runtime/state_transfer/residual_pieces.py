@@ -97,14 +97,15 @@ class IncomingResiduals:
     """The recipient's side: joins pieces, and keeps complete residuals until they are confirmed.
 
     Attributes:
-        confirmed: the confirmed residuals, which the trainer has to add to its own residual.
+        confirmed: the confirmed residuals, which the trainer has to add to its own residual, with the names
+            of the workers that sent them.
     """
 
     def __init__(self) -> None:
         self._n = 0
         self._incoming: dict[PeerId, _IncomingResidual] = {}
         self._complete: dict[PeerId, SparseVector] = {}
-        self.confirmed: list[tuple[PeerId, SparseVector]] = []
+        self.confirmed: list[tuple[str, SparseVector]] = []
 
     def set_length(self, n: int) -> None:
         """Set the length of this worker's residual; 0 if this worker has no residual."""
@@ -132,13 +133,13 @@ class IncomingResiduals:
         self._complete[peer] = entries
         return True
 
-    def confirm(self, peer: PeerId) -> None:
+    def confirm(self, peer: PeerId, name: str) -> None:
         """Move a peer's residual to `confirmed`.  Raises `LocalProtocolError` if it is not complete."""
         if peer not in self._complete:
-            raise LocalProtocolError(f"the residual of {peer.hex()[:8]} was confirmed before it was complete")
-        self.confirmed.append((peer, self._complete.pop(peer)))
+            raise LocalProtocolError(f"the residual of {name} was confirmed before it was complete")
+        self.confirmed.append((name, self._complete.pop(peer)))
 
-    def take_confirmed(self) -> list[tuple[PeerId, SparseVector]]:
+    def take_confirmed(self) -> list[tuple[str, SparseVector]]:
         """Remove and return the confirmed residuals."""
         confirmed, self.confirmed = self.confirmed, []
         return confirmed

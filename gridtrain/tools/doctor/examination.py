@@ -16,7 +16,7 @@ from typing import Any
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_identity
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, format_number, format_seconds
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION, revoked_error
 from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_naming import identity_folder
@@ -241,11 +241,12 @@ class Examination:
                     "prediction", f"no prediction: {error.reason}", "try again when the run is training"
                 )
             return
-        samples_per_s = sum(run.shares) / said.step_s
+        before_per_s = sum(run.shares) / said.step_s
+        joined, alone = (format_number(rate) for rate in (before_per_s * (1 + said.gain), before_per_s))
         text = (
-            f"with this machine a step would take {said.joined_step_s:.3g} s instead of {said.step_s:.3g} s, "
-            f"and the run would train on {samples_per_s * (1 + said.gain):.3g} instead of "
-            f"{samples_per_s:.3g} samples a second"
+            f"with this machine a step would take {format_seconds(said.joined_step_s)} instead of "
+            f"{format_seconds(said.step_s)}, and the run would train on {joined} instead of {alone} samples "
+            "a second"
         )
         text += f" (assumed: {'; '.join(said.assumptions)})" if said.assumptions else ""
         figures = {

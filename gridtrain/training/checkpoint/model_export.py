@@ -9,9 +9,11 @@ gridtrain export FOLDER OUT        FOLDER: one checkpoint, any folder above chec
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +45,7 @@ from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_fol
 
 log = logging.getLogger("gridtrain")
 
+FINAL_FILE = "final.safetensors"
 MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 
@@ -152,6 +155,44 @@ def save_model(state: Mapping[str, Any], out: Path) -> None:
     """
     tensors = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
     _write_atomically(tensors, out, write_safetensors)
+
+
+def keep_earlier(folder: Path, *names: str) -> str:
+    """Keep the files and folders of these names that an earlier end of a run wrote to `folder`, in a new
+    folder `earlier-N` below it; return what to append to the message that says where the new model is.
+
+    Files are linked where possible, because an export replaces files and does not change them.
+
+    Raises:
+        ConfigError: they cannot be kept.
+    """
+    try:
+        found = [name for name in names if _is_model(folder / name)]
+        folders = (folder / f"earlier-{n}" for n in itertools.count(1))
+        kept = next(path for path in folders if not any((path / name).exists() for name in found))
+        for name in found:
+            kept.mkdir(exist_ok=True)
+            if (folder / name).is_dir():
+                shutil.copytree(folder / name, kept / name, copy_function=_link_or_copy)
+            else:
+                _link_or_copy(folder / name, kept / name)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    return f"; the one that was there before is in {kept}" if found else ""
+
+
+def _is_model(path: Path) -> bool:
+    """Return whether a path is a file, or a folder that contains more than, for example, a tokenizer."""
+    return path.is_file() or (
+        path.is_dir() and any(REPLACED_NAME.fullmatch(each.name) for each in path.iterdir())
+    )
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # not all file systems have links
+        shutil.copy2(source, target)
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:

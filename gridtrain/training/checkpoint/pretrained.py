@@ -48,6 +48,7 @@ _PEFT_MODEL = ("peft.peft_model", "PeftModel")
 _PLACE_OF_BASE = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
 """Settings of an adapter that may differ between workers."""
 _TRANSFORMERS_MODEL = ("transformers.modeling_utils", "PreTrainedModel")
+FINAL_FOLDERS = "final-model", "final-adapter"
 REPLACED_NAME = re.compile(
     r"adapter_config\.json|adapter_model\.safetensors|model\.safetensors(\.index\.json)?"
     r"|model-\d{5}-of-\d{5}\.safetensors"
@@ -263,7 +264,7 @@ def export_final(model: nn.Module, layout: PretrainedLayout, folder: Path) -> Pa
     Raises:
         ConfigError: it cannot be written.
     """
-    path = folder / ("final-adapter" if layout.is_adapter else "final-model")
+    path = folder / FINAL_FOLDERS[layout.is_adapter]
     try:
         save_directory(model, path)
     except ConfigError:

@@ -955,7 +955,7 @@ def test_a_setup_after_the_end_is_refused_as_finished() -> None:
 def end(run: ScriptedCoordinator) -> str:
     effects, answer = run.core.end_run(run.now_s)
     run.keep(effects)
-    return answer
+    return answer.text if isinstance(answer, m.OperatorReply) else answer.reason
 
 
 def test_a_run_that_its_owner_ends_is_finished_when_its_members_hold_one_state() -> None:
@@ -982,9 +982,19 @@ def test_a_run_that_its_owner_ends_is_finished_when_its_members_hold_one_state()
 def test_a_run_without_members_ends_at_once() -> None:
     run = ScriptedCoordinator(min_workers=2)
     run.join(A)
-    assert end(run) == 'the run "r" is finished; it had no members'
+    assert end(run) == 'the run "r" is finished; no worker was training'
     assert [refused.code for refused in sent(run.effects, m.Refused, to=A)] == ["finished"]
     assert recover_run(run.journal).is_finished, "also after a restart"
+
+
+def test_a_run_that_no_worker_has_begun_is_not_ended() -> None:
+    run = ScriptedCoordinator()
+    effects, answer = run.core.end_run(run.now_s)
+    assert not effects and isinstance(answer, m.Refused)
+    assert answer.reason == 'there is nothing to finish: no worker has begun to train in the run "r"'
+    assert answer.remedy == "stop the coordinator with Ctrl-C, or invite workers"
+    run.join(A)
+    assert run.roster == "a", "the run is open"
 
 
 def test_a_coordinator_that_restarts_at_the_end_of_the_run_knows_the_end_once_it_is_announced() -> None:
@@ -1018,8 +1028,38 @@ def test_the_answer_to_the_owner_of_a_run_whose_coordinator_restarted_says_for_w
     run = Run(A, B, C)
     again = ScriptedCoordinator(term=2, journal=run.journal, min_workers=3)
     assert end(again).endswith("all of which are disconnected, comes back, or in 60 s without a model")
+    again.now_s += 20.0
+    assert end(again).endswith("all of which are disconnected, comes back, or in 40 s without a model")
     again.join(A, generation=1)
-    assert end(again).endswith("and all workers exit; it may first wait for b, c, for at most 60 s")
+    rest = (
+        "its 3 members write the last checkpoints and the model, and all workers exit; it may first wait for "
+        "b, c, for at most 60 s"
+    )
+    assert end(again) == f'the run "r" ends at its next step: {rest}', "no member has reported its step"
+    again.say(A, m.Heartbeat(1, 30, 30, ()))
+    assert end(again) == f'the run "r" ends at step 30 or a few later: {rest}'
+    status = again.core.snapshot(again.now_s)["reason"]
+    assert status.endswith(f"; its owner has ended the run, which ends at step 30 or a few later: {rest}")
+
+
+def test_the_answer_to_the_owner_of_a_run_with_one_member_is_in_the_singular() -> None:
+    run = Run(A)
+    again = ScriptedCoordinator(term=2, journal=run.journal)
+    rest = "ends when its member, which is disconnected, comes back, or in 60 s without a model"
+    assert end(again) == f'the run "r" {rest}'
+
+
+def test_the_status_says_that_the_owner_has_ended_the_run_until_it_is_finished() -> None:
+    run = Run(A, B)
+    assert run.core.snapshot(run.now_s)["reason"] == "2 workers since step 0"
+    end(run)
+    assert run.core.snapshot(run.now_s)["reason"] == (
+        "2 workers since step 0; its owner has ended the run, which ends at step 0 or a few later: its 2 "
+        "members write the last checkpoints and the model, and all workers exit"
+    )
+    run.report(A, B)
+    run.ready(A, B)
+    assert run.core.snapshot(run.now_s)["reason"] == "its owner has ended it after 0 steps"
 
 
 def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() -> None:
@@ -1034,11 +1074,14 @@ def test_a_run_whose_member_is_lost_while_it_ends_is_finished_by_the_others() ->
 
 def test_a_run_that_ends_while_its_workers_are_paused_says_where_the_model_is() -> None:
     run = Run(A)
+    run.say(A, m.Heartbeat(1, 30, 30, ()))
     run.say(A, m.TemporaryLeave("on battery"))
-    assert end(run) == (
-        'the run "r" is finished; it had no members; 1 is paused and exits when its pause ends; where a '
-        "paused worker runs, gridtrain export writes the model from its latest checkpoint, if it has one"
+    missing = (
+        "the final model was not written: no worker that held the model came back; gridtrain export writes "
+        "it from any worker's latest checkpoint"
     )
+    assert end(run) == f'the run "r" is finished; {missing}; 1 is paused and exits when its pause ends'
+    assert run.core.snapshot(run.now_s)["alert"] == missing
 
 
 def test_the_owner_who_ends_a_run_learns_what_becomes_of_paused_workers() -> None:
@@ -1058,6 +1101,10 @@ def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> N
     run.start(B)
     assert run.core.snapshot(run.now_s)["reason"] == "1 worker since step 0"
     run.say(B, m.TemporaryLeave("hot"))
+    assert run.core.reason == (
+        "no present worker holds the model; the next ones continue from a checkpoint, or start at step 0 if "
+        "they have none"
+    )
     assert run.core.snapshot(run.now_s + 60.0)["reason"] == (
         f"{run.core.reason}; no worker trains: 2 are paused (the last one: hot, for 60 s); training "
         "continues with 2 workers"

@@ -212,7 +212,8 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
 def end(run: StagedRun) -> str:
     effects, answer = run.core.end_run(run.now_s)
     run.keep(effects)
-    return answer
+    assert isinstance(answer, m.OperatorReply)
+    return answer.text
 
 
 MISSING = (

@@ -22,7 +22,12 @@ H5, H6 = b"five", b"six"
 
 
 def assignment_of(me: m.PeerId, generation: int = 2, members: tuple[m.PeerId, ...] = PEERS) -> RankAssignment:
-    return RankAssignment(me, 1, generation, tuple(m.Member(peer, "", "", 1, False) for peer in members))
+    return RankAssignment(
+        me,
+        1,
+        generation,
+        tuple(m.Member(peer, f"worker {peer[:1].decode()}", "", 1, False) for peer in members),
+    )
 
 
 def piece(
@@ -39,6 +44,12 @@ def recipient_of_all() -> ResidualTransfer:
     ]
     assert recipient.mark_complete(assignment_of(C), B) == [Send(B, m.ResidualReply(1, 2, True, ""))]
     return recipient
+
+
+def test_a_confirmed_residual_has_the_name_of_its_worker() -> None:
+    recipient = recipient_of_all()
+    after = assignment_of(C, 3, (A, C, D))
+    assert recipient.begin_generation(after, 5, H5, True) == [AddResidual(B, "worker b")]
 
 
 def kinds(effects: list[MemberEffect]) -> list[type]:
@@ -73,7 +84,7 @@ def test_the_second_recipient_is_asked_only_if_the_first_has_declined() -> None:
     ended = leaving.receive_reply(
         A, m.ResidualReply(1, 2, False, "so do I"), assignment_of(B), {A, C, D}, (5, H5)
     )
-    assert ended == [ResidualTransferEnded(False, f"{A.hex()[:8]} declined: so do I")]
+    assert ended == [ResidualTransferEnded(False, "worker a declined: so do I")]
 
 
 def test_no_second_recipient_is_asked_if_the_first_is_lost() -> None:
@@ -81,7 +92,7 @@ def test_no_second_recipient_is_asked_if_the_first_is_lost() -> None:
     leaving.begin(("p",), assignment_of(B), {A, C, D}, 5, H5)
     assert leaving.recipient_lost(A) == []
     assert leaving.recipient_lost(C) == [
-        ResidualTransferEnded(None, f"{C.hex()[:8]} was disconnected before it replied")
+        ResidualTransferEnded(None, "worker c was disconnected before it replied")
     ]
     assert (
         leaving.receive_reply(C, m.ResidualReply(1, 2, False, "late"), assignment_of(B), {A, C}, (5, H5))

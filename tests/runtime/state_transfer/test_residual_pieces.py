@@ -30,9 +30,9 @@ def received(payload: bytes, n: int) -> np.ndarray:
     recipient.set_length(n)
     is_complete = [recipient.receive_piece(A, piece, 3) for piece in pieces_of(payload)]
     assert is_complete == [False] * (len(is_complete) - 1) + [True] and not recipient.confirmed
-    recipient.confirm(A)
-    ((peer, entries),) = recipient.confirmed
-    assert peer == A
+    recipient.confirm(A, "anna")
+    ((name, entries),) = recipient.confirmed
+    assert name == "anna"
     dense = np.zeros(n, np.float32)
     dense[entries.indices] = entries.values
     return dense

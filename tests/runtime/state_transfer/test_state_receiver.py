@@ -69,8 +69,8 @@ def test_a_replaced_state_is_not_loaded_for_another_generation(
 
 def test_a_residual_received_while_another_is_added_is_added_too(worker: IdleWorker) -> None:
     added: list[Any] = []
-    worker.tasks.attach_residual(4, lambda peer, entries: added.append(entries))
-    confirmed: Any = [(b"p", "entries")]
+    worker.tasks.attach_residual(4, lambda name, entries: added.append(entries))
+    confirmed: Any = [("anna", "entries")]
     for count in (1, 2):
         worker.loop.residuals.incoming.confirmed = list(confirmed)
         assert worker.tasks.next_task(WorkerSnapshot(tasks=(AddResiduals(),))) == AddResiduals()

@@ -33,6 +33,7 @@ from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import ConnectionRole, Received
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.quantities import format_number, format_seconds
 from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, enroll
 from gridtrain.runtime.client.worker_naming import identity_folder
 from gridtrain.tools.doctor import connection_check, machine_check
@@ -391,6 +392,13 @@ def test_a_slow_machine_is_advised_what_the_run_lacks(
     (found,) = examination._prediction_finding(1e10)
     assert found.level is FindingLevel.WARNING and advice in found.fix
     assert ("global_batch_size" in found.fix) == (whole is None)
+
+
+def test_numbers_of_a_prediction_have_no_exponent() -> None:
+    assert [format_number(value) for value in (0.25, 12.34, 999.4, 999.6, 6083.1)] == [
+        *("0.25", "12.3", "999", "1,000", "6,083"),
+    ]
+    assert [format_seconds(value) for value in (0.25, 0.9996, 6083.1)] == ["250 ms", "1 s", "6,083 s"]
 
 
 def test_a_slowdown_is_stated_in_seconds_and_samples_a_second(invitation: Invitation) -> None:
