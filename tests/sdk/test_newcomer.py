@@ -376,7 +376,7 @@ def test_a_script_that_raises_ends_with_its_traceback(
     assert agents[1].returncode == 1
     assert raised_out.splitlines() == [f"step {step} of a group of 2" for step in (1, 2, 3)]
     shown = [line for line in raised_err.splitlines() if '"event": "contribution"' not in line]
-    *_, traceback_end, contributed, agents_line = shown
+    *_, traceback_end, agents_line, contributed = shown
     assert (fields := json.loads(contributed)["fields"])["steps"] == 3 and 0 < fields["share"] < 1
     agents_line = json.loads(agents_line)["fields"]["text"]
     assert json.loads(traceback_end)["fields"]["text"] == "ValueError: no such column"
