@@ -548,15 +548,13 @@ def test_a_standby_takes_the_stage_of_a_paused_worker() -> None:
     assert run.view.applied == 9 and run.roster == "a c"
 
 
-def test_restarted_members_are_not_awaited() -> None:
-    """Both processes were killed; no former process can come back with the state."""
-    run = StagedRun(2, A, B, model=TWO_LAYERS)
-    trained(run, 12)
-    run.checkpoints |= {A: stored(9, 0), B: stored(9, 1)}
-    for peer in (A, B):
-        run.lose(peer)
-    for peer in (A, B):
-        setup = replace(run.setup, stage_checkpoints=run.checkpoints[peer])
+def test_members_whose_processes_were_all_replaced_are_not_awaited() -> None:
+    """After a power cut: the coordinator is restarted, too, and no former process can return."""
+    first = StagedRun(2, A, B, model=TWO_LAYERS)
+    entries = [(e.kind, e.body) for e in first.seen if isinstance(e, JournalEntry)]
+    run = StagedRun(2, recovered=recover_run(entries), term=2, start=False, model=TWO_LAYERS)
+    for stage, peer in enumerate((A, B)):
+        setup = replace(run.setup, stage_checkpoints=stored(9, stage))
         ScriptedCoordinator.join(run, peer, setup=setup)
     assert run.view.applied == 9 and run.now_s < run.core.run.limits.regather_s
-    assert [note.fields for note in run.notes("rollback")] == [{"from": 13, "to": 10, "at_least": True}]
+    assert [note.fields for note in run.notes("restored")] == [{"step": 10}]
