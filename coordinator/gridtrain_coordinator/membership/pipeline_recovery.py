@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from gridtrain.core import messages as m
@@ -31,7 +32,12 @@ from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import ReportedCheckpoints
 from gridtrain_coordinator.stages.placement import LiveStates, PlacementResult, StagePlacement
-from gridtrain_coordinator.stages.whole_state import RestartPoint, end_reason, find_restart_point
+from gridtrain_coordinator.stages.whole_state import (
+    UNSAVED_REMEDY,
+    RestartPoint,
+    end_reason,
+    find_restart_point,
+)
 
 
 class PipelineRecovery:
@@ -139,9 +145,7 @@ class PipelineRecovery:
             return False
         return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
 
-    def _await_left(
-        self, outcome: Outcome | None, restart: RestartPoint, last: int, live: LiveStates
-    ) -> str:
+    def _await_left(self, outcome: Outcome | None, restart: RestartPoint, last: int, live: LiveStates) -> str:
         """Return why to wait for workers that left, because they have a later state than the restart point.
 
         Returns "" if there is no reason.  While members train, a worker that left without a pause may not
@@ -158,11 +162,11 @@ class PipelineRecovery:
         run.view_change.wait_until(math.inf)
         at = later.applied, later.history
         names = [w.name for w in left.values() if any((x.applied, x.history) == at for x in w.checkpoints)]
-        which, back = ("its disk", "joins") if len(names) == 1 else ("their disks", "join")
+        which, back = ("its disk", "it joins") if len(names) == 1 else ("their disks", "they join")
         return (
-            f"{', '.join(names)} left with a stage of step {later.applied + 1} on {which}; training continues "
-            f"when {'it' if len(names) == 1 else 'they'} {back} again, or, from step "
-            f"{restart.outcome.applied + 1}, after gridtrain kick {names[0]}"
+            f"{', '.join(names)} left with a stage of step {later.applied + 1} on {which}; training "
+            f"continues when {back} again, or, from step {restart.outcome.applied + 1}, after gridtrain kick "
+            f"{names[0]}"
         )
 
     def _find_restart_point(
@@ -184,9 +188,11 @@ class PipelineRecovery:
         assert run.definition is not None
         quorum = self._checkpoints.quorum if has_committed else None
         checkpoints = {**absent, **self._checkpoints.trusted_checkpoints()}
-        return find_restart_point(
+        restart = find_restart_point(
             run.definition.ledger, outcome, last, live, checkpoints, run.partition.bounds, quorum
         )
+        is_saved = run.left_workers or any(checkpoints.values()) or self._checkpoints.quorum.has_confirmed
+        return restart if restart.outcome is not None or is_saved else replace(restart, remedy=UNSAVED_REMEDY)
 
     def _install(self, outcome: Outcome, result: PlacementResult, now_s: float) -> list[Effect]:
         placement, bounds = result

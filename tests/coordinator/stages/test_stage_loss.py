@@ -182,8 +182,11 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
-    assert run.core.reason.startswith(
-        "no present worker holds stage 1 of 2 after step 13, nor do the present workers have all stages of an"
+    assert run.core.reason == (
+        "no present worker holds stage 1 of 2 after step 13, nor do the present workers have all stages of "
+        "an earlier step; training continues when a worker that holds it, in memory or on its disk, joins: "
+        "start the stopped workers again with the same command; only if their disks are lost, end this run "
+        "with gridtrain finish, and start a new one with another --state"
     )
     run.join(D)
     view = run.view
@@ -197,10 +200,9 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
     run.report(A, C, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.reason == (
         "no present worker holds stage 1 of 3 after step 13, nor do the present workers have all stages of "
-        "an earlier step; 2 workers are present, but 3 are needed; training continues when a worker that "
-        "holds it, in memory or on its disk, joins: start the stopped workers again with the same command; "
-        "only if their disks are lost, end this run with gridtrain finish, and start a new one with another "
-        "--state"
+        "an earlier step; 2 workers are present, but 3 are needed; no checkpoint of this run is known: "
+        "unless a worker that still runs with it in memory, or saved it when it left, joins again, the steps "
+        "are lost; then end this run with gridtrain finish, and start a new one with another --state"
     )
     assert m.RunStateUpdate("paused", run.core.reason) in sent(run.seen, to=A)
     trained(run, 12)
