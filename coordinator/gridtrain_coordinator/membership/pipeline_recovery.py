@@ -66,7 +66,7 @@ class PipelineRecovery:
         restart = self._find_restart_point(None, run.highest_step - 1, {}, has_committed=run.highest_step > 0)
         if restart.outcome is None and not run.highest_step:
             restart = RestartPoint(initial_outcome(), StateLocations())
-        if reason := self._await_left(None, restart, run.highest_step - 1, {}):
+        if reason := self._await_left(restart, run.highest_step - 1):
             run.view_change.withdraw()
             return self._pause(reason)
         result = self._placement.place(restart, {}, now_s)
@@ -106,9 +106,7 @@ class PipelineRecovery:
         if not is_certain and now_s < patience_s:
             run.view_change.wait_until(patience_s)  # the member that has the missing stage may come back
             return []
-        if not (outcome is not None and has_enough) and (
-            reason := self._await_left(outcome, restart, last, live)
-        ):
+        if outcome is None and (reason := self._await_left(restart, last)):
             return self._pause(reason)
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
@@ -145,18 +143,18 @@ class PipelineRecovery:
             return False
         return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
 
-    def _await_left(self, outcome: Outcome | None, restart: RestartPoint, last: int, live: LiveStates) -> str:
+    def _await_left(self, restart: RestartPoint, last: int) -> str:
         """Return why to wait for workers that left, because they have a later state than the restart point.
 
-        Returns "" if there is no reason.  While members train, a worker that left without a pause may not
-        return, so it is awaited only if no member holds a state.
+        Returns "" if there is no reason.  Others do not wait for them: if a member holds a state, or workers
+        for all stages are present, the steps after the restart point are lost instead.
         """
-        run = self._run
-        left = {p: w for p, w in run.left_workers.items() if outcome is None or p in run.paused_workers}
-        if not left or run.is_ending or restart.outcome is None:
+        run, left = self._run, self._run.left_workers
+        has_enough = len(run.eligible_workers()) >= run.partition.stage_count
+        if not left or has_enough or run.is_ending or restart.outcome is None:
             return ""
         stored = {peer: worker.checkpoints for peer, worker in left.items()}
-        later = self._find_restart_point(outcome, last, live, absent=stored).outcome
+        later = self._find_restart_point(None, last, {}, absent=stored).outcome
         if later is None or later.applied <= restart.outcome.applied:
             return ""
         run.view_change.wait_until(math.inf)

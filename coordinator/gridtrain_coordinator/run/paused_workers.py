@@ -38,9 +38,6 @@ class PausedWorkers:
     def discard(self, peer: m.PeerId) -> None:
         self._workers.pop(peer, None)
 
-    def __contains__(self, peer: m.PeerId) -> bool:
-        return peer in self._workers
-
     def reason_text(self, peer: m.PeerId) -> str:
         """Return the reason for the worker's pause as text."""
         return f"paused by its owner: {self._workers[peer].reason}"

@@ -494,8 +494,9 @@ def stopped_run(*leaves: m.Message) -> StagedRun:
     run = StagedRun(2, A, B, model=TWO_LAYERS)
     trained(run, 12)
     run.checkpoints |= {A: (*stored(9, 0, 1), *stored(12, 0)), B: (*stored(9, 1), *stored(12, 1))}
-    for peer, leave in zip((A, B), leaves, strict=False):
+    for peer in (A, B):
         run.say(peer, m.StageCheckpointList(run.checkpoints[peer]))
+    for peer, leave in zip((A, B), leaves, strict=True):
         run.say(peer, leave)
     return run
 
@@ -529,16 +530,21 @@ def test_the_owner_removes_an_awaited_worker_and_the_run_continues_without_it() 
     assert note.fields == {"from": 13, "to": 10, "at_least": True}
 
 
-@pytest.mark.parametrize(("leave", "is_awaited"), [(CTRL_C, False), (PAUSE, True)])
-def test_members_that_train_wait_for_a_paused_worker_only(leave: m.Message, is_awaited: bool) -> None:
+@pytest.mark.parametrize("leave", [CTRL_C, PAUSE])
+def test_others_do_not_wait_for_a_worker_that_left(leave: m.Message) -> None:
+    """Not if a member holds a state, and not if there are workers for all stages."""
     run = StagedRun(2, A, B, model=TWO_LAYERS)
     run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
     run.say(B, m.StageCheckpointList((*stored(9, 1), *stored(12, 1))))
     run.say(B, leave)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.tick(run.core.run.limits.recut_s)
-    assert (run.core.reason == AWAITED) == is_awaited
-    assert bool(run.notes("rollback")) != is_awaited
+    assert run.view.applied == 9 and run.notes("rollback")
+    run = stopped_run(leave, leave)
+    run.join(A)
+    assert run.core.reason == AWAITED
+    run.join(C)
+    assert run.view.applied == 9 and run.roster == "a c"
 
 
 def test_a_standby_takes_the_stage_of_a_paused_worker() -> None:
