@@ -30,7 +30,7 @@ SENTENCES = {
     "recalled": "the journal lacks generation {generation}, which has {workers}",
     "refused": "a worker was refused: {reason}",
     "renamed": "{name} asked for the name {asked}: {reason}",
-    "restored": "the run continues from the checkpoints of step {step}",
+    "restored": "the run continues from the checkpoints of step {step}; any later steps are lost",
     "rollback": "steps are lost: the run returns from step {from} to step {to}",
     "run_defined": "the first worker has defined the model, the data and the optimizer",
     "source_replaced": "{source} did not send the state, so another member sends it to {names}",

@@ -53,6 +53,7 @@ class Departures:
         if worker is None:
             return [Disconnect(peer)]
         missed = self._record_missing_model(worker, reason)
+        self._run.record_leave(worker)
         return [*missed, *self._remove(worker, f"left: {reason}", is_voluntary=True), Disconnect(peer)]
 
     def _record_missing_model(self, worker: Worker, reason: str) -> list[Effect]:

@@ -287,7 +287,8 @@ class FreezePhase:
         holders = {p: r for p, r in view_change.reports.items() if r.is_synced and p in run.workers}
         was_awaiting = self.is_awaiting_members
         if run.partition.is_pipeline:
-            patience_s = self._return_deadline_s if was_awaiting else -math.inf
+            awaits = was_awaiting and bool(self._silent_members())
+            patience_s = self._return_deadline_s if awaits else -math.inf
             effects = self._pipeline_recovery.decide(holders, patience_s, now_s)
             self.is_awaiting_members = was_awaiting and view_change.is_freezing
             return effects

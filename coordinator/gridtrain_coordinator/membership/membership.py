@@ -549,6 +549,7 @@ class Membership:
     def _handle_removal(self, event: WorkerRemoved) -> list[Effect]:
         peer = event.peer
         self.run.paused_workers.discard(peer)
+        self.run.left_workers.pop(peer, None)
         if peer not in self.run.workers:
             return [Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))

@@ -4,6 +4,7 @@
                              every stage of an earlier step is on disk ----> rollback, the next generation
                              neither --------------------------------------> PAUSED until a worker joins;
                                       ended by its owner: FINISHED without a model after `regather_s`
+    a later step is on the disks of workers that left: PAUSED until they join or are removed (`_await_left`)
     fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the present workers, if it fits
     generation installed --> workers without a rank are on standby, and are notified
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -27,8 +30,14 @@ from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
+from gridtrain_coordinator.stages.checkpoint_quorum import ReportedCheckpoints
 from gridtrain_coordinator.stages.placement import LiveStates, PlacementResult, StagePlacement
-from gridtrain_coordinator.stages.whole_state import RestartPoint, end_reason, find_restart_point
+from gridtrain_coordinator.stages.whole_state import (
+    UNSAVED_REMEDY,
+    RestartPoint,
+    end_reason,
+    find_restart_point,
+)
 
 
 class PipelineRecovery:
@@ -57,6 +66,9 @@ class PipelineRecovery:
         restart = self._find_restart_point(None, run.highest_step - 1, {}, has_committed=run.highest_step > 0)
         if restart.outcome is None and not run.highest_step:
             restart = RestartPoint(initial_outcome(), StateLocations())
+        if reason := self._await_left(restart, run.highest_step - 1):
+            run.view_change.withdraw()
+            return self._pause(reason)
         result = self._placement.place(restart, {}, now_s)
         if isinstance(result, str) or restart.outcome is None:
             run.view_change.withdraw()
@@ -94,6 +106,8 @@ class PipelineRecovery:
         if not is_certain and now_s < patience_s:
             run.view_change.wait_until(patience_s)  # the member that has the missing stage may come back
             return []
+        if outcome is None and (reason := self._await_left(restart, last)):
+            return self._pause(reason)
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
             return self._await_end(restart, last, str(result), now_s)
@@ -129,21 +143,54 @@ class PipelineRecovery:
             return False
         return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
 
+    def _await_left(self, restart: RestartPoint, last: int) -> str:
+        """Return why to wait for workers that left, because they have a later state than the restart point.
+
+        Returns "" if there is no reason.  Others do not wait for them: if a member holds a state, or workers
+        for all stages are present, the steps after the restart point are lost instead.
+        """
+        run, left = self._run, self._run.left_workers
+        has_enough = len(run.eligible_workers()) >= run.partition.stage_count
+        if not left or has_enough or run.is_ending or restart.outcome is None:
+            return ""
+        stored = {peer: worker.checkpoints for peer, worker in left.items()}
+        later = self._find_restart_point(None, last, {}, absent=stored).outcome
+        if later is None or later.applied <= restart.outcome.applied:
+            return ""
+        run.view_change.wait_until(math.inf)
+        at = later.applied, later.history
+        names = [w.name for w in left.values() if any((x.applied, x.history) == at for x in w.checkpoints)]
+        which, back = ("its disk", "it joins") if len(names) == 1 else ("their disks", "they join")
+        return (
+            f"{', '.join(names)} left with a stage of step {later.applied + 1} on {which}; training "
+            f"continues when {back} again, or, from step {restart.outcome.applied + 1}, after gridtrain kick "
+            f"{names[0]}"
+        )
+
     def _find_restart_point(
-        self, outcome: Outcome | None, last: int, live: LiveStates, *, has_committed: bool = True
+        self,
+        outcome: Outcome | None,
+        last: int,
+        live: LiveStates,
+        *,
+        has_committed: bool = True,
+        absent: ReportedCheckpoints = MappingProxyType({}),
     ) -> RestartPoint:
         """Return the restart point for these states and the workers' checkpoints.
 
         Args:
             has_committed: whether any steps were committed, which false reports could undo.
+            absent: the checkpoints of absent workers to include.
         """
         run = self._run
         assert run.definition is not None
         quorum = self._checkpoints.quorum if has_committed else None
-        checkpoints = self._checkpoints.trusted_checkpoints()
-        return find_restart_point(
+        checkpoints = {**absent, **self._checkpoints.trusted_checkpoints()}
+        restart = find_restart_point(
             run.definition.ledger, outcome, last, live, checkpoints, run.partition.bounds, quorum
         )
+        is_saved = run.left_workers or any(checkpoints.values()) or self._checkpoints.quorum.has_confirmed
+        return restart if restart.outcome is not None or is_saved else replace(restart, remedy=UNSAVED_REMEDY)
 
     def _install(self, outcome: Outcome, result: PlacementResult, now_s: float) -> list[Effect]:
         placement, bounds = result

@@ -53,6 +53,8 @@ class RunState:
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
+        left_workers: by key, members that left or were paused with stage checkpoints on their disks, since
+            the latest generation; stored in memory only.
         finished_members: members that have reached the end of the run.
         missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
         is_ending: whether the owner has ended the run, which finishes once its members hold the same state.
@@ -78,6 +80,7 @@ class RunState:
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
+        self.left_workers: dict[m.PeerId, Worker] = {}
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
         self._min_workers, self._software = min_workers, software
@@ -215,6 +218,7 @@ class RunState:
         self.finished_members.clear()
         self.missing_model = ""  # the new first member writes the model
         self.departed_members.clear()
+        self.left_workers.clear()
 
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
         """Adopt a generation that is not in the journal, as reported by its members."""
@@ -254,6 +258,11 @@ class RunState:
         entries, self.is_ending = [] if self.is_ending else [entry], True
         self.view_change.replace_reason("the run's owner has ended the run")
         return entries
+
+    def record_leave(self, worker: Worker) -> None:
+        """Record that a member left on its own, so that its checkpoints may come back."""
+        if worker.checkpoints and (worker.peer in self.members or not self.members):
+            self.left_workers[worker.peer] = worker
 
     def record_departure(self, peer: m.PeerId) -> None:
         """Record that a member left for good."""

@@ -110,6 +110,11 @@ class CheckpointQuorum:
         for state in sorted(self._confirmed, key=lambda state: state[0])[:-MAX_CONFIRMED]:
             del self._confirmed[state]
 
+    @property
+    def has_confirmed(self) -> bool:
+        """Whether any state is confirmed."""
+        return bool(self._confirmed)
+
     def roll_back(self, applied: int) -> None:
         """Forget states after step `applied`, which belong to an abandoned history."""
         self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}

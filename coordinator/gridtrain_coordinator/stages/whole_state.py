@@ -184,6 +184,13 @@ REMEDY = (
 )
 """How a run can continue if a stage of its state is missing."""
 
+UNSAVED_REMEDY = (
+    "no checkpoint of this run is known: unless a worker that still runs with it in memory, or saved it when "
+    "it left, joins again, the steps are lost; then end this run with gridtrain finish, and start a new one "
+    "with another --state"
+)
+"""As `REMEDY`, if no worker has reported a checkpoint."""
+
 
 def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str:
     """Explain which missing stages the run is waiting for."""

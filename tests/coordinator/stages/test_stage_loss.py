@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from scripted_coordinator import receivers, sent
+from scripted_coordinator import ScriptedCoordinator, receivers, sent
 from staged_run import SIX_LAYERS, StagedRun, state_after, stored
 
 from gridtrain.core import messages as m
@@ -14,7 +14,13 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.two_phase_commit import extend_history
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain_coordinator.run.divergence import DivergenceDetector
-from gridtrain_coordinator.run.events import DialBackResult, JournalEntry, RecordViolation, RunPhase
+from gridtrain_coordinator.run.events import (
+    DialBackResult,
+    JournalEntry,
+    RecordViolation,
+    RunPhase,
+    WorkerRemoved,
+)
 from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
 from gridtrain_coordinator.stages.whole_state import find_restart_point, latest_whole_state
@@ -176,8 +182,11 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
-    assert run.core.reason.startswith(
-        "no present worker holds stage 1 of 2 after step 13, nor do the present workers have all stages of an"
+    assert run.core.reason == (
+        "no present worker holds stage 1 of 2 after step 13, nor do the present workers have all stages of "
+        "an earlier step; training continues when a worker that holds it, in memory or on its disk, joins: "
+        "start the stopped workers again with the same command; only if their disks are lost, end this run "
+        "with gridtrain finish, and start a new one with another --state"
     )
     run.join(D)
     view = run.view
@@ -191,10 +200,9 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
     run.report(A, C, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.reason == (
         "no present worker holds stage 1 of 3 after step 13, nor do the present workers have all stages of "
-        "an earlier step; 2 workers are present, but 3 are needed; training continues when a worker that "
-        "holds it, in memory or on its disk, joins: start the stopped workers again with the same command; "
-        "only if their disks are lost, end this run with gridtrain finish, and start a new one with another "
-        "--state"
+        "an earlier step; 2 workers are present, but 3 are needed; no checkpoint of this run is known: "
+        "unless a worker that still runs with it in memory, or saved it when it left, joins again, the steps "
+        "are lost; then end this run with gridtrain finish, and start a new one with another --state"
     )
     assert m.RunStateUpdate("paused", run.core.reason) in sent(run.seen, to=A)
     trained(run, 12)
@@ -477,3 +485,85 @@ def test_a_returning_member_that_does_not_report_is_dismissed() -> None:
     for now_s, present in ((until_s - 0.1, {A, B}), (until_s, {A})):
         run.core.tick(now_s)
         assert set(run.core.run.workers) == present
+
+
+# -- workers that left with a later step on their disks ------------------------------------------------
+
+
+def stopped_run(*leaves: m.Message) -> StagedRun:
+    """a and b leave after step 13, which each has on its disk; a has a copy of b's stage of step 10."""
+    run = StagedRun(2, A, B, model=TWO_LAYERS)
+    trained(run, 12)
+    run.checkpoints |= {A: (*stored(9, 0, 1), *stored(12, 0)), B: (*stored(9, 1), *stored(12, 1))}
+    for peer in (A, B):
+        run.say(peer, m.StageCheckpointList(run.checkpoints[peer]))
+    for peer, leave in zip((A, B), leaves, strict=True):
+        run.say(peer, leave)
+    return run
+
+
+CTRL_C, PAUSE = m.Leave("the training script was interrupted"), m.TemporaryLeave("its owner said so")
+AWAITED = (
+    "b left with a stage of step 13 on its disk; training continues when it joins again, or, from step 10, "
+    "after gridtrain kick b"
+)
+
+
+@pytest.mark.parametrize("leave", [CTRL_C, PAUSE])
+def test_stopped_workers_are_awaited_rather_than_steps_lost(leave: m.Message) -> None:
+    run = stopped_run(leave, leave)
+    run.join(A)
+    run.tick(10 * run.core.run.limits.recut_s)
+    assert (run.core.phase, run.core.reason) == (RunPhase.PAUSED, AWAITED)
+    assert run.core.deadline_s > run.now_s, "no busy loop"
+    run.join(B)
+    assert run.view.applied == 12 and not run.notes("rollback")
+
+
+def test_the_owner_removes_an_awaited_worker_and_the_run_continues_without_it() -> None:
+    run = stopped_run(CTRL_C, CTRL_C)
+    run.join(A)
+    assert run.core.reason == AWAITED
+    run.hear(WorkerRemoved(B, "kicked", "was removed from the run", "ask for an invitation"))
+    run.tick(run.core.run.limits.recut_s)
+    assert run.view.applied == 9 and run.roster == "a"
+    (note,) = run.notes("rollback")
+    assert note.fields == {"from": 13, "to": 10, "at_least": True}
+
+
+@pytest.mark.parametrize("leave", [CTRL_C, PAUSE])
+def test_others_do_not_wait_for_a_worker_that_left(leave: m.Message) -> None:
+    """Not if a member holds a state, and not if there are workers for all stages."""
+    run = StagedRun(2, A, B, model=TWO_LAYERS)
+    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
+    run.say(B, m.StageCheckpointList((*stored(9, 1), *stored(12, 1))))
+    run.say(B, leave)
+    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    run.tick(run.core.run.limits.recut_s)
+    assert run.view.applied == 9 and run.notes("rollback")
+    run = stopped_run(leave, leave)
+    run.join(A)
+    assert run.core.reason == AWAITED
+    run.join(C)
+    assert run.view.applied == 9 and run.roster == "a c"
+
+
+def test_a_standby_takes_the_stage_of_a_paused_worker() -> None:
+    run = StagedRun(2, A, B, C, model=TWO_LAYERS)
+    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
+    run.say(B, m.StageCheckpointList((*stored(9, 1), *stored(12, 1))))
+    run.say(B, PAUSE)
+    run.report(A, applied=12, history=b"h12", ledger=state_after(12))
+    assert run.view.applied == 9 and run.roster == "a c"
+
+
+def test_members_whose_processes_were_all_replaced_are_not_awaited() -> None:
+    """After a power cut: the coordinator is restarted, too, and no former process can return."""
+    first = StagedRun(2, A, B, model=TWO_LAYERS)
+    entries = [(e.kind, e.body) for e in first.seen if isinstance(e, JournalEntry)]
+    run = StagedRun(2, recovered=recover_run(entries), term=2, start=False, model=TWO_LAYERS)
+    for stage, peer in enumerate((A, B)):
+        setup = replace(run.setup, stage_checkpoints=stored(9, stage))
+        ScriptedCoordinator.join(run, peer, setup=setup)
+    assert run.view.applied == 9 and run.now_s < run.core.run.limits.regather_s
+    assert [note.fields for note in run.notes("restored")] == [{"step": 10}]
