@@ -456,9 +456,9 @@ def test_a_route_that_failed_is_not_used_again() -> None:
 def test_a_report_about_an_earlier_generation_blocks_no_route() -> None:
     run = Run(A, B)
     run.now_s += 10.0
-    run.say(B, m.PeersUnreachable(1, run.core.generation - 1, (A,)))
-    run.say(B, m.PeersUnreachable(1, run.core.generation, (B, C)))  # itself, and a worker that is no member
-    assert run.effects == []
+    assert run.say(B, m.PeersUnreachable(1, run.core.generation - 1, (A,))) == []
+    itself_and_no_member = (B, C)
+    assert run.say(B, m.PeersUnreachable(1, run.core.generation, itself_and_no_member)) == []
 
 
 def test_a_returning_member_is_planned_for_once_it_was_dialled_back() -> None:
