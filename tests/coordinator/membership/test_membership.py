@@ -801,6 +801,17 @@ def test_a_group_that_becomes_slower_delays_no_snapshot() -> None:
     assert min(order.step for _, order in orders) < step and len(orders) <= 2 * 8, "chosen at most every 4 s"
 
 
+def test_a_late_snapshot_makes_no_tick_due_at_once() -> None:
+    run = Run(A, B)
+    for peer in (A, B):
+        run.say(peer, m.Heartbeat(1, 1, 1, ()))
+    newcomer(run, C)
+    for _ in range(10):
+        run.now_s = run.core.deadline_s
+        run.keep(run.core.tick(run.now_s))
+        assert run.core.deadline_s > run.now_s
+
+
 def test_a_few_fast_steps_after_a_generation_do_not_set_the_rate() -> None:
     """150 steps a second, but only for 0.1 s: no more steps are assumed for the next 1.5 s."""
     assert choose_snapshot_step(latest=15, made=15, running_s=0.1) == 30
