@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scripted_member import COORDINATOR, SETUP, ScriptedMember
@@ -436,6 +437,25 @@ def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:
 def test_a_violation_of_the_coordinator_is_only_logged() -> None:
     (logged,) = Worker().hear(io.ProtocolViolation(COORDINATOR, "sent garbage"))
     assert logged == io.LogEvent("offence", {"peer": "the coordinator", "reason": "sent garbage"})
+
+
+@pytest.mark.parametrize(
+    ("state", "logged"), [("training", "coordinator_away"), ("finished", "coordinator_ended")]
+)
+def test_the_log_says_whether_the_coordinator_left_a_finished_run(state: Any, logged: str) -> None:
+    worker = Worker()
+    worker.say(m.RunStateUpdate(state, ""))
+    effects = worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
+    assert effects == [io.LogEvent(logged, {"reason": "reset"})]
+
+
+def test_a_state_that_was_loaded_too_late_is_not_the_initial_one() -> None:
+    worker, digests = Worker(replace(SETUP, initial_state_digest=b"as built")), []
+    for _ in range(2):
+        sent = sent_messages(worker.say(m.Welcome(1, "r", "")))
+        digests += [message.initial_state_digest for message in sent if isinstance(message, m.Setup)]
+        worker.hear(io.StateLoaded(1, 1))
+    assert digests == [b"as built", b""]
 
 
 def test_an_admitted_worker_dials_and_probes_the_others() -> None:
