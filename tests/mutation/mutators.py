@@ -165,7 +165,7 @@ def _changes(node: ast.AST, field: str, child: ast.AST) -> Iterator[tuple[str, a
     match child:
         case ast.Constant(value=bool() as flag):
             yield "constant", ast.Constant(not flag)
-        case ast.Constant(value=int() | float() as number):
+        case ast.Constant(value=int() | float() as number) if number + 1 != number:
             yield "constant", ast.Constant(number + 1)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "negate", operand

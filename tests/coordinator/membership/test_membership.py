@@ -456,9 +456,9 @@ def test_a_route_that_failed_is_not_used_again() -> None:
 def test_a_report_about_an_earlier_generation_blocks_no_route() -> None:
     run = Run(A, B)
     run.now_s += 10.0
-    run.say(B, m.PeersUnreachable(1, run.core.generation - 1, (A,)))
-    run.say(B, m.PeersUnreachable(1, run.core.generation, (B, C)))  # itself, and a worker that is no member
-    assert run.effects == []
+    assert run.say(B, m.PeersUnreachable(1, run.core.generation - 1, (A,))) == []
+    itself_and_no_member = (B, C)
+    assert run.say(B, m.PeersUnreachable(1, run.core.generation, itself_and_no_member)) == []
 
 
 def test_a_returning_member_is_planned_for_once_it_was_dialled_back() -> None:
@@ -799,6 +799,17 @@ def test_a_group_that_becomes_slower_delays_no_snapshot() -> None:
         run.say(C, m.Heartbeat(0, -1, 0, ()))
     assert {peer for peer, _ in orders} == {A, B} and all(order.receivers == (C,) for _, order in orders)
     assert min(order.step for _, order in orders) < step and len(orders) <= 2 * 8, "chosen at most every 4 s"
+
+
+def test_a_late_snapshot_makes_no_tick_due_at_once() -> None:
+    run = Run(A, B)
+    for peer in (A, B):
+        run.say(peer, m.Heartbeat(1, 1, 1, ()))
+    newcomer(run, C)
+    for _ in range(10):
+        run.now_s = run.core.deadline_s
+        run.keep(run.core.tick(run.now_s))
+        assert run.core.deadline_s > run.now_s
 
 
 def test_a_few_fast_steps_after_a_generation_do_not_set_the_rate() -> None:

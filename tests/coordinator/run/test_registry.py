@@ -252,6 +252,14 @@ def test_a_setup_that_differs_is_described() -> None:
     ]
 
 
+def test_shards_of_other_sizes_are_a_difference() -> None:
+    one, other = (
+        replace(SETUP, ledger=m.LedgerSpec(100, 0, epochs=1, shards=sizes)) for sizes in ((60, 40), (50, 50))
+    )
+    (difference,) = setup_differences(one, other)
+    assert difference.count("1 epoch over 100 samples in 2 shards (sizes ") == 2
+
+
 def test_the_shown_stages_are_the_present_ones() -> None:
     facts = (("clip_norm", "None"), ("exchange", "Dense(), 3 stages cut at [0, 2, 3, 4]"), ("stages", "3"))
     assert shown_facts(facts) == {**dict(facts), "clip_norm": "none"}

@@ -239,6 +239,18 @@ def test_the_reports_of_a_worker_that_left_are_dropped() -> None:
     assert not limits._introduction_of and not limits._last_accepted
 
 
+def test_a_report_in_one_direction_leaves_the_other_to_be_reported() -> None:
+    limits = ReorderLimits(pause_s=30.0)
+    for rates in ([(B, 0.0, 2e6)], [(B, 1e6, 0.0)]):
+        assert [limits.accept(A, rates), limits.accept(A, rates)] == [rates, []]
+
+
+def test_the_topology_of_sixteen_members_is_a_choice() -> None:
+    planner, peers = Run().core._planner, [bytes([number]) * 32 for number in range(17)]
+    planner.measured_links.record(peers[0], [(peers[1], FAST_Bps, FAST_Bps)])
+    assert planner._rated(peers[:16]) is not None and planner._rated(peers) is None
+
+
 def test_rates_of_strangers_are_not_stored() -> None:
     run = Run()
     stranger = b"x" * 32

@@ -156,6 +156,15 @@ def test_a_worker_is_dialled_back_at_its_claimed_and_at_its_source_address(
     assert dial_back_addresses(location) == expected
 
 
+def test_a_worker_that_a_dial_back_reached_late_is_reachable() -> None:
+    book, worker = AddressBook(COORDINATOR), Worker(A, "a", at("a"), 0.0, Liveness(0.0))
+    book.request_dial_back(worker, can_relay=True)
+    for address, is_news in (("", True), ("", False), (at("b"), False), (at("a"), True), (at("a"), False)):
+        assert bool(book.on_dial_back_result(worker, address)) is is_news
+    location = book.route_table.location(A)
+    assert location is not None and location.verified_address == at("a")
+
+
 def test_two_entries_are_cached_per_member() -> None:
     """Routes over relays differ for nearly each pair: for 1,000 members that would be a million entries."""
     book, peers = AddressBook(COORDINATOR), [bytes([number]) * 32 for number in range(1, 41)]

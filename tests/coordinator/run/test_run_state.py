@@ -88,6 +88,14 @@ def test_eligible_workers_are_those_for_the_next_generation() -> None:
     assert state.connected_members == [B]
 
 
+def test_an_installed_generation_counts_the_steps_before_it() -> None:
+    state = run()
+    for applied, highest_step in ((-1, 0), (5, 6)):
+        view = m.MembershipView(1, 1, 0, m.Verdict.ABORT, None, applied, bytes(32), m.LedgerState(), "")
+        state.install(view, ())
+        assert state.highest_step == highest_step and state.has_committed is (highest_step > 0)
+
+
 def test_ranks_that_do_not_fill_all_stages_count_as_the_first_stage() -> None:
     state = run()
     state.define(SETUP)

@@ -17,6 +17,7 @@ from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import (
     DialBackResult,
     JournalEntry,
+    PeerDisconnected,
     RecordViolation,
     RunPhase,
     WorkerRemoved,
@@ -279,6 +280,16 @@ def test_a_run_whose_members_are_all_away_does_not_end() -> None:
     assert run.core.phase is RunPhase.PAUSED
 
 
+def test_a_run_ends_whose_first_members_are_lost_together_after_the_owners_order() -> None:
+    run = StagedRun(2, A, B, start=False)
+    end(run)
+    run.event_s = 0.0
+    for peer in (A, B):
+        run.hear(PeerDisconnected(peer, "died"))
+    run.tick(run.core.run.limits.regreet_s)
+    assert run.core.phase is RunPhase.FINISHED and not run.core.run.missing_model
+
+
 def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> None:
     """The journal says that no worker held the model when the coordinator stopped after step 13."""
     entries = [(e.kind, e.body) for e in StagedRun(2, A, B).seen if isinstance(e, JournalEntry)]
@@ -432,6 +443,9 @@ def test_the_latest_whole_step_is_chosen_and_none_of_an_abandoned_history() -> N
     }
     found = latest_whole_state(SPEC, disks, 2, before=24)
     assert found is not None and found.applied == 19
+    for history, applied in ((b"h19", 19), (b"another", 9)):
+        found = latest_whole_state(SPEC, disks, 2, before=19, history=history)
+        assert found is not None and found.applied == applied
     assert latest_whole_state(SPEC, {A: disks[A]}, 2, before=None) is None
     forked = {A: stored(9, 0, history=b"x"), B: stored(9, 1, history=b"y")}
     assert latest_whole_state(SPEC, forked, 2, before=None) is None

@@ -74,6 +74,11 @@ def test_messages_of_past_rounds_are_dropped_up_to_a_bound(monkeypatch: pytest.M
     with pytest.raises(RemoteProtocolError, match="rank 0 has sent 3 messages of past rounds"):
         mine.receive(PEERS[0], data(m.RoundId(1, 0, 9, 0)), 1, 0.0)
     assert mine.receive(PEERS[1], data(m.RoundId(1, 0, 9, 0)), 1, 0.0) == []
+    mine.submit(at(0), {}, 10.0, 0.0)
+    mine.advance(Prepared(DIGEST), 0.0)
+    mine.receive(PEERS[0], m.Decision(at(0), m.Verdict.COMMIT, ""), 1, 0.0)
+    assert mine.next_round == at(1)
+    assert mine.receive(PEERS[0], data(at(0)), 1, 0.0) == [], "the bound is for each step"
 
 
 def test_data_of_an_unknown_channel_waits_only_while_more_collectives_follow() -> None:

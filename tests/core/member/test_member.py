@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scripted_member import COORDINATOR, SETUP, ScriptedMember
@@ -12,6 +13,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
+from gridtrain.errors import RemoteProtocolError
 
 ME, A, B, C, J = (letter * 32 for letter in (b"m", b"a", b"b", b"c", b"j"))
 LIMITS = Deadlines(route_s=8.0)
@@ -111,10 +113,10 @@ def test_a_violator_is_excluded_and_reported_once_until_the_next_generation() ->
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
     effects = worker.hear(io.ProtocolViolation(A, "sent NaN"))
     assert io.Disconnect(A) in effects
+    assert io.LogEvent("offence", {"peer": A.hex()[:8], "reason": "sent NaN"}) in effects
     assert io.Send(COORDINATOR, m.ViolationReport(A, "sent NaN")) in effects
     assert A not in worker.core.known_peers
-    again = worker.hear(io.ProtocolViolation(A, "sent NaN again"))
-    assert not [e for e in again if isinstance(e, io.Send)]
+    assert worker.hear(io.ProtocolViolation(A, "sent NaN again")) == [io.Disconnect(A)]
     worker.view(2, a="tcp://a:1", b="")
     assert A in worker.core.known_peers
 
@@ -125,6 +127,21 @@ def test_a_violator_outside_of_the_generation_is_not_reported() -> None:
     worker.say(m.ExpectProbes(((J, ""),)))
     effects = worker.hear(io.ProtocolViolation(J, "sent garbage"))
     assert io.Disconnect(J) in effects and not [e for e in effects if isinstance(e, io.Send)]
+
+
+def test_from_a_source_that_violated_the_protocol_nothing_is_copied() -> None:
+    worker = Worker(replace(SETUP, can_catch_up=True))
+    worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"), (B, ""))))
+    worker.hear(io.PeerConnected(A))
+    assert io.SourceDisconnected(A) in worker.hear(io.ProtocolViolation(A, "sent garbage"))
+
+
+@pytest.mark.parametrize("bounds", [(1, 2, 3), (0, 2, 1, 3), (0, 1, 1, 3), (0, 1, 2), (0,)])
+def test_a_partition_that_is_none_of_the_model_is_refused(bounds: tuple[int, ...]) -> None:
+    worker = Worker(replace(SETUP, stages=3))
+    members = [m.Member(peer, peer[:1].decode(), "", 4, False) for peer in (ME, A, B)]
+    with pytest.raises(RemoteProtocolError, match="divides a model of 3 layers"):
+        worker.install(1, members, bounds=bounds)
 
 
 def test_a_worker_that_has_not_reached_its_coordinator_yet_is_not_paused() -> None:
@@ -420,6 +437,25 @@ def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:
 def test_a_violation_of_the_coordinator_is_only_logged() -> None:
     (logged,) = Worker().hear(io.ProtocolViolation(COORDINATOR, "sent garbage"))
     assert logged == io.LogEvent("offence", {"peer": "the coordinator", "reason": "sent garbage"})
+
+
+@pytest.mark.parametrize(
+    ("state", "logged"), [("training", "coordinator_away"), ("finished", "coordinator_ended")]
+)
+def test_the_log_says_whether_the_coordinator_left_a_finished_run(state: Any, logged: str) -> None:
+    worker = Worker()
+    worker.say(m.RunStateUpdate(state, ""))
+    effects = worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
+    assert effects == [io.LogEvent(logged, {"reason": "reset"})]
+
+
+def test_a_state_that_was_loaded_too_late_is_not_the_initial_one() -> None:
+    worker, digests = Worker(replace(SETUP, initial_state_digest=b"as built")), []
+    for _ in range(2):
+        sent = sent_messages(worker.say(m.Welcome(1, "r", "")))
+        digests += [message.initial_state_digest for message in sent if isinstance(message, m.Setup)]
+        worker.hear(io.StateLoaded(1, 1))
+    assert digests == [b"as built", b""]
 
 
 def test_an_admitted_worker_dials_and_probes_the_others() -> None:

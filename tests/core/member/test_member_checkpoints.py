@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.core.group.member_events import DiscardCheckpoints, LoadCheckpoints, Send, SendCheckpoint
+from gridtrain.core.group.member_events import (
+    DiscardCheckpoints,
+    LoadCheckpoints,
+    Send,
+    SendCheckpoint,
+    StoreCheckpointBlock,
+)
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.coordinator_link import CoordinatorLink
 from gridtrain.core.member.member_checkpoints import MemberCheckpoints
@@ -39,6 +45,18 @@ def test_a_checkpoint_is_sent_only_to_a_member_that_assembles_its_stage_from_it(
     checkpoints.stored = (STATE,)
     with pytest.raises(RemoteProtocolError, match="is not its source"):
         checkpoints.serve(assignment, peer, m.CheckpointRequest(1, 5, layers))
+
+
+def test_a_copy_is_of_the_open_step_or_an_earlier_one() -> None:
+    """a stores copies of b's checkpoints; step 6 is open."""
+    checkpoints, assignment = checkpoints_of_a()
+    of_b = replace(STATE, layers=m.Span(1, 2))
+    last, too_late = (
+        m.CheckpointBlock(1, 5, replace(of_b, applied=applied), 0, 1, b"") for applied in (5, 6)
+    )
+    assert checkpoints.receive_block(assignment, True, B, last) == [StoreCheckpointBlock(B, last)]
+    with pytest.raises(RemoteProtocolError, match="sent a checkpoint of step 7; step 6 is open"):
+        checkpoints.receive_block(assignment, True, B, too_late)
 
 
 def test_a_checkpoint_is_sent_once_it_is_stored() -> None:

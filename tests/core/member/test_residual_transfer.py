@@ -112,7 +112,7 @@ def test_without_a_connected_neighbour_no_recipient_is_asked() -> None:
 def test_a_member_about_to_leave_accepts_no_residual() -> None:
     recipient = ResidualTransfer()
     recipient.receive_block(assignment_of(C), B, piece(), 5, True)
-    recipient.is_refusing = True
+    recipient.refuse()
     why = "it is leaving as well"
     assert recipient.mark_complete(assignment_of(C), B) == [
         DropResidual(B),

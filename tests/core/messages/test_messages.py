@@ -36,6 +36,15 @@ def test_a_block_of_a_snapshot_has_at_most_a_mebibyte() -> None:
     assert m.SnapshotBlock(4, 0, TOO_LARGE).find_problem() == "1048577 bytes; it must be at most 1048576"
 
 
+def test_the_length_of_a_changed_member_list_is_bounded() -> None:
+    def problem(count: int) -> str | None:
+        spans = (m.Span(1, count), m.Span(0, 1))
+        return m.MemberListChanges(1, 2, 1, spans, (), b"h" * 32).find_problem()
+
+    assert problem(m.MAX_GENERATION_MEMBERS) is None
+    assert problem(m.MAX_GENERATION_MEMBERS + 1) == "2049 members; there may be at most 2048"
+
+
 def test_seconds_are_from_zero_to_a_million() -> None:
     (seconds,) = declaration.Seconds.__metadata__
     assert [seconds.pack(value) for value in (0.0, 1e6)] == [0.0, 1e6]

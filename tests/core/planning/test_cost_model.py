@@ -185,6 +185,12 @@ def test_encryption_and_work_cost_time() -> None:
     assert exchange_s(plain, network) < exchange_s(plain, network, cpu) < exchange_s(encrypted, network, cpu)
 
 
+def test_the_root_of_a_star_receives_and_sends_as_fast_as_its_cpu_moves_bytes() -> None:
+    load = Workload(ExchangeKind.STAR, 1000, encrypted=False)  # one slice: it sends once it has received all
+    found_s = exchange_s(load, uniform_network(5, 0.0, 1e12), replace(NO_CPU_COSTS, byte_s=1e-6))
+    assert found_s == pytest.approx(2 * 4 * (load.unit_bytes + HEADER_BYTES) * 1e-6, rel=1e-6)
+
+
 def test_one_machine_for_all_is_slower_than_one_for_each() -> None:
     load, network = Workload(ExchangeKind.GTOPK, 2_000_000, 0.01), uniform_network(8, 0.0, 1e9)
     alone = cost_model.exchange_cost(load, network, CpuCosts())

@@ -8,6 +8,7 @@ from timetable import timetable
 
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.micro_batch_trials import (
+    MAX_FIGURE,
     MEASURED_TRIALS,
     TRIALS,
     StepTimings,
@@ -157,5 +158,5 @@ def test_the_number_of_trials_is_fixed():
     ],
 )
 def test_impossible_timings_are_implausible(bad):
-    assert StepTimings().is_plausible()
+    assert StepTimings().is_plausible() and StepTimings(MAX_FIGURE, 0.0).is_plausible()
     assert not replace(StepTimings(), **bad).is_plausible()

@@ -79,6 +79,17 @@ def test_of_many_workers_those_with_the_state_are_chosen() -> None:
     assert set(repartitioned.members) == {peers[0], peers[4], peers[7]}
 
 
+def test_many_workers_are_ordered_by_the_middle_of_the_layers_that_they_hold() -> None:
+    """Five are too many to try all orders; the first holds two spans."""
+    peers = [bytes([number]) * 32 for number in range(5)]
+    holds = {peer: spans(number, number + 1) for number, peer in enumerate(peers, 1)}
+    holds[peers[0]] = spans(0, 1, 1, 2)
+    found = repartition.partition_over_fewer(
+        setup([5] * 6, 0, 1, 2, 3, 4, 5, 6), peers[::-1], dict.fromkeys(peers, Card()), holds
+    )
+    assert found.members == tuple(peers)
+
+
 def test_a_fitting_partition_is_found_if_there_is_one(seed: int = 5) -> None:
     """Compared with all orders and partitions; each worker holds all layers."""
     random = Random(seed)

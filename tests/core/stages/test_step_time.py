@@ -132,6 +132,8 @@ def test_1f1b_runs_ahead_on_links_with_latency() -> None:
     cards, network = [Card()] * 4, uniform_network(4, 0.05, 12.5e6)
     without = estimate_step(layers(8, 100), cards, network, without_ahead, 64, slow.chosen.cut)
     assert slow.chosen.step_s < 0.8 * without.step_s
+    free = [replace(each, forward_s=0.0, backward_s=0.0) for each in layers(8, 100)]
+    assert propose_micro_batches(free, cards, network, running, 64).chosen.settings.ahead == 0
 
 
 def test_alternatives_that_do_not_fit_are_omitted() -> None:
