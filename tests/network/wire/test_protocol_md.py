@@ -10,7 +10,10 @@ import protocol_tables
 import pytest
 
 from gridtrain.core import messages as m
+from gridtrain.core.commit.attempts import MAX_STALE_MESSAGES
+from gridtrain.network.transport.send_queue import MAX_ENCRYPTED_CONTROL_BYTES
 from gridtrain.network.wire import codec, field_encoding, sparse_payload
+from gridtrain.runtime.state_transfer.update_log import vote_digest
 
 TEXT = (files("gridtrain.network.wire") / "PROTOCOL.md").read_text(encoding="utf-8")
 
@@ -63,6 +66,17 @@ def test_sparse_example(example: str) -> None:
         assert back.values.tolist() == values.tolist()
 
     eval(expression, {**call, "encode": check})
+
+
+@pytest.mark.parametrize("example", examples("digest"))
+def test_digest_example(example: str) -> None:
+    expression = example.partition("bytes:")[0]
+    assert eval(expression, {"vote_digest": vote_digest}) == hex_after("bytes", example)
+
+
+def test_limits_in_the_text_are_those_of_the_code() -> None:
+    assert f"longer than {MAX_ENCRYPTED_CONTROL_BYTES >> 10} KiB, else control" in TEXT
+    assert f"more than {MAX_STALE_MESSAGES:,} messages of older rounds" in TEXT
 
 
 def test_the_code_of_hello_never_changes() -> None:
