@@ -311,6 +311,7 @@ LAN, FAST = "rate=1Gbit", "rate=100Mbit"
 FIGURES: dict[str, Figure] = {
     "small-of-gloo": of_gloo(120_000),
     "million-of-gloo": of_gloo(1_000_000),
+    "small-cpu-of-gloo": lambda: f"{result('quick')['figures']['small dense CPU']:.2f}",
     "entry-fp16": per_entry("gtopk P=4 rate=100Mbit"),
     "entry-int8": per_entry("gtopk:values=int8 P=4 rate=100Mbit"),
     "home-gtopk": order_gain("sites_home", "home", "gtopk:density=0.01"),

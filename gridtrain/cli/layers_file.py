@@ -1,18 +1,18 @@
 """Reads a model's layers from a TOML file that was written by hand or by `gridtrain.pipeline.profile`, or
 makes N equal layers.
 
-input = "2kB"              # for one sample, input of the first layer
+input = "2kB"              # per sample, input of the first layer
 
 [[layer]]
 name = "block"
 repeat = 12                # equal layers: block0, block1 ...
-parameters = "28MB"        # bytes, including buffers; trainable = fewer bytes, if some are frozen
-forward = "1ms"            # for one sample, on a card of speed 1; or a number of seconds
+parameters = "28MB"        # bytes, including buffers; `trainable`: the bytes that are not frozen
+forward = "1ms"            # per sample, on a device of speed 1; a plain number means seconds
 backward = "2ms"           # twice forward if left out
-overhead = "50us"          # for each forward and each backward of a micro-batch, whatever its size
-output = "64kB"            # for one sample, to the next layer; gradient = bytes that come back, if fewer
-kept = "1MB"               # for one sample, kept inside the layer for backward
-work = "400kB"             # for one sample, also held while the layer runs
+overhead = "50us"          # of each forward and backward pass of a micro-batch of any size
+output = "64kB"            # per sample, to the next layer; `gradient`: the bytes sent back, if fewer
+kept = "1MB"               # per sample, kept in the layer for the backward pass
+work = "400kB"             # per sample, also held while the layer runs
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from gridtrain.core.planning.network_model import NetworkModel
-    from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer
+    from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer
     from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
 
 MOST_STAGES = 256
@@ -62,8 +62,8 @@ _OPTIONS = (
         metavar="KIND",
         help="1f1b or fill-drain.  [1f1b]",
     ),
-    click.option("--memory", metavar="LIST", help='Memory of each card: "8GB", or one per stage.'),
-    click.option("--speeds", metavar="LIST", help='Speeds of the cards, such as "1,2,1,1".'),
+    click.option("--memory", metavar="LIST", help='Memory of each device: "8GB", or one per stage.'),
+    click.option("--speeds", metavar="LIST", help='Speeds of the devices, such as "1,2,1,1".'),
     click.option(
         "--optimizer",
         callback=_known_optimizer,
@@ -95,7 +95,7 @@ def show_plan(
     Args:
         network: a network with one rank per stage.
         parameters: the number of parameters of the whole model; used if --layers is a number.
-        compute_s: the compute time of the whole model on a card of speed 1; used if --layers is a number.
+        compute_s: the compute time of the whole model on a device of speed 1; used if --layers is a number.
         options: the values of the options of `pipeline_options`, by name.
     """
     from gridtrain.core.stages import partition_chart as drawing
@@ -103,11 +103,11 @@ def show_plan(
     from gridtrain.core.stages.step_time import propose_micro_batches
 
     layers, input_bytes = _layers(parameters, compute_s, options)
-    cards = _cards(options)
+    devices = _devices(options)
     running = _running(input_bytes, options)
     numbers = _numbers(options["micro_batches"], options["batch"])
     proposal = propose_micro_batches(
-        layers, cards, network, running, options["batch"], numbers=numbers, slack=TIME_TOLERANCE
+        layers, devices, network, running, options["batch"], numbers=numbers, slack=TIME_TOLERANCE
     )
     if picture:
         picture.write_text(drawing.chart_svg(layers, proposal.chosen))
@@ -140,13 +140,13 @@ def _layers(parameters: int, compute_s: float, options: dict[str, Any]) -> tuple
     ), output_bytes
 
 
-def _cards(options: dict[str, Any]) -> list[Card]:
+def _devices(options: dict[str, Any]) -> list[Device]:
     from gridtrain.cli.layers_file import parse_size
-    from gridtrain.core.stages.stage_cost import Card
+    from gridtrain.core.stages.stage_cost import Device
 
     memory = _each("--memory", options["memory"], options["stages"], parse_size, float("inf"))
     speeds = _each("--speeds", options["speeds"], options["stages"], float, 1.0)
-    return [Card(speed, limit) for speed, limit in zip(speeds, memory, strict=True)]
+    return [Device(speed, limit) for speed, limit in zip(speeds, memory, strict=True)]
 
 
 def _each(
@@ -211,7 +211,7 @@ def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for index, stage in enumerate(chosen.cut.stages):
         on, back = _link(chosen, index)
-        limit = stage.card.memory_bytes
+        limit = stage.device.memory_bytes
         table.add_row(
             str(index),
             _named(layers, stage.start, stage.stop),

@@ -1,6 +1,6 @@
 """Train a model that is partitioned into stages on different workers (GPipe).
 
-    partition(model, 4, example=x)        where to partition and why, and the time of a step
+    partition(model, 4, example=x)        where to partition and why, and the step time
     Blueprint(make_model, seed=0)         a model that takes up no memory; `build` makes one of its stages
     Sequence(embed, lambda x: ..., head)  a chain of modules and functions
     profile(model, x)                     the cost of each block on this machine
@@ -21,12 +21,13 @@ Importing this package does not import torch: names are looked up when they are 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from gridtrain.extras import require_torch
 
 if TYPE_CHECKING:
-    from gridtrain.core.stages.stage_cost import Card, Layer
+    from gridtrain.core.stages.stage_cost import Device, Layer
     from gridtrain.pipeline.blueprint import Blueprint
     from gridtrain.pipeline.model_blocks import Sequence
     from gridtrain.pipeline.model_partition import Partition, partition
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Blueprint": "gridtrain.pipeline.blueprint",
-    "Card": "gridtrain.core.stages.stage_cost",
+    "Device": "gridtrain.core.stages.stage_cost",
     "Layer": "gridtrain.core.stages.stage_cost",
     "Partition": "gridtrain.pipeline.model_partition",
     "Profile": "gridtrain.pipeline.profiler",
@@ -43,10 +44,14 @@ _LAZY = {
     "profile": "gridtrain.pipeline.profiler",
 }
 
-__all__ = ["Blueprint", "Card", "Layer", "Partition", "Profile", "Sequence", "partition", "profile"]
+__all__ = ["Blueprint", "Device", "Layer", "Partition", "Profile", "Sequence", "partition", "profile"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Card":
+        text = "gridtrain.pipeline.Card is called Device now; the next version drops the old name"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        name = "Device"
     if name not in _LAZY:
         raise AttributeError(f"module 'gridtrain.pipeline' has no attribute {name!r}")
     if _LAZY[name].startswith("gridtrain.pipeline"):

@@ -4,7 +4,7 @@ The costs are measured by `profiler` or given; `gridtrain.core.stages` computes 
 of micro-batches.  The result includes the reason for the choice, and a chart.
 
     model --profile--> layers --+
-    cards, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
+    devices, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
     batch size -----------------+
 """
 
@@ -22,7 +22,7 @@ from gridtrain.core.stages import partition_chart
 from gridtrain.core.stages.stage_cost import (
     OPTIMIZER_STATE_COPIES,
     TIME_TOLERANCE,
-    Card,
+    Device,
     ExecutionSettings,
     Layer,
     PartitionCost,
@@ -85,7 +85,7 @@ class Partition:
 
 def partition(
     model: Model | Blueprint,
-    stages: int | Sequence[Card],
+    stages: int | Sequence[Device],
     *,
     example: Any = None,
     profile: Profile | Sequence[Layer] | None = None,
@@ -100,7 +100,7 @@ def partition(
     split_at: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> Partition:
-    """Partition a model so that its pipeline is as fast as possible and no card's memory is exceeded.
+    """Partition a model so that its pipeline is as fast as possible and no device's memory is exceeded.
 
     `gridtrain.core.stages.partition` describes the objective, and `gridtrain.core.stages.stage_cost` the
     memory that is counted.
@@ -108,7 +108,7 @@ def partition(
     Args:
         model: an `nn.Sequential`, a list of blocks, a `Sequence`, a `Blueprint`, or with `split_at` another
             module; see `model_blocks`.
-        stages: the number of stages on equal cards, or the cards in the order of the stages.
+        stages: the number of stages on equal devices, or the devices in the order of the stages.
         example: an input to measure with; it should have as many samples as a micro-batch.
         profile: an existing measurement, or the costs of the layers, to use instead of `example`.
         batch_size: the number of samples in a step; by default each micro-batch has as many as the example.
@@ -118,7 +118,7 @@ def partition(
         optimizer: a name in `OPTIMIZER_STATE_COPIES`, a torch optimizer, or the size of the optimizer's state
             as a multiple of the parameters.
         extra_copies: additional memory as a multiple of the parameters, such as a residual or a copy to send.
-        memory_bytes: the memory of each card, if `stages` is a number.
+        memory_bytes: the memory of each device, if `stages` is a number.
         network: the network of the stages, or (alpha in seconds, bandwidth in bytes per second) for all
             links; if None, transfers are assumed to take no time.
         split_at: the parts of a model that is not a sequence; see `model_blocks`.
@@ -131,8 +131,8 @@ def partition(
     if not isinstance(model, Blueprint):
         model = list(blocks_of(model, split_at=split_at, example=example).values())
     measured = _profile_or_layers(model, example, profile, device)
-    cards = [Card(memory_bytes=memory_bytes)] * stages if isinstance(stages, int) else list(stages)
-    links = uniform_network(len(cards), *network) if isinstance(network, tuple) else network
+    devices = [Device(memory_bytes=memory_bytes)] * stages if isinstance(stages, int) else list(stages)
+    links = uniform_network(len(devices), *network) if isinstance(network, tuple) else network
     running = ExecutionSettings(
         order=_parse_schedule(schedule),
         rematerialise=rematerialise,
@@ -143,7 +143,7 @@ def partition(
     batch = batch_size or measured.samples * (asked or 1)
     numbers = () if asked is None else (asked,)
     proposal = propose_micro_batches(
-        measured.layers, cards, links, running, batch, numbers=numbers, slack=TIME_TOLERANCE
+        measured.layers, devices, links, running, batch, numbers=numbers, slack=TIME_TOLERANCE
     )
     between = proposal.chosen.cut.cuts[1:-1]
     return Partition(

@@ -227,9 +227,9 @@ class ModelState(ABC):
         if not self._wait_for_writer(timeout_s):
             if timeout_s:
                 log.error(
-                    "the checkpoint of the last step is not written, because the disk has not completed the "
-                    "previous one within %g s: %s",
-                    *(timeout_s, self._options.folder),
+                    "the checkpoint of the last step was not written to %s, because the previous one was "
+                    "still being written after %g s",
+                    *(self._options.folder, timeout_s),
                 )
             return False
         self._final_step, self._paused_step = snapshot.applied + 1, None

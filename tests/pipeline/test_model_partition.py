@@ -1,4 +1,4 @@
-"""`gridtrain.pipeline.partition`: from a model, cards and links to a plan with its reason and a picture."""
+"""`gridtrain.pipeline.partition`: from a model, devices and links to a plan with its reason and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gridtrain.errors import ConfigError
-from gridtrain.pipeline import Blueprint, Card, Layer, Sequence, partition
+from gridtrain.pipeline import Blueprint, Device, Layer, Sequence, partition
 from gridtrain.pipeline.model_partition import Partition
 from gridtrain.pipeline.model_stages import ModelStages
 
@@ -24,7 +24,7 @@ def linears(count: int = 8) -> list[nn.Module]:
     return [nn.Linear(4, 4) for _ in range(count)]
 
 
-def plan(stages: int | list[Card] = 4, **options: Any) -> Partition:
+def plan(stages: int | list[Device] = 4, **options: Any) -> Partition:
     return partition(linears(), stages, **{"profile": EVEN, "batch_size": 32, **options})
 
 
@@ -41,7 +41,7 @@ def test_a_measured_model_is_partitioned_and_described() -> None:
 
 
 def test_a_printed_partition_shows_its_stages_and_reasons() -> None:
-    found = plan([Card(memory_bytes=2e7), Card(2.0, 4e7), Card(memory_bytes=2e7)], micro_batches=8)
+    found = plan([Device(memory_bytes=2e7), Device(2.0, 4e7), Device(memory_bytes=2e7)], micro_batches=8)
     assert found.cuts == (0, 2, 6, 8)
     lines = str(found).splitlines()
     print(found)
@@ -63,7 +63,7 @@ def test_the_number_of_micro_batches_is_proposed() -> None:
 
 
 def test_the_picture_has_a_bar_for_every_stage() -> None:
-    root = ElementTree.fromstring(plan([Card(memory_bytes=1e8)] * 4).svg())
+    root = ElementTree.fromstring(plan([Device(memory_bytes=1e8)] * 4).svg())
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert [text for text in texts if text.startswith("stage ")] == [f"stage {s}: 2 layers" for s in range(4)]
     assert len([text for text in texts if text.endswith(" of 100 MB")]) == 4
@@ -139,10 +139,10 @@ def test_impossible_arguments_are_refused(options: dict[str, Any], says: str) ->
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    code = "import gridtrain.pipeline, sys; assert 'torch' not in sys.modules; gridtrain.pipeline.Card()"
+    code = "import gridtrain.pipeline, sys; assert 'torch' not in sys.modules; gridtrain.pipeline.Device()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert math.isinf(Card().memory_bytes)
+    assert math.isinf(Device().memory_bytes)
 
 
 def test_every_stage_of_a_partly_frozen_model_has_something_to_train() -> None:

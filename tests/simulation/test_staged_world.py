@@ -290,7 +290,7 @@ def test_guarantees_hold_under_churn(seeds: Seeds) -> None:
 
 
 def test_other_workers_create_stages_again_if_no_step_was_committed() -> None:
-    """The only worker with stage 0 is left out by a plan for the speeds of the cards."""
+    """The only worker with stage 0 is left out by a plan for the speeds of the devices."""
     check(*history(798943))
 
 
@@ -404,7 +404,7 @@ def test_a_worker_that_rejoins_soon_avoids_a_repartition() -> None:
 
 
 def test_a_run_whose_model_does_not_fit_waits_and_shows_the_reason() -> None:
-    """The model has 12 bytes with gradients, and each card 4: two cannot hold it."""
+    """The model has 12 bytes with gradients, and each device 4: two cannot hold it."""
     world = build(9, 3, 3, model_of([1] * 6, 0, 2, 4, 6), memory=(4,))
     world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
     world.run(60.0)

@@ -84,7 +84,7 @@ def missing_packages() -> list[str]:
 
 
 def bind(address: DashboardAddress) -> socket.socket:
-    """Return a socket bound to the address; unless the owner specified it, the next ports are tried as well.
+    """Return a socket bound to the address.  Unless the owner specified it, try the next ports as well.
 
     Raises `ConfigError` if no port is free.
     """

@@ -18,7 +18,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.stages import device_assignment, repartition
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, StateLocations, place_ranks
 from gridtrain.core.stages.repartition import HeldSpans, Repartition, defined_cuts, stage_spans
-from gridtrain.core.stages.stage_cost import Card
+from gridtrain.core.stages.stage_cost import Device
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
@@ -60,25 +60,25 @@ class RepartitionCache:
         return self._last_gain[1]
 
     def fit_fewer_stages(
-        self, setup: m.Setup, peers: Sequence[m.PeerId], cards: Mapping[m.PeerId, Card], held: HeldSpans
+        self, setup: m.Setup, peers: Sequence[m.PeerId], devices: Mapping[m.PeerId, Device], held: HeldSpans
     ) -> Repartition:
         """Return the result of `repartition.partition_over_fewer`, from the cache if possible."""
-        key = "fewer", tuple(peers), tuple(cards.values()), tuple(held.items())
-        return self._cached(key, lambda: repartition.partition_over_fewer(setup, peers, cards, held))
+        key = "fewer", tuple(peers), tuple(devices.values()), tuple(held.items())
+        return self._cached(key, lambda: repartition.partition_over_fewer(setup, peers, devices, held))
 
     def assign(
         self,
         setup: m.Setup,
         peers: Sequence[m.PeerId],
-        cards: Mapping[m.PeerId, Card],
+        devices: Mapping[m.PeerId, Device],
         cost_s: PairCost | None,
     ) -> Repartition:
         """Return the result of `device_assignment.assign_devices`.
 
         Only failures are cached, because links change.
         """
-        key = "begin", tuple(peers), tuple(cards.values())
-        result = self._cached(key, lambda: device_assignment.assign_devices(setup, peers, cards, cost_s))
+        key = "begin", tuple(peers), tuple(devices.values())
+        result = self._cached(key, lambda: device_assignment.assign_devices(setup, peers, devices, cost_s))
         self._last_result = None
         return result
 
@@ -227,11 +227,17 @@ class StagePlacement:
         assert restart.outcome is not None
         setup, peers = self._setup, self._run.eligible_workers()
         bounds = defined_cuts(setup) if self._has_too_few_stages else self._run.partition.bounds
-        cards = self._devices(peers)
+        devices = self._devices(peers)
         is_free = setup.model is not None and not setup.model.fixed
-        if restart.outcome.applied < 0 and is_free and not device_assignment.is_uniform(setup, bounds, cards):
-            return self._repartition_cache.assign(setup, peers, cards, self._planner.link_cost(peers, now_s))
-        peers = device_assignment.able_workers(setup, bounds, peers, cards)
+        if (
+            restart.outcome.applied < 0
+            and is_free
+            and not device_assignment.is_uniform(setup, bounds, devices)
+        ):
+            return self._repartition_cache.assign(
+                setup, peers, devices, self._planner.link_cost(peers, now_s)
+            )
+        peers = device_assignment.able_workers(setup, bounds, peers, devices)
         if len(peers) < setup.stages:
             raise ConfigError(
                 f"a stage fits into the memory of only {format_count(len(peers), 'worker')}",
@@ -242,7 +248,7 @@ class StagePlacement:
     def _current_holders_only(self, restart: RestartPoint, live: LiveStates) -> Repartition | None:
         """Return the current partition with only the workers that hold a stage in memory.
 
-        Newcomers with too little memory are left out.  Returns None if some stage is in no worker's memory.
+        Newcomers with too little memory are left out.  Returns None if a stage is not in any worker's memory.
         """
         run, bounds = self._run, self._run.partition.bounds
         stage_of = self._locate_state(restart, bounds, live).in_memory
@@ -279,29 +285,29 @@ class StagePlacement:
         states = repartition.restricted_to(states, peers)
         if plan.cuts == run.partition.bounds:
             states = replace(states, last_stage={peer: run.stage_of(peer) for peer in run.member_order})
-        cards, name = self._devices(peers), run.workers.display_name
+        devices, name = self._devices(peers), run.workers.display_name
         placement = place_ranks(
             len(plan.cuts) - 1,
             peers,
             repartition.with_assemblers(states, plan),
-            speed=lambda peer: cards[peer].speed,
+            speed=lambda peer: devices[peer].speed,
             cost_s=self._planner.link_cost(peers, now_s),
             name=name,
         )
-        device_assignment.check_memory_fit(self._setup, plan.cuts, placement.order, cards, name)
+        device_assignment.check_memory_fit(self._setup, plan.cuts, placement.order, devices, name)
         standbys = tuple(peer for peer in run.eligible_workers() if peer not in peers)
         reason = f"{placement.reason}; {plan.reason}" if plan.reason else placement.reason
         pieces = repartition.assembler_pieces(plan, placement.order, states)
         return replace(placement, standbys=(*placement.standbys, *standbys), pieces=pieces, reason=reason)
 
-    def _devices(self, peers: Sequence[m.PeerId]) -> dict[m.PeerId, Card]:
+    def _devices(self, peers: Sequence[m.PeerId]) -> dict[m.PeerId, Device]:
         """Return, by worker, the declared memory and the measured relative speed."""
         setups = {peer: self._run.workers[peer].setup for peer in peers}
         speeds = device_assignment.relative_speeds(
             {p: s.flops if s is not None else 0.0 for p, s in setups.items()}
         )
         return {
-            peer: Card(speeds[peer], (setup.memory_bytes if setup is not None else 0) or math.inf)
+            peer: Device(speeds[peer], (setup.memory_bytes if setup is not None else 0) or math.inf)
             for peer, setup in setups.items()
         }
 

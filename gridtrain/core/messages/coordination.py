@@ -361,7 +361,7 @@ class Welcome(Message):
 @message(31)
 @dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """Refusal of a Join or a Setup, or a dismissal.  `code` is stable; the other fields are for display."""
+    """Refuses a Join or a Setup, or dismisses a worker.  Only `code` is stable; the rest is for display."""
 
     code: Name
     reason: Reason

@@ -147,8 +147,8 @@ def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
 def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
     """Return integer shares with the sum `total` that minimize the longest count / speed.
 
-    Every worker gets at least 1 sample if there are enough samples; in a tie, the worker with the lower index
-    gets the sample.
+    Every worker gets at least 1 sample if there are enough samples; of equal workers, the one with the
+    lower index gets the sample.
 
     Args:
         speeds: (P,) samples per second of each worker, all > 0 and finite.

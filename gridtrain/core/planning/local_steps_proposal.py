@@ -52,7 +52,7 @@ def propose_local_steps(
 
     Args:
         step_s: time of one optimizer step on the slowest worker (`optimizer.timings["computing_s"]`).
-        exchange_s: time of one exchange on the slowest link, measured or predicted, in seconds.
+        exchange_s: exchange time on the slowest link, measured or predicted, in seconds.
         target_share: the desired share of the time, 0 < target_share < 1.
         most: the maximum number to propose.
         hidden_s: the part of `exchange_s` that may overlap with the next steps: 0 without overlap; with

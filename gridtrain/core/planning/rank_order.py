@@ -239,7 +239,7 @@ class LinkMeasurements:
 
 
 def _median_without(ordered_Bps: Sequence[float], places: Sequence[int]) -> float:
-    """Return the median of ascending rates without those at `places`; if none is left,
+    """Return the median of the ascending rates, ignoring those at the indices `places`; without any,
     `MAX_UNCONFIRMED_Bps`."""
     count = len(ordered_Bps) - len(places)
     middle = [(count - 1) // 2, count // 2]

@@ -1,12 +1,12 @@
-"""Assign uneven stages to cards with different speeds and memory sizes.
+"""Assign unequal stages to devices with different speeds and memory sizes.
 
 This module is used when a run begins.  A run that continues keeps its partition, because a new partition
 would require moving states.
 
     anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1   speeds are rounded to powers of sqrt(2), because
-                                                              measurements of the same card differ
-    2 stages x 2 replicas   [anna bert] [clara dora]          similar cards share a stage, which is limited by
-                                                              its slowest card and its smallest memory
+                                                              measurements of the same device differ
+    2 stages x 2 replicas   [anna bert] [clara dora]          similar devices share a stage, which is limited
+                                                              by its slowest device and smallest memory
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gridtrain.core.stages.repartition import (
     layers_of,
     stage_spans,
 )
-from gridtrain.core.stages.stage_cost import Card, StageCostModel
+from gridtrain.core.stages.stage_cost import Device, StageCostModel
 from gridtrain.errors import ConfigError
 
 SPEED_STEP = math.sqrt(2.0)
 """Ratio between neighbouring speed classes; speeds in the same class are treated as equal."""
 
 MAX_MEDIAN_RATIO = 2.0**10
-"""Largest ratio between a card's speed and the median, in both directions, because workers report their own
+"""Largest ratio between a device's speed and the median, in both directions, because workers report their own
 speeds."""
 
 
@@ -59,27 +59,27 @@ def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
 def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
     """Return the memory that each stage of this partition needs, in bytes."""
     assert setup.model is not None
-    cards = [Card()] * (len(cuts) - 1)
-    costs = StageCostModel(layers_of(setup.model), cards, None, execution_settings_of(setup.model))
+    devices = [Device()] * (len(cuts) - 1)
+    costs = StageCostModel(layers_of(setup.model), devices, None, execution_settings_of(setup.model))
     return [costs.memory(n, *ends).total for n, ends in enumerate(pairwise(cuts))]
 
 
-def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) -> bool:
-    """Return whether all cards are equally fast and each can hold any stage of this partition."""
+def is_uniform(setup: Setup, cuts: Sequence[int], devices: Mapping[PeerId, Device]) -> bool:
+    """Return whether all devices are equally fast and each can hold any stage of this partition."""
     if setup.model is None or not setup.model.blocks:
         return True
-    least = min(card.memory_bytes for card in cards.values())
-    return len({card.speed for card in cards.values()}) == 1 and max(stage_bytes(setup, cuts)) <= least
+    least = min(device.memory_bytes for device in devices.values())
+    return len({device.speed for device in devices.values()}) == 1 and max(stage_bytes(setup, cuts)) <= least
 
 
 def assign_devices(
-    setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: PairCost | None = None
+    setup: Setup, peers: Sequence[PeerId], devices: Mapping[PeerId, Device], cost_s: PairCost | None = None
 ) -> Repartition:
-    """Choose a partition and each worker's stage for a run that begins on uneven cards.
+    """Choose a partition and each worker's stage for a run that begins on unequal devices.
 
     Args:
         peers: the workers, longest-serving first, at least as many as stages.
-        cards: each worker's card.
+        devices: each worker's device.
         cost_s: returns the round trip between two workers in seconds.  It decides between partitions that are
             about equally fast, so that neighbouring stages are near each other.
 
@@ -89,13 +89,13 @@ def assign_devices(
     known: PartitionCache = {}
 
     def tried(replicas: int) -> Repartition:
-        return _assign_replicas(setup, peers, cards, replicas, cost_s, known)
+        return _assign_replicas(setup, peers, devices, replicas, cost_s, known)
 
     fewest, too_many = 1, len(peers) // setup.stages
     try:
         return tried(too_many)
-    except ConfigError:  # with fewer replicas the workers with the smallest cards become standbys
-        found = tried(fewest)  # uses only the largest cards; if these are too small, no partition fits
+    except ConfigError:  # with fewer replicas the workers with the smallest devices become standbys
+        found = tried(fewest)  # uses only the largest devices; if these are too small, no partition fits
     while too_many - fewest > 1:  # bisection, because the search blocks the coordinator
         middle = (fewest + too_many) // 2
         try:
@@ -108,35 +108,39 @@ def assign_devices(
 def _assign_replicas(
     setup: Setup,
     peers: Sequence[PeerId],
-    cards: Mapping[PeerId, Card],
+    devices: Mapping[PeerId, Device],
     replicas: int,
     cost_s: PairCost | None,
     known: PartitionCache,
 ) -> Repartition:
     model = setup.model
     assert model is not None and model.blocks
-    able = sorted(peers, key=lambda peer: (-cards[peer].memory_bytes, -cards[peer].speed, peers.index(peer)))
-    able = sorted(able[: setup.stages * replicas], key=lambda peer: -cards[peer].speed)
+    able = sorted(
+        peers, key=lambda peer: (-devices[peer].memory_bytes, -devices[peer].speed, peers.index(peer))
+    )
+    able = sorted(able[: setup.stages * replicas], key=lambda peer: -devices[peer].speed)
     rows = [able[at : at + replicas] for at in range(0, len(able), replicas)]
 
-    def weakest(row: Sequence[PeerId]) -> Card:
-        return Card(min(cards[peer].speed for peer in row), min(cards[peer].memory_bytes for peer in row))
+    def weakest(row: Sequence[PeerId]) -> Device:
+        return Device(
+            min(devices[peer].speed for peer in row), min(devices[peer].memory_bytes for peer in row)
+        )
 
     def distance_s(order: Sequence[list[PeerId]], cuts: tuple[int, ...]) -> float:
         return sum(cost_s(a[0], b[0]) for a, b in pairwise(order)) if cost_s is not None else 0.0
 
-    orders = _stage_orders(rows, cards, len(model.blocks))
+    orders = _stage_orders(rows, devices, len(model.blocks))
     cuts, order = fastest_order(model, orders, weakest, distance_s, known)
     stage_of = {peer: stage for stage, row in enumerate(order) for peer in row}
     members = tuple(peer for peer in peers if peer in stage_of)
     shown = ", ".join(f"{span.stop - span.start}" for span in stage_spans(cuts))
     return Repartition(
-        cuts, members, stage_of, f"stages of {shown} layers according to the cards' speed and memory"
+        cuts, members, stage_of, f"stages of {shown} layers according to the devices' speed and memory"
     )
 
 
 def _stage_orders(
-    rows: list[list[PeerId]], cards: Mapping[PeerId, Card], blocks: int
+    rows: list[list[PeerId]], devices: Mapping[PeerId, Device], blocks: int
 ) -> Iterable[Sequence[list[PeerId]]]:
     """Return the orders of stages to try.
 
@@ -145,36 +149,36 @@ def _stage_orders(
     """
     if len(rows) <= MAX_ORDERED_WORKERS and blocks <= MAX_ORDERED_LAYERS:
         return permutations(rows)
-    by_memory = sorted(rows, key=lambda row: -min(cards[peer].memory_bytes for peer in row))
+    by_memory = sorted(rows, key=lambda row: -min(devices[peer].memory_bytes for peer in row))
     return [rows, by_memory, rows[::-1], by_memory[::-1]]
 
 
 def able_workers(
-    setup: Setup, cuts: Sequence[int], peers: Sequence[PeerId], cards: Mapping[PeerId, Card]
+    setup: Setup, cuts: Sequence[int], peers: Sequence[PeerId], devices: Mapping[PeerId, Device]
 ) -> list[PeerId]:
     """Return the workers that can hold at least one stage of this partition."""
     if setup.model is None or not setup.model.blocks:
         return list(peers)
     least = min(stage_bytes(setup, cuts))
-    return [peer for peer in peers if cards[peer].memory_bytes >= least]
+    return [peer for peer in peers if devices[peer].memory_bytes >= least]
 
 
 def check_memory_fit(
     setup: Setup,
     cuts: Sequence[int],
     order: Sequence[PeerId],
-    cards: Mapping[PeerId, Card],
+    devices: Mapping[PeerId, Device],
     name: Callable[[PeerId], str],
 ) -> None:
-    """Raise `ConfigError` if a worker's stage needs more memory than its card has."""
+    """Raise `ConfigError` if a worker's stage needs more memory than its device has."""
     if setup.model is None or not setup.model.blocks:
         return
     needs, replicas = stage_bytes(setup, cuts), len(order) // (len(cuts) - 1)
     for rank, peer in enumerate(order):
         stage = rank // replicas
-        if needs[stage] > cards[peer].memory_bytes:
+        if needs[stage] > devices[peer].memory_bytes:
             raise ConfigError(
-                f"stage {stage} needs {needs[stage]} bytes of memory, but the card of {name(peer)} has only "
-                f"{cards[peer].memory_bytes:.0f}",
-                remedy="wait for a worker with a larger card",
+                f"stage {stage} needs {needs[stage]} bytes of memory, but the device of {name(peer)} has "
+                f"only {devices[peer].memory_bytes:.0f}",
+                remedy="wait for a worker with a larger device",
             )

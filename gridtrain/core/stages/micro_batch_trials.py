@@ -24,7 +24,7 @@ from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.stages import step_time
 from gridtrain.core.stages.schedule import divide_samples
-from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind
+from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, ScheduleKind
 
 TRIAL_MICRO_BATCHES_PER_STAGE = 4
 TRIALS = (
@@ -46,7 +46,7 @@ class StepTimings:
     """The measurements of one member in one step.
 
     Attributes:
-        forward_s, backward_s: the mean time of a micro-batch; backward includes the second forward.
+        forward_s, backward_s: the mean time of a micro-batch; backward includes the second forward pass.
         round_trip_s: on the first stage, the time from sending the first micro-batch until its gradient
             arrives; 0 if it is unknown because the stage was still busy when the gradient arrived.
         samples: the number of samples in this replica's batch.
@@ -130,7 +130,7 @@ def choose_micro_batches(
     running = ExecutionSettings(order=order, rematerialise=False, ahead=ahead)
     proposal = step_time.propose_micro_batches(
         layers,
-        [Card()] * layout.stages,
+        [Device()] * layout.stages,
         network,
         running,
         batch,

@@ -1,19 +1,20 @@
 """Partition a model into stages according to the times and sizes of its layers.
 
     layers     embed  block  block  block  block  head          seconds and bytes of each, per sample
-    cards      [  8 GB, speed 1  ][ 24 GB, speed 2 ][ 8 GB ]    in the order of the stages
+    devices      [  8 GB, speed 1  ][ 24 GB, speed 2 ][ 8 GB ]    in the order of the stages
     network        stage 0 ---- link ---- stage 1 ---- link ---- stage 2
 
     partition  embed  block | block  block  block | head        cuts == (0, 2, 5, 6)
 
 **Objective.**  While a pipeline is full, it completes one micro-batch in each period, which is the time of
-its slowest stage.  A stage's time is the larger of its compute time (forward, backward, and a second forward
-if activations are re-materialized) and its transfer time in the busier direction: the stage uploads
-activations and gradients to its neighbours and downloads theirs.  Without overlap a stage's time is the sum
-of both times.  `best_partition` minimizes the period among all partitions that fit into the cards' memory.
-Among partitions whose period is within `slack` of the minimum, it chooses the partition whose fullest card
-has the most free memory and, in a tie, the partition whose later stages begin latest.  Latency is ignored,
-because it lengthens filling and draining, not the period (`step_time` simulates the whole step).
+its slowest stage.  A stage's time is the larger of its compute time (forward and backward pass, and a
+second forward pass if activations are re-materialized) and its transfer time in the busier direction: the
+stage uploads activations and gradients to its neighbours and downloads theirs.  Without overlap a stage's
+time is the sum of both times.  `best_partition` minimizes the period among all partitions that fit into the
+devices' memory.  Among partitions whose period is within `slack` of the minimum, it chooses the partition
+whose fullest device has the most free memory and, if several tie, the one whose later stages begin latest.
+Latency is ignored, because it lengthens filling and draining, not the period (`step_time` simulates the whole
+step).
 
 The search (`bottleneck_partition`) runs twice, first to minimize the period and then to minimize memory
 within that period.  If one search did both, the best partition of a prefix would depend on the remaining
@@ -28,50 +29,50 @@ from itertools import pairwise
 
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts, bottleneck_cuts_within
-from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, PartitionCost, StageCostModel
+from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, PartitionCost, StageCostModel
 from gridtrain.errors import ConfigError
 
 
 def best_partition(
     layers: Sequence[Layer],
-    cards: Sequence[Card],
+    devices: Sequence[Device],
     network: NetworkModel | None = None,
     running: ExecutionSettings | None = None,
     *,
     slack: float = 0.0,
 ) -> PartitionCost:
-    """Find the best partition of `layers` into one stage for each of `cards`, in their order.
+    """Find the best partition of `layers` into one stage for each of `devices`, in their order.
 
     Each stage has at least one trained layer, unless no layer is known to be trained.
 
     Args:
-        network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.
-        slack: the share by which the period may exceed the shortest period if the fullest card then has more
-            free memory; measured times are not exact anyway.
+        network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
+        slack: the share by which the period may exceed the shortest period if the fullest device then has
+            more free memory; measured times are not exact anyway.
 
     Raises:
-        ConfigError: there are more cards than layers or than trained layers, or no partition fits (see
+        ConfigError: there are more devices than layers or than trained layers, or no partition fits (see
             `memory_fit`).
     """
     from gridtrain.core.stages import memory_fit
 
     running = running or ExecutionSettings()
-    if not 1 <= len(cards) <= len(layers):
+    if not 1 <= len(devices) <= len(layers):
         raise ConfigError(
-            f"{len(layers)} layers cannot be divided into {len(cards)} stages",
+            f"{len(layers)} layers cannot be divided into {len(devices)} stages",
             remedy="use at most as many stages as layers, or divide the model into smaller layers",
         )
     trained = sum(each.trainable > 0 for each in layers)
-    if 0 < trained < len(cards):
+    if 0 < trained < len(devices):
         raise ConfigError(
-            f"{len(layers)} layers, of which {trained} are trained, cannot be divided into {len(cards)} "
+            f"{len(layers)} layers, of which {trained} are trained, cannot be divided into {len(devices)} "
             "stages: each stage must have a trainable layer",
             remedy=f"use at most {trained} stages, or divide the model into smaller layers",
         )
-    costs = StageCostModel(layers, cards, network, running)
+    costs = StageCostModel(layers, devices, network, running)
     some = memory_fit.find_fitting_partition(costs)
     if some is None:
-        raise memory_fit.shortage_text(layers, cards, running)
+        raise memory_fit.shortage_text(layers, devices, running)
     fastest, fastest_s = _fastest_cuts(costs, some)
     return partition_at(costs, _emptiest_cuts(costs, fastest, fastest_s * (1 + slack)))
 
@@ -80,10 +81,10 @@ def _fastest_cuts(costs: StageCostModel, known: Sequence[int]) -> tuple[Sequence
     """Return the cuts with the shortest period, and that period in seconds.
 
     Args:
-        known: cuts that fit into the cards' memory.
+        known: cuts that fit into the devices' memory.
     """
-    limits = [card.memory_bytes for card in costs.cards]
-    count, stages = len(costs.layers), len(costs.cards)
+    limits = [device.memory_bytes for device in costs.devices]
+    count, stages = len(costs.layers), len(costs.devices)
 
     def time_s(stage: int, start: int, stop: int) -> float:
         fits = costs.can_be_stage(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
@@ -101,12 +102,12 @@ def _fastest_cuts(costs: StageCostModel, known: Sequence[int]) -> tuple[Sequence
 
 
 def _emptiest_cuts(costs: StageCostModel, known: Sequence[int], bound_s: float) -> Sequence[int]:
-    """Return the cuts that leave the fullest card the most free memory, with a period of at most `bound_s`.
+    """Return the cuts that leave the fullest device the most free memory, with a period of at most `bound_s`.
 
     Args:
-        known: cuts that fit into the cards' memory and have a period of at most `bound_s`.
+        known: cuts that fit into the devices' memory and have a period of at most `bound_s`.
     """
-    limits = [card.memory_bytes for card in costs.cards]
+    limits = [device.memory_bytes for device in costs.devices]
     scale = limits if all(math.isfinite(limit) for limit in limits) else [1.0] * len(limits)
 
     def fill(stage: int, start: int, stop: int) -> float:
@@ -120,7 +121,7 @@ def _emptiest_cuts(costs: StageCostModel, known: Sequence[int], bound_s: float) 
         return math.inf if slow else costs.lower_bound_bytes(stage, start, stop) / scale[stage]
 
     known_fill = max(fill(s, *ends) for s, ends in enumerate(pairwise(known)))
-    cuts, _ = bottleneck_cuts(len(costs.layers), len(costs.cards), fill, least_fill, known_fill)
+    cuts, _ = bottleneck_cuts(len(costs.layers), len(costs.devices), fill, least_fill, known_fill)
     assert cuts is not None  # `known` is one of the candidates
     return cuts
 
@@ -132,12 +133,12 @@ def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
         cuts: (S + 1,) the first layer of each stage, and the number of layers.
 
     Raises:
-        ConfigError: `cuts` are not ascending, or do not match the layers and cards.
+        ConfigError: `cuts` are not ascending, or do not match the layers and devices.
     """
     spans = list(pairwise(cuts))
-    if len(spans) != len(costs.cards) or cuts[0] != 0 or cuts[-1] != len(costs.layers):
+    if len(spans) != len(costs.devices) or cuts[0] != 0 or cuts[-1] != len(costs.layers):
         raise ConfigError(
-            f"cuts {tuple(cuts)} do not divide {len(costs.layers)} layers into {len(costs.cards)} stages",
+            f"cuts {tuple(cuts)} do not divide {len(costs.layers)} layers into {len(costs.devices)} stages",
             remedy="begin the cuts with 0, add the first layer of each later stage, and end with the "
             "number of layers",
         )

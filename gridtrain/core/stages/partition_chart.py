@@ -40,7 +40,7 @@ def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     largest = max(stage.memory.total for stage in stages)
     rows = []
     for index, stage in enumerate(stages):
-        limit = stage.card.memory_bytes
+        limit = stage.device.memory_bytes
         bounded = limit < math.inf
         held = format_bytes(stage.memory.total) + (f" of {format_bytes(limit)}" if bounded else "")
         cells = (
@@ -81,11 +81,11 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
     stages = proposal.chosen.cut.stages
     slowest, stage = max(enumerate(stages), key=lambda each: max(each[1].compute_s, each[1].transfer_s))
     what = "computing" if stage.compute_s >= stage.transfer_s else "its link"
-    work_s = sum(each.compute_s * each.card.speed for each in stages)
-    even_s = work_s / sum(each.card.speed for each in stages)
+    work_s = sum(each.compute_s * each.device.speed for each in stages)
+    even_s = work_s / sum(each.device.speed for each in stages)
     before = ", ".join(layers[each.start].name for each in stages[1:])
     fullest, largest = max(enumerate(stages), key=lambda each: each[1].memory.total)
-    limit = largest.card.memory_bytes
+    limit = largest.device.memory_bytes
     return (
         f"{f'Stages begin at {before}' if before else 'One stage'}: stage {slowest} is slowest ({what}), "
         f"{format_seconds(max(stage.compute_s, stage.transfer_s))} per micro-batch; "
@@ -109,7 +109,7 @@ def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     )
     parts = [*_legend(LEFT, TIMES), *_legend(MEMORY_LEFT, BYTES)]
     longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
-    limits = [stage.card.memory_bytes for stage in stages if stage.card.memory_bytes < math.inf]
+    limits = [stage.device.memory_bytes for stage in stages if stage.device.memory_bytes < math.inf]
     largest = max(*limits, *(stage.memory.total for stage in stages), 1)
     for index, stage in enumerate(stages):
         top = TOP + ROW * index
@@ -155,9 +155,9 @@ def _memory_bars(stage: StageCost, top: float, largest: float) -> list[str]:
         parts.append(_box(left, top, nbytes * scale, 20, colour))
         left += nbytes * scale
     label = format_bytes(held.total)
-    if stage.card.memory_bytes < math.inf:
-        parts.append(_box(MEMORY_LEFT + stage.card.memory_bytes * scale - 1, top - 4, 2, 28, INK))
-        label += f" of {format_bytes(stage.card.memory_bytes)}"
+    if stage.device.memory_bytes < math.inf:
+        parts.append(_box(MEMORY_LEFT + stage.device.memory_bytes * scale - 1, top - 4, 2, 28, INK))
+        label += f" of {format_bytes(stage.device.memory_bytes)}"
     parts.append(svg_text(MEMORY_LEFT, top + 36, label))
     return parts
 

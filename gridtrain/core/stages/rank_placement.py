@@ -362,7 +362,7 @@ def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int
 
 
 def pair_cost(network: NetworkModel, at: Mapping[PeerId, int]) -> PairCost:
-    """Return a function that predicts the time of a message of `DEFAULT_ACTIVATION_BYTES` and its reply.
+    """Return a function that predicts how long a message of `DEFAULT_ACTIVATION_BYTES` and its reply take.
 
     Args:
         at: the index of each peer in `network`.

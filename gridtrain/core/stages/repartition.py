@@ -25,7 +25,7 @@ from gridtrain.core.stages import partition
 from gridtrain.core.stages.rank_placement import StateLocations
 from gridtrain.core.stages.stage_cost import (
     TIME_TOLERANCE,
-    Card,
+    Device,
     ExecutionSettings,
     Layer,
     PartitionCost,
@@ -56,8 +56,8 @@ HeldSpans = Mapping[PeerId, Sequence[Span]]
 
 Pieces = tuple[tuple[Span, int], ...]
 
-PartitionCache = dict[tuple[Card, ...], PartitionCost | ConfigError]
-"""The best partition for each sequence of cards along the pipeline, or the error if no partition fits.  It
+PartitionCache = dict[tuple[Device, ...], PartitionCost | ConfigError]
+"""The best partition for each sequence of devices along the pipeline, or the error if no partition fits.  It
 avoids searching for the same partition twice."""
 
 
@@ -170,14 +170,14 @@ def execution_settings_of(model: StagedModel) -> ExecutionSettings:
 def partition_over_fewer(
     setup: Setup,
     peers: Sequence[PeerId],
-    cards: Mapping[PeerId, Card],
+    devices: Mapping[PeerId, Device],
     holds: HeldSpans,
 ) -> Repartition:
     """Choose a partition for fewer workers than the run has stages, with as many stages as possible.
 
     Args:
         peers: the connected workers, longest-serving first.
-        cards: the card of each worker.
+        devices: the device of each worker.
         holds: the layers whose state each worker has; together the workers have all layers.
 
     Raises:
@@ -190,11 +190,11 @@ def partition_over_fewer(
     refused: ConfigError | None = None
     known: PartitionCache = {}
     for count in range(min(len(peers), len(model.blocks), setup.stages), 0, -1):
-        for members in _groups(peers, cards, count, holds, model.cuts[-1]):
+        for members in _groups(peers, devices, count, holds, model.cuts[-1]):
             if uncovered_spans(_all_spans(holds, members), model.cuts[-1]):
                 continue
             try:
-                cuts, order = _best_stage_order(model, members, cards, holds, known)
+                cuts, order = _best_stage_order(model, members, devices, holds, known)
             except ConfigError as error:
                 refused = refused or error
                 continue
@@ -206,14 +206,14 @@ def partition_over_fewer(
 
 
 def _groups(
-    peers: Sequence[PeerId], cards: Mapping[PeerId, Card], count: int, holds: HeldSpans, blocks: int
+    peers: Sequence[PeerId], devices: Mapping[PeerId, Device], count: int, holds: HeldSpans, blocks: int
 ) -> Iterable[list[PeerId]]:
     """Return groups of `count` workers to try, groups with the most memory first.
 
     With more than `MAX_GROUPED_WORKERS` workers only two groups are tried: the workers with the most memory,
     and a small group that has every layer, extended by the workers with the most memory.
     """
-    largest = sorted(peers, key=lambda peer: -cards[peer].memory_bytes)
+    largest = sorted(peers, key=lambda peer: -devices[peer].memory_bytes)
     groups: Iterable[Sequence[PeerId]] = combinations(largest, count)
     if len(peers) > MAX_GROUPED_WORKERS:
         groups = [largest[:count]]
@@ -226,7 +226,7 @@ def _groups(
 def _best_stage_order(
     model: StagedModel,
     members: Sequence[PeerId],
-    cards: Mapping[PeerId, Card],
+    devices: Mapping[PeerId, Device],
     holds: HeldSpans,
     known: PartitionCache,
 ) -> tuple[tuple[int, ...], list[PeerId]]:
@@ -246,21 +246,21 @@ def _best_stage_order(
             for gap in _missing_spans(holds.get(peer, ()), span)
         )
 
-    cuts, order = fastest_order(model, orders, cards.__getitem__, moved_bytes, known)
+    cuts, order = fastest_order(model, orders, devices.__getitem__, moved_bytes, known)
     return cuts, list(order)
 
 
 def fastest_order(
     model: StagedModel,
     orders: Iterable[Sequence[T]],
-    card_of: Callable[[T], Card],
+    device_of: Callable[[T], Device],
     cost: Callable[[Sequence[T], tuple[int, ...]], float],
     known: PartitionCache,
 ) -> tuple[tuple[int, ...], Sequence[T]]:
     """Return the cuts of the fastest partition, and its order of workers or groups.
 
     Args:
-        card_of: returns the card of an item of an order.
+        device_of: returns the device of an item of an order.
         cost: returns the cost of an order with these cuts, which decides between partitions that are about
             equally fast.
 
@@ -270,7 +270,7 @@ def fastest_order(
     found: list[tuple[float, float, tuple[int, ...], Sequence[T]]] = []
     refused: ConfigError | None = None
     for order in orders:
-        cut = partition_for(model, [card_of(each) for each in order], known)
+        cut = partition_for(model, [device_of(each) for each in order], known)
         if isinstance(cut, ConfigError):
             refused = refused or cut
         else:
@@ -284,14 +284,14 @@ def fastest_order(
 
 
 def partition_for(
-    model: StagedModel, cards: Sequence[Card], known: PartitionCache
+    model: StagedModel, devices: Sequence[Device], known: PartitionCache
 ) -> PartitionCost | ConfigError:
-    """Return the best partition for these cards in this order, or the error if no partition fits."""
-    asked = tuple(cards)
+    """Return the best partition for these devices in this order, or the error if no partition fits."""
+    asked = tuple(devices)
     if asked not in known:
         layers, running = layers_of(model), execution_settings_of(model)
         try:
-            known[asked] = partition.best_partition(layers, cards, None, running, slack=TIME_TOLERANCE)
+            known[asked] = partition.best_partition(layers, devices, None, running, slack=TIME_TOLERANCE)
         except ConfigError as error:
             known[asked] = error
     return known[asked]
@@ -324,13 +324,13 @@ def _all_spans(holds: HeldSpans, members: Collection[PeerId]) -> list[Span]:
 def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
     """Return whether `stages` stages are at least `MIN_SPEEDUP` times as fast as the stages of `cuts`.
 
-    The best partitions on equal cards without memory limits are compared.
+    The best partitions on equal devices without memory limits are compared.
     """
     assert setup.model is not None
     layers, running = layers_of(setup.model), execution_settings_of(setup.model)
     stages = min(stages, len(layers))
     few, more = (
-        partition.best_partition(layers, [Card()] * count, None, running).period_s
+        partition.best_partition(layers, [Device()] * count, None, running).period_s
         for count in (len(cuts) - 1, stages)
     )
     return more * MIN_SPEEDUP <= few

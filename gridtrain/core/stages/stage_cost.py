@@ -1,4 +1,4 @@
-"""Compute the cost of a model's stage on a card: its compute time, transfer time and memory.
+"""Compute the cost of a model's stage on a device: its compute time, transfer time and memory.
 
     bytes of stage s with k micro-batches of b samples between their forward and their backward:
 
@@ -54,8 +54,8 @@ class Layer:
     """The costs of one layer at relative speed 1.
 
     Attributes:
-        forward_s, backward_s: time per sample; `backward_s` does not include a second forward.
-        overhead_s: additional time of each forward and each backward of a micro-batch, regardless of its
+        forward_s, backward_s: time per sample; `backward_s` does not include a second forward pass.
+        overhead_s: additional time of each forward and each backward pass of a micro-batch, regardless of its
             size.
         parameter_bytes: size of parameters and buffers.
         trainable_bytes: size of the parameters that have a gradient; None if all parameters have a gradient.
@@ -107,7 +107,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Device:
     """A device, with its relative speed and the bytes of memory that training may use."""
 
     speed: float = 1.0
@@ -116,9 +116,9 @@ class Card:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed > 0 and self.memory_bytes > 0):
             raise ConfigError(
-                f"a card has speed {self.speed:g} and {self.memory_bytes:g} bytes; both must be above 0, and "
-                "the speed must be finite",
-                remedy="specify a finite speed above 0 and the free memory of each card",
+                f"a device has speed {self.speed:g} and {self.memory_bytes:g} bytes; both must be above 0, "
+                "and the speed must be finite",
+                remedy="specify a finite speed above 0 and the free memory of each device",
             )
 
 
@@ -205,10 +205,10 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The cost of layers `start` to `stop` - 1 as a stage on one card, for one micro-batch.
+    """The cost of layers `start` to `stop` - 1 as a stage on one device, for one micro-batch.
 
     Attributes:
-        compute_s: time of forward and backward on this card.
+        compute_s: time of forward and backward on this device.
         transfer_s: how long the stage's link is busy in the busier direction.
         out_bytes, back_bytes: bytes sent to the next stage, and bytes sent to the previous stage.
     """
@@ -221,7 +221,7 @@ class StageCost:
     out_bytes: int
     back_bytes: int
     memory: StageMemory
-    card: Card
+    device: Device
 
     @property
     def compute_s(self) -> float:
@@ -244,25 +244,25 @@ class PartitionCost:
 class StageCostModel:
     """Computes the time and memory of a stage from prefix sums, because a search evaluates many stages.
 
-    A stage consists of layers `start` to `stop` - 1 on card `stage`.
+    A stage consists of layers `start` to `stop` - 1 on device `stage`.
 
     Args:
-        network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.
+        network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
     """
 
     def __init__(
         self,
         layers: Sequence[Layer],
-        cards: Sequence[Card],
+        devices: Sequence[Device],
         network: NetworkModel | None,
         running: ExecutionSettings,
     ) -> None:
-        self.layers, self.cards, self.running = layers, cards, running
-        network = network or uniform_network(len(cards), 0.0, math.inf)
-        if len(cards) != network.size:
+        self.layers, self.devices, self.running = layers, devices, running
+        network = network or uniform_network(len(devices), 0.0, math.inf)
+        if len(devices) != network.size:
             raise ConfigError(
-                f"there are {len(cards)} cards, but the network has {network.size} ranks",
-                remedy="specify one card for each rank of the network",
+                f"there are {len(devices)} devices, but the network has {network.size} ranks",
+                remedy="specify one device for each rank of the network",
             )
         forwards_s = [running.samples * each.forward_s + each.overhead_s for each in layers]
         backwards_s = [running.samples * each.backward_s + each.overhead_s for each in layers]
@@ -280,10 +280,10 @@ class StageCostModel:
         ]
         self._most_work = _RangeMaximum(works)
         self._most_fixed = _RangeMaximum([each.fixed_work_bytes for each in layers])
-        stages, path_Bps = len(cards), network.path_Bps
+        stages, path_Bps = len(devices), network.path_Bps
         self._in_flight = [running.in_flight(stage, stages) for stage in range(stages)]
         self._recomputes = [running.recomputes_forward(stage, stages) for stage in range(stages)]
-        self._per_s = [_PICOSECONDS_PER_s * card.speed for card in cards]
+        self._per_s = [_PICOSECONDS_PER_s * device.speed for device in devices]
         sides = [(stage > 0) + (stage + 1 < stages) for stage in range(stages)]
         self._messages_s = [number * running.message_s for number in sides]
         self._forward_Bps = [path_Bps(stage, stage + 1) for stage in range(stages - 1)]
@@ -298,7 +298,7 @@ class StageCostModel:
         return self._seconds(self._forward[stop] - self._forward[start], stage)
 
     def backward_s(self, stage: int, start: int, stop: int) -> float:
-        """Return the time of backward, including the second forward if activations are re-materialized."""
+        """Return the time of the backward pass, with the second forward pass of re-materialization."""
         work = self._backward[stop] - self._backward[start]
         if self._recomputes[stage]:
             work += self._forward[stop] - self._forward[start]
@@ -322,7 +322,7 @@ class StageCostModel:
             on, back = self.boundary_bytes(start)
             up_s += back / self._backward_Bps[stage - 1]
             down_s += on / self._forward_Bps[stage - 1]
-        if stage + 1 < len(self.cards):
+        if stage + 1 < len(self.devices):
             on, back = self.boundary_bytes(stop)
             up_s += on / self._forward_Bps[stage]
             down_s += back / self._backward_Bps[stage]
@@ -362,7 +362,7 @@ class StageCostModel:
 
     def _memory_parts(self, stage: int, start: int, stop: int) -> tuple[int, int, int, int]:
         """Return the fields of `StageMemory`."""
-        stages, running = len(self.cards), self.running
+        stages, running = len(self.devices), self.running
         samples, flying = running.samples, self._in_flight[stage]
         entering = self._inputs[start + 1] - self._inputs[start]
         leaving = self._inputs[stop + 1] - self._inputs[stop]
@@ -380,7 +380,7 @@ class StageCostModel:
         return parameters, copies, activations, 2 * samples * transit
 
     def stage_cost(self, stage: int, start: int, stop: int) -> StageCost:
-        last = stage + 1 == len(self.cards)
+        last = stage + 1 == len(self.devices)
         return StageCost(
             start,
             stop,
@@ -390,7 +390,7 @@ class StageCostModel:
             0 if last else self.boundary_bytes(stop)[0],
             self.boundary_bytes(start)[1] if stage else 0,
             self.memory(stage, start, stop),
-            self.cards[stage],
+            self.devices[stage],
         )
 
 

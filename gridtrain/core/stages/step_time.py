@@ -4,10 +4,11 @@
     schedule ----+--> actions and transfers, simulated in the order of events --> StepEstimate
     network -----+
 
-More micro-batches make the bubble smaller: with M micro-batches and S even stages, a stage is idle for
+More micro-batches make the bubble smaller: with M micro-batches and S equal stages, a stage is idle for
 (S - 1)/(M + S - 1) of a step (GPipe, section 2.3).  However, each micro-batch adds the overhead of kernels
-and messages, and also latency if the schedule waits for its payloads.  `propose_micro_batches` simulates a
-step with each number, and chooses the smallest number for which a step is nearly as fast as the fastest step.
+and messages, and also latency if the schedule waits for the micro-batch's payloads.
+`propose_micro_batches` simulates a step with each number, and chooses the smallest number for which a step
+is nearly as fast as the fastest step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gridtrain.core.planning.network_model import LinkOccupancy, NetworkModel, u
 from gridtrain.core.stages import partition
 from gridtrain.core.stages.schedule import Action, ActionKind, ahead_for, divide_samples
 from gridtrain.core.stages.stage_cost import (
-    Card,
+    Device,
     ExecutionSettings,
     Layer,
     PartitionCost,
@@ -63,7 +64,7 @@ class StepEstimate:
 
     @property
     def ideal_bubble(self) -> float:
-        """The bubble of the same number of even stages without transfers: (S - 1)/(M + S - 1)."""
+        """The bubble of the same number of equal stages without transfers: (S - 1)/(M + S - 1)."""
         stages, micro_batches = len(self.cut.stages), self.settings.micro_batches
         return (stages - 1) / (micro_batches + stages - 1)
 
@@ -83,7 +84,7 @@ class MicroBatchProposal:
 
 def estimate_step(
     layers: Sequence[Layer],
-    cards: Sequence[Card],
+    devices: Sequence[Device],
     network: NetworkModel,
     running: ExecutionSettings,
     batch: int,
@@ -91,7 +92,7 @@ def estimate_step(
 ) -> StepEstimate:
     """Predict a step of `batch` samples in `running.micro_batches` micro-batches with this partition."""
     sizes = divide_samples(batch, running.micro_batches)
-    simulation = _StepSimulation(layers, cards, network, running, sizes, cut)
+    simulation = _StepSimulation(layers, devices, network, running, sizes, cut)
     step_s = simulation.run()
     bubble = 1 - max(simulation.computed_s) / step_s
     return StepEstimate(cut, running, step_s, bubble, tuple(simulation.sent_bytes))
@@ -99,7 +100,7 @@ def estimate_step(
 
 def propose_micro_batches(
     layers: Sequence[Layer],
-    cards: Sequence[Card],
+    devices: Sequence[Device],
     network: NetworkModel | None,
     running: ExecutionSettings,
     batch: int,
@@ -119,10 +120,10 @@ def propose_micro_batches(
         ahead: the `ahead` of 1F1B if it is fixed; None to choose it.
 
     Raises:
-        ConfigError: an argument is out of range, or no number fits into the cards' memory.  In the latter
+        ConfigError: an argument is out of range, or no number fits into the devices' memory.  In the latter
             case the error is the one for the largest number.
     """
-    network = network or uniform_network(len(cards), 0.0, math.inf)
+    network = network or uniform_network(len(devices), 0.0, math.inf)
     if batch < 1 or any(not 1 <= number <= batch for number in numbers):
         raise ConfigError(
             f"{batch} samples cannot be divided into {list(numbers) or 'any number of'} micro-batches",
@@ -132,7 +133,9 @@ def propose_micro_batches(
     refused: list[ConfigError] = []
     for number in sorted(set(numbers)) or micro_batch_candidates(batch):
         try:
-            tried.append(_best_for_count(layers, cards, network, running, batch, number, cuts, slack, ahead))
+            tried.append(
+                _best_for_count(layers, devices, network, running, batch, number, cuts, slack, ahead)
+            )
         except ConfigError as error:
             refused.append(error)
     if not tried:
@@ -154,7 +157,7 @@ def micro_batch_candidates(batch: int) -> list[int]:
 
 def _best_for_count(
     layers: Sequence[Layer],
-    cards: Sequence[Card],
+    devices: Sequence[Device],
     network: NetworkModel,
     running: ExecutionSettings,
     batch: int,
@@ -169,38 +172,38 @@ def _best_for_count(
     the best one.
     """
     running = replace(running, samples=math.ceil(batch / number), micro_batches=number, ahead=fixed or 0.0)
-    cut = _partition_for(layers, cards, network, running, cuts, slack)
-    found = [estimate_step(layers, cards, network, running, batch, cut)]
-    if fixed is None and running.order is ScheduleKind.ONE_F_ONE_B and len(cards) > 2:
+    cut = _partition_for(layers, devices, network, running, cuts, slack)
+    found = [estimate_step(layers, devices, network, running, batch, cut)]
+    if fixed is None and running.order is ScheduleKind.ONE_F_ONE_B and len(devices) > 2:
         for ahead in sorted({_ahead_for_slowest_hop(cut, network), *_AHEAD}):
             further = replace(running, ahead=ahead)
-            if further.schedule(len(cards)).actions == found[-1].settings.schedule(len(cards)).actions:
+            if further.schedule(len(devices)).actions == found[-1].settings.schedule(len(devices)).actions:
                 continue  # with so few micro-batches the schedule is the same
             try:
-                cut = _partition_for(layers, cards, network, further, cuts, slack)
+                cut = _partition_for(layers, devices, network, further, cuts, slack)
             except ConfigError:
                 break  # each larger `ahead` needs more memory
-            found.append(estimate_step(layers, cards, network, further, batch, cut))
+            found.append(estimate_step(layers, devices, network, further, batch, cut))
     fastest_s = min(each.step_s for each in found)
     return next(each for each in found if each.step_s <= fastest_s * (1 + STEP_TIME_TOLERANCE))
 
 
 def _partition_for(
     layers: Sequence[Layer],
-    cards: Sequence[Card],
+    devices: Sequence[Device],
     network: NetworkModel,
     running: ExecutionSettings,
     cuts: Sequence[int] | None,
     slack: float,
 ) -> PartitionCost:
     if cuts is None:
-        return partition.best_partition(layers, cards, network, running, slack=slack)
-    cut = partition.partition_at(StageCostModel(layers, cards, network, running), cuts)
+        return partition.best_partition(layers, devices, network, running, slack=slack)
+    cut = partition.partition_at(StageCostModel(layers, devices, network, running), cuts)
     for index, stage in enumerate(cut.stages):
-        if stage.memory.total > stage.card.memory_bytes:
+        if stage.memory.total > stage.device.memory_bytes:
             raise ConfigError(
-                f"stage {index} needs {stage.memory.total} bytes, but its card has only "
-                f"{stage.card.memory_bytes:g}",
+                f"stage {index} needs {stage.memory.total} bytes, but its device has only "
+                f"{stage.device.memory_bytes:g}",
                 remedy="use a different partition or more micro-batches",
             )
     return cut
@@ -251,7 +254,7 @@ class _StepSimulation:
     def __init__(
         self,
         layers: Sequence[Layer],
-        cards: Sequence[Card],
+        devices: Sequence[Device],
         network: NetworkModel,
         running: ExecutionSettings,
         sizes: Sequence[int],
@@ -260,20 +263,20 @@ class _StepSimulation:
         self._sizes, self._network = sizes, network
         self._by_size = {
             size: partition.partition_at(
-                StageCostModel(layers, cards, network, replace(running, samples=size)), cut.cuts
+                StageCostModel(layers, devices, network, replace(running, samples=size)), cut.cuts
             ).stages
             for size in set(sizes)
         }
-        self._lists = replace(running, micro_batches=len(sizes)).schedule(len(cards)).actions
+        self._lists = replace(running, micro_batches=len(sizes)).schedule(len(devices)).actions
         self._traffic = LinkOccupancy(network)
-        self._next = [0] * len(cards)
-        self._busy = [False] * len(cards)
-        self._arrived: list[set[Action]] = [set() for _ in cards]
+        self._next = [0] * len(devices)
+        self._busy = [False] * len(devices)
+        self._arrived: list[set[Action]] = [set() for _ in devices]
         self._arrived[0] = {Action(ActionKind.FORWARD, m) for m in range(len(sizes))}
         self._events: list[tuple[float, int, str, int, Action, float]] = []
         self._count = 0
-        self.computed_s = [0.0] * len(cards)
-        self.sent_bytes = [0] * len(cards)
+        self.computed_s = [0.0] * len(devices)
+        self.sent_bytes = [0] * len(devices)
 
     def run(self) -> float:
         """Simulate the step; return the time at which the last backward ends, in seconds."""

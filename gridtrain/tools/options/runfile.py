@@ -156,7 +156,7 @@ class RunFile:
         if one.kind is OptionKind.FOLDER and isinstance(value, str) and value and self.path is not None:
             value = str(
                 self.path.parent / Path(value).expanduser()
-            )  # relative to the file, not to the working folder
+            )  # relative to the file, not to the working directory
         return value, where
 
 

@@ -15,7 +15,7 @@ from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts, bottlene
 from gridtrain.core.stages.memory_fit import fits
 from gridtrain.core.stages.partition import best_partition, partition_at
 from gridtrain.core.stages.stage_cost import (
-    Card,
+    Device,
     ExecutionSettings,
     Layer,
     PartitionCost,
@@ -44,15 +44,15 @@ def all_bounds(count: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def test_a_card_twice_as_fast_gets_twice_the_work() -> None:
-    found = best_partition(even_layers(20), [Card(), Card(speed=2.0), Card(), Card()], running=BARE)
+    found = best_partition(even_layers(20), [Device(), Device(speed=2.0), Device(), Device()], running=BARE)
     assert [stage.stop - stage.start for stage in found.stages] == [4, 8, 4, 4]
     assert [stage.compute_s for stage in found.stages] == pytest.approx([0.012] * 4)
 
 
 def test_a_small_card_gets_layers_that_fit() -> None:
-    """A layer needs 4 bytes with gradient and Adam's moments, so a card of 9 bytes holds two."""
-    cards = [Card(memory_bytes=40), Card(memory_bytes=9), Card(memory_bytes=40)]
-    found = best_partition(even_layers(10, parameters=1), cards, running=replace(BARE, copies=3.0))
+    """A layer needs 4 bytes with gradient and Adam's moments, so a device of 9 bytes holds two."""
+    devices = [Device(memory_bytes=40), Device(memory_bytes=9), Device(memory_bytes=40)]
+    found = best_partition(even_layers(10, parameters=1), devices, running=replace(BARE, copies=3.0))
     assert [stage.memory.total for stage in found.stages] == [16, 8, 16]
 
 
@@ -60,8 +60,8 @@ def test_a_slow_link_moves_the_boundary_to_where_little_is_sent() -> None:
     """Outputs of 100, 100, 1, 100 bytes: over a link of 1 kB/s only a boundary after layer 2 is fast
     enough."""
     layers = [layer(0.01, output=output) for output in (100, 100, 1, 100)]
-    assert best_partition(layers, [Card()] * 2, running=BARE).cuts == (0, 2, 4)
-    found = best_partition(layers, [Card()] * 2, uniform_network(2, 0.0, 1000.0), BARE)
+    assert best_partition(layers, [Device()] * 2, running=BARE).cuts == (0, 2, 4)
+    found = best_partition(layers, [Device()] * 2, uniform_network(2, 0.0, 1000.0), BARE)
     assert found.cuts == (0, 3, 4)
     assert found.stages[0].transfer_s == pytest.approx(1 / 1000)
     assert found.period_s == pytest.approx(0.03)
@@ -70,9 +70,9 @@ def test_a_slow_link_moves_the_boundary_to_where_little_is_sent() -> None:
 def test_transfers_are_hidden_behind_computing_only_with_overlap() -> None:
     layers = [layer(0.01, output=10), layer(0.01)]
     network = uniform_network(2, 5.0, 2000.0)  # latency does not count for the period
-    assert best_partition(layers, [Card()] * 2, network, BARE).period_s == pytest.approx(0.01)
+    assert best_partition(layers, [Device()] * 2, network, BARE).period_s == pytest.approx(0.01)
     assert best_partition(
-        layers, [Card()] * 2, network, replace(BARE, overlap=False)
+        layers, [Device()] * 2, network, replace(BARE, overlap=False)
     ).period_s == pytest.approx(0.015)
 
 
@@ -81,7 +81,7 @@ def test_the_upload_of_a_stage_is_shared_by_both_neighbours() -> None:
     link = LinkModel(0.0)
     network = NetworkModel(lambda src, dst: link, (1000.0,) * 3, (1e9,) * 3)
     layers = [layer(0.001, output=10), layer(0.001, output=20), layer(0.001)]
-    found = best_partition(layers, [Card()] * 3, network, BARE)
+    found = best_partition(layers, [Device()] * 3, network, BARE)
     assert [stage.transfer_s for stage in found.stages] == pytest.approx([0.010, 0.030, 0.020], rel=1e-3)
 
 
@@ -102,7 +102,7 @@ def test_stored_activations_depend_on_schedule_and_rematerialisation(
     running = replace(
         BARE, samples=2, micro_batches=6, order=order, rematerialise=rematerialise, input_bytes=1
     )
-    found = best_partition(even_layers(4, output=1, kept_bytes=10), [Card()] * 4, running=running)
+    found = best_partition(even_layers(4, output=1, kept_bytes=10), [Device()] * 4, running=running)
     assert [stage.memory.activations for stage in found.stages] == activations
     assert [stage.memory.transit for stage in found.stages] == [2 * 2 * n for n in (3, 4, 4, 2)]
 
@@ -122,15 +122,15 @@ def test_rematerialisation_costs_a_second_forward_pass() -> None:
     layers = even_layers(2)
     for order, backwards in ((ScheduleKind.FILL_DRAIN, [3, 3]), (ScheduleKind.ONE_F_ONE_B, [3, 2])):
         running = replace(BARE, rematerialise=True, order=order, micro_batches=4)
-        found = best_partition(layers, [Card()] * 2, running=running)
+        found = best_partition(layers, [Device()] * 2, running=running)
         assert [stage.backward_s / 0.001 for stage in found.stages] == pytest.approx(backwards)
 
 
 # -- compared with all partitions ------------------------------------------------------------------
 
 
-def random_problem(rng: random.Random) -> tuple[list[Layer], list[Card], NetworkModel, ExecutionSettings]:
-    """A model, cards, links and settings; small integers, so that ties are frequent."""
+def random_problem(rng: random.Random) -> tuple[list[Layer], list[Device], NetworkModel, ExecutionSettings]:
+    """A model, devices, links and settings; small integers, so that ties are frequent."""
     count = rng.randint(1, 9)
     stages = rng.randint(1, min(count, 5))
     layers = [
@@ -148,8 +148,8 @@ def random_problem(rng: random.Random) -> tuple[list[Layer], list[Card], Network
         for i in range(count)
     ]
     limit = rng.choice((math.inf, 1000.0, 400.0, 200.0))
-    cards = [
-        Card(rng.choice((0.5, 1.0, 2.0)), limit * rng.choice((0.5, 1, 2)) if limit < math.inf else limit)
+    devices = [
+        Device(rng.choice((0.5, 1.0, 2.0)), limit * rng.choice((0.5, 1, 2)) if limit < math.inf else limit)
         for _ in range(stages)
     ]
     rates = [[rng.choice((4.0, 16.0, math.inf)) for _ in range(stages)] for _ in range(2)]
@@ -165,12 +165,12 @@ def random_problem(rng: random.Random) -> tuple[list[Layer], list[Card], Network
         message_s=rng.choice((0.0, 0.125)),
         ahead=rng.choice((0.0, 0.5)),
     )
-    return layers, cards, NetworkModel(lambda src, dst: link, *rates), running
+    return layers, devices, NetworkModel(lambda src, dst: link, *rates), running
 
 
 def fullest(found: PartitionCost) -> float:
-    limited = all(stage.card.memory_bytes < math.inf for stage in found.stages)
-    return max(stage.memory.total / (stage.card.memory_bytes if limited else 1.0) for stage in found.stages)
+    limited = all(stage.device.memory_bytes < math.inf for stage in found.stages)
+    return max(stage.memory.total / (stage.device.memory_bytes if limited else 1.0) for stage in found.stages)
 
 
 def has_trained_layer(layers: list[Layer], stage: StageCost) -> bool:
@@ -181,20 +181,20 @@ def test_no_partition_is_better(seeds: Seeds) -> None:
     outcomes = {"partitioned": 0, "refused": 0, "decided by memory": 0}
     for seed in seeds(1500):
         rng = random.Random(seed)
-        layers, cards, network, running = random_problem(rng)
+        layers, devices, network, running = random_problem(rng)
         slack = rng.choice((0.0, 0.0, 0.1))
-        costs = StageCostModel(layers, cards, network, running)
-        every = [partition_at(costs, bounds) for bounds in all_bounds(len(layers), len(cards))]
+        costs = StageCostModel(layers, devices, network, running)
+        every = [partition_at(costs, bounds) for bounds in all_bounds(len(layers), len(devices))]
         if any(each.trainable for each in layers):
             every = [one for one in every if all(has_trained_layer(layers, s) for s in one.stages)]
-        fitting = [one for one in every if all(s.memory.total <= s.card.memory_bytes for s in one.stages)]
-        assert fits(layers, cards, running) is bool(fitting), f"seed {seed}"
+        fitting = [one for one in every if all(s.memory.total <= s.device.memory_bytes for s in one.stages)]
+        assert fits(layers, devices, running) is bool(fitting), f"seed {seed}"
         if not fitting:
             with pytest.raises(ConfigError):
-                best_partition(layers, cards, network, running, slack=slack)
+                best_partition(layers, devices, network, running, slack=slack)
             outcomes["refused"] += 1
             continue
-        found = best_partition(layers, cards, network, running, slack=slack)
+        found = best_partition(layers, devices, network, running, slack=slack)
         bound_s = min(one.period_s for one in fitting) * (1 + slack)
         near = [one for one in fitting if one.period_s <= bound_s]
         assert found in near, f"seed {seed}: {found.cuts} takes {found.period_s}, possible is {bound_s}"
@@ -260,8 +260,8 @@ def test_many_layers_are_partitioned_without_evaluating_most_stages(
     layers = [
         layer(rng.uniform(1e-3, 3e-3), rng.randint(1, 20), rng.randint(1, 8) * 10**5) for _ in range(256)
     ]
-    cards = [Card(rng.choice((1.0, 1.5, 2.0)), 1e9) for _ in range(8)]
-    best_partition(layers, cards, uniform_network(8, 1e-3, link_Bps), slack=0.02)
+    devices = [Device(rng.choice((1.0, 1.5, 2.0)), 1e9) for _ in range(8)]
+    best_partition(layers, devices, uniform_network(8, 1e-3, link_Bps), slack=0.02)
     assert evaluated[0] < 8 * 256 * 256 / 2 / 10
 
 
@@ -270,64 +270,64 @@ def test_many_layers_are_partitioned_without_evaluating_most_stages(
 
 def test_a_model_that_does_not_fit_is_refused_with_the_shortage_and_a_remedy() -> None:
     layers = even_layers(8, parameters=10**9, output=10**6, kept_bytes=10**8)
-    cards = [Card(memory_bytes=8e9)] * 2
+    devices = [Device(memory_bytes=8e9)] * 2
     running = ExecutionSettings(samples=4, micro_batches=8, rematerialise=False)
     with pytest.raises(ConfigError) as refused:
-        best_partition(layers, cards, running=running)
+        best_partition(layers, devices, running=running)
     assert refused.value.reason == (
         "no partition of 8 layers into 2 stages fits: in the best one, stage 1 "
-        '(layers 4 to 7, "block4" to "block7") needs 28.9 GB, but its card has only 8 GB; '
+        '(layers 4 to 7, "block4" to "block7") needs 28.9 GB, but its device has only 8 GB; '
         "20.9 GB are missing "
         "(parameters 4 GB, gradients and optimizer 12 GB, activations 12.9 GB, in transit 16 MB); "
         'its largest layer, "block4", alone needs 7.29 GB'
     )
-    assert refused.value.remedy == "use this: 8 stages, the additional ones on cards of 8 GB"
+    assert refused.value.remedy == "use this: 8 stages, the additional ones on devices of 8 GB"
 
 
 def test_micro_batches_of_one_sample_are_a_remedy() -> None:
-    """A sample needs 10 kB in a stage, and a card has room for one and a half."""
+    """A sample needs 10 kB in a stage, and a device has room for one and a half."""
     layers = even_layers(2, kept_bytes=10_000)
     running = ExecutionSettings(samples=2, micro_batches=1, rematerialise=True)
     with pytest.raises(ConfigError) as refused:
-        best_partition(layers, [Card(memory_bytes=15_000)] * 2, running=running)
+        best_partition(layers, [Device(memory_bytes=15_000)] * 2, running=running)
     assert refused.value.remedy == "use this: 2 micro-batches of 1 sample"
 
 
 def test_only_remedies_that_work_are_proposed() -> None:
-    """Only activations need memory, so every remedy except larger cards works."""
+    """Only activations need memory, so every remedy except larger devices works."""
     layers = even_layers(4, output=10, kept_bytes=1000)
     running = ExecutionSettings(samples=4, micro_batches=8, rematerialise=False)
-    cards = [Card(memory_bytes=60_000)] * 2
+    devices = [Device(memory_bytes=60_000)] * 2
     with pytest.raises(ConfigError) as refused:
-        best_partition(layers, cards, running=running)
+        best_partition(layers, devices, running=running)
     assert refused.value.remedy == (
         "use one of these: the schedule 1f1b; re-materialization; "
-        "4 stages, the additional ones on cards of 60 kB"
+        "4 stages, the additional ones on devices of 60 kB"
     )
-    best_partition(layers, cards, running=replace(running, order=ScheduleKind.ONE_F_ONE_B))
-    best_partition(layers, cards, running=replace(running, rematerialise=True))
-    best_partition(layers, [*cards, *cards], running=running)
+    best_partition(layers, devices, running=replace(running, order=ScheduleKind.ONE_F_ONE_B))
+    best_partition(layers, devices, running=replace(running, rematerialise=True))
+    best_partition(layers, [*devices, *devices], running=running)
 
 
 def test_a_layer_too_large_for_every_card_is_named() -> None:
     layers = [*even_layers(3, parameters=10), replace(layer(0.1, 10**6), name="head")]
     with pytest.raises(ConfigError) as refused:
-        best_partition(layers, [Card(memory_bytes=1000)] * 2)
-    assert 'stage 1 (layer 3, "head") needs 4 MB, but its card has only 1 kB' in refused.value.reason
+        best_partition(layers, [Device(memory_bytes=1000)] * 2)
+    assert 'stage 1 (layer 3, "head") needs 4 MB, but its device has only 1 kB' in refused.value.reason
     assert 'divide "head" into smaller layers' in refused.value.remedy
 
 
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: best_partition(even_layers(3), [Card()] * 4), "3 layers cannot be divided into 4 stages"),
+        (lambda: best_partition(even_layers(3), [Device()] * 4), "3 layers cannot be divided into 4 stages"),
         (lambda: best_partition(even_layers(3), []), "cannot be divided into 0 stages"),
         (
-            lambda: best_partition(even_layers(3), [Card()] * 2, uniform_network(3, 0, 1)),
-            "2 cards, but the network has 3",
+            lambda: best_partition(even_layers(3), [Device()] * 2, uniform_network(3, 0, 1)),
+            "2 devices, but the network has 3",
         ),
-        (lambda: Card(speed=0), "a card has speed 0"),
-        (lambda: Card(memory_bytes=0), "and 0 bytes"),
+        (lambda: Device(speed=0), "a device has speed 0"),
+        (lambda: Device(memory_bytes=0), "and 0 bytes"),
         (lambda: layer(-1.0), 'costs of layer "x" are'),
         (lambda: layer(math.nan), 'costs of layer "x" are'),
         (lambda: ExecutionSettings(samples=0), "micro-batches of 0 samples"),
@@ -342,7 +342,7 @@ def test_invalid_arguments_are_refused(make: Callable[[], object], error: str) -
 @pytest.mark.parametrize("bounds", [(0, 3), (1, 2, 3), (0, 2, 2), (0, 2, 2, 3), (0, 4, 3)])
 def test_invalid_bounds_are_refused(bounds: tuple[int, ...]) -> None:
     stages = 3 if len(bounds) == 4 else 2
-    costs = StageCostModel(even_layers(3), [Card()] * stages, uniform_network(stages, 0, 1), BARE)
+    costs = StageCostModel(even_layers(3), [Device()] * stages, uniform_network(stages, 0, 1), BARE)
     with pytest.raises(ConfigError, match="cuts"):
         partition_at(costs, bounds)
 

@@ -14,7 +14,7 @@ import pytest
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.stages.partition import partition_at
 from gridtrain.core.stages.partition_chart import chart_svg, chart_text
-from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
+from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.core.stages.step_time import StepEstimate, estimate_step
 
 PICTURE = Path(__file__).with_name("partition_chart.svg")
@@ -36,14 +36,14 @@ stage 2  layer 3, "head"                     3 ms    ###.....................  l
 
 
 def estimate() -> StepEstimate:
-    """Three stages: a large one on a small card, a slow one, and an ordinary one."""
-    cards = [Card(memory_bytes=20e6), Card(), Card(memory_bytes=30e6)]
+    """Three stages: a large one on a small device, a slow one, and an ordinary one."""
+    devices = [Device(memory_bytes=20e6), Device(), Device(memory_bytes=30e6)]
     running = ExecutionSettings(
         samples=2, micro_batches=4, order=ScheduleKind.ONE_F_ONE_B, rematerialise=False, message_s=0.0
     )
     network = uniform_network(3, 0.001, 1e6)
-    partition = partition_at(StageCostModel(LAYERS, cards, network, running), (0, 1, 3, 4))
-    return estimate_step(LAYERS, cards, network, running, 8, partition)
+    partition = partition_at(StageCostModel(LAYERS, devices, network, running), (0, 1, 3, 4))
+    return estimate_step(LAYERS, devices, network, running, 8, partition)
 
 
 def test_the_chart_as_text() -> None:
@@ -55,9 +55,9 @@ def test_the_chart_as_text() -> None:
 )
 def test_the_chart_of_one_stage_has_no_link(bounds: tuple[int, ...], begin: str) -> None:
     stages = len(bounds) - 1
-    network, running, cards = uniform_network(stages, 0.001, 1e6), ExecutionSettings(), [Card()] * stages
-    partition = partition_at(StageCostModel(LAYERS, cards, network, running), bounds)
-    text = chart_text(LAYERS, estimate_step(LAYERS, cards, network, running, 8, partition))
+    network, running, devices = uniform_network(stages, 0.001, 1e6), ExecutionSettings(), [Device()] * stages
+    partition = partition_at(StageCostModel(LAYERS, devices, network, running), bounds)
+    text = chart_text(LAYERS, estimate_step(LAYERS, devices, network, running, 8, partition))
     assert text.startswith(f"stage 0  {begin}") and text.count("\n") == stages - 1
     assert text.count("link") == (stages if stages > 1 else 0)
 

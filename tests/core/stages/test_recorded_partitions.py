@@ -25,7 +25,7 @@ from gridtrain.core.stages.rank_placement import (
     placement_cost_s,
     stage_shares,
 )
-from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
+from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.errors import ConfigError
 
 RECORDED = Path(__file__).with_name("recorded_partitions.json")
@@ -93,15 +93,17 @@ def test_partitions_are_as_recorded(order: ScheduleKind, stages: int) -> None:
     random, found = Random(f"{order} {stages}"), []
     for _ in range(4):
         layers, network = drawn_layers(random, 7), drawn_network(random, stages)
-        cards = [Card(random.uniform(0.5, 2.0), random.choice((math.inf, 9e5, 6e5))) for _ in range(stages)]
+        devices = [
+            Device(random.uniform(0.5, 2.0), random.choice((math.inf, 9e5, 6e5))) for _ in range(stages)
+        ]
         running = drawn_settings(random, order)
-        best = or_error(best_partition, layers, cards, network, running, slack=random.choice((0.0, 0.1)))
+        best = or_error(best_partition, layers, devices, network, running, slack=random.choice((0.0, 0.1)))
         bounds = (0, *sorted(random.sample(range(1, 7), stages - 1)), 7)
-        at = partition_at(StageCostModel(layers, cards, network, running), bounds)
-        costs = StageCostModel(layers, cards, network, running)
-        fitting = memory_fit.find_fitting_partition(costs), memory_fit.fits(layers, cards, running)
-        lack = memory_fit.smallest_shortfall(layers, cards, running)
-        estimate = step_time.estimate_step(layers, cards, network, running, 11, at)
+        at = partition_at(StageCostModel(layers, devices, network, running), bounds)
+        costs = StageCostModel(layers, devices, network, running)
+        fitting = memory_fit.find_fitting_partition(costs), memory_fit.fits(layers, devices, running)
+        lack = memory_fit.smallest_shortfall(layers, devices, running)
+        estimate = step_time.estimate_step(layers, devices, network, running, 11, at)
         found.append((best, at, fitting, lack, estimate.step_s, estimate.bubble, estimate.sent_bytes))
     compare(RECORDED, f"partitions {order.value} {stages}", found)
 
@@ -111,10 +113,10 @@ def test_micro_batches_are_as_recorded(order: ScheduleKind) -> None:
     random, found = Random(str(order)), []
     for stages in (1, 2, 3):
         layers, network = drawn_layers(random, 5), drawn_network(random, stages)
-        cards = [Card(random.uniform(0.5, 2.0), 2e6)] * stages
+        devices = [Device(random.uniform(0.5, 2.0), 2e6)] * stages
         for batch in (1, 13):
             running = replace(drawn_settings(random, order), ahead=0.0)
-            proposal = or_error(step_time.propose_micro_batches, layers, cards, network, running, batch)
+            proposal = or_error(step_time.propose_micro_batches, layers, devices, network, running, batch)
             if isinstance(proposal, step_time.MicroBatchProposal):
                 rows = [(x.settings.micro_batches, x.settings.ahead, x.step_s) for x in proposal.alternatives]
                 found.append((proposal.micro_batches, rows))
@@ -185,13 +187,13 @@ def test_repartitions_are_as_recorded(seed: int) -> None:
     random = Random(seed)
     setup = drawn_setup(random, 8, (0, 2, 4, 6, 8))
     peers = peers_named("abcdefg"[: random.choice((2, 3, 3, 7))])
-    cards = {peer: Card(random.choice((0.5, 1.0)), random.choice((6e4, 9e4, math.inf))) for peer in peers}
+    devices = {peer: Device(random.choice((0.5, 1.0)), random.choice((6e4, 9e4, math.inf))) for peer in peers}
     ends = [sorted(random.sample(range(9), 2)) for _ in range(2 * len(peers))]
     held_spans = {
         peer: tuple(m.Span(*span) for span in ends[2 * n : 2 * n + 2]) for n, peer in enumerate(peers)
     }
     held_spans[peers[-1]] += (m.Span(0, 4), m.Span(4, 8))
-    repartitioned = or_error(repartition.partition_over_fewer, setup, peers, cards, held_spans)
+    repartitioned = or_error(repartition.partition_over_fewer, setup, peers, devices, held_spans)
     found: list[object] = [repartitioned]
     if isinstance(repartitioned, repartition.Repartition):
         disk = {peer: [0] for peer in peers[:1]}
@@ -208,13 +210,13 @@ def test_repartitions_are_as_recorded(seed: int) -> None:
             device_assignment.assign_devices,
             setup,
             [*peers, *peers_named("xyz")],
-            cards | {peer: Card(1.5, 1.2e5) for peer in peers_named("xyz")},
+            devices | {peer: Device(1.5, 1.2e5) for peer in peers_named("xyz")},
         )
     )
     bounds = setup.model.cuts if setup.model else ()
-    found.append(device_assignment.able_workers(setup, bounds, peers, cards))
+    found.append(device_assignment.able_workers(setup, bounds, peers, devices))
     found.append(
-        [device_assignment.stage_bytes(setup, bounds), device_assignment.is_uniform(setup, bounds, cards)]
+        [device_assignment.stage_bytes(setup, bounds), device_assignment.is_uniform(setup, bounds, devices)]
     )
     compare(RECORDED, f"repartitions {seed}", found)
 

@@ -1,4 +1,4 @@
-"""Repartitioning over the remaining workers, and uneven stages for uneven cards."""
+"""Repartitioning over the remaining workers, and uneven stages for uneven devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.stages import device_assignment, repartition
 from gridtrain.core.stages.rank_placement import StateLocations
 from gridtrain.core.stages.repartition import uncovered_spans
-from gridtrain.core.stages.stage_cost import Card
+from gridtrain.core.stages.stage_cost import Device
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
@@ -43,8 +43,8 @@ def test_uncovered_spans_are_found() -> None:
 def test_the_example_of_the_module() -> None:
     """The worker of stage 1 of 3 is lost; the last one has a copy of stage 1, the first one of stage 2."""
     holds = {A: spans(0, 2, 4, 6), C: spans(4, 6, 2, 4)}
-    cards = {A: Card(), C: Card()}
-    repartitioned = repartition.partition_over_fewer(setup([1] * 6, 0, 2, 4, 6), [A, C], cards, holds)
+    devices = {A: Device(), C: Device()}
+    repartitioned = repartition.partition_over_fewer(setup([1] * 6, 0, 2, 4, 6), [A, C], devices, holds)
     assert repartitioned.cuts == (0, 3, 6) and repartitioned.assemblers == {A: 0, C: 1}
     found = repartition.assembler_pieces(repartitioned, (A, C), StateLocations(held_spans=holds))
     assert found == {
@@ -71,10 +71,10 @@ def test_members_create_the_initial_state_that_only_others_have(is_initial: bool
 def test_of_many_workers_those_with_the_state_are_chosen() -> None:
     """Eight with equal memory are too many to try all groups of three; the eldest lack some layers."""
     peers = [bytes([number]) * 32 for number in range(8)]
-    cards = {peer: Card(memory_bytes=30) for peer in peers}
+    devices = {peer: Device(memory_bytes=30) for peer in peers}
     holds = {peers[0]: spans(0, 3), peers[4]: spans(3, 6), peers[7]: spans(6, 8)}
     repartitioned = repartition.partition_over_fewer(
-        setup([2, 3, 4, 5, 5, 5, 5, 5], 0, 1, 5, 8), peers, cards, holds
+        setup([2, 3, 4, 5, 5, 5, 5, 5], 0, 1, 5, 8), peers, devices, holds
     )
     assert set(repartitioned.members) == {peers[0], peers[4], peers[7]}
 
@@ -85,7 +85,7 @@ def test_many_workers_are_ordered_by_the_middle_of_the_layers_that_they_hold() -
     holds = {peer: spans(number, number + 1) for number, peer in enumerate(peers, 1)}
     holds[peers[0]] = spans(0, 1, 1, 2)
     found = repartition.partition_over_fewer(
-        setup([5] * 6, 0, 1, 2, 3, 4, 5, 6), peers[::-1], dict.fromkeys(peers, Card()), holds
+        setup([5] * 6, 0, 1, 2, 3, 4, 5, 6), peers[::-1], dict.fromkeys(peers, Device()), holds
     )
     assert found.members == tuple(peers)
 
@@ -96,27 +96,29 @@ def test_a_fitting_partition_is_found_if_there_is_one(seed: int = 5) -> None:
     fitted = 0
     for _ in range(150):
         sizes = [random.randint(1, 9) for _ in range(random.randint(3, 6))]
-        cards = {peer: Card(memory_bytes=random.randint(4, 40)) for peer in (A, B, C)[: random.randint(1, 3)]}
-        holds = dict.fromkeys(cards, spans(0, len(sizes)))
+        devices = {
+            peer: Device(memory_bytes=random.randint(4, 40)) for peer in (A, B, C)[: random.randint(1, 3)]
+        }
+        holds = dict.fromkeys(devices, spans(0, len(sizes)))
         run = setup(sizes, *range(len(sizes) + 1))
         possible = any(
             all(
-                2 * sum(sizes[a:b]) <= cards[p].memory_bytes
+                2 * sum(sizes[a:b]) <= devices[p].memory_bytes
                 for p, (a, b) in zip(order, pairwise(bounds), strict=True)
             )
-            for count in range(1, len(cards) + 1)
+            for count in range(1, len(devices) + 1)
             for inner in combinations(range(1, len(sizes)), count - 1)
             for bounds in [(0, *inner, len(sizes))]
-            for order in permutations(cards, count)
+            for order in permutations(devices, count)
         )  # fmt: skip
         try:
-            repartitioned = repartition.partition_over_fewer(run, list(cards), cards, holds)
+            repartitioned = repartition.partition_over_fewer(run, list(devices), devices, holds)
         except ConfigError:
-            assert not possible, (seed, sizes, cards)
+            assert not possible, (seed, sizes, devices)
             continue
         fitted += 1
         for peer, (a, b) in zip(repartitioned.members, pairwise(repartitioned.cuts), strict=True):
-            assert 2 * sum(sizes[a:b]) <= cards[peer].memory_bytes
+            assert 2 * sum(sizes[a:b]) <= devices[peer].memory_bytes
     assert 20 < fitted < 150
 
 
@@ -131,7 +133,7 @@ def test_a_card_twice_as_fast_gets_twice_the_work() -> None:
     speeds = device_assignment.relative_speeds({A: 10e12, B: 21e12, C: 11e12})
     assert speeds == pytest.approx({A: 1.0, B: 2.0, C: 1.0})
     repartitioned = device_assignment.assign_devices(
-        run, [A, B, C], {peer: Card(speed) for peer, speed in speeds.items()}
+        run, [A, B, C], {peer: Device(speed) for peer, speed in speeds.items()}
     )
     sizes = {
         peer: repartitioned.cuts[n + 1] - repartitioned.cuts[n]
@@ -156,33 +158,33 @@ def test_a_speed_that_no_card_has_counts_as_a_bounded_one() -> None:
 
 
 def test_the_largest_number_of_replicas_is_found_with_few_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 of 256 cards can hold a stage; the coordinator does not try 128 numbers in all orders."""
+    """40 of 256 devices can hold a stage; the coordinator does not try 128 numbers in all orders."""
     run, calls = setup([5] * 8, 0, 4, 8), []
     peers = [bytes([n]) * 32 for n in range(256)]
-    cards = {peer: Card(memory_bytes=80.0 if n < 40 else 20.0) for n, peer in enumerate(peers)}
+    devices = {peer: Device(memory_bytes=80.0 if n < 40 else 20.0) for n, peer in enumerate(peers)}
     partition = repartition.partition.best_partition
     monkeypatch.setattr(
         repartition.partition, "best_partition", lambda *a, **k: calls.append(a) or partition(*a, **k)
     )
-    repartitioned = device_assignment.assign_devices(run, peers, cards)
+    repartitioned = device_assignment.assign_devices(run, peers, devices)
     assert set(peers[:40]) <= set(repartitioned.members)
     needs = device_assignment.stage_bytes(run, repartitioned.cuts)
-    assert all(needs[n] <= cards[peer].memory_bytes for peer, n in repartitioned.assemblers.items())
-    assert len(calls) <= 4, "one for each pair of different cards"
+    assert all(needs[n] <= devices[peer].memory_bytes for peer, n in repartitioned.assemblers.items())
+    assert len(calls) <= 4, "one for each pair of different devices"
 
 
 def test_no_memory_is_exceeded_and_replicas_have_equal_stages() -> None:
     run = setup([5] * 8, 0, 4, 8)
     memory = {A: 20, B: 80, C: 20, D: 60}
-    cards = {peer: Card(memory_bytes=nbytes) for peer, nbytes in memory.items()}
-    repartitioned = device_assignment.assign_devices(run, [A, B, C, D], cards)
+    devices = {peer: Device(memory_bytes=nbytes) for peer, nbytes in memory.items()}
+    repartitioned = device_assignment.assign_devices(run, [A, B, C, D], devices)
     assert {repartitioned.assemblers[A], repartitioned.assemblers[B]} == {0, 1} and repartitioned.assemblers[
         A
     ] == repartitioned.assemblers[C]
     needs = device_assignment.stage_bytes(run, repartitioned.cuts)
-    assert all(needs[n] <= cards[peer].memory_bytes for peer, n in repartitioned.assemblers.items())
+    assert all(needs[n] <= devices[peer].memory_bytes for peer, n in repartitioned.assemblers.items())
     with pytest.raises(ConfigError, match="no partition of 8 layers into 2 stages fits"):
-        device_assignment.assign_devices(run, [A, C], {A: cards[A], C: cards[C]})
+        device_assignment.assign_devices(run, [A, C], {A: devices[A], C: devices[C]})
 
 
 def test_the_coordinator_partitions_for_the_joined_cards() -> None:

@@ -11,7 +11,7 @@ from timetable import timetable
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.stages import step_time
 from gridtrain.core.stages.partition import partition_at
-from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
+from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.core.stages.step_time import StepEstimate, estimate_step, propose_micro_batches
 from gridtrain.errors import ConfigError
 
@@ -29,14 +29,14 @@ def estimate(
 ) -> StepEstimate:
     stages = network.size
     bounds = [s * len(each) // stages for s in range(stages + 1)]
-    cards = [Card()] * stages
+    devices = [Device()] * stages
     return estimate_step(
         each,
-        cards,
+        devices,
         network,
         running,
         batch,
-        partition_at(StageCostModel(each, cards, network, running), bounds),
+        partition_at(StageCostModel(each, devices, network, running), bounds),
     )
 
 
@@ -90,12 +90,12 @@ def proposed(
 ) -> int:
     running = replace(RUNNING, order=order)
     return propose_micro_batches(
-        layers(8, 100, overhead_s), [Card()] * 4, network, running, batch
+        layers(8, 100, overhead_s), [Device()] * 4, network, running, batch
     ).micro_batches
 
 
 def test_without_overhead_many_micro_batches_are_proposed() -> None:
-    proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64)
+    proposal = propose_micro_batches(layers(8), [Device()] * 4, None, RUNNING, 64)
     assert proposal.micro_batches == 64 and proposal.chosen.step_s == pytest.approx(67 * 0.006)
 
 
@@ -104,14 +104,14 @@ def test_a_nearly_as_fast_step_has_fewer_micro_batches(
     tolerance: float, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_time, "STEP_TIME_TOLERANCE", tolerance)
-    proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64)
+    proposal = propose_micro_batches(layers(8), [Device()] * 4, None, RUNNING, 64)
     assert proposal.micro_batches == micro_batches
 
 
 def test_the_proposal_is_among_the_fastest_alternatives() -> None:
     cheap, expensive = proposed(IDEAL_NETWORK), proposed(IDEAL_NETWORK, overhead_s=0.003)
     assert expensive < cheap == 64
-    proposal = propose_micro_batches(layers(8, 100, 0.003), [Card()] * 4, IDEAL_NETWORK, RUNNING, 64)
+    proposal = propose_micro_batches(layers(8, 100, 0.003), [Device()] * 4, IDEAL_NETWORK, RUNNING, 64)
     fastest_s = min(each.step_s for each in proposal.alternatives)
     assert proposal.chosen.step_s <= 1.02 * fastest_s
     assert all(
@@ -125,51 +125,53 @@ def test_the_proposal_is_among_the_fastest_alternatives() -> None:
 
 def test_1f1b_runs_ahead_on_links_with_latency() -> None:
     running = replace(RUNNING, order=ScheduleKind.ONE_F_ONE_B)
-    slow = propose_micro_batches(layers(8, 100), [Card()] * 4, uniform_network(4, 0.05, 12.5e6), running, 64)
+    slow = propose_micro_batches(
+        layers(8, 100), [Device()] * 4, uniform_network(4, 0.05, 12.5e6), running, 64
+    )
     assert slow.chosen.settings.ahead > 0
     assert "micro-batches ahead for each later stage" in slow.reason
     without_ahead = replace(slow.chosen.settings, ahead=0.0)
-    cards, network = [Card()] * 4, uniform_network(4, 0.05, 12.5e6)
-    without = estimate_step(layers(8, 100), cards, network, without_ahead, 64, slow.chosen.cut)
+    devices, network = [Device()] * 4, uniform_network(4, 0.05, 12.5e6)
+    without = estimate_step(layers(8, 100), devices, network, without_ahead, 64, slow.chosen.cut)
     assert slow.chosen.step_s < 0.8 * without.step_s
     free = [replace(each, forward_s=0.0, backward_s=0.0) for each in layers(8, 100)]
-    assert propose_micro_batches(free, cards, network, running, 64).chosen.settings.ahead == 0
+    assert propose_micro_batches(free, devices, network, running, 64).chosen.settings.ahead == 0
 
 
 def test_alternatives_that_do_not_fit_are_omitted() -> None:
     """Fill-drain stores the whole batch; only transit and working memory grow with the micro-batch."""
     each = [Layer(f"layer{i}", 0.001, 0.002, 0, 100) for i in range(2)]
-    cards = [Card(memory_bytes=64 * 200 + 8 * 900)] * 2
-    proposal = propose_micro_batches(each, cards, None, RUNNING, 64)
+    devices = [Device(memory_bytes=64 * 200 + 8 * 900)] * 2
+    proposal = propose_micro_batches(each, devices, None, RUNNING, 64)
     assert all(one.settings.samples <= 16 for one in proposal.alternatives)
     assert "do not fit into memory" in proposal.reason
     with pytest.raises(ConfigError, match="no partition of 2 layers into 2 stages fits"):
-        propose_micro_batches(each, [Card(memory_bytes=100)] * 2, None, RUNNING, 64)
+        propose_micro_batches(each, [Device(memory_bytes=100)] * 2, None, RUNNING, 64)
 
 
 def test_a_given_partition_is_kept() -> None:
-    proposal = propose_micro_batches(layers(8), [Card()] * 2, None, RUNNING, 16, cuts=(0, 2, 8))
+    proposal = propose_micro_batches(layers(8), [Device()] * 2, None, RUNNING, 16, cuts=(0, 2, 8))
     assert {one.cut.cuts for one in proposal.alternatives} == {(0, 2, 8)}
     with pytest.raises(ConfigError, match="stage 1 needs"):
-        propose_micro_batches(layers(8), [Card(memory_bytes=20_000)] * 2, None, RUNNING, 16, cuts=(0, 2, 8))
+        propose_micro_batches(layers(8), [Device(memory_bytes=20_000)] * 2, None, RUNNING, 16, cuts=(0, 2, 8))
 
 
 def test_given_numbers_are_compared() -> None:
-    proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64, numbers=(4, 8, 16))
+    proposal = propose_micro_batches(layers(8), [Device()] * 4, None, RUNNING, 64, numbers=(4, 8, 16))
     assert [one.settings.micro_batches for one in proposal.alternatives] == [4, 8, 16]
     assert proposal.micro_batches == 16
     for batch, numbers in ((0, ()), (4, (8,)), (4, (0,))):
         with pytest.raises(ConfigError, match="samples cannot be divided"):
-            propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, batch, numbers=numbers)
+            propose_micro_batches(layers(8), [Device()] * 4, None, RUNNING, batch, numbers=numbers)
 
 
 def test_each_stage_of_a_proposal_has_something_to_train() -> None:
     frozen = [replace(layer, trainable_bytes=0) for layer in layers(6)]
     two = [replace(layer, trainable_bytes=int(index < 2)) for index, layer in enumerate(frozen)]
     for each, bounds in ((frozen, (0, 3, 6)), (two, (0, 1, 6))):
-        proposal = propose_micro_batches(each, [Card()] * 2, None, RUNNING, 8)
+        proposal = propose_micro_batches(each, [Device()] * 2, None, RUNNING, 8)
         assert proposal.chosen.cut.cuts == bounds
     with pytest.raises(
         ConfigError, match="6 layers, of which 2 are trained, cannot be divided into 3 stages"
     ):
-        propose_micro_batches(two, [Card()] * 3, None, RUNNING, 8)
+        propose_micro_batches(two, [Device()] * 3, None, RUNNING, 8)
