@@ -181,7 +181,8 @@ def check(world: StagedWorld, stages: int) -> None:
     histories: dict[m.RoundId, set[bytes]] = defaultdict(set)
     for _, round_id, history in log.commits:  # in the order of the commits
         histories[round_id].add(history)
-        if round_id not in rounds[round_id.step]:
+        # A worker that returns may apply what it prepared before a rollback, if the step was repeated alike.
+        if all(history not in histories[other] for other in rounds[round_id.step]):
             rounds[round_id.step].append(round_id)
     assert all(len(seen) == 1 for seen in histories.values()), "one step, and two histories"
     for step, ids in rounds.items():  # all or none, except where the run went back beyond this step
