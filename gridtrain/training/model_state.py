@@ -45,7 +45,7 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer import residual_pieces
-from gridtrain.training.checkpoint import pretrained
+from gridtrain.training.checkpoint import checkpoint_store, pretrained
 from gridtrain.training.checkpoint.checkpoint_store import (
     CheckpointContent,
     CheckpointStore,
@@ -89,6 +89,7 @@ class ModelStateOptions:
 
     Attributes:
         folder: the folder of its checkpoints.
+        is_chosen: whether the user chose the folder.
         every: the number of steps between two checkpoints; 0 writes none.
         keep: the number of checkpoints to keep.
         url: the URL to which checkpoints are uploaded, if any.
@@ -100,6 +101,7 @@ class ModelStateOptions:
     keep: int
     url: str = ""
     max_transfer_bytes: int = 0
+    is_chosen: bool = False
 
 
 class ModelState(ABC):
@@ -545,6 +547,9 @@ class WholeModelState(ModelState):
         found = self.checkpoints.latest(self._facts)
         if self._fetch_checkpoint(0 if found is None else found.step):
             found = self.checkpoints.latest(self._facts)
+        if found is None and self._options.is_chosen:
+            folder = self._options.folder
+            checkpoint_store.check_not_refused([folder], self._facts, folder)
         residual = self._optimizer.residual
         self._left = load_left_residual(self._options.folder, self._facts, residual.size)
         if found is None:

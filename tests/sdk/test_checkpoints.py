@@ -245,11 +245,29 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     assert "step-00000006 cannot be read: SafetensorError" in caplog.text
 
 
-def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_with_only_checkpoints_of_other_settings_does_not_begin(tmp_path: Path) -> None:
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    text = r"step-00000006 was .* different training settings \(exchange: Dense\(\), now TopK.*undo the change"
+    with pytest.raises(ConfigError, match=text):
+        run(tmp_path, 1, lambda grid: train(grid, gridtrain.TopK(density=0.5), until=4))
+    (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    assert seen["steps"][0] == 6
+
+
+def test_checkpoints_of_other_settings_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    written = (tmp_path / "worker-0" / "step-00000003" / "tensors.safetensors").read_bytes()
+    monkeypatch.setattr(checkpoint_store, "check_not_refused", lambda *_: None)  # as in the default folder
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.TopK(density=0.5), until=4))
     assert seen["steps"][0] == 0
     assert "was written with different training settings" in caplog.text
+    kept = tmp_path / "worker-0" / "earlier-1"
+    assert f"different training settings are now in {kept}" in caplog.text
+    assert sorted(path.name for path in kept.iterdir()) == ["step-00000003", "step-00000006"]
+    assert (kept / "step-00000003" / "tensors.safetensors").read_bytes() == written
+    assert [path.name for path in (tmp_path / "worker-0").glob("step-*")] == ["step-00000003"]
 
 
 def test_a_full_disk_costs_the_checkpoint_but_not_the_training(
