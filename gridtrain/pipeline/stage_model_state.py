@@ -100,6 +100,8 @@ class StageModelState(ModelState):
         )
         self._store.claim()
         self._fetch_checkpoint(self._store.latest_complete_step(len(defined.blueprint)))
+        if self._options.is_chosen:
+            self._store.check_not_refused()
         self._session.tasks.attach_stage_checkpoints(self._store)
         model = describe_staged_model(
             defined, options, held.template, self._profile, sizes.batch_size, held.trackers.values()

@@ -91,6 +91,7 @@ class GroupSession:
         self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
         self._joined: io.TrainerJoined | None = None
         self.is_turn_done = self._has_closed = False
+        self._is_in_task = False  # still set after a task that an exception has ended
         self.end_reason = self.failure = ""
         self._turn: WorkerSnapshot | None = None
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
@@ -194,6 +195,19 @@ class GroupSession:
         return snapshot
 
     @property
+    def is_in_turn(self) -> bool:
+        """Whether the script has a turn's batch, or has had it and not requested the next one."""
+        return self._turn is not None
+
+    def is_before_step(self, snapshot: WorkerSnapshot) -> bool:
+        """Whether the script has ended its turn of the last step in `snapshot`, and no later step is
+        committed, even if a later turn has begun."""
+        if self._is_in_task or snapshot.tasks or self.is_turn_done:
+            return False
+        turn = self._turn
+        return turn is None or (turn.open_round is not None and turn.open_round.step == snapshot.applied + 1)
+
+    @property
     def turn_spans(self) -> tuple[m.Span, ...]:
         """This worker's positions in the latest turn; empty if the worker takes part without samples."""
         return self._turn.spans if self._turn is not None else ()
@@ -265,7 +279,9 @@ class GroupSession:
                     raise WaitInterrupted  # a due checkpoint is written first, because others need the state
                 task = self._next_task(snapshot, between_batches=between_batches)
                 if task is not None:
+                    self._is_in_task = True
                     self.tasks.run(task, snapshot, is_pipeline=self._is_pipeline)
+                    self._is_in_task = False
                 elif is_over(snapshot):
                     return snapshot
         return None

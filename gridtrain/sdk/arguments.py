@@ -88,6 +88,7 @@ def state_options(config: JoinConfig) -> ModelStateOptions:
         keep=_parse_int("checkpoint_keep", config.checkpoint_keep),
         url=config.checkpoints,
         max_transfer_bytes=_parse_int("handover_mib", config.handover_mib) << 20,
+        is_chosen=bool(config.state_dir),
     )
 
 

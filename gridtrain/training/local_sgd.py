@@ -200,6 +200,9 @@ class LocalSGDOptimizer(GridOptimizer):
         else:
             self._global_step()
 
+    def abort_turn(self) -> bool:
+        return self._calls_left == self._every and super().abort_turn()  # local steps change the parameters
+
     def exchange(self) -> bool:
         raise ConfigError(
             "optimizer.exchange() was called with LocalSteps, which exchanges no gradient",

@@ -45,7 +45,7 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer import residual_pieces
-from gridtrain.training.checkpoint import pretrained
+from gridtrain.training.checkpoint import checkpoint_store, pretrained
 from gridtrain.training.checkpoint.checkpoint_store import (
     CheckpointContent,
     CheckpointStore,
@@ -89,6 +89,7 @@ class ModelStateOptions:
 
     Attributes:
         folder: the folder of its checkpoints.
+        is_chosen: whether the user chose the folder.
         every: the number of steps between two checkpoints; 0 writes none.
         keep: the number of checkpoints to keep.
         url: the URL to which checkpoints are uploaded, if any.
@@ -100,6 +101,7 @@ class ModelStateOptions:
     keep: int
     url: str = ""
     max_transfer_bytes: int = 0
+    is_chosen: bool = False
 
 
 class ModelState(ABC):
@@ -505,6 +507,9 @@ class WholeModelState(ModelState):
             on_written=self._upload,
         )
         self._checkpoint_step: int | None = None  # the step of the checkpoint that was found on disk
+        self._lost_step: int | None = (
+            None  # the last one, if this worker leaves as the last and cannot save it
+        )
         self._is_resumed = (
             False  # state and residual come from the checkpoint, and no step has been taken since
         )
@@ -545,6 +550,9 @@ class WholeModelState(ModelState):
         found = self.checkpoints.latest(self._facts)
         if self._fetch_checkpoint(0 if found is None else found.step):
             found = self.checkpoints.latest(self._facts)
+        if found is None and self._options.is_chosen:
+            folder = self._options.folder
+            checkpoint_store.check_not_refused([folder], self._facts, folder)
         residual = self._optimizer.residual
         self._left = load_left_residual(self._options.folder, self._facts, residual.size)
         if found is None:
@@ -580,6 +588,23 @@ class WholeModelState(ModelState):
             )
         self._is_resumed, self._checkpoint_step = False, None
         super().begin_turn(snapshot)
+
+    def close(self, timeout_s: float, *, is_run_over: bool) -> None:
+        if self._lost_step is not None:
+            self._wait_for_writer(timeout_s)
+            self._warn_of_loss(self._lost_step)
+        super().close(timeout_s, is_run_over=is_run_over)
+
+    def _warn_of_loss(self, step: int) -> None:
+        """Warn that no checkpoint of `step`, the last one, is written, unless there is one."""
+        steps = map(checkpoint_step, checkpoint_store.list_checkpoints(self._options.folder))
+        latest = max((done for done in steps if done <= step), default=0)
+        if latest < step:
+            lost = f"steps {latest + 1} to {step} are lost" if latest + 1 < step else f"step {step} is lost"
+            where = (
+                f"this worker's latest checkpoint is of step {latest}" if latest else "it has no checkpoint"
+            )
+            log.warning(NOT_SAVED, f"it was stopped within a step, and is the last one; {lost}: {where}")
 
     @property
     def exports(self) -> bool:
@@ -653,15 +678,21 @@ class WholeModelState(ModelState):
         """Record the state, because all workers may be leaving or pausing, and none knows which is the last.
 
         With overlapped local steps no state is recorded, because the latest change is not applied yet.  A
-        worker that leaves, unlike one that pauses, may have stopped before its tracked objects stepped;
-        `Grid.close` then does not consider it to be between two steps.
+        worker that leaves, unlike one that pauses, may have stopped before its tracked objects stepped: then
+        their state is known again when the script requests its next batch.
         """
-        if not between_steps:
-            return
         snapshot = self._session.snapshot
         is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay
-        if self._has_checkpoints and is_complete:
+        if not (self._has_checkpoints and is_complete):
+            return
+        if between_steps or self._is_before_step(snapshot):
             self._left_at = snapshot
+        elif snapshot.world_size <= 1:
+            self._lost_step = snapshot.applied + 1
+
+    def _is_before_step(self, snapshot: WorkerSnapshot) -> bool:
+        session = self._session
+        return session.is_before_step(snapshot) and (not session.is_in_turn or self._optimizer.abort_turn())
 
     def _drop_from_checkpoint(self, step: int) -> None:
         self.checkpoints.drop_residual(step)

@@ -300,9 +300,9 @@ class GridOptimizer(WrappingOptimizer):
         self._round_start, self._is_exchanging = self._turn_start, True
         try:
             self._iterate_attempts(usable, early)
+            self._turn_start = None
         finally:
-            self._round_start = self._turn_start = None
-            self._is_exchanging = False
+            self._round_start, self._is_exchanging = None, False
             self.weights.end_step()
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
@@ -419,6 +419,13 @@ class GridOptimizer(WrappingOptimizer):
         tracked object, such as a scheduler, that the script may still have to step."""
         return self._is_applied and not self._trackers
 
+    def abort_turn(self) -> bool:
+        """Undo what the turn in progress has changed, for `pack`, if its update is not applied yet; return
+        whether this is possible.  No step may be taken afterwards."""
+        self._statistics.restore()
+        self._round_start = self._turn_start
+        return True
+
     def _compare(self) -> None:
         step, self._step = self._step, -1
         if step >= 0:
@@ -528,7 +535,7 @@ class GridOptimizer(WrappingOptimizer):
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Copy the state for a checkpoint; see `serialization.pack_state`."""
         self.base.check_unchanged()
-        return serialization.pack_state(self.model, self.replicated, self._trackers)
+        return serialization.pack_state(self.model, *self._turn_start_view())
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the result of `pack`; raise `RemoteProtocolError` if it does not match the model and the

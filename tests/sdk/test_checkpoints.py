@@ -84,7 +84,9 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("tracks", [False, True], ids=["in the update", "before the scheduler's step"])
-def test_a_worker_that_ends_amid_a_step_leaves_no_checkpoint_of_it(tracks: bool, tmp_path: Path) -> None:
+def test_a_worker_that_ends_amid_a_step_leaves_no_checkpoint_of_it(
+    tracks: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def work(grid: gridtrain.Grid) -> None:
         model = copy.deepcopy(NET)
         optimizer = sgd(grid, model, lr=0.001)
@@ -103,6 +105,52 @@ def test_a_worker_that_ends_amid_a_step_leaves_no_checkpoint_of_it(tracks: bool,
     run(tmp_path, 1, work, every=4, saves_on_leaving=True)
     written = sorted(path.name for path in (tmp_path / "worker-0").glob("step-*"))
     assert written == ["step-00000004"]
+    text = "within a step, and is the last one; step 5 is lost: this worker's latest checkpoint is of step 4"
+    assert text in caplog.text
+
+
+@pytest.mark.parametrize("where", ["backward", "exchange", "wait"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_worker_that_ends_before_its_next_update_leaves_a_checkpoint_with_its_scheduler(
+    where: str, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It continues as without the end, although each pass changes the batch norm's statistics, and the
+    script steps its scheduler after each pass."""
+
+    def work(grid: gridtrain.Grid, *, ends: bool) -> dict[str, torch.Tensor]:
+        model = nn.Sequential(nn.BatchNorm1d(2), copy.deepcopy(NET))
+        optimizer = sgd(grid, model, lr=0.01, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        grid.track(scheduler=scheduler)
+        session: Any = grid._session
+
+        def stop(here: str) -> None:
+            if ends and here == where and session.snapshot.applied == 4 and count % passes == 0:
+                raise Interrupted
+
+        def stop_before(name: str, here: str) -> None:
+            call = getattr(session, name)
+            monkeypatch.setattr(session, name, lambda *args, **named: (stop(here), call(*args, **named))[1])
+
+        count = 0
+        stop_before("begin", "exchange")
+        stop_before("_wait", "wait")
+        with suppress(Interrupted):
+            for batch in grid.batches(DATA, global_batch_size=6, steps=9, accumulate=passes):
+                backward(model, batch)
+                count += 1
+                stop("backward")
+                if count % passes == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                scheduler.step()
+        return dict(model.state_dict())
+
+    (whole,) = run(tmp_path / "whole", 1, lambda grid: work(grid, ends=False), every=100)
+    run(tmp_path / "cut", 1, lambda grid: work(grid, ends=True), every=100, saves_on_leaving=True)
+    assert [path.name for path in (tmp_path / "cut" / "worker-0").glob("step-*")] == ["step-00000005"]
+    (resumed,) = run(tmp_path / "cut", 1, lambda grid: work(grid, ends=False), every=100)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize("every", [100, 0], ids=["every 100 steps", "none"])
@@ -245,11 +293,31 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     assert "step-00000006 cannot be read: SafetensorError" in caplog.text
 
 
-def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_with_only_checkpoints_of_other_settings_does_not_begin(tmp_path: Path) -> None:
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    text = (
+        r"step-00000006 was .* different training settings \(exchange: Dense\(\), now TopK.*undo the change"
+    )
+    with pytest.raises(ConfigError, match=text):
+        run(tmp_path, 1, lambda grid: train(grid, gridtrain.TopK(density=0.5), until=4))
+    (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    assert seen["steps"][0] == 6
+
+
+def test_checkpoints_of_other_settings_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
+    written = (tmp_path / "worker-0" / "step-00000003" / "tensors.safetensors").read_bytes()
+    monkeypatch.setattr(checkpoint_store, "check_not_refused", lambda *_: None)  # as in the default folder
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.TopK(density=0.5), until=4))
     assert seen["steps"][0] == 0
     assert "was written with different training settings" in caplog.text
+    kept = tmp_path / "worker-0" / "earlier-1"
+    assert f"different training settings are now in {kept}" in caplog.text
+    assert sorted(path.name for path in kept.iterdir()) == ["step-00000003", "step-00000006"]
+    assert (kept / "step-00000003" / "tensors.safetensors").read_bytes() == written
+    assert [path.name for path in (tmp_path / "worker-0").glob("step-*")] == ["step-00000003"]
 
 
 def test_a_full_disk_costs_the_checkpoint_but_not_the_training(

@@ -324,9 +324,9 @@ def test_checkpoints_and_the_exported_file_lack_the_base(tmp_path: Path) -> None
     assert dict(checkpoint.facts)["base"].startswith("1.06 MB in 4 frozen tensors, digest ")
 
     again = resume(tmp_path, Run(run.exchange, stop_at=8))
-    assert again["first"] == 6
+    assert again["first"] == 8
     run.stop_at, run.steps, run.digests = 10**9, 12, {}
-    assert resume(tmp_path, run)["first"] == 6 and run.steps_of("worker-0") == 12
+    assert resume(tmp_path, run)["first"] == 8 and run.steps_of("worker-0") == 12
     exported = safetensors.torch.load_file(tmp_path / "final.safetensors")
     assert sorted(exported) == sorted(name for name in MODEL.state_dict() if name not in frozen)
 
@@ -347,8 +347,8 @@ def test_a_base_that_changes_at_the_end_costs_the_checkpoint_but_not_the_final_m
 
 def test_a_checkpoint_of_another_base_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     resume(tmp_path, Run(gridtrain.Dense(), stop_at=8, before_step=wait_for_disk))
-    seen = resume(tmp_path, Run(gridtrain.Dense(), stop_at=2, model=other_base))
-    assert seen["first"] == 0
+    with pytest.raises(ConfigError, match="undo the change"):
+        resume(tmp_path, Run(gridtrain.Dense(), stop_at=2, model=other_base))
     assert re.search(r"different training settings \(base: 1\.06 MB in 4 frozen .*\), and is", caplog.text)
 
 
@@ -357,11 +357,11 @@ def test_a_checkpoint_of_an_earlier_version_contains_the_base(tmp_path: Path, mo
     """It has no fact about the base; its values are compared with those of the script."""
     old = Run(gridtrain.Dense(), stop_at=8, before_step=wait_for_disk, options={"send_frozen": "*"})
     resume(tmp_path, old)
-    checkpoint = checkpoint_store.read(tmp_path / "state" / "step-00000006")
+    checkpoint = checkpoint_store.read(tmp_path / "state" / "step-00000008")
     assert "base" not in dict(checkpoint.facts) and absent_names(checkpoint.document) == []
     run = Run(gridtrain.Dense(), stop_at=10, model=model)
     if model is not other_base:
-        assert resume(tmp_path, run)["first"] == 6
+        assert resume(tmp_path, run)["first"] == 8
         return
-    with pytest.raises(ConfigError, match=r"step-00000006 of step 6 cannot be used: .* a different base"):
+    with pytest.raises(ConfigError, match=r"step-00000008 of step 8 cannot be used: .* a different base"):
         resume(tmp_path, run)

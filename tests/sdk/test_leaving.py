@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -388,6 +389,8 @@ def test_a_restarted_worker_reads_its_residual_back_if_the_run_has_not_moved(
     with gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK) as group:
         (_, left), _ = alone(group, tmp_path, until)
     assert left.any() and (tmp_path / residual_departure.LEFT_FOLDER).is_dir()
+    if not back:
+        shutil.rmtree(tmp_path / "step-00000008")  # as if its disk had been full
     with gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK) as group, caplog.at_level(logging.WARNING):
         (found, _), first = alone(group, tmp_path, 7 if back else 6)
     assert first == 6

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 from torch import nn
-from training_loop import sgd, train_batch
+from training_loop import sgd, train_batch, train_steps
 
 import gridtrain
 from gridtrain.cli.main import cli
@@ -139,6 +139,22 @@ def test_a_run_of_other_settings_is_refused(url: str, tmp_path: Path) -> None:
     ):
         sgd(grid, nn.Linear(2, 1), gridtrain.TopK(density=0.5))
         next(iter(grid.batches(DATA, global_batch_size=6, steps=12)))
+
+
+def test_a_fetched_checkpoint_does_not_replace_one_of_other_settings(tmp_path: Path) -> None:
+    url, disk = f"file://{tmp_path}/storage", tmp_path / "b" / "worker-0"
+    run(tmp_path / "a", 1, train, urls=[url])
+
+    def with_other_settings(grid: gridtrain.Grid) -> None:
+        model = copy.deepcopy(NET)
+        for _ in train_steps(grid, model, sgd(grid, model, lr=0.5), DATA, batch_size=6, steps=12):
+            wait_for_disk(grid)
+
+    run(tmp_path / "b", 1, with_other_settings)
+    written = (disk / "step-00000012" / "tensors.safetensors").read_bytes()
+    run(tmp_path / "b", 1, lambda grid: train(grid, steps=13), urls=[url])
+    assert (disk / "earlier-1" / "step-00000012" / "tensors.safetensors").read_bytes() == written
+    assert (disk / "step-00000012" / "tensors.safetensors").read_bytes() != written
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def state(tmp_path: Path) -> Any:
     made._options, made._facts, made._left = ModelStateOptions(tmp_path, every=10, keep=2), (), None
     made._has_taken_part = True
     made._paused_with = made._left_at = made._left_step = made._written_step = None
-    made._store = made._uploader = None
+    made._store = made._uploader = made._lost_step = None
     made._transfer_residual, made._keep_for_pause = transfer, lambda: None
     return made
 

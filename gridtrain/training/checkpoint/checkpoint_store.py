@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -45,6 +46,9 @@ FORMAT = 1
 MAX_JSON_BYTES = 256 << 20
 WARNING_INTERVAL_S = 600.0
 """The interval at which a worker repeats the message that it cannot write checkpoints."""
+
+START_FROM_MODEL = "to train its model with other settings, load it before grid.optimizer in a new run"
+"""What to do with a model whose checkpoint is refused."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".step-*.partial"
@@ -155,6 +159,7 @@ class CheckpointStore:
         self._on_written = on_written
         self._latest: int | None = None
         self._own: list[Path] = []  # oldest first; other checkpoints on disk may belong to another history
+        self._has_written = False
         self._lock: int | None = None
         self._dropped_residual: int | None = None  # the step of a residual that was sent
 
@@ -195,6 +200,17 @@ class CheckpointStore:
         to this history."""
         with contextlib.suppress(OSError):
             self._own = list_checkpoints(self.folder)
+
+    def _prune_unverified(self, step: int) -> None:
+        """Remove checkpoints of earlier processes with the same settings before `step`.
+
+        The latest of them stays, because it may belong to another history than the group's.
+        """
+        found = [path for path in list_checkpoints(self.folder) if checkpoint_step(path) < step]
+        for path in found[:-1]:
+            with contextlib.suppress(ConfigError):  # unreadable: its settings are unknown
+                read_header(path)
+                shutil.rmtree(path, ignore_errors=True)
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` committed steps.  While the previous checkpoint is being
@@ -251,9 +267,8 @@ class CheckpointStore:
             if matches_facts(checkpoint.facts, facts):
                 return checkpoint
             log.warning(
-                "the checkpoint %s was written with different training settings (%s), and is not used",
-                path,
-                describe_difference(checkpoint.facts, facts),
+                "the checkpoint %s was written with different training settings (%s), and is not used; %s",
+                *(path, describe_difference(checkpoint.facts, facts), START_FROM_MODEL),
             )
         return None
 
@@ -263,7 +278,12 @@ class CheckpointStore:
     def _write(self, content: CheckpointContent) -> None:
         step = content.position.applied + 1
         try:
+            if is_first := not self._has_written:
+                keep_refused(self.folder, [self.folder], content.facts)
             save(content, step_folder(self.folder, step))
+            self._has_written = True
+            if is_first and not self._own:
+                self._prune_unverified(step)
             if step == self._dropped_residual:
                 self._drop_residual(step)
             self._own = [path for path in self._own if path.name != checkpoint_folder_name(step)]
@@ -300,10 +320,46 @@ def matches_facts(written: Facts, facts: Facts) -> bool:
 
 
 def describe_difference(written: Facts, facts: Facts) -> str:
-    """Return the training settings of a file that differ from `facts`."""
+    """Return the training settings of a file that differ from `facts`, with those in `facts`."""
     there, here = dict(written), dict(facts)
     other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
-    return ", ".join(f"{name}: {there.get(name, 'missing')}" for name in other)
+    return "; ".join(f"{n}: {there.get(n, 'missing')}, now {here.get(n, 'missing')}" for n in other)
+
+
+def refused_checkpoints(folders: Iterable[Path], facts: Facts) -> dict[Path, str]:
+    """Return the checkpoints in `folders` that were written with different training settings, and these."""
+    found = {}
+    for path in itertools.chain.from_iterable(map(list_checkpoints, folders)):
+        with contextlib.suppress(ConfigError):  # it cannot be read
+            _, written = read_header(path)
+            if not matches_facts(written, facts):
+                found[path] = describe_difference(written, facts)
+    return found
+
+
+def check_not_refused(folders: Iterable[Path], facts: Facts, place: Path) -> None:
+    """Raise `ConfigError` if checkpoints in `folders` below `place` were written with different settings."""
+    if refused := refused_checkpoints(folders, facts):
+        path, difference = refused.popitem()
+        raise ConfigError(
+            f"the checkpoint {path} was written with different training settings ({difference})",
+            remedy="undo the change to continue from it, or begin a new run with another --state-dir than "
+            f"{place}; {START_FROM_MODEL}",
+        )
+
+
+def keep_refused(place: Path, folders: Iterable[Path], facts: Facts) -> None:
+    """Move the checkpoints that were written with different training settings from `folders` to a new folder
+    `earlier-N` in `place`, so that they are neither replaced nor removed.  Raises `OSError`."""
+    refused = refused_checkpoints(folders, facts)
+    if not refused:
+        return
+    kept = next(path for n in itertools.count(1) if not (path := place / f"earlier-{n}").exists())
+    for path in refused:
+        target = kept / path.relative_to(place)
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.rename(path, target)
+    log.warning("the checkpoints that were written with different training settings are now in %s", kept)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -453,7 +509,7 @@ def _read_text(path: Path) -> bytes:
 def publish_folder(partial: Path, path: Path) -> None:
     """Rename `partial`, whose files have been flushed to disk, to `path`.  Raises `OSError`."""
     sync_folder(partial)
-    shutil.rmtree(path, ignore_errors=True)  # it is from an earlier run, or from before a rollback
+    shutil.rmtree(path, ignore_errors=True)  # it is from before a rollback
     os.rename(partial, path)
     sync_folder(path.parent)
 

@@ -415,6 +415,7 @@ class RemoteStore:
                 self._retried(partial(self._get, source, copy / file.name, file), retry_after_s)
             checkpoint_store.read(copy)  # also checks the digest of its contents
             checkpoint_store.sync_files(copy)
+            checkpoint_store.keep_refused(folder, [parent], manifest.facts)
             checkpoint_store.publish_folder(copy, path)
         finally:
             shutil.rmtree(copy, ignore_errors=True)

@@ -77,6 +77,7 @@ class StageCheckpointStore:
         self._damaged: set[Path] = set()  # unusable, and not reported until they are written again
         self._writer: threading.Thread | None = None
         self._latest: tuple[Span, int] | None = None
+        self._has_kept_refused = False
 
     def claim(self) -> None:
         """Lock the folder, as `CheckpointStore.claim` does."""
@@ -103,6 +104,12 @@ class StageCheckpointStore:
             :MAX_STAGE_CHECKPOINTS
         ]
 
+    def check_not_refused(self) -> None:
+        """Raise `ConfigError` if all checkpoints on disk were written with different training settings."""
+        if not self.stored_checkpoints():
+            folders = [folder for _, folder in self.stages()]
+            checkpoint_store.check_not_refused(folders, self._facts, self.folder)
+
     def latest_complete_step(self, layers: int) -> int:
         """Return the latest step for which this disk alone has all `layers` of the model; 0 if there is
         none."""
@@ -124,7 +131,7 @@ class StageCheckpointStore:
         store = self._store(blocks)
         self._drop_unaligned(blocks)
         store.mark_verified()  # so that checkpoints of an earlier process are pruned, too
-        self._replace(blocks, content.position)
+        self._damaged.discard(self._path(blocks, content.position))
         store.write(content)
 
         def report() -> None:
@@ -160,9 +167,24 @@ class StageCheckpointStore:
 
     def _drop_unaligned(self, blocks: Span) -> None:
         """Remove checkpoints of steps at which not all stages write checkpoints."""
-        for path in checkpoint_store.list_checkpoints(self.folder_of(blocks)) if self._every else ():
+        if not self._every or not self._can_keep_refused():
+            return
+        for path in checkpoint_store.list_checkpoints(self.folder_of(blocks)):
             if checkpoint_store.checkpoint_step(path) % self._every:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _can_keep_refused(self) -> bool:
+        """Whether no checkpoint with different training settings is in the way, because any have been moved
+        (see `checkpoint_store.keep_refused`)."""
+        if not self._has_kept_refused:
+            try:
+                checkpoint_store.keep_refused(
+                    self.folder, [folder for _, folder in self.stages()], self._facts
+                )
+                self._has_kept_refused = True
+            except OSError as error:
+                log.error("checkpoints with different training settings cannot be moved: %s", error)
+        return self._has_kept_refused
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait as `CheckpointStore.wait` does."""
@@ -275,7 +297,7 @@ class StageCheckpointStore:
         self.wait()
         if self._latest is not None and self._latest[1] > after + 1:
             self._latest = None  # that step will be due again
-        for _, folder in self.stages():
+        for _, folder in self.stages() if self._can_keep_refused() else ():
             for path in checkpoint_store.list_checkpoints(folder):
                 if checkpoint_store.checkpoint_step(path) > after + 1:
                     shutil.rmtree(path, ignore_errors=True)
@@ -285,7 +307,9 @@ class StageCheckpointStore:
 
     def _replace(self, blocks: Span, held: CheckpointInfo) -> Path:
         """Return the path that is about to be written; a checkpoint at this path is no longer considered
-        damaged."""
+        damaged.  Raises `OSError` if a checkpoint with different training settings may be there."""
+        if not self._can_keep_refused():
+            raise OSError(f"{self.folder} contains checkpoints with different training settings")
         path = self._path(blocks, held)
         self._damaged.discard(path)
         return path

@@ -110,3 +110,19 @@ def test_a_full_disk_is_logged_every_ten_minutes_until_there_is_space(
     assert write(5) == [f"checkpoints can be written again; the latest is of step 5: {tmp_path}"]
     assert write(6) == []
     assert figures == [{"failed_checkpoints": float(count)} for count in (1, 2, 3, 4, 0)]
+
+
+def content(step: int, history: bytes = b"h" * 32) -> CheckpointContent:
+    return CheckpointContent(CheckpointInfo(step - 1, history, LedgerState(step=step)), (), {}, {}, {})
+
+
+def test_of_an_earlier_process_only_the_latest_checkpoint_stays(tmp_path: Path) -> None:
+    """It may belong to another history than the group's, as those of later steps do."""
+    for step in (10, 20, 30, 70):
+        checkpoint_store.save(content(step), checkpoint_store.step_folder(tmp_path, step))
+    store = CheckpointStore(tmp_path, every=10, keep=2)
+    for step in (40, 50, 60):
+        store.write(content(step))
+        store.wait()
+    steps = [checkpoint_store.checkpoint_step(path) for path in checkpoint_store.list_checkpoints(tmp_path)]
+    assert steps == [30, 50, 60, 70]

@@ -14,7 +14,7 @@ from gridtrain.core.messages import CheckpointInfo, LedgerState, Span
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training import residual_departure
 from gridtrain.training.checkpoint import serialization
-from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, read, step_folder
+from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, read, save, step_folder
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 
 BLOCKS = Span(1, 2)
@@ -41,6 +41,32 @@ def test_a_step_after_a_rollback_is_written_again(tmp_path: Path) -> None:
     store.discard_after(9)
     assert [info.applied + 1 for info in store.stored_checkpoints()] == [10]
     assert store.is_due(BLOCKS, 20), "the newcomer in the lost stage writes it, too"
+
+
+@pytest.mark.parametrize("act", ["write", "write_now", "discard_after", "check"])
+def test_checkpoints_of_other_settings_are_kept(act: str, tmp_path: Path) -> None:
+    info = CheckpointInfo(19, bytes(32), LedgerState(step=20))
+    other = CheckpointContent(info, (("exchange", "dense"),), {}, {"x": torch.ones(1)}, {})
+    path = step_folder(tmp_path / "blocks-001-002", 20)
+    save(other, path)
+    store = store_in(tmp_path)
+    if act == "check":
+        with pytest.raises(
+            ConfigError, match=r"different training settings \(exchange: dense, now missing\)"
+        ):
+            store.check_not_refused()
+        assert path.is_dir()
+        return
+    if act == "write":
+        write(store, BLOCKS, 20)
+    elif act == "write_now":
+        store.write_now(BLOCKS, CheckpointContent(info, (), {}, {}, {}))
+    else:
+        store.discard_after(9)
+    assert torch.equal(
+        read(tmp_path / "earlier-1" / "blocks-001-002" / path.name).tensors["x"], torch.ones(1)
+    )
+    assert path.is_dir() is (act != "discard_after")
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
