@@ -539,8 +539,10 @@ class Grid:
         """Return the average of a number over all workers, for logs; all workers must call it at the same
         point.
 
-        The average is not replicated state: if the group changes during the call, or a worker does not make
-        the call, a worker gets its own number back.
+        The average is not replicated state: if the group changes during the call, a worker gets its own
+        number back.  A worker that finishes the step without the call is left out and named in the log.
+
+        Raises `ConfigError` if this happens three times in a row and most workers do not make the call.
         """
         return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
 

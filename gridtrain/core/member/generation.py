@@ -517,6 +517,9 @@ class Generation:
             reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen in {timeout_s:.1f} s"
             effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
+        computed = attempts.next_round.step - self._ledger_spec.delay  # with a delay, an earlier batch
+        if attempts.open_attempt is not None and not attempts.is_absent and computed >= 0:
+            effects += self._means.trainer_submitted(computed)
         if attempts.rank == ROOT:
             own = ProgressReceived(ROOT, has_moved)
             effects += self._process_effects(attempts.advance(own, now_s), now_s)
