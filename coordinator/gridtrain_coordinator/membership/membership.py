@@ -499,7 +499,13 @@ class Membership:
                 pass  # it repeats the report until it is a member
             case m.CatchUpReport(applied):
                 worker.mark_caught_up()
-                return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
+                if applied >= 0:
+                    return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
+                fields = {
+                    "name": worker.name,
+                    "reason": "it holds none, and gets it with the next generation",
+                }
+                return [LogEvent("info", "not_following", fields)]
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)
             case m.Leave(reason):

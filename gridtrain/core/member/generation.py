@@ -191,7 +191,10 @@ class Generation:
         if not self._is_running:
             return "the next generation needs the coordinator"
         if missing := self.required_peers.missing:
-            return f"connections to {len(missing)} peers are lost; only the coordinator can plan without them"
+            lost = "the connection to 1 peer is" if len(missing) == 1 else f"{len(missing)} connections are"
+            return (
+                f"{lost} lost; only the coordinator can plan without {'it' if len(missing) == 1 else 'them'}"
+            )
         if self._is_stall_reported:
             return "a step cannot be committed, and only the coordinator can freeze it"
         return ""

@@ -446,10 +446,10 @@ def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:
     ):
         event()
         reasons.append(worker.core.pause_reason)
-    assert [reason.partition(",")[0].partition(" are ")[0] for reason in reasons] == [
+    assert [reason.partition(",")[0].partition(";")[0] for reason in reasons] == [
         "the next generation needs the coordinator",
         "",
-        "connections to 1 peers",
+        "the connection to 1 peer is lost",
         "a step cannot be committed",
     ]
 
