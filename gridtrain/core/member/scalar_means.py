@@ -42,6 +42,7 @@ class ScalarMeans:
         self._values: dict[MeanKey, dict[int, float]] = {}
         self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # and the ranks without a value
         self._submitted: dict[int, int] = {}  # the latest step to which a rank makes no more calls
+        self._reported_step = -1  # of `trainer_submitted`
         self._missing: set[int] = set()  # the ranks without a value in the awaited average, from the root
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, latest last
         self.awaited_key: MeanKey | None = None
@@ -78,8 +79,11 @@ class ScalarMeans:
         return [Send(at.members[ROOT].peer, m.MeanRequest(at.term, at.generation, *key, self._value))]
 
     def trainer_submitted(self, step: int) -> list[MemberEffect]:
-        """Report that this member's trainer makes no more calls in the steps up to `step`."""
+        """Report once that this member's trainer makes no more calls in the steps up to `step`."""
         at = self._rank_assignment
+        if step == self._reported_step:
+            return []
+        self._reported_step = step
         if at.rank == ROOT:
             return self._record_submitted(ROOT, step)
         request = m.MeanRequest(at.term, at.generation, step, SUBMITTED_INDEX, 0.0)
@@ -91,9 +95,10 @@ class ScalarMeans:
 
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
         """Repeat the request if the root has reconnected, because the request or the reply may be lost."""
-        if self.awaited_key is None or self._rank_assignment.rank_of(peer) != ROOT:
+        if self._rank_assignment.rank_of(peer) != ROOT:
             return []
-        return self._request_from_root(self.awaited_key)
+        self._reported_step = -1
+        return self._request_from_root(self.awaited_key) if self.awaited_key is not None else []
 
     def cancel(self) -> list[MemberEffect]:
         """Cancel the awaited average, because the generation ends."""

@@ -208,7 +208,9 @@ def test_a_member_that_waits_in_a_round_reports_that_it_makes_no_more_calls(
 
     assert beat() == [], "it may still call"
     worker.hear(io.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
-    assert beat() == reported
+    assert [beat(), beat()] == [reported, []]
+    worker.hear(io.PeerConnected(A))
+    assert beat() == reported, "it may have been lost"
 
 
 def test_a_round_that_is_over_does_not_begin_again() -> None:
