@@ -256,6 +256,7 @@ def test_an_error_ends_a_script_with_its_code_and_a_sentence(
 
 
 @pytest.mark.integration
+@pytest.mark.executed  # in a fork the hooks may have been registered before the script's first handler
 def test_a_loop_over_a_global_is_closed_before_modules_are_cleared(run_script: Any) -> None:
     """The first handler that was registered is called last, and sees what is left for the interpreter."""
     done = run_script(
