@@ -501,11 +501,8 @@ class Membership:
                 worker.mark_caught_up()
                 if applied >= 0:
                     return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
-                fields = {
-                    "name": worker.name,
-                    "reason": "it holds none, and gets it with the next generation",
-                }
-                return [LogEvent("info", "not_following", fields)]
+                reason = "it cannot catch up while the others train, and gets it in the next generation"
+                return [LogEvent("info", "not_following", {"name": worker.name, "reason": reason})]
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)
             case m.Leave(reason):
