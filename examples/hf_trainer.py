@@ -35,7 +35,7 @@ def main(steps: int = 300) -> tuple[torch.nn.Module, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=steps,  # of the run, for all workers together
+            max_steps=steps,  # of the optimizer on each worker; 5 of them are a step of the run
             per_device_train_batch_size=8,
             learning_rate=5e-3,
             logging_steps=10,

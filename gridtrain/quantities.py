@@ -12,6 +12,9 @@ _UNIT_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
 _PREFIXES = " kmgt"
 
+MAX_NAMES = 3
+"""How many names a message lists."""
+
 SKIP_REASON = "because a gradient was not finite"
 """Why the members skip a step."""
 
@@ -46,6 +49,12 @@ def shorten(text: str, max_bytes: int) -> str:
 def format_count(count: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as "1 worker" and "1,200 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names and the number of further ones, such as "anna, bob, carl and 4 more"."""
+    text = ", ".join(names[:MAX_NAMES])
+    return f"{text} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else text
 
 
 def format_number(value: float) -> str:

@@ -17,8 +17,11 @@ Trainer runs its own loop, but with the group's optimizer, samples and steps:
     saving, logging to files             on the first worker only
     state.global_step                    the run's, so that a worker that joins late stops with the group
 
-`max_steps` ends the run, for all workers together.  `max_grad_norm` clips the local gradient, as usual; to
-clip the exchanged gradient, pass `clip_norm=` in `grid_options` and set max_grad_norm=0.
+`max_steps` ends the run, for all workers together.  It counts steps of the optimizer: with
+`LocalSteps(every=H)` it is a multiple of H, and H of them are a step of the run.
+
+`max_grad_norm` clips the local gradient, as usual; to clip the exchanged gradient, pass `clip_norm=` in
+`grid_options` and set max_grad_norm=0.
 
 `GridTrainerMixin` does this for any subclass of Trainer: `class Mine(GridTrainerMixin, DPOTrainer)`; see also
 `gridtrain.adapters.trl`.

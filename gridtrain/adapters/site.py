@@ -31,7 +31,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from enum import IntEnum
 from itertools import groupby
@@ -46,6 +46,7 @@ from torch._C._distributed_c10d import HashStore
 
 from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.runtime.process_hooks import closed_at_exit
 from gridtrain.sdk.grid import Grid
 from gridtrain.sdk.join import join
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
@@ -152,6 +153,7 @@ class Site:
         self._optimizer = SiteOptimizer(self, optimizer, model, flat)
         return self._optimizer
 
+    @closed_at_exit
     def batches(
         self,
         dataset: Any,
@@ -163,7 +165,7 @@ class Site:
         steps: int | None = None,
         seed: int = 0,
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """Yield this process's batches until the run ends; call `optimizer.step()` once for each batch.
 
         Args:

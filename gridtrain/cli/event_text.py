@@ -20,6 +20,7 @@ SENTENCES = {
     "generation": "generation {generation} has {workers} and begins at step {step}: {reason}",
     "joined": "{name} has joined",
     "left": "{name} has left: {reason}",
+    "lone_mean": "{name} called grid.mean without other workers near step {step}: {remedy}",
     "loop_stalled": "the coordinator did not run for {late_s} s",
     "lost": "{name} is lost: {reason}",
     "model_not_written": "{name} could not write the final model: {reason}; {remedy}",

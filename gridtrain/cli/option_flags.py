@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -55,29 +56,29 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
     return lambda command: value(off(command))
 
 
-class _AtLeast(click.IntRange):
-    """An integer range that is not shown in the help, because it would take another line."""
+class _AtLeast(click.ParamType[float]):
+    """A number with a minimum, which is not shown in the help, because it would take another line."""
 
-    def _describe_range(self) -> str:
-        return ""
+    def __init__(self, kind: OptionKind, minimum: float) -> None:
+        self.name, self._minimum = kind.value, minimum
+        self._parse = int if kind is OptionKind.COUNT else float
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
         try:
-            if (number := int(value)) >= (self.min or 0):
-                return number
+            number: float = self._parse(value)
         except ValueError:
-            pass
-        self.fail(f"{value} is not a whole number of at least {self.min}", param, context)
+            number = math.nan
+        if not self._minimum <= number < math.inf:  # NaN is not
+            self.fail(f"{value} is not a {self.name} of at least {self._minimum:g}", param, context)
+        return number
 
 
 def _type(one: Option) -> click.ParamType[Any]:
     if one.choices:
         return click.Choice(one.choices)
     match one.kind:
-        case OptionKind.COUNT:
-            return _AtLeast(min=int(one.minimum or 0))
-        case OptionKind.NUMBER:
-            return click.FloatRange(min=one.minimum or 0.0)
+        case OptionKind.COUNT | OptionKind.NUMBER:
+            return _AtLeast(one.kind, one.minimum or 0)
         case OptionKind.FOLDER:
             return click.Path(file_okay=False)
         case _:

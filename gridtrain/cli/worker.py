@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from contextlib import suppress
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_READ = 4096
 CONTROL_COMMANDS = ("set", "show", "pause", "resume", "stop")
+
+DIGEST = re.compile(r"\s*(sha256:)?[0-9a-f]{64}\s*", re.IGNORECASE)
 
 
 class WorkerCommand(click.Command):
@@ -100,7 +103,13 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
             remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
             "(if that command was to supply it, see its message above)",
         )
-    if words and (accept := chosen.text("accept")):
+    accept = chosen.text("accept")
+    if accept and not DIGEST.fullmatch(accept):
+        raise ConfigError(
+            f"{chosen.where('accept')} is {accept}, which is not a digest",
+            remedy="write sha256: and 64 digits, as --dry-run prints them",
+        )
+    if words and accept:
         raise ConfigError(
             f"{chosen.where('accept')} is {accept}, but the command {shlex.join(words)} was given",
             remedy="to run the bundle with this digest, omit the command; otherwise omit the digest",
@@ -124,7 +133,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
         controls=tuple(parse_pairs(chosen.texts("set")).items()),
         sensors=chosen.text("sensors"),
         prefix=chosen.switch("prefix"),
-        accept=chosen.text("accept"),
+        accept=accept,
         dry_run=chosen.switch("dry_run"),
     )
 

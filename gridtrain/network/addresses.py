@@ -50,7 +50,8 @@ def parse_explicit_address(option: str, text: str, *, any_port: bool = False) ->
         )
     if match is not None and match[2] is None:
         raise ConfigError(f"{option} {text} has no port", remedy=f"write tcp://{match[1]}:{DEFAULT_PORT}")
-    if plain.removeprefix("tcp://").count(":") > 1 and "[" not in plain:
+    rest = plain.removeprefix("tcp://")
+    if rest.count(":") > 1 and not any(sign in rest for sign in "[/"):
         raise ConfigError(
             f"{option} {text} is not tcp://host:port",
             remedy=f"write an IPv6 address in brackets: tcp://[2001:db8::1]:{DEFAULT_PORT}",

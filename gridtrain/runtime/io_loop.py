@@ -147,7 +147,7 @@ class IoLoop:
         )
         self._link_probe = LinkProbe(transport, deadlines.probe_s, SystemRandom())
         self._reconnect_policy = ReconnectPolicy(config.coordinator, deadlines.paused_s)
-        self._averages: dict[tuple[int, int], float | None] = {}  # for the trainer, by step and index
+        self._averages: dict[tuple[int, int], io.DeliverMean] = {}  # for the trainer, by step and index
         self._is_payload_only = False  # only payloads were received and sent since the last iteration
         self._is_snapshot_due = False
         self._housekeeping_s = -math.inf  # when housekeeping was done last
@@ -185,8 +185,8 @@ class IoLoop:
             self._averages.clear()
         self.mailbox.submit(io.RequestMean(step, index, value))
 
-    def await_average(self, step: int, index: int, timeout_s: float) -> float | None:
-        """Return the mean of the members' values; None if the generation ended or no answer came in time."""
+    def await_average(self, step: int, index: int, timeout_s: float) -> io.DeliverMean | None:
+        """Return the mean of the members' values; None if no answer came in time."""
         self.mailbox.wait(lambda _: (step, index) in self._averages, timeout_s)
         with self.mailbox.condition:
             return self._averages.get((step, index))
@@ -459,9 +459,9 @@ class IoLoop:
                     return self._core.handle(io.DigestComputed(digest), time.monotonic())
             case io.ResolveRound(round_id, committed, flags, reason):
                 self.step_rounds.resolve(round_id, committed, flags, reason)
-            case io.DeliverMean(step, index, value):
+            case io.DeliverMean(step, index):
                 with self.mailbox.condition:
-                    self._averages[step, index] = value
+                    self._averages[step, index] = effect
                     self.mailbox.condition.notify_all()
             case io.Send(peer, m.StateRequest() as request):
                 self._request_state(peer, request)

@@ -1,18 +1,24 @@
-"""Hooks that end a training script cleanly on SIGTERM, Ctrl-C or a gridtrain error.
+"""Hooks that end a training script cleanly on SIGTERM, Ctrl-C or a gridtrain error, and close its loops.
 
 Handlers that the user has installed are not replaced.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from gridtrain.errors import GridtrainError, LocalProtocolError
 
@@ -21,6 +27,36 @@ _LIBRARIES = (
     *{sysconfig.get_path(n) + os.sep for n in ("purelib", "platlib", "stdlib")},
 )
 """Folders of gridtrain, other installed packages and Python, none of which is the user's script."""
+
+_generators: WeakSet[Generator[Any, None, None]] = WeakSet()
+
+Parameters = ParamSpec("Parameters")
+Item = TypeVar("Item")
+
+
+def closed_at_exit(
+    make: Callable[Parameters, Generator[Item, None, None]],
+) -> Callable[Parameters, Generator[Item, None, None]]:
+    """Decorate a generator function, so that a loop that the script has not finished is closed when it exits.
+
+    A generator in a global variable may otherwise be closed only when modules, such as those with the names
+    in its `except` clauses, have been cleared.
+    """
+
+    @functools.wraps(make)
+    def make_registered(*args: Parameters.args, **options: Parameters.kwargs) -> Generator[Item, None, None]:
+        generator = make(*args, **options)
+        _generators.add(generator)
+        return generator
+
+    return make_registered
+
+
+@atexit.register
+def _close_generators() -> None:
+    for generator in list(_generators):
+        with suppress(ValueError):  # another thread is executing it
+            generator.close()
 
 
 def install_sigterm_handler() -> None:

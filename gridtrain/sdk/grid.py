@@ -18,7 +18,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,12 @@ from gridtrain.pipeline.stage_state import (
 from gridtrain.runtime.client.agent_link import AgentControl, NoAgent
 from gridtrain.runtime.client.worker_naming import default_listen_address, export_folder
 from gridtrain.runtime.group_session import GroupSession
-from gridtrain.runtime.process_hooks import describe_end, install_sigterm_handler, uncaught_error
+from gridtrain.runtime.process_hooks import (
+    closed_at_exit,
+    describe_end,
+    install_sigterm_handler,
+    uncaught_error,
+)
 from gridtrain.sdk.arguments import (
     check_kinds,
     check_readers,
@@ -382,6 +387,7 @@ class Grid:
         self._optimizer = pipe
         return pipe
 
+    @closed_at_exit
     def batches(
         self,
         dataset: Any,
@@ -398,7 +404,7 @@ class Grid:
         prefetch_factor: int = 2,
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
         weigh: bool = True,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """Yield this worker's batches until the run has ended; every sample counts once.
 
         One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or once for
@@ -539,8 +545,10 @@ class Grid:
         """Return the average of a number over all workers, for logs; all workers must call it at the same
         point.
 
-        The average is not replicated state: if the group changes during the call, or a worker does not make
-        the call, a worker gets its own number back.
+        The average is not replicated state: if the group changes during the call, a worker gets its own
+        number back.  A worker that finishes the step without the call is left out and named in the log.
+
+        Raises `ConfigError` if this happens three times in a row and most workers do not make the call.
         """
         return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
 
@@ -654,7 +662,8 @@ class Grid:
         self._model_state.join(run_facts(wrapped, data_text), spec, sizes)
         return self._turns
 
-    def _run_turns(self) -> Iterator[Sequence[Span]]:
+    @closed_at_exit
+    def _run_turns(self) -> Generator[Sequence[Span], None, None]:
         """Yield this worker's spans for each call of `optimizer.step`; export the model at the end of the
         run."""
         turns, model_state = self._turns, self._model_state

@@ -250,6 +250,21 @@ def test_with_debug_the_exception_is_raised(gridtrain: RunCommand, monkeypatch: 
             "--listen 7700 has no host -> write tcp://0.0.0.0:7700 for all",
         ),
         (("coordinator", "--listen", "::1"), "in brackets: tcp://[2001:db8::1]:7700"),
+        (
+            ("coordinator", "--listen", "tcp:/127.0.0.1:7700"),
+            "--listen must be tcp://host:port, got 'tcp:/127.0.0.1:7700' -> write an address such as tcp://",
+        ),
+        (("coordinator", "--recut-after", "15x"), "15x is not a number of at least 0"),
+        (("coordinator", "--recut-after", "-1"), "-1 is not a number of at least 0"),
+        (("coordinator", "--recut-after", "nan"), "nan is not a number of at least 0"),
+        (
+            ("worker", INVITATION, "--accept", "yes"),
+            "--accept is yes, which is not a digest -> write sha256:",
+        ),
+        (
+            ("worker", INVITATION, "--accept", "--name", "carl"),
+            "--accept is --name, which is not a digest -> write sha256:",
+        ),
         (("coordinator", "--advertise", "foo:0"), "--advertise must be tcp://host:port, got 'foo:0'"),
         (("worker", INVITATION, "--advertise", "foo", "--", "true"), "--advertise foo has no port"),
         (("invite", "--expires", "0s"), "'0s' is not between 1 s and 366 d"),

@@ -19,6 +19,7 @@ from training_loop import digest, flat
 
 import gridtrain
 from gridtrain.core.messages import LedgerSpec, Span
+from gridtrain.errors import ConfigError
 from gridtrain.training.data import sampler
 
 WORKERS = 3
@@ -323,3 +324,20 @@ def test_a_group_trains_as_one_process(together: Any, loop: Loop, exchange: Any)
         expected = flat(loop(OneProcess(), exchange)[0])
         largest = float((results[0][1] - expected).abs().max())
         assert largest < 1e-6, f"off by {largest:.1e} from one process with the whole batch"
+
+
+def test_a_mean_that_only_one_worker_requests_ends_in_an_error() -> None:
+    """Not in a wait of minutes in each step."""
+
+    def train(grid: Any) -> None:
+        model, optimizer = wrapped(grid, DENSE)
+        for batch in grid.batches(DATA, batch_size=2, steps=50):
+            loss = error_of(model, batch)
+            loss.backward()
+            if grid.is_first:
+                grid.mean(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(ConfigError, match=r"grid.mean was called 3 times in a row without worker-"):
+        gridtrain.local(train, workers=2)

@@ -200,9 +200,9 @@ def test_the_reason_for_leaving_says_how_the_script_ended(
 def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a script with the hooks of a worker's process to its end; its own first line is the third."""
 
-    def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(code: str, *arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
         script = tmp_path / "train.py"
-        script.write_text(HOOKS + code)
+        script.write_text(before + HOOKS + code)
         words = [sys.executable, str(script), *arguments]
         return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
@@ -253,6 +253,24 @@ def test_an_error_ends_a_script_with_its_code_and_a_sentence(
     assert last.startswith(f"gridtrain: {said}")
     assert traceback[:1] == (["Traceback (most recent call last):"] if exit_code == 1 else [])
     assert "batch with one sample" in last or "single sample" not in last
+
+
+@pytest.mark.integration
+@pytest.mark.executed  # in a fork the hooks may have been registered before the script's first handler
+def test_a_loop_over_a_global_is_closed_before_modules_are_cleared(run_script: Any) -> None:
+    """The first handler that was registered is called last, and sees what is left for the interpreter."""
+    done = run_script(
+        "import atexit, torch, gridtrain\n"
+        "from gridtrain.sdk.local_group import LocalGroup\n"
+        "grid = LocalGroup().__enter__().join()\n"
+        "model, data = torch.nn.Linear(1, 1), torch.ones(64, 1)\n"
+        "optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)\n"
+        "batches = grid.batches(data, batch_size=4, steps=9)\n"
+        "for batch in batches:\n"
+        "    raise KeyboardInterrupt\n",
+        before="import atexit\natexit.register(lambda: print('closed', batches.gi_frame is None))\n",
+    )
+    assert done.stdout == "closed True\n", done.stderr
 
 
 @pytest.mark.integration

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import gridtrain
 from gridtrain.config import Deadlines
+from gridtrain.core.group.member_events import DeliverMean
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.sdk.local_group import local
@@ -187,7 +188,8 @@ def test_local_steps_are_weighted_by_the_tokens_of_all_of_them() -> None:
 
 @pytest.mark.parametrize(("mean", "total"), [(4.0, 12), (float("nan"), None), (1.5, None), (None, None)])
 def test_an_impossible_total_is_not_used(mean: float | None, total: int | None) -> None:
-    loop, config = SimpleNamespace(await_average=lambda *_: mean), SimpleNamespace(deadlines=Deadlines())
+    answer = DeliverMean(7, 0, mean)
+    loop, config = SimpleNamespace(await_average=lambda *_: answer), SimpleNamespace(deadlines=Deadlines())
     connection: Any = SimpleNamespace(loop=loop, config=config)
     means = GroupMeans(connection)
     means._announced = (1, 7, 5)

@@ -25,6 +25,7 @@ from gridtrain_worker.console import (
     TerminalConsole,
     TextConsole,
     console_for,
+    live_line,
 )
 from gridtrain_worker.contribution_stats import LOOK_EVERY_S, ContributionStats
 
@@ -109,6 +110,13 @@ def test_the_live_line_is_below_the_scripts_output() -> None:
         "gridtrain worker: thank you: 380 steps, 12,160 samples (24.3 % of the run), "
         "9.1 MB sent, 950 B received\n",
     ]
+
+
+def test_steps_without_samples_are_not_presented_as_work() -> None:
+    """A worker that returns at the end of a pass computes only stand-in batches, which count nothing."""
+    given = Contribution(step=50, steps=1, run_samples=400, world_size=2)
+    assert "here: 1 step without samples of its own (0.0 % of the run)" in live_line(given)
+    assert "here: 0 steps, 0 samples (0.0 % of the run)" in live_line(Contribution(step=50))
 
 
 def test_the_scripts_output_stays_in_a_terminal_that_has_become_narrower(

@@ -254,7 +254,10 @@ def summary(given: Contribution, total: Contribution) -> str:
 
 
 def _work(given: Contribution) -> str:
-    return f"{format_count(given.steps, 'step')}, {format_count(given.samples, 'sample')}"
+    steps = format_count(given.steps, "step")
+    if given.steps and not given.samples:
+        return f"{steps} without samples of its own"
+    return f"{steps}, {format_count(given.samples, 'sample')}"
 
 
 def _figures(given: Contribution) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Chooses the address at which the dashboard listens, and loads the token that authorizes orders.
 
-    "127.0.0.1:7780"  this port, or the next free one of 20      ":7780"  the same, on 127.0.0.1
+    "127.0.0.1:7780"  this port, or the next free one of 20      ":7780" or "7780"  the same, on 127.0.0.1
     "0.0.0.0:7780"    only with `open_to_network`
 
 Imports no packages from the extra, so that it can name the missing ones.
@@ -59,8 +59,10 @@ class DashboardAddress:
 def parse_address(
     text: str, *, open_to_network: bool = False, allowed_hosts: tuple[str, ...] = ()
 ) -> DashboardAddress:
-    """Parse "HOST:PORT", "HOST", ":PORT" or "".  Raises `ConfigError` for any other text."""
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\s/]*)(?::(\d{1,5}))?", text.strip())
+    """Parse "HOST:PORT", "HOST", ":PORT", "PORT" or "".  Raises `ConfigError` for any other text."""
+    plain = text.strip()
+    plain = f":{plain}" if plain.isdecimal() else plain
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\s/]*)(?::(\d{1,5}))?", plain)
     if match is None or int(match[2] or PORT) > 65535:
         raise ConfigError(
             f"--dashboard {text!r} is not of the form HOST:PORT", remedy="use, for example, 127.0.0.1:7780"

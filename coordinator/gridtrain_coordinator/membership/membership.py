@@ -499,7 +499,10 @@ class Membership:
                 pass  # it repeats the report until it is a member
             case m.CatchUpReport(applied):
                 worker.mark_caught_up()
-                return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
+                if applied >= 0:
+                    return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied + 1})]
+                reason = "it cannot catch up while the others train, and gets it in the next generation"
+                return [LogEvent("info", "not_following", {"name": worker.name, "reason": reason})]
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)
             case m.Leave(reason):

@@ -18,6 +18,7 @@ from gridtrain.core.commit.ledger_record import spec_entry
 from gridtrain.core.commit.shard_leases import MAX_LEASES
 from gridtrain.core.stages.repartition import check_setup
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_names
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import Effect, JournalEntry, LogEvent
@@ -29,9 +30,6 @@ from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog, i
 
 MAX_WORKERS = 2000  # the most that the lists in one message can hold
 MAX_PROBES = 256
-MAX_NAMES = 3
-"""The maximum number of workers named when a setup is refused."""
-
 LEDGER_BYTES = 124 * 1024  # of a header's 128 KiB, for a ledger that specifies the batches of all members
 HELD_BYTES, PENDING_BYTES, LEASE_BYTES, SPAN_BYTES = 55, 69, 54, 19  # largest encodings of its entries
 
@@ -239,11 +237,10 @@ def _how_to_define_anew(others: list[str]) -> str:
     """Return how another setup can define the run: if `others` leave before the first step is committed."""
     if not others:
         return "to begin with another setup, use another name in run.toml"
-    names = ", ".join(others[:MAX_NAMES])
-    names += f" and {len(others) - MAX_NAMES} more" if len(others) > MAX_NAMES else ""
     return (
-        f"if the setup of {names} is the wrong one, stop or kick {'it' if len(others) == 1 else 'them'}: "
-        "until the first step is committed, the next worker then defines the run"
+        f"if the setup of {format_names(others)} is the wrong one, stop or kick "
+        f"{'it' if len(others) == 1 else 'them'}: until the first step is committed, the next worker then "
+        "defines the run"
     )
 
 

@@ -1,5 +1,5 @@
 """Problems that a worker's heartbeats report: steps that it made the group skip, steps that the group took
-without it, and checkpoints that it could not write or upload.
+without it, averages that it requested alone, and checkpoints that it could not write or upload.
 
 figures of heartbeats --> update() --> LogEvent, at intervals        for the log, the journal of events
                           text()   --> "made the group skip ..."     for `gridtrain status`, the dashboard
@@ -18,8 +18,8 @@ from gridtrain.quantities import SKIP_REASON, describe_skipped, format_count
 from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
-"""The shortest time between two events about steps that one worker made the group skip, and between two
-events about steps that the group took without it."""
+"""The shortest time between two events about steps that one worker made the group skip; likewise for steps
+that the group took without it, and for its lone calls of `grid.mean`."""
 
 SKIPS_SHOWN_S = 600.0
 """How long the status mentions the latest skipped step, and the latest step taken without the worker."""
@@ -37,6 +37,7 @@ divide the scale by 1,024.  With a higher number, noticing would take minutes ov
 
 OWN_SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
+LONE_MEAN_REMEDY = "all workers must call it at the same point; its log names those that do not"
 CHECKPOINT_REMEDY = "free space on its disk; its log names the folder"
 UPLOAD_REMEDY = "check the storage and its credentials; its log names the URL"
 
@@ -166,6 +167,7 @@ class WorkerProblems:
 
     _skips: StepCounter = field(default_factory=StepCounter)
     _missed: StepCounter = field(default_factory=StepCounter)
+    _lone_means: StepCounter = field(default_factory=StepCounter)
     _checkpoints: FailureCount = field(
         default_factory=lambda: FailureCount(("checkpoint_failed", "checkpoint_written"), CHECKPOINT_REMEDY)
     )
@@ -186,6 +188,9 @@ class WorkerProblems:
             step, reason = self._missed.latest_step, MISSED_REASON
             fields = {"name": name, "step": step, "missed": missed, "reason": reason}
             events.append(LogEvent("info", "step_missed", fields))
+        if self._lone_means.update(_count(figures, m.LONE_MEANS), step, now_s):
+            fields = {"name": name, "step": self._lone_means.latest_step, "remedy": LONE_MEAN_REMEDY}
+            events.append(LogEvent("warning", "lone_mean", fields))
         events += self._checkpoints.update(name, _count(figures, m.FAILED_CHECKPOINTS), now_s)
         return events + self._uploads.update(name, _count(figures, m.FAILED_UPLOADS), now_s)
 
@@ -196,6 +201,9 @@ class WorkerProblems:
             texts.append(f"made the group skip {self._skips.describe()}: {OWN_SKIP_REASON}")
         if self._missed.is_shown(now_s):
             texts.append(f"was left out of {self._missed.describe()}: {MISSED_REASON}")
+        if self._lone_means.is_shown(now_s):
+            steps = self._lone_means.describe()
+            texts.append(f"called grid.mean without other workers in {steps}: {LONE_MEAN_REMEDY}")
         if failed := self._checkpoints.count:
             texts.append(f"could not write {failed} checkpoints in a row: {CHECKPOINT_REMEDY}")
         if failed := self._uploads.count:

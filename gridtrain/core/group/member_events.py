@@ -362,11 +362,15 @@ class ResolveRound(MemberEffect):
 
 @dataclass(frozen=True, slots=True)
 class DeliverMean(MemberEffect):
-    """Deliver the average that the trainer waits for, or None if the generation ends before it is known."""
+    """Deliver the average that the trainer waits for, or None if the generation ends before it is known.
+
+    `missing` are the names of the members that finished their part of the step without a value.
+    """
 
     step: int
     index: int
     value: float | None
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

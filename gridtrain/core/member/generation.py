@@ -191,7 +191,10 @@ class Generation:
         if not self._is_running:
             return "the next generation needs the coordinator"
         if missing := self.required_peers.missing:
-            return f"connections to {len(missing)} peers are lost; only the coordinator can plan without them"
+            lost = "the connection to 1 peer is" if len(missing) == 1 else f"{len(missing)} connections are"
+            return (
+                f"{lost} lost; only the coordinator can plan without {'it' if len(missing) == 1 else 'them'}"
+            )
         if self._is_stall_reported:
             return "a step cannot be committed, and only the coordinator can freeze it"
         return ""
@@ -517,6 +520,9 @@ class Generation:
             reason = f"step {attempts.next_round.step + 1} was aborted, but not frozen in {timeout_s:.1f} s"
             effects += self._report_stall((members[ROOT].peer,), 0.0, reason)
         self.stragglers.repeat()
+        computed = attempts.next_round.step - self._ledger_spec.delay  # with a delay, an earlier batch
+        if attempts.open_attempt is not None and not attempts.is_absent and computed >= 0:
+            effects += self._means.trainer_submitted(computed)
         if attempts.rank == ROOT:
             own = ProgressReceived(ROOT, has_moved)
             effects += self._process_effects(attempts.advance(own, now_s), now_s)

@@ -5,9 +5,10 @@ and for the total weight of a step's contributions (`grid.weigh`).
 
 Within a step, the i-th call on one worker corresponds to the i-th call on each other worker; weights have the
 index `WEIGHTS_INDEX`.  If the generation ends before all members have called, the average is cancelled and
-the trainer continues with its own value.  The root does not wait for a rank that has made a later call.  It
-stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of
-another member.
+the trainer continues with its own value.  The root does not wait for a rank that has made a later call, or
+whose trainer has submitted its part of the step, as a MeanRequest with the index `SUBMITTED_INDEX` reports.
+The root names such ranks in a MeanReply with this index for each, before its reply.  It stores the latest
+`MAX_OPEN_MEANS` values of each member, so that no member can displace the values of another member.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 
 MeanKey = tuple[int, int]
 WEIGHTS_INDEX = 2**31 - 1
+SUBMITTED_INDEX = WEIGHTS_INDEX - 1
 MAX_OPEN_MEANS = 64
 """Maximum number of values stored for each member, which has one open call and may repeat a few calls."""
 
@@ -38,7 +40,10 @@ class ScalarMeans:
         self._rank_assignment = assignment
         self._absent: frozenset[int] = frozenset()
         self._values: dict[MeanKey, dict[int, float]] = {}
-        self._results: dict[MeanKey, float] = {}
+        self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # and the ranks without a value
+        self._submitted: dict[int, int] = {}  # the latest step to which a rank makes no more calls
+        self._reported_step = -1  # of `trainer_submitted`
+        self._missing: set[int] = set()  # the ranks without a value in the awaited average, from the root
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, latest last
         self.awaited_key: MeanKey | None = None
         self._value = 0.0  # this member's value in the awaited average
@@ -64,6 +69,7 @@ class ScalarMeans:
     def request(self, key: MeanKey, value: float) -> list[MemberEffect]:
         """Contribute the trainer's value to an average; `DeliverMean` follows."""
         self.awaited_key, self._value = key, value
+        self._missing.clear()
         if self._rank_assignment.rank == ROOT:
             return self._collect(key, ROOT, value)
         return self._request_from_root(key)
@@ -72,11 +78,27 @@ class ScalarMeans:
         at = self._rank_assignment
         return [Send(at.members[ROOT].peer, m.MeanRequest(at.term, at.generation, *key, self._value))]
 
+    def trainer_submitted(self, step: int) -> list[MemberEffect]:
+        """Report once that this member's trainer makes no more calls in the steps up to `step`."""
+        at = self._rank_assignment
+        if step == self._reported_step:
+            return []
+        self._reported_step = step
+        if at.rank == ROOT:
+            return self._record_submitted(ROOT, step)
+        request = m.MeanRequest(at.term, at.generation, step, SUBMITTED_INDEX, 0.0)
+        return [Send(at.members[ROOT].peer, request)]
+
+    def _record_submitted(self, rank: int, step: int) -> list[MemberEffect]:
+        self._submitted[rank] = step
+        return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
+
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
         """Repeat the request if the root has reconnected, because the request or the reply may be lost."""
-        if self.awaited_key is None or self._rank_assignment.rank_of(peer) != ROOT:
+        if self._rank_assignment.rank_of(peer) != ROOT:
             return []
-        return self._request_from_root(self.awaited_key)
+        self._reported_step = -1
+        return self._request_from_root(self.awaited_key) if self.awaited_key is not None else []
 
     def cancel(self) -> list[MemberEffect]:
         """Cancel the awaited average, because the generation ends."""
@@ -96,6 +118,11 @@ class ScalarMeans:
         _check_role(message, rank, at.rank)
         key = (message.step, message.index)
         match message:
+            case m.MeanRequest(step=step, index=index) if index == SUBMITTED_INDEX:
+                return self._record_submitted(rank, step)
+            case m.MeanReply(index=index, value=value) if index == SUBMITTED_INDEX:
+                self._missing.update(each for each in range(at.world_size) if each == value)
+                return []
             case m.MeanRequest(value=value):
                 return self._collect(key, rank, value)
             case m.MeanReply(value=value):
@@ -105,7 +132,9 @@ class ScalarMeans:
         if self.awaited_key != key:
             return []
         self.awaited_key = None
-        return [DeliverMean(*key, value)]
+        at = self._rank_assignment
+        names = (at.members[rank].name for rank in sorted(self._missing - {at.rank}))
+        return [DeliverMean(*key, value, tuple(names))]
 
     def _collect(self, key: MeanKey, rank: int, value: float) -> list[MemberEffect]:
         """Store a value, and reply to all members once the average is complete.
@@ -125,14 +154,20 @@ class ScalarMeans:
         awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
         if must_wait and any(not self._has_passed(rank, key) for rank in awaited):
             return []
-        self._results[key] = _mean([values[rank] for rank in sorted(values)])
+        missing = tuple(rank for rank in sorted(awaited) if self._has_submitted(rank, key))
+        self._results[key] = _mean([values[rank] for rank in sorted(values)]), missing
         return [effect for rank in sorted(values) for effect in self._send_result(key, rank)]
 
     def _has_passed(self, rank: int, key: MeanKey) -> bool:
-        """Whether a rank has contributed to a later average, and so will not contribute to this one: with a
-        delay, a newcomer may begin one step after the one that the others are computing."""
+        """Whether a rank has submitted the step or contributed to a later average, and so will not contribute
+        to this one: with a delay, a newcomer may begin one step after the one that the others are
+        computing."""
         later = (each for each in self._keys_of.get(rank, ()) if each[1] != WEIGHTS_INDEX)
-        return key[1] != WEIGHTS_INDEX and max(later, default=key) > key
+        has_called_later = key[1] != WEIGHTS_INDEX and max(later, default=key) > key
+        return has_called_later or self._has_submitted(rank, key)
+
+    def _has_submitted(self, rank: int, key: MeanKey) -> bool:
+        return key[1] != WEIGHTS_INDEX and self._submitted.get(rank, -1) >= key[0]
 
     def _keep_latest(self, key: MeanKey, rank: int) -> None:
         """Drop this rank's oldest values beyond the limit; the values of other ranks are not affected."""
@@ -148,10 +183,13 @@ class ScalarMeans:
                 self._results.pop(oldest, None)
 
     def _send_result(self, key: MeanKey, rank: int) -> list[MemberEffect]:
-        at, value = self._rank_assignment, self._results[key]
+        at, (value, missing) = self._rank_assignment, self._results[key]
         if rank == ROOT:
+            self._missing.update(missing)
             return self._deliver(key, value)
-        return [Send(at.members[rank].peer, m.MeanReply(at.term, at.generation, *key, value))]
+        named = [(SUBMITTED_INDEX, float(each)) for each in missing]
+        replies = [m.MeanReply(at.term, at.generation, key[0], *each) for each in [*named, (key[1], value)]]
+        return [Send(at.members[rank].peer, reply) for reply in replies]
 
 
 def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int) -> None:

@@ -179,6 +179,9 @@ SKIPPED_IN_A_ROW = "skipped_in_a_row"
 MISSED_STEPS = "missed_steps"
 """Heartbeat metric: number of steps that the group committed without this worker, whose loop had stalled."""
 
+LONE_MEANS = "lone_means"
+"""Heartbeat metric: number of steps in which this worker called `grid.mean` and other workers did not."""
+
 FAILED_CHECKPOINTS = "failed_checkpoints"
 """Heartbeat metric: number of consecutive checkpoints, up to the latest, that this worker could not write."""
 

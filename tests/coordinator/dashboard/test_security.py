@@ -223,6 +223,7 @@ def test_an_address_open_to_the_network_needs_a_second_option(text: str) -> None
     [
         ("", "127.0.0.1", 7780),
         (":0", "127.0.0.1", 0),
+        ("7781", "127.0.0.1", 7781),
         ("127.0.0.1", "127.0.0.1", 7780),
         ("localhost:99", "localhost", 99),
         ("[::1]:99", "::1", 99),
@@ -233,7 +234,7 @@ def test_listen_addresses_are_parsed(text: str, host: str, port: int) -> None:
     assert (address.host, address.port, address.is_required) == (host, port, bool(text))
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:70000", "a b", "http://127.0.0.1:80/", "127.0.0.1:"])
+@pytest.mark.parametrize("text", ["127.0.0.1:70000", "70000", "a b", "http://127.0.0.1:80/", "127.0.0.1:"])
 def test_an_invalid_listen_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         parse_address(text)

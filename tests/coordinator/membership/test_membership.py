@@ -707,6 +707,14 @@ def serve_orders(effects: list[Effect]) -> list[tuple[m.PeerId, m.ServeCatchUp]]
     return [*zip(receivers(effects, m.ServeCatchUp), sent(effects, m.ServeCatchUp), strict=True)]
 
 
+def test_a_worker_that_cannot_catch_up_has_not_received_the_state() -> None:
+    """It reports so after a failure, or because it became a member before it had a state."""
+    run = Run(A, B)
+    newcomer(run, C)
+    logged = [e.event for e in run.say(C, m.CatchUpReport(-1, b"")) if isinstance(e, LogEvent)]
+    assert "not_following" in logged and "caught_up" not in logged
+
+
 def test_a_worker_that_catches_up_is_served_until_it_is_a_member() -> None:
     run = Run(A, B)
     orders = serve_orders(newcomer(run, C))

@@ -47,6 +47,19 @@ def test_the_status_names_the_latest_skipped_step_for_ten_minutes() -> None:
     assert problems.text(600.0) == ""
 
 
+def test_calls_of_a_mean_that_others_do_not_make_have_an_event_and_a_text() -> None:
+    problems = WorkerProblems()
+    assert events(problems, 0.0, 5) == []
+    assert events(problems, 1.0, 6, **{m.LONE_MEANS: 1.0}) == [
+        "lone_mean anna 6 all workers must call it at the same point; its log names those that do not"
+    ]
+    assert events(problems, 2.0, 7, **{m.LONE_MEANS: 2.0}) == []
+    assert problems.text(2.0) == (
+        "called grid.mean without other workers in 2 steps, the latest near step 7: "
+        "all workers must call it at the same point; its log names those that do not"
+    )
+
+
 def test_a_restarted_worker_counts_from_zero() -> None:
     problems = WorkerProblems()
     events(problems, 0.0, 6, own_skipped_steps=9.0)

@@ -13,6 +13,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
+from gridtrain.core.member.scalar_means import SUBMITTED_INDEX
 from gridtrain.errors import RemoteProtocolError
 
 ME, A, B, C, J = (letter * 32 for letter in (b"m", b"a", b"b", b"c", b"j"))
@@ -189,6 +190,27 @@ def test_a_root_that_aborts_and_requests_no_freeze_is_reported() -> None:
         sent = [e.message for e in worker.hear(io.HeartbeatDue(0, True, ())) if isinstance(e, io.Send)]
         stalled += [(worker.now_s, message) for message in sent if isinstance(message, m.RoundStalled)]
     assert [(at_s, report.suspects) for at_s, report in stalled] == [(LIMITS.first_step_s, (A,))]
+
+
+@pytest.mark.parametrize(("delay", "reported"), [(0, [0]), (1, [])])
+def test_a_member_that_waits_in_a_round_reports_that_it_makes_no_more_calls(
+    delay: int, reported: list[int]
+) -> None:
+    """With a delay, its trainer is already computing the next batch, and may call `grid.mean` for it."""
+    worker = Worker(replace(SETUP, ledger=replace(SETUP.ledger, delay=delay)))
+    worker.view(1, a="")
+    worker.hear(io.PeerConnected(A))
+    worker.say(m.StartGeneration(1, 1))
+
+    def beat() -> list[int]:
+        sent = sent_messages(worker.hear(io.HeartbeatDue(0, True, ())))
+        return [x.step for x in sent if isinstance(x, m.MeanRequest) and x.index == SUBMITTED_INDEX]
+
+    assert beat() == [], "it may still call"
+    worker.hear(io.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
+    assert [beat(), beat()] == [reported, []]
+    worker.hear(io.PeerConnected(A))
+    assert beat() == reported, "it may have been lost"
 
 
 def test_a_round_that_is_over_does_not_begin_again() -> None:
@@ -426,10 +448,10 @@ def test_without_its_coordinator_a_member_trains_until_it_needs_it() -> None:
     ):
         event()
         reasons.append(worker.core.pause_reason)
-    assert [reason.partition(",")[0].partition(" are ")[0] for reason in reasons] == [
+    assert [reason.partition(",")[0].partition(";")[0] for reason in reasons] == [
         "the next generation needs the coordinator",
         "",
-        "connections to 1 peers",
+        "the connection to 1 peer is lost",
         "a step cannot be committed",
     ]
 

@@ -10,11 +10,16 @@ import pytest
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import DeliverMean, Send
 from gridtrain.core.group.rank_layout import RankAssignment
-from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, WEIGHTS_INDEX, ScalarMeans
+from gridtrain.core.member.scalar_means import (
+    MAX_OPEN_MEANS,
+    SUBMITTED_INDEX,
+    WEIGHTS_INDEX,
+    ScalarMeans,
+)
 from gridtrain.errors import RemoteProtocolError
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
-MEMBERS = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
+MEMBERS = tuple(m.Member(peer, name, "", 1, False) for name, peer in (("anna", A), ("bob", B), ("carl", C)))
 
 
 def means(me: m.PeerId) -> ScalarMeans:
@@ -94,6 +99,39 @@ def test_a_member_that_has_made_a_later_call_is_not_awaited() -> None:
     assert root.receive(B, weights) == [], "weights are announced before other calls of a step"
     reply = m.MeanReply(1, 5, 7, 3, 1.5)
     assert root.receive(B, ask(9.0, step=8)) == [DeliverMean(7, 3, 1.5), Send(C, reply)]
+
+
+def test_a_member_that_has_submitted_the_step_without_the_call_is_not_awaited_but_named() -> None:
+    """Until it has submitted, it may still call: an evaluation may take long."""
+    bob, carl, root = means(B), means(C), means(A)
+    (request,) = bob.request((7, 0), 3.0)
+    assert isinstance(request, Send) and root.receive(B, request.message) == []  # type: ignore[arg-type]
+    (report,) = carl.trainer_submitted(7)
+    assert report == Send(A, m.MeanRequest(1, 5, 7, SUBMITTED_INDEX, 0.0))
+    assert root.receive(C, report.message) == []  # type: ignore[union-attr, arg-type]
+    assert root.trainer_submitted(6) == [], "the root has not submitted step 7"
+    replies = root.trainer_submitted(7)
+    named = [m.MeanReply(1, 5, 7, SUBMITTED_INDEX, rank) for rank in (0.0, 2.0)]
+    assert replies == [Send(B, reply) for reply in (*named, m.MeanReply(1, 5, 7, 0, 3.0))]
+    answers = [effect for reply in replies for effect in bob.receive(A, reply.message)]  # type: ignore[union-attr, arg-type]
+    assert answers == [DeliverMean(7, 0, 3.0, ("anna", "carl"))]
+    bob.request((8, 0), 5.0)
+    assert bob.receive(A, m.MeanReply(1, 5, 8, 0, 4.0)) == [DeliverMean(8, 0, 4.0)], "all have called"
+
+
+def test_weights_are_awaited_from_members_that_have_submitted() -> None:
+    root = means(A)
+    root.request((7, WEIGHTS_INDEX), 1.0)
+    for peer in (B, C):
+        assert root.receive(peer, m.MeanRequest(1, 5, 7, SUBMITTED_INDEX, 0.0)) == []
+
+
+@pytest.mark.parametrize("rank", [-1.0, 0.5, 3.0, float("nan"), float("inf")])
+def test_a_reply_about_an_unknown_rank_is_ignored(rank: float) -> None:
+    bob = means(B)
+    bob.request((7, 0), 3.0)
+    assert bob.receive(A, m.MeanReply(1, 5, 7, SUBMITTED_INDEX, rank)) == []
+    assert bob.receive(A, m.MeanReply(1, 5, 7, 0, 3.0)) == [DeliverMean(7, 0, 3.0)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Calls of `grid.mean` that other workers do not make, or make late."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gridtrain.config import Deadlines
+from gridtrain.core.group.member_events import DeliverMean
+from gridtrain.core.messages import LONE_MEANS
+from gridtrain.errors import ConfigError
+from gridtrain.runtime import group_means
+from gridtrain.runtime.group_means import GroupMeans
+
+DEADLINES = Deadlines()
+CALL = "call grid.mean on all workers"
+
+
+class Worker:
+    """Means whose answers a test chooses; `figures` are those of the heartbeats."""
+
+    def __init__(self, world_size: int = 2) -> None:
+        self.answers: list[DeliverMean | None] = []
+        self.waits_s: list[float] = []
+        self.figures: dict[str, float] = {}
+        loop = SimpleNamespace(
+            request_average=lambda *_: None,
+            await_average=self._answer,
+            heartbeat=SimpleNamespace(add_figures=self.figures.update),
+            mailbox=SimpleNamespace(snapshot=SimpleNamespace(world_size=world_size)),
+        )
+        connection: Any = SimpleNamespace(loop=loop, config=SimpleNamespace(deadlines=DEADLINES))
+        self.means = GroupMeans(connection)
+
+    def _answer(self, step: int, index: int, timeout_s: float) -> DeliverMean | None:
+        self.waits_s.append(timeout_s)
+        return self.answers.pop(0)
+
+    def call(self, step: int, *missing: str, index: int = 0) -> float:
+        self.answers.append(DeliverMean(step, index, 3.0, missing))
+        return self.means.average(step, 1, 2.0)
+
+
+def test_a_call_that_no_other_worker_makes_is_logged_and_soon_ends_in_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker()
+    assert [worker.call(0, "bob"), worker.call(1, "bob")] == [3.0, 3.0]
+    assert caplog.messages == [
+        f"grid.mean was called in step {step} without bob -> {group_means.REMEDY}" for step in (1, 2)
+    ]
+    assert worker.figures == {LONE_MEANS: 2}
+    with pytest.raises(ConfigError, match=rf"3 times in a row without bob, up to step 3 -> {CALL}"):
+        worker.call(2, "bob")
+
+
+def test_calls_of_one_step_are_logged_once_and_counted_by_their_place() -> None:
+    worker = Worker()
+    for step in range(9):
+        assert worker.call(step) == 3.0
+        missing = () if step % 3 == 2 else ("bob",)
+        assert worker.call(step, *missing, index=1) == 3.0
+    assert worker.figures == {LONE_MEANS: 6}
+    for step in (9, 10):
+        worker.call(step), worker.call(step, "bob", index=1)
+    worker.call(11)
+    with pytest.raises(ConfigError, match="up to step 12"):
+        worker.call(11, "bob", index=1)
+
+
+def test_a_worker_with_another_script_does_not_end_the_run_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker(world_size=3)
+    for step in range(100):
+        assert worker.call(step, "eve") == 3.0
+    assert len(caplog.messages) == 7, "after 1, 2, 4, ... steps"
+    with pytest.raises(ConfigError, match="without bob, eve"):
+        worker.call(100, "bob", "eve")
+
+
+def test_a_worker_that_computes_for_long_is_awaited_and_the_wait_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker()
+    worker.answers = [None]
+    assert worker.call(6) == 3.0
+    assert worker.waits_s == [DEADLINES.patience_floor_s, DEADLINES.first_step_s]
+    assert caplog.messages == ["grid.mean in step 7 has waited 5 s for workers that have not called it yet"]
+    worker.answers = [None, None]
+    caplog.set_level(logging.WARNING, "gridtrain")
+    assert worker.means.average(7, 1, 2.0) == 2.0
+    assert caplog.messages[2:] == ["grid.mean in step 8 had no answer; this worker uses its own number"]
