@@ -349,7 +349,7 @@ def test_a_hanging_disk_costs_the_last_checkpoint_but_not_the_final_model(
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=-1, waits=False))
     answers.set()
     assert seen["steps"] == list(range(STEPS)) and (tmp_path / "final.safetensors").exists()
-    assert "the checkpoint of the last step is not written" in caplog.text
+    assert "the checkpoint of the last step was not written" in caplog.text
     assert "can continue from" not in caplog.text
 
 

@@ -110,6 +110,7 @@ TEXTS: dict[type[Any], tuple[int, ...]] = {
     io.CatchUpFailed: (0,),
     io.LeaveGroup: (0,),
     io.ResolveRound: (3,),
+    io.DeliverMean: (3,),
     io.AddResidual: (1,),
     io.ResidualTransferEnded: (1,),
     cio.PeerDisconnected: (1,),
