@@ -12,7 +12,7 @@ from rich.console import Console
 
 import gridtrain_coordinator
 from gridtrain.cli import status as module
-from gridtrain.cli.event_text import SENTENCES, event_text
+from gridtrain.event_text import SENTENCES, event_text
 
 PURE = ("membership", "run", "stages")
 """The packages whose events the status has."""

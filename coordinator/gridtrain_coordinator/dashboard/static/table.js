@@ -1,6 +1,6 @@
 // One row per worker: sorted, filtered, in pages.  Rows are reused; only their texts change.
 
-import { count, digits, el, put, rate, seconds, svg } from "./format.js";
+import { clock, count, digits, el, put, rate, seconds, svg } from "./format.js";
 
 export const SPLIT = [["computing_s", "compute", "computing"], ["selecting_s", "select", "selecting"],
   ["communicating_s", "comm", "communicating"], ["waiting_s", "wait", "waiting"]];
@@ -21,8 +21,14 @@ const COLUMNS = [
   { title: "Loss", key: "loss", text: (w) => digits(w.loss, 4) },
   { title: "Missed", key: "missed_steps", text: (w) => count(w.missed_steps ?? 0) },
   { title: "Violations", key: "strikes", text: (w) => count(w.strikes) },
-  { title: "Heard", key: "heard_s", text: (w) => (w.heard_s ? `${w.heard_s} s ago` : "now") },
+  { title: "Heard", key: "heard_s", text: (w) => (w.departed_s ? `${w.state} ${clock(w.departed_s)}` : w.heard_s ? `${w.heard_s} s ago` : "now") },
 ];
+
+/** How many workers of the table are no longer there, in words; "" if all are. */
+export function departures(workers) {
+  const gone = workers.filter((w) => w.departed_s), lost = gone.filter((w) => w.state === "lost").length, left = gone.length - lost;
+  return [left && `${left} ${left === 1 ? "has" : "have"} left`, lost && `${lost} ${lost === 1 ? "was" : "were"} lost`].filter(Boolean).join(", ");
+}
 
 export class Table {
   constructor(open) {
@@ -59,8 +65,9 @@ export class Table {
     this.render(this.workers);
   }
 
-  render(workers) {
+  render(workers, phase = this.phase) {
     this.workers = workers;
+    this.phase = phase;
     this.offer(workers);
     const wanted = this.find.value.trim().toLowerCase(), state = this.state.value;
     const found = workers.filter((w) => (!state || w.state === state)
@@ -72,10 +79,11 @@ export class Table {
     while (this.rows.length < shown.length) this.rows.push(this.row());
     while (this.rows.length > shown.length) this.rows.pop().tr.remove();
     shown.forEach((worker, at) => this.fill(this.rows[at], worker));
-    put(document.getElementById("count"), found.length === workers.length ? `${workers.length}` : `${found.length} of ${workers.length}`);
+    const left = departures(workers), here = workers.filter((w) => !w.departed_s).length;
+    put(document.getElementById("count"), found.length !== workers.length ? `${found.length} of ${workers.length}` : left ? `${here} present, ${left}` : `${here}`);
     const first = this.page * PAGE + 1;
     put(document.getElementById("page"), found.length ? `${first} to ${first + shown.length - 1} of ${found.length}`
-      : workers.length ? "no such worker" : "No worker is here; gridtrain invite prints an invitation.");
+      : workers.length ? "no such worker" : phase === "finished" ? "All workers have left." : "No worker is here; gridtrain invite prints an invitation.");
     for (const [id, over] of [["earlier", this.page === 0], ["later", this.page >= pages - 1]]) {
       document.getElementById(id).disabled = over;
       document.getElementById(id).hidden = pages === 1;
