@@ -194,7 +194,9 @@ class AccessHandler:
     def _apply_outcome(self, outcome: ViolationOutcome, now_s: float) -> list[io.Effect]:
         notes = [
             io.LogEvent(
-                "info", "readmitted", {"peer": peer.hex()[:12], "reason": "its accuser made false accusations"}
+                "info",
+                "readmitted",
+                {"peer": peer.hex()[:12], "reason": "its accuser made false accusations"},
             )
             for peer in outcome.restored
         ]

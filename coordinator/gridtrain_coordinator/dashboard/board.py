@@ -38,8 +38,9 @@ _OWN_FIGURES = {*LIVE_COLUMNS, "computed_samples", "computed_s", "exchanged_byte
 
 FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
-    "recalled", "restored", "superseded", "not_following", "source_replaced", "loop_stalled", "dashboard_failed",
-    "step_skipped", "step_missed", "checkpoint_failed", "upload_failed", "model_not_written",
+    "recalled", "restored", "superseded", "not_following", "source_replaced", "loop_stalled",
+    "dashboard_failed", "step_skipped", "step_missed", "checkpoint_failed", "upload_failed",
+    "model_not_written",
 }  # fmt: skip
 CHANGES = {"generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again"}
 ARRIVAL_EVENTS = {

@@ -138,7 +138,7 @@ export class Plots {
     const axis = { stroke: muted, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui, sans-serif" };
     return {
       ...this.size(plot),
-      padding: [8, 14, 0, 0],
+      padding: [8, 28, 0, 0],
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: {

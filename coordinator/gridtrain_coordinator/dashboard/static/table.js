@@ -9,6 +9,7 @@ const BAR = 150;
 
 export const total_s = (worker) => SPLIT.reduce((sum, [name]) => sum + (worker[name] ?? 0), 0);
 
+// `rare`: shown only if a worker has a value other than 0.
 const COLUMNS = [
   { title: "Rank", key: "rank", text: (w) => (w.rank === null ? "–" : w.stage === null ? count(w.rank) : `${w.rank}, stage ${w.stage}`) },
   { title: "Worker", key: "name", left: true },
@@ -19,9 +20,9 @@ const COLUMNS = [
   { title: "Step time", key: "total_s", left: true },
   { title: "Link", key: "sent_Bps", left: true },
   { title: "Loss", key: "loss", text: (w) => digits(w.loss, 4) },
-  { title: "Missed", key: "missed_steps", text: (w) => count(w.missed_steps ?? 0) },
-  { title: "Violations", key: "strikes", text: (w) => count(w.strikes) },
   { title: "Heard", key: "heard_s", text: (w) => (w.departed_s ? `${w.state} ${clock(w.departed_s)}` : w.heard_s ? `${w.heard_s} s ago` : "now") },
+  { title: "Missed", key: "missed_steps", text: (w) => count(w.missed_steps ?? 0), rare: true },
+  { title: "Violations", key: "strikes", text: (w) => count(w.strikes), rare: true },
 ];
 
 /** How many workers of the table are no longer there, in words; "" if all are. */
@@ -69,6 +70,8 @@ export class Table {
     this.workers = workers;
     this.phase = phase;
     this.offer(workers);
+    const table = document.getElementById("table");
+    for (const { key, rare } of COLUMNS) if (rare) table.classList.toggle(`no-${key}`, !workers.some((w) => w[key]));
     const wanted = this.find.value.trim().toLowerCase(), state = this.state.value;
     const found = workers.filter((w) => (!state || w.state === state)
       && (!wanted || w.name.toLowerCase().includes(wanted) || w.peer.startsWith(wanted)));
@@ -122,9 +125,9 @@ export class Table {
     row.name = el("button", { type: "button", className: "name", onclick: () => this.open(row.worker.id) });
     row.key = el("span", { className: "sub" });
     row.badge = el("span", { className: "badge" });
-    row.reason = el("span", { className: "sub" });
+    row.reason = el("span", { className: "sub two" });
     row.time = el("span", { className: "sub" });
-    row.device = el("span", { className: "cut" });
+    row.device = el("span", { className: "two" });
     row.reach = el("span");
     row.rates = el("span", { className: "sub" });
     row.bar = svg("svg", { class: "split", viewBox: `0 0 ${BAR} 12`, preserveAspectRatio: "none", "aria-hidden": "true" },
@@ -132,7 +135,7 @@ export class Table {
     row.tr = el("tr", {}, ...COLUMNS.map((column) => {
       const inside = { name: [row.name, row.key], state: [row.badge, row.reason], total_s: [row.bar, row.time], device: [row.device], sent_Bps: [row.reach, row.rates] }[column.key] ?? [];
       const head = column.key === "name";
-      const cell = el(head ? "th" : "td", { className: column.left ? "l" : "", ...(head ? { scope: "row" } : {}) }, ...inside);
+      const cell = el(head ? "th" : "td", { className: column.left ? "l" : "", "data-key": column.key, ...(head ? { scope: "row" } : {}) }, ...inside);
       if (head) cell.classList.add("who");
       return (row.cells[column.key] = cell);
     }));
@@ -167,17 +170,11 @@ export class Table {
       row.bars[at].setAttribute("width", width.toFixed(1));
       left += width;
     });
-    const parts = SPLIT.map(([name]) => short(worker[name])).join(" · ");
-    put(row.time, all_s ? `${seconds(all_s)} = ${parts}` : "");
+    put(row.time, all_s ? seconds(all_s) : "");
+    const parts = SPLIT.map(([name, , words]) => `${words} ${seconds(worker[name])}`).join(", ");
+    if (row.time.title !== parts) row.time.title = parts;
   }
 }
 
 // The colour of a state; a paused worker is not a fault.
 const STATES = new Map([...["active", "suspect", "joining", "admitted", "lost", "left"].map((state) => [state, state]), ["catching up", "joining"], ["standby", "left"], ["paused", "left"]]);
-
-function short(value_s) {
-  if (typeof value_s !== "number") return "–";
-  return value_s < 1 ? `${Math.round(value_s * 1000)}` : `${digits(value_s)} s`;
-}
-
-

@@ -43,7 +43,7 @@ export class Timeline {
   /** The strip, from the first event to now, or to the end of the run. */
   draw(now_s) {
     if (!this.events.length) { this.place.replaceChildren(); return; }
-    WIDTH = this.place.clientWidth < 480 ? 380 : 640;
+    WIDTH = Math.max(this.place.clientWidth, 280);
     const from = this.events[0].at_s, end = this.events.find((event) => event.event === "finished");
     const to = Math.max(end ? this.events.at(-1).at_s : now_s, from + 10);
     const x = (at_s) => Number((6 + ((WIDTH - 12) * (at_s - from)) / (to - from)).toFixed(1));

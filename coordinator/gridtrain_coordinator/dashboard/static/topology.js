@@ -23,8 +23,8 @@ export class Topology {
   }
 
   render(shape, workers, waited, phase) {
-    this.nobody = phase === "finished" ? "Nobody is a member any more." : "The members appear here when training begins.";
-    const drawing = JSON.stringify([this.narrow, this.nobody, shape.kind, shape.size, shape.edges, shape.ids, shape.ids.map((id) => workers.get(id)?.name)]);
+    this.place.closest("section").hidden = phase === "finished" && !shape.ids.length;
+    const drawing = JSON.stringify([this.narrow, shape.kind, shape.size, shape.edges, shape.ids, shape.ids.map((id) => workers.get(id)?.name)]);
     if (drawing !== this.drawn) {
       this.drawn = drawing;
       this.draw(shape, workers);
@@ -43,7 +43,7 @@ export class Topology {
     const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label });
     if (many) this.dots(picture, shape, workers);
     else if (shape.ids.length) this.graph(picture, shape, workers);
-    this.place.replaceChildren(shape.ids.length ? picture : el("p", { className: "muted" }, this.nobody));
+    this.place.replaceChildren(shape.ids.length ? picture : el("p", { className: "muted" }, "The members appear here when training begins."));
     this.key(many, shape);
     this.table(shape);
   }
