@@ -98,7 +98,7 @@ function tiles(run, left) {
     ["Step", count(run.step), begun ? `${pace}${skipped}` : "none is committed yet"],
     ["Loss", digits(loss, 4), loss === null ? (begun ? "no worker reports a loss" : soon) : loss === run.loss ? "mean of all workers" : "the last that was reported"],
     ["Samples/s", digits(run.samples_per_s), !begun ? soon : samples === null ? none : mean(run.samples_per_s) ? `${digits(samples)} on average` : "of all workers"],
-    ["Workers", count(active), [here, left].filter(Boolean).join(", ")],
+    ["Workers", count(active), [here, left].filter(Boolean).join(all === active || !all ? ", " : "; ")],
     ["Sent", rate(run.sent_Bps), `${bytes(run.exchanged_bytes)} for exchanges`],
     ["Saved", saved === null ? "–" : dense ? "none" : `${digits(saved, 3)} ×`, dense ? "a dense exchange sends everything" : saved === null ? "against a dense ring" : `a dense ring: ${bytes(run.dense_bytes)}`],
     ["Generation", count(run.generation), `term ${count(run.term)}, replica divergences ${count(run.drifts)}`],
