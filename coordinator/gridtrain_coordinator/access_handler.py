@@ -171,11 +171,10 @@ class AccessHandler:
                 io.Disconnect(peer),
             ]
         answer = self._authorization.enrol(invitation, message.peer, address_range(host), self._wall())
-        is_enrolled = isinstance(answer.reply, m.Enrolled)
-        note = io.LogEvent(
-            "info", "enrolled" if is_enrolled else "not_enrolled", {"peer": message.peer.hex()[:12]}
-        )
-        return [*answer.entries, note, io.Send(peer, answer.reply)]
+        event, fields = "enrolled", {"peer": message.peer.hex()[:12]}
+        if isinstance(answer.reply, m.Refused):
+            event, fields = "not_enrolled", fields | {"reason": answer.reply.reason}
+        return [*answer.entries, io.LogEvent("info", event, fields), io.Send(peer, answer.reply)]
 
     def _authorize_order(self, sender: m.PeerId, order: m.Invite | m.RemoveWorker | m.Unban) -> AccessReply:
         """Pass an order to access control.
@@ -195,7 +194,9 @@ class AccessHandler:
     def _apply_outcome(self, outcome: ViolationOutcome, now_s: float) -> list[io.Effect]:
         notes = [
             io.LogEvent(
-                "info", "restored", {"peer": peer.hex()[:12], "reason": "its accuser made false accusations"}
+                "info",
+                "readmitted",
+                {"peer": peer.hex()[:12], "reason": "its accuser made false accusations"},
             )
             for peer in outcome.restored
         ]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.event_text import event_text
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import PLAIN_WIDTH, count, make_console, mapping, rows
+from gridtrain.event_text import event_text
 from gridtrain.quantities import format_age, format_bytes, format_worker_state
 
 if TYPE_CHECKING:

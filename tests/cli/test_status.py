@@ -12,10 +12,7 @@ from rich.console import Console
 
 import gridtrain_coordinator
 from gridtrain.cli import status as module
-from gridtrain.cli.event_text import SENTENCES, event_text
-
-PURE = ("membership", "run", "stages")
-"""The packages whose events the status has."""
+from gridtrain.event_text import SENTENCES, event_text
 
 STATUS: dict[str, Any] = {
     "run": "default", "phase": "training", "reason": "2 workers since step 40", "term": 1, "generation": 3,
@@ -114,9 +111,9 @@ def test_events_are_sentences() -> None:
 
 def test_each_event_of_the_run_has_a_sentence() -> None:
     folder = Path(gridtrain_coordinator.__file__).parent
-    sources = [path.read_text() for part in PURE for path in (folder / part).glob("*.py")]
-    events = set(re.findall(r'LogEvent\(\s*"\w+",\s*"(\w+)"', "".join(sources)))
-    assert len(events) > 25 and events <= SENTENCES.keys()
+    sources = "".join(path.read_text() for path in folder.rglob("*.py"))
+    events = set(re.findall(r'(?:LogEvent|self\._log)\(\s*"\w+",\s*"(\w+)"', sources))
+    assert len(events) > 35 and events <= SENTENCES.keys()
 
 
 def test_a_paused_worker_is_shown_with_the_length_and_the_reason_of_its_pause() -> None:

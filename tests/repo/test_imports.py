@@ -39,6 +39,7 @@ TABLE: dict[str, str] = {
     "gridtrain.config":              "",
     "gridtrain.extras":              "",
     "gridtrain.quantities":          "",
+    "gridtrain.event_text":          "",
     "gridtrain.device_speed":        "torch",
     "gridtrain.core":                "",
     "gridtrain.network":             "gridtrain.core",
@@ -78,7 +79,8 @@ TABLE: dict[str, str] = {
     "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",
     "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",
     "gridtrain_coordinator.access":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.access",
-    "gridtrain_coordinator.dashboard": f"{NETWORK} gridtrain_coordinator starlette uvicorn prometheus_client",
+    "gridtrain_coordinator.dashboard": f"{NETWORK} gridtrain.event_text gridtrain_coordinator starlette "
+                                     "uvicorn prometheus_client",
     "gridtrain_worker":              f"{LIBRARY} gridtrain.testing.fake_sensors psutil pynvml",
 }
 # fmt: on
@@ -253,6 +255,7 @@ def test_the_command_line_starts_fast() -> None:
         "click",
         "rich",
         "gridtrain.cli",
+        "gridtrain.event_text",
         "gridtrain.tools.demo.recipe",
         "gridtrain.tools.options",
         *ALWAYS,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gridtrain.core.planning.exchange_facts import workload_of
+from gridtrain.event_text import event_text
 from gridtrain.quantities import format_worker_state
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
@@ -25,7 +26,7 @@ MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
 MAX_DEPARTED = 50
 DEPARTED_RETENTION_S = 600.0
-"""How long workers that have left remain in the table, with the reason for leaving."""
+"""How long workers that have left remain in the table of an unfinished run, with the reason for leaving."""
 
 LIVE_COLUMNS = (
     "state", "rank", "share", "step", "strikes", "heard_s", "stage", "loss", "computing_s", "selecting_s",
@@ -37,8 +38,9 @@ _OWN_FIGURES = {*LIVE_COLUMNS, "computed_samples", "computed_s", "exchanged_byte
 
 FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
-    "recalled", "superseded", "not_following", "source_replaced", "loop_stalled", "dashboard_failed",
-    "step_skipped", "step_missed", "lone_mean", "checkpoint_failed", "upload_failed", "model_not_written",
+    "recalled", "restored", "superseded", "not_following", "source_replaced", "loop_stalled",
+    "dashboard_failed", "step_skipped", "step_missed", "lone_mean", "checkpoint_failed", "upload_failed",
+    "model_not_written",
 }  # fmt: skip
 CHANGES = {"generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again"}
 ARRIVAL_EVENTS = {
@@ -47,7 +49,7 @@ ARRIVAL_EVENTS = {
     "caught_up",
     "following",
     "enrolled",
-    "restored",
+    "readmitted",
     "worker_finished",
     "checkpoint_written",
     "checkpoint_uploaded",
@@ -80,6 +82,7 @@ class WorkerRow:
     figures: dict[str, float] = field(default_factory=dict)
     address: str = ""
     departed_s: float | None = None  # wall clock
+    finished_step: float | None = None  # its last step, which no heartbeat reports if it leaves at once
 
     def value(self, column: str) -> Any:
         """Return the value of one of `LIVE_COLUMNS`."""
@@ -105,7 +108,7 @@ class Board:
         self._exchanged_bytes_of: dict[str, float] = {}  # latest counter by worker
         self._step: int | None = None
         self._staged = False
-        self._last_sent: tuple[dict[str, Any], dict[str, Any], int] = ({}, {}, 0)
+        self._last_sent: tuple[dict[str, Any], dict[str, Any], int, Point | None] = ({}, {}, 0, None)
         self._last_sent_rows: dict[int, tuple[dict[str, Any], list[Any]]] = {}
 
     # -- input ---------------------------------------------------------------------------------
@@ -119,6 +122,7 @@ class Board:
             if key not in ("address", "tried")
         }
         self.event_counts[name] += 1
+        safe = sanitize.tree(shown)
         self.events.append(
             {
                 "id": self._next_event,
@@ -126,13 +130,18 @@ class Board:
                 "level": sanitize.text(level, 10),
                 "event": name,
                 "kind": event_kind(name),
-                "fields": sanitize.tree(shown),
+                "fields": safe,
+                "text": sanitize.text(event_text({**safe, "event": name})),
             }
         )
         self._next_event += 1
         who = sanitize.text(fields.get("name", ""), 64)
         if name in ("lost", "left", "refused", "stalled", "no_route") and who:
             self._explain(who, name, sanitize.text(fields.get("reason", name)))
+        if name == "worker_finished":
+            for row in self._present():
+                if row.description["name"] == who:
+                    row.finished_step = sanitize.number(fields.get("step"))
 
     def _explain(self, name: str, event: str, reason: str) -> None:
         for row in self._rows.values():
@@ -150,11 +159,14 @@ class Board:
         members = [entry for entry in status["members"] if isinstance(entry, Mapping)]
         self._count_bytes(members, int(status["step"]), status, run_load)
         self._staged = int(status.get("stages", 1)) > 1
-        self._update_rows([*members, *_paused_rows(status)], at_s)
+        is_finished = status["phase"] == "finished"
+        self._update_rows([*members, *_paused_rows(status)], at_s, is_finished)
         slow = self._find_straggler() if status["phase"] == "training" else None
+        ids = {row.value("rank"): row.id for row in self._active()}
+        graph = build_graph(status if ids else {**status, "world_size": 0}, run_load)
         self.topology = {
-            **build_graph(status, run_load).to_json(),
-            "ids": [row.id for row in self._active()],
+            **graph.to_json(),
+            "ids": [ids.get(rank) for rank in range(graph.size)],
             "waited_for": slow[0] if slow else None,
         }
         loss, share = self._loss(), self._share()
@@ -172,7 +184,8 @@ class Board:
             if any(x is not None for x in sent)
             else None,
         )
-        self.history.add(point)
+        if not (is_finished and self.run.get("phase") == "finished"):  # the curves end with the run
+            self.history.add(point)
         self.run = self._run(status, facts, point, slow)
 
     def _run(
@@ -207,7 +220,7 @@ class Board:
             "backup": sanitize.tree(status["backup"]) if "backup" in status else None,
         }
 
-    def _update_rows(self, members: list[Mapping[str, Any]], at_s: float) -> None:
+    def _update_rows(self, members: list[Mapping[str, Any]], at_s: float, is_finished: bool) -> None:
         present = set()
         for member in members:
             peer = sanitize.text(member["peer"], 64)
@@ -220,15 +233,23 @@ class Board:
         for peer, row in list(self._rows.items()):
             if peer not in present and row.departed_s is None:
                 row.departed_s = at_s
-                row.live = [row.description.pop("ended", "gone"), None, *row.live[2:]]
+                last = dict(zip(LIVE_COLUMNS, row.live, strict=True))
+                last |= {"state": row.description.pop("ended", "gone"), "rank": None, "heard_s": None}
+                last |= {"sent_Bps": None, "received_Bps": None}
+                if row.finished_step is not None:
+                    last["step"] = row.finished_step
+                row.live = list(last.values())
                 row.description = {
                     **row.description,
+                    "departed_s": round(at_s, 2),
                     "reason": row.description.get("reason") or "it is no longer registered",
                 }
         departed = [peer for peer, row in self._rows.items() if row.departed_s is not None]
         expired = {
             peer for peer in departed if at_s - (self._rows[peer].departed_s or 0.0) > DEPARTED_RETENTION_S
         }
+        if is_finished:  # who took part is of interest later, too
+            expired.clear()
         for peer in expired | set(departed[: max(0, len(departed) - MAX_DEPARTED)]):
             del self._rows[peer]
 
@@ -241,7 +262,7 @@ class Board:
         if state == PAUSED_STATE:
             about = row.description.get("about", {})  # a paused worker reports nothing
         if row.departed_s is not None:
-            row.departed_s, row.description = None, {}
+            row.departed_s, row.finished_step, row.description = None, None, {}
         values = {name: sanitize.number(figures.get(name)) for name in _FIGURES}
         heard_s = sanitize.number(member.get("last_heard_s")) or 0.0
         reason = member.get("reason") or member.get("spare") or STATE_REASONS.get(state, "")
@@ -365,13 +386,14 @@ class Board:
 
     def take_changes(self) -> dict[str, Any]:
         """Return the changes since the last call, including the latest point of the curves."""
-        last_run, last_topology, last_event = self._last_sent
+        last_run, last_topology, last_event, last_point = self._last_sent
+        point = self.history.recent[-1] if self.history.recent else None
         last_rows = self._last_sent_rows
         rows = {row.id: (row.description, row.live) for row in self._rows.values()}
         events = [event for event in self.events if event["id"] > last_event]
         changes: dict[str, Any] = {
             "run": {name: value for name, value in self.run.items() if last_run.get(name) != value},
-            "points": [self.history.recent[-1].row()] if self.history.recent else [],
+            "points": [point.row()] if point is not None and point is not last_point else [],
             "shape": self.topology if self.topology != last_topology else None,
             "events": events[-MAX_EVENTS_A_TICK:],
             "who": [who for at, (who, _) in rows.items() if at not in last_rows or last_rows[at][0] != who],
@@ -382,7 +404,8 @@ class Board:
             ],
             "gone": [at for at in last_rows if at not in rows],
         }
-        self._last_sent, self._last_sent_rows = (self.run, self.topology, self._next_event - 1), rows
+        self._last_sent = self.run, self.topology, self._next_event - 1, point
+        self._last_sent_rows = rows
         return {name: value for name, value in changes.items() if value}
 
 

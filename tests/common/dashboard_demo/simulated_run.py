@@ -113,7 +113,10 @@ class Run:
         fields = {"generation": self._generation, "workers": workers, "step": self._step, "reason": reason}
         self._add_event(second, "info", "generation", fields | {"verdict": "COMMIT", "plan": ""})
         self._add_event(
-            second + 0.4, "info", "training", {"generation": self._generation, "workers": workers}
+            second + 0.4,
+            "info",
+            "training",
+            {"generation": self._generation, "workers": workers, "step": self._step},
         )
 
     def _present(self, second: int) -> list[_Worker]:
@@ -128,6 +131,8 @@ class Run:
 
     def _change_members(self, second: int) -> None:
         rng = self._rng
+        if self.state == "finished" and second == TURN_S:
+            self._finish(second)
         if self._has_stopped(second):
             return
         for worker in self._group:
@@ -157,8 +162,19 @@ class Run:
         worker.away_until = 1 << 40
         worker.reason = "paused by its owner: the computer is in use"
         self._generation += 1
-        self._add_event(second, "info", "left", {"name": worker.name, "reason": f"left: {worker.reason}"})
+        self._add_event(second, "info", "left", {"name": worker.name, "reason": worker.reason})
         self._begin_generation(second, f"{worker.name} left")
+
+    def _finish(self, second: int) -> None:
+        present = self._present(second)
+        for worker in present:
+            fields = {"name": worker.name, "step": self._step + 1}
+            self._add_event(second, "info", "worker_finished", fields)
+        self._step = self._step + 1
+        self._steps = float(self._step)
+        self._add_event(second, "info", "finished", {"reason": REASONS["finished"].format(len(present))})
+        for worker in present:
+            self._add_event(second, "info", "left", {"name": worker.name, "reason": "its run is finished"})
 
     def _has_stopped(self, second: int) -> bool:
         return second >= TURN_S and self.state in REASONS
@@ -190,9 +206,11 @@ class Run:
             for rank, worker in enumerate(present)
         ]
         status = self._status_of_members(second, present, members, steps_per_s)
-        if self._has_stopped(second) and self.state in ("waiting", "finished"):
+        if self._has_stopped(second) and self.state == "finished":
+            status["members"] = []
+        elif self._has_stopped(second) and self.state == "waiting":
             status |= {"world_size": 0, "links": [], "relayed": [], "stages": 1, "plan_reason": ""}
-            status["members"] = self._unranked(members) if self.state == "waiting" else []
+            status["members"] = self._unranked(members)
         elif stopped:
             for member in members:
                 member |= {"state": "suspect", "last_heard_s": float(second - TURN_S)}
@@ -232,7 +250,8 @@ class Run:
             "drifts": 0,
             "members": members, "resting": self._resting(second), "events": [],
             "software": "gridtrain (simulated)", "address": "",
-            "now_s": float(second), "uptime_s": float(second), "steps_per_s": steps_per_s,
+            "now_s": float(second), "uptime_s": float(second),
+            "steps_per_s": steps_per_s if phase == "training" else None,
         }  # fmt: skip
 
     def _member(self, worker: _Worker, rank: int, times_s: tuple[float, float], steps: int) -> dict[str, Any]:

@@ -99,6 +99,60 @@ def test_a_departed_worker_stays_for_a_while_with_the_reason() -> None:
     assert [row["name"] for row in board.workers()] == ["anna"]
 
 
+def ended_run() -> Board:
+    """One worker, of which the status has step 29 when it ends its run with step 30 at 2.0 and leaves."""
+    board = Board()
+    anna = member("anna", loss=2.7) | {"step": 29, "sent_Bps": 5.0, "received_Bps": 5.0}
+    board.update(status(29, (anna,), facts=FACTS, steps_per_s=3.0), 1.0)
+    board.add_event(1.5, "info", "worker_finished", {"name": "anna", "step": 30})
+    board.update(status(30, (anna,), facts=FACTS), 1.6)
+    board.add_event(1.7, "info", "left", {"name": "anna", "reason": "its run is finished"})
+    board.update(status(30, facts=FACTS) | {"phase": "finished", "world_size": 1}, 2.0)
+    return board
+
+
+def test_a_worker_that_finished_keeps_its_last_step_and_the_time_at_which_it_left() -> None:
+    board = ended_run()
+    for at_s in (3.0, 3.0 + 2 * DEPARTED_RETENTION_S):  # who took part remains in the table
+        board.update(status(30) | {"phase": "finished", "world_size": 1}, at_s)
+        anna = board.workers()[0]
+        expected = {"state": "left", "step": 30, "departed_s": 2.0, "heard_s": None, "loss": 2.7}
+        assert expected.items() <= anna.items()
+        assert (anna["sent_Bps"], anna["received_Bps"]) == (None, None)
+    board.update(status(30, (member("anna"),)), 9999.0)
+    assert "departed_s" not in board.workers()[0] and board.workers()[0]["step"] == 0
+
+
+def test_the_curves_end_with_the_run() -> None:
+    board = ended_run()
+    assert [point.at_s for point in board.history.recent] == [1.0, 1.6, 2.0]
+    assert board.take_changes()["points"] == [board.history.recent[-1].row()]
+    board.update(status(30) | {"phase": "finished"}, 3.0)
+    assert [point.at_s for point in board.history.recent] == [1.0, 1.6, 2.0]
+    assert "points" not in board.take_changes()
+
+
+def test_the_topology_shows_members_that_are_not_connected_and_none_after_the_run() -> None:
+    board = Board()
+    board.update(status(1, (member("anna"), member("cleo", 2)), facts=FACTS) | {"world_size": 3}, 0.0)
+    assert (board.topology["size"], board.topology["ids"]) == (3, [0, None, 1])
+    assert [edge[:2] for edge in board.topology["edges"]] == [[0, 1], [0, 2]]
+    topology = ended_run().topology
+    assert (topology["size"], topology["ids"], topology["edges"]) == (0, [], [])
+
+
+def test_events_have_the_sentences_of_the_status() -> None:
+    board = Board()
+    board.add_event(
+        0.0, "info", "called_back", {"name": "an\u202ena", "reachable": True, "address": "tcp://x"}
+    )
+    board.add_event(1.0, "info", "left", {"name": "bert", "reason": "its run is finished"})
+    assert [event["text"] for event in board.events] == [
+        "others can connect to an\ufffdna",
+        "bert has left: its run is finished",
+    ]
+
+
 def test_a_worker_paused_by_its_owner_stays_while_it_is_paused() -> None:
     board = Board()
     board.update(status(1, (member("anna"), member("bert", 1) | {"about": {"device": "GPU"}})), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,6 +198,71 @@ def test_stages_and_paused_workers_are_in_the_table(opened) -> None:  # type: ig
     ]
 
 
+TILES = (
+    "[...document.querySelectorAll('#tiles > div')]"
+    ".map((tile) => tile.innerText.split('\\n').slice(1).join(' '))"
+)
+
+
+def test_the_page_of_an_ended_run_has_its_last_figures(opened) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(6, shape="ring", stages=3, state="finished")
+    step, loss, samples, workers, *_ = page.run(TILES)
+    assert step.endswith(" a second on average") and samples.endswith(" on average"), (step, samples)
+    assert workers == "0 present, 6 have left"
+    assert page.run("document.getElementById('count').textContent") == "0 present, 6 have left"
+    curve = page.run("document.querySelector('#plots figcaption .muted').textContent")
+    assert loss.endswith(" the last that was reported") and curve == f"loss {loss.split()[0]}"
+    rows = page.run(
+        "[...document.querySelectorAll('#body tr')]"
+        ".map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    assert {row[5] for row in rows} == {step.split()[0]}, "all have reached the last step"
+    assert all(re.fullmatch(r"left \d\d:\d\d:\d\d", row[9]) for row in rows), rows[0]
+    events = page.run("[...document.querySelectorAll('#events span')].map((each) => each.textContent)")
+    assert events[0] == "fatima has left: its run is finished"
+    assert "the run is finished: 6 workers reached the end of the run" in events
+    assert page.run("document.getElementById('topology').checkVisibility()") is False
+    ends = (
+        "['.t-band', '.t-change', '.t-axis'].map((kind) => {"
+        " const box = [...document.querySelectorAll(`#timeline > svg > ${kind}`)].at(-1).getBBox();"
+        " return Math.round(box.x + box.width); })"
+    )
+    band, finished, axis = page.run(ends)
+    assert finished - 3 < band <= finished <= axis + 3, "the generation and the time line end with the run"
+    assert finished > axis - 3
+
+
+def test_a_paused_run_has_its_mean_rate_and_the_last_loss(opened) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(6, shape="ring", state="waiting")
+    step, loss, samples, workers, *_ = page.run(TILES)
+    assert step.endswith(" a second on average") and samples.startswith("\u2013 ")
+    assert samples.endswith(" on average") and loss.endswith(" the last that was reported")
+    assert workers == "0 of 6: 3 admitted, 3 joining"
+
+
+def test_a_member_that_is_not_connected_is_drawn_in_the_topology(opened) -> None:  # type: ignore[no-untyped-def]
+    page, shown = opened(6, shape="ring")
+    _, status, _ = next(shown._statuses)
+    status["members"] = [member for member in status["members"] if member["rank"] != 2]
+    shown.service.publish(status)
+    page.until("document.getElementById('topology').textContent.includes('not connected')")
+    assert page.run("document.querySelectorAll('#topology .node').length") == 6 and page.errors == []
+    assert page.run("document.getElementById('count').textContent") == "5 present, 1 has left"
+
+
+@pytest.mark.parametrize(("state", "stages"), [("training", 1), ("training", 3), ("away", 1), ("resting", 1)])
+def test_the_table_fits_into_a_wide_window(opened, state: str, stages: int) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(6, shape="ring", stages=stages, state=state)
+    heads = (
+        "[...document.querySelectorAll('#head th')].filter((head) => head.checkVisibility())"
+        ".map((head) => head.innerText)"
+    )
+    # One worker has a violation, and none has missed a step.
+    assert page.run(heads)[-2:] == ["Heard", "Violations"]
+    place = "document.getElementById('table').parentElement"
+    assert page.run(f"{place}.scrollWidth - {place}.clientWidth") == 0
+
+
 def test_the_layout_check_finds_faults(opened) -> None:  # type: ignore[no-untyped-def]
     page, _ = opened(4)
     assert page.run(LAYOUT_CHECK) == []
@@ -218,7 +284,9 @@ def test_the_page_updates_itself(opened) -> None:  # type: ignore[no-untyped-def
     page.until(f"document.querySelector('#tiles dd').textContent !== {step!r}", 10.0)
     shown.service.note("warning", "lost", {"name": "anna", "reason": "silent for 10.0 s"})
     shown.advance()
-    page.until("document.querySelector('#events li').textContent.includes('lost: anna')", 10.0)
+    page.until(
+        "document.querySelector('#events li').textContent.includes('anna is lost: silent for 10.0 s')", 10.0
+    )
     assert page.errors == []
 
 

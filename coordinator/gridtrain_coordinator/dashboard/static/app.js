@@ -2,7 +2,7 @@
 
 import { about, bytes, count, digits, el, put, rate } from "./format.js";
 import { Plots } from "./plots.js";
-import { Table } from "./table.js";
+import { departures, Table } from "./table.js";
 import { Topology } from "./topology.js";
 import { Timeline } from "./timeline.js";
 import { Details } from "./details.js";
@@ -48,7 +48,7 @@ function tick(told) {
 }
 
 function merge({ who = [], rows = [] }) {
-  for (const one of who) state.workers.set(one.id, Object.assign(state.workers.get(one.id) ?? {}, one));
+  for (const one of who) state.workers.set(one.id, Object.assign(state.workers.get(one.id) ?? {}, { departed_s: undefined }, one)); // it may be back
   for (const [id, ...values] of rows) {
     const worker = state.workers.get(id);
     if (worker) state.columns.forEach((name, i) => { worker[name] = values[i]; });
@@ -69,29 +69,36 @@ function render() {
   put(at("phase"), run.phase ?? "starting");
   at("phase").className = `badge ${run.alert ? "fault" : ["waiting", "training", "paused", "finished"].includes(run.phase) ? run.phase : ""}`;
   put(at("reason"), [run.alert, run.reason].filter(Boolean).join("; "));
-  put(at("plan"), run.plan_reason ?? "");
+  put(at("plan"), state.shape.ids.length ? run.plan_reason ?? "" : "");
   put(at("software"), run.software ?? "");
   document.title = run.run ? `${run.phase} ${count(run.step)} · ${run.run} · gridtrain` : "gridtrain";
-  tiles(run);
   const workers = [...state.workers.values()];
+  tiles(run, departures(workers));
   for (const worker of workers) worker.slowest = run.waited_for?.id === worker.id ? "the others wait for it" : undefined;
-  table.render(workers);
+  table.render(workers, run.phase);
   topology.render(state.shape, state.workers, run.waited_for, run.phase);
   const now_s = run.now_s ?? 0;
   if (now_s - drawn_s >= 5 || now_s < drawn_s) { timeline.draw(now_s); drawn_s = now_s; }
   facts(run.facts ?? {});
 }
 
-function tiles(run) {
+/** The figures at the top.  A rate that is not known now is replaced by its mean over the whole run. */
+function tiles(run, left) {
   const active = run.workers?.active ?? 0, all = Object.values(run.workers ?? {}).reduce((sum, n) => sum + n, 0);
   const saved = run.exchanged_bytes > 0 && run.dense_bytes > 0 ? run.dense_bytes / run.exchanged_bytes : null;
   const dense = /^Dense/.test(run.facts?.exchange ?? "");
-  const begun = run.step > 0, soon = "waiting for the first step";
+  const begun = run.step > 0, ended = run.phase === "finished", soon = "waiting for the first step";
+  const loss = run.loss ?? plots.last("loss"), none = ended ? "no rate was measured" : "no rate yet";
+  const steps = run.steps_per_s ?? plots.mean("steps_per_s"), samples = run.samples_per_s ?? plots.mean("samples_per_s");
+  const mean = (now) => (now === null || now === undefined ? " on average" : "");
+  const pace = steps === null ? none : `${digits(steps)} a second${mean(run.steps_per_s)}`;
+  const skipped = run.skipped_samples ? `, ${count(run.skipped_samples)} samples skipped` : "";
+  const here = all ? (all === active ? "all active" : `of ${all}: ${others(run.workers)}`) : begun || left ? "present" : "none has joined yet";
   const lines = [
-    ["Step", count(run.step), !begun ? "none is committed yet" : run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second${run.skipped_samples ? `, ${count(run.skipped_samples)} samples skipped` : ""}`],
-    ["Loss", digits(run.loss, 4), run.loss === null ? (begun ? "no worker reports a loss" : soon) : "mean of all workers"],
-    ["Samples/s", digits(run.samples_per_s), begun ? "of all workers" : soon],
-    ["Workers", count(active), !all ? (begun ? "no workers" : "none has joined yet") : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
+    ["Step", count(run.step), begun ? `${pace}${skipped}` : "none is committed yet"],
+    ["Loss", digits(loss, 4), loss === null ? (begun ? "no worker reports a loss" : soon) : loss === run.loss ? "mean of all workers" : "the last that was reported"],
+    ["Samples/s", digits(run.samples_per_s), !begun ? soon : samples === null ? none : mean(run.samples_per_s) ? `${digits(samples)} on average` : "of all workers"],
+    ["Workers", count(active), [here, left].filter(Boolean).join(all === active || !all ? ", " : "; ")],
     ["Sent", rate(run.sent_Bps), `${bytes(run.exchanged_bytes)} for exchanges`],
     ["Saved", saved === null ? "–" : dense ? "none" : `${digits(saved, 3)} ×`, dense ? "a dense exchange sends everything" : saved === null ? "against a dense ring" : `a dense ring: ${bytes(run.dense_bytes)}`],
     ["Generation", count(run.generation), `term ${count(run.term)}, replica divergences ${count(run.drifts)}`],

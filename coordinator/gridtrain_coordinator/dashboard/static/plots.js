@@ -3,10 +3,10 @@
 import { bytes, clock, count, cssColour, digits, el, put } from "./format.js";
 
 const PLOTS = [
-  { name: "Loss", series: [["loss", "--accent", "loss"]], value: (v) => digits(v, 4),
+  { name: "Loss", series: [["loss", "--accent", "loss"]], value: (v) => digits(v, 4), lasting: true,
     nothing: "No worker reports a loss. In the script: grid.report(loss=loss.item())" },
   { name: "Throughput", series: [["samples_per_s", "--good", "samples/s"]], value: (v) => digits(v, 3), floor: 0,
-    nothing: "Nothing is trained." },
+    nothing: "No rate has been measured." },
   { name: "Sent by all workers", series: [["bytes", "--accent", "sent"], ["dense_bytes", "--comm", "a dense ring"]],
     value: bytes, nothing: "Nothing is exchanged.", log: true },
 ];
@@ -47,6 +47,18 @@ export class Plots {
     this.columns = Object.fromEntries(columns.map((name, at) => [name, at]));
     this.data = data;
     this.redraw();
+  }
+
+  /** The latest value that is known; null if there is none. */
+  last(name) {
+    const at = this.columns?.[name];
+    return [this.data.recent, this.data.whole].map((rows) => rows.findLast((row) => row[at] !== null)?.[at]).find((value) => value !== undefined) ?? null;
+  }
+
+  /** The mean over the whole run; null if no value is known. */
+  mean(name) {
+    const values = this.data.whole.map((row) => row[this.columns[name]]).filter((value) => value !== null);
+    return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
   }
 
   /** Points of the latest second; the server thins the whole run, so only its end is updated. */
@@ -103,11 +115,12 @@ export class Plots {
     return { width: Math.max(plot.canvas.clientWidth, 120), height: Math.max(plot.canvas.clientHeight, 120) };
   }
 
-  /** The values under the pointer, or the latest ones, as text that everyone can read. */
+  /** The values under the pointer, or the latest ones (of the loss: that are known), as text that everyone can read. */
   say(plot, at = null) {
     const [x, ...lines] = plot.chart.data;
     const here = at ?? x.length - 1;
-    const shown = plot.series.map(([, , label], i) => [label, lines[i][here]]).filter(([, v]) => v !== null && v !== undefined);
+    const of = (line) => line[at === null && plot.lasting ? line.findLastIndex((value) => value !== null) : here];
+    const shown = plot.series.map(([, , label], i) => [label, of(lines[i])]).filter(([, v]) => v !== null && v !== undefined);
     const latest = this.data.recent.at(-1) ?? this.data.whole.at(-1);
     put(plot.empty, latest?.[this.columns.step] > 0 ? plot.nothing : "Waiting for the first step.");
     const any = lines.some((line) => line.some((value) => value !== null && value !== 0));
@@ -125,7 +138,7 @@ export class Plots {
     const axis = { stroke: muted, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui, sans-serif" };
     return {
       ...this.size(plot),
-      padding: [8, 14, 0, 0],
+      padding: [8, 28, 0, 0],
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: {
@@ -137,7 +150,8 @@ export class Plots {
         { ...axis, size: 64, ...(plot.log ? { splits: tens, filter: (_, ticks) => ticks } : {}), values: (_, ticks) => ticks.map((v) => (v === null ? "" : plot.value(v))) },
       ],
       series: [{}, ...plot.series.map(([, colour, label], at) => ({
-        label, stroke: cssColour(colour), width: 2, dash: at ? [6, 5] : undefined, points: { show: false }, spanGaps: false,
+        label, stroke: cssColour(colour), width: 2, dash: at ? [6, 5] : undefined, spanGaps: false,
+        points: { size: 6, show: (chart, line) => chart.data[line].filter((value) => value !== null).length < 3 }, // a line needs two
       }))],
       hooks: { setCursor: [(chart) => chart === plot.chart && this.say(plot, chart.cursor.idx)] },
     };

@@ -1,6 +1,6 @@
 // One row per worker: sorted, filtered, in pages.  Rows are reused; only their texts change.
 
-import { count, digits, el, put, rate, seconds, svg } from "./format.js";
+import { clock, count, digits, el, put, rate, seconds, svg } from "./format.js";
 
 export const SPLIT = [["computing_s", "compute", "computing"], ["selecting_s", "select", "selecting"],
   ["communicating_s", "comm", "communicating"], ["waiting_s", "wait", "waiting"]];
@@ -9,6 +9,7 @@ const BAR = 150;
 
 export const total_s = (worker) => SPLIT.reduce((sum, [name]) => sum + (worker[name] ?? 0), 0);
 
+// `rare`: shown only if a worker has a value other than 0.
 const COLUMNS = [
   { title: "Rank", key: "rank", text: (w) => (w.rank === null ? "–" : w.stage === null ? count(w.rank) : `${w.rank}, stage ${w.stage}`) },
   { title: "Worker", key: "name", left: true },
@@ -19,10 +20,16 @@ const COLUMNS = [
   { title: "Step time", key: "total_s", left: true },
   { title: "Link", key: "sent_Bps", left: true },
   { title: "Loss", key: "loss", text: (w) => digits(w.loss, 4) },
-  { title: "Missed", key: "missed_steps", text: (w) => count(w.missed_steps ?? 0) },
-  { title: "Violations", key: "strikes", text: (w) => count(w.strikes) },
-  { title: "Heard", key: "heard_s", text: (w) => (w.heard_s ? `${w.heard_s} s ago` : "now") },
+  { title: "Heard", key: "heard_s", text: (w) => (w.departed_s ? `${w.state} ${clock(w.departed_s)}` : w.heard_s ? `${w.heard_s} s ago` : "now") },
+  { title: "Missed", key: "missed_steps", text: (w) => count(w.missed_steps ?? 0), rare: true },
+  { title: "Violations", key: "strikes", text: (w) => count(w.strikes), rare: true },
 ];
+
+/** How many workers of the table are no longer there, in words; "" if all are. */
+export function departures(workers) {
+  const gone = workers.filter((w) => w.departed_s), lost = gone.filter((w) => w.state === "lost").length, left = gone.length - lost;
+  return [left && `${left} ${left === 1 ? "has" : "have"} left`, lost && `${lost} ${lost === 1 ? "was" : "were"} lost`].filter(Boolean).join(", ");
+}
 
 export class Table {
   constructor(open) {
@@ -59,9 +66,12 @@ export class Table {
     this.render(this.workers);
   }
 
-  render(workers) {
+  render(workers, phase = this.phase) {
     this.workers = workers;
+    this.phase = phase;
     this.offer(workers);
+    const table = document.getElementById("table");
+    for (const { key, rare } of COLUMNS) if (rare) table.classList.toggle(`no-${key}`, !workers.some((w) => w[key]));
     const wanted = this.find.value.trim().toLowerCase(), state = this.state.value;
     const found = workers.filter((w) => (!state || w.state === state)
       && (!wanted || w.name.toLowerCase().includes(wanted) || w.peer.startsWith(wanted)));
@@ -72,10 +82,11 @@ export class Table {
     while (this.rows.length < shown.length) this.rows.push(this.row());
     while (this.rows.length > shown.length) this.rows.pop().tr.remove();
     shown.forEach((worker, at) => this.fill(this.rows[at], worker));
-    put(document.getElementById("count"), found.length === workers.length ? `${workers.length}` : `${found.length} of ${workers.length}`);
+    const left = departures(workers), here = workers.filter((w) => !w.departed_s).length;
+    put(document.getElementById("count"), found.length !== workers.length ? `${found.length} of ${workers.length}` : left ? `${here} present, ${left}` : `${here}`);
     const first = this.page * PAGE + 1;
     put(document.getElementById("page"), found.length ? `${first} to ${first + shown.length - 1} of ${found.length}`
-      : workers.length ? "no such worker" : "No worker is here; gridtrain invite prints an invitation.");
+      : workers.length ? "no such worker" : phase === "finished" ? "All workers have left." : "No worker is here; gridtrain invite prints an invitation.");
     for (const [id, over] of [["earlier", this.page === 0], ["later", this.page >= pages - 1]]) {
       document.getElementById(id).disabled = over;
       document.getElementById(id).hidden = pages === 1;
@@ -114,9 +125,9 @@ export class Table {
     row.name = el("button", { type: "button", className: "name", onclick: () => this.open(row.worker.id) });
     row.key = el("span", { className: "sub" });
     row.badge = el("span", { className: "badge" });
-    row.reason = el("span", { className: "sub" });
+    row.reason = el("span", { className: "sub two" });
     row.time = el("span", { className: "sub" });
-    row.device = el("span", { className: "cut" });
+    row.device = el("span", { className: "two" });
     row.reach = el("span");
     row.rates = el("span", { className: "sub" });
     row.bar = svg("svg", { class: "split", viewBox: `0 0 ${BAR} 12`, preserveAspectRatio: "none", "aria-hidden": "true" },
@@ -124,7 +135,7 @@ export class Table {
     row.tr = el("tr", {}, ...COLUMNS.map((column) => {
       const inside = { name: [row.name, row.key], state: [row.badge, row.reason], total_s: [row.bar, row.time], device: [row.device], sent_Bps: [row.reach, row.rates] }[column.key] ?? [];
       const head = column.key === "name";
-      const cell = el(head ? "th" : "td", { className: column.left ? "l" : "", ...(head ? { scope: "row" } : {}) }, ...inside);
+      const cell = el(head ? "th" : "td", { className: column.left ? "l" : "", "data-key": column.key, ...(head ? { scope: "row" } : {}) }, ...inside);
       if (head) cell.classList.add("who");
       return (row.cells[column.key] = cell);
     }));
@@ -159,17 +170,11 @@ export class Table {
       row.bars[at].setAttribute("width", width.toFixed(1));
       left += width;
     });
-    const parts = SPLIT.map(([name]) => short(worker[name])).join(" · ");
-    put(row.time, all_s ? `${seconds(all_s)} = ${parts}` : "");
+    put(row.time, all_s ? seconds(all_s) : "");
+    const parts = SPLIT.map(([name, , words]) => `${words} ${seconds(worker[name])}`).join(", ");
+    if (row.time.title !== parts) row.time.title = parts;
   }
 }
 
 // The colour of a state; a paused worker is not a fault.
 const STATES = new Map([...["active", "suspect", "joining", "admitted", "lost", "left"].map((state) => [state, state]), ["catching up", "joining"], ["standby", "left"], ["paused", "left"]]);
-
-function short(value_s) {
-  if (typeof value_s !== "number") return "–";
-  return value_s < 1 ? `${Math.round(value_s * 1000)}` : `${digits(value_s)} s`;
-}
-
-

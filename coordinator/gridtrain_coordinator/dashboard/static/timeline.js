@@ -5,7 +5,6 @@ import { clock, el, svg } from "./format.js";
 const BAND = 26, TOP = 8, HEIGHT = 104, LISTED = 100;
 let WIDTH = 640;
 const LANES = { worker: 54, fault: 78 };
-const WORDS = { generation: "generation", violation: "broke the protocol", no_route: "no route", no_room: "no room on the disk" };
 const KEY = [["t-band", "a generation"], ["t-change", "the run's phase"], ["t-worker", "a worker joins or leaves"], ["t-fault", "a fault"]];
 
 export class Timeline {
@@ -41,11 +40,12 @@ export class Timeline {
     if (!shown.length) this.list.append(el("li", {}, el("span", { className: "muted" }, "Nothing yet.")));
   }
 
-  /** The strip, from the first event to now. */
+  /** The strip, from the first event to now, or to the end of the run. */
   draw(now_s) {
     if (!this.events.length) { this.place.replaceChildren(); return; }
-    WIDTH = this.place.clientWidth < 480 ? 380 : 640;
-    const from = this.events[0].at_s, to = Math.max(now_s, from + 10);
+    WIDTH = Math.max(this.place.clientWidth, 280);
+    const from = this.events[0].at_s, end = this.events.find((event) => event.event === "finished");
+    const to = Math.max(end ? this.events.at(-1).at_s : now_s, from + 10);
     const x = (at_s) => Number((6 + ((WIDTH - 12) * (at_s - from)) / (to - from)).toFixed(1));
     const generations = this.events.filter((event) => event.event === "generation");
     const faults = this.events.filter((event) => event.kind === "fault").length;
@@ -53,16 +53,16 @@ export class Timeline {
       `${generations.length} generations and ${faults} faults since ${clock(from)}; the list below has the same as text` });
     picture.append(svg("line", { x1: 6, x2: WIDTH - 6, y1: HEIGHT - 12, y2: HEIGHT - 12, class: "t-axis" }));
     generations.forEach((event, at) => {
-      const x1 = x(event.at_s), x2 = at + 1 < generations.length ? x(generations[at + 1].at_s) : x(to);
+      const x1 = x(event.at_s), x2 = at + 1 < generations.length ? x(generations[at + 1].at_s) : x(end?.at_s ?? to);
       picture.append(svg("rect", { x: x1, y: TOP, width: Math.max(x2 - x1, 1), height: BAND, rx: 3, class: `t-band${at % 2 ? " odd" : ""}` },
-        svg("title", {}, sentence(event))));
+        svg("title", {}, event.text)));
       const words = String(event.fields.generation);
       if (x2 - x1 > words.length * 8 + 8) picture.append(svg("text", { x: (x1 + x2) / 2, y: TOP + 18, "text-anchor": "middle" }, words));
     });
     for (const event of this.events) {
       if (!(event.kind in LANES) && !(event.kind === "change" && event.event !== "generation" && event.event !== "freeze")) continue;
       const kind = event.kind === "change" ? "t-change" : `t-${event.kind}`;
-      picture.append(mark(kind, x(event.at_s), LANES[event.kind] ?? TOP + BAND + 6, sentence(event)));
+      picture.append(mark(kind, x(event.at_s), LANES[event.kind] ?? TOP + BAND + 6, event.text));
     }
     this.place.replaceChildren(picture);
   }
@@ -80,18 +80,6 @@ function line(event) {
   const time = el("time", { dateTime: new Date(event.at_s * 1000).toISOString() }, clock(event.at_s));
   const words = el("span");
   if (event.kind === "fault") words.append(el("span", { className: "badge fault" }, "fault"), " ");
-  words.append(sentence(event));
+  words.append(event.text);
   return el("li", {}, time, words);
 }
-
-function sentence(event) {
-  const { name, reason, verdict, ...rest } = event.fields;
-  if (verdict) rest.open_step = verdict === "COMMIT" ? "committed" : "repeated";
-  const head = [WORDS[event.event] ?? event.event.replaceAll("_", " "), event.event === "generation" ? rest.generation : null]
-    .filter((part) => part !== null && part !== undefined).join(" ");
-  const more = Object.entries(rest).filter(([key, value]) => key !== "generation" && key !== "plan" && value !== null && value !== "")
-    .slice(0, 4).map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "object" ? JSON.stringify(value) : value}`);
-  return [head, name, more.join(", "), reason].filter((part) => part !== undefined && part !== null && part !== "").join(": ");
-}
-
-

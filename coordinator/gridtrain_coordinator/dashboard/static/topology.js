@@ -23,8 +23,8 @@ export class Topology {
   }
 
   render(shape, workers, waited, phase) {
-    this.nobody = phase === "finished" ? "Nobody is a member any more." : "The members appear here when training begins.";
-    const drawing = JSON.stringify([this.narrow, this.nobody, shape.kind, shape.size, shape.edges, shape.ids, shape.ids.map((id) => workers.get(id)?.name)]);
+    this.place.closest("section").hidden = phase === "finished" && !shape.ids.length;
+    const drawing = JSON.stringify([this.narrow, shape.kind, shape.size, shape.edges, shape.ids, shape.ids.map((id) => workers.get(id)?.name)]);
     if (drawing !== this.drawn) {
       this.drawn = drawing;
       this.draw(shape, workers);
@@ -43,8 +43,7 @@ export class Topology {
     const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label });
     if (many) this.dots(picture, shape, workers);
     else if (shape.ids.length) this.graph(picture, shape, workers);
-    else picture.append(svg("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle", class: "dim" }, this.nobody));
-    this.place.replaceChildren(picture);
+    this.place.replaceChildren(shape.ids.length ? picture : el("p", { className: "muted" }, "The members appear here when training begins."));
     this.key(many, shape);
     this.table(shape);
   }
@@ -93,11 +92,11 @@ export class Topology {
 
   node(id, rank, [x, y], shape, workers) {
     const radius = shape.ids.length <= NAMED ? (WIDTH < 500 ? 17 : 20) : WIDTH < 500 ? 9 : 15, around = 2 * Math.PI * (radius - 1);
-    const body = svg("circle", { cx: x, cy: y, r: radius + 3, class: "node" });
+    const body = svg("circle", { cx: x, cy: y, r: radius + 3, class: workers.has(id) ? "node" : "node suspect" });
     const wait = svg("circle", { cx: x, cy: y, r: radius - 1, class: "arc" });
     const busy = svg("circle", { cx: x, cy: y, r: radius - 1, class: "arc busy", transform: `rotate(-90 ${x} ${y})`, "stroke-dasharray": `0 ${around}` });
     const halo = svg("circle", { cx: x, cy: y, r: radius + 7, class: "halo", visibility: "hidden" });
-    const title = svg("title", {}, "");
+    const title = svg("title", {}, workers.has(id) ? "" : "not connected");
     const group = svg("g", { class: "hit", onclick: () => this.open(id) }, title, body, wait, busy, halo,
       svg("text", { x, y, class: "rank" }, String(rank)));
     if (shape.ids.length <= NAMED) group.append(named(x, y, radius, shape, workers.get(id)?.name ?? ""));
