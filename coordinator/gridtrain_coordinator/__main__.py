@@ -1,6 +1,6 @@
 """`python -m gridtrain_coordinator`: the coordinator configured by its environment, for containers.
 
-    GRIDTRAIN_RUN  GRIDTRAIN_LISTEN  GRIDTRAIN_STATE  ...      or a run.toml in the working folder
+    GRIDTRAIN_RUN  GRIDTRAIN_LISTEN  GRIDTRAIN_STATE  ...      or a run.toml in the current directory
     GRIDTRAIN_DASHBOARD (HOST:PORT, or "off")  GRIDTRAIN_DASHBOARD_OPEN  GRIDTRAIN_DASHBOARD_HOSTS
 
 `gridtrain coordinator --help` describes the same settings as command-line options.

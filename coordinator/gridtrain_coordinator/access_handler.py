@@ -35,10 +35,11 @@ class AccessHandler:
     """Handles pending members, orders and violations.
 
     Args:
-        authorization: the access control, which decides who has access.
-        membership: the core, which dismisses the removed workers.
+        authorization: decides who has access.
+        membership: the coordinator's core, to which removed workers are reported so that it dismisses them.
         operator: the key that authorizes orders; None if there is none.
-        wall: a function that returns wall-clock time in seconds, because invitations outlive a restart.
+        wall: a function that returns the time in seconds; wall-clock time, because invitations outlive a
+            restart.
     """
 
     def __init__(

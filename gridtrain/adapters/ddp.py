@@ -329,6 +329,6 @@ def _place(head: Sequence[int]) -> PayloadSlot:
     phase, hop, segment, slice_ = head[:4]
     if phase not in set(CollectivePhase):
         raise RemoteProtocolError(
-            f"a message has the unknown phase {phase}", remedy="run the same version on all processes"
+            f"a message has an unknown phase, {phase}", remedy="run the same version on all processes"
         )
     return PayloadSlot(CollectivePhase(phase), hop, segment, slice_)

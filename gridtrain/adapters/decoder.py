@@ -186,8 +186,8 @@ class LayerPositions:
     """Computes what a layer needs besides the hidden states: the attention mask and the rotary embeddings.
 
     Args:
-        rotary: the model's module for rotary embeddings; None if it has none.  Its buffers are in no state,
-            so a model on the meta device gets new ones.
+        rotary: the model's module for rotary embeddings; None if it has none.  Its buffers are not in any
+            state, so a model on the meta device gets new ones.
     """
 
     def __init__(self, config: PretrainedConfig, rotary: nn.Module | None) -> None:
@@ -353,7 +353,7 @@ def _read_values(folder: Path, model: PreTrainedModel, blocks: Mapping[str, nn.M
                 tensors[name]._is_hf_initialized = True  # so that it is not also drawn
             elif "lora_" not in name and (number, name) not in tied:  # tied values belong to earlier blocks
                 raise ConfigError(f"{folder} has no tensor {full!r}", remedy="download all of its files")
-        _draw_values(model)(block, number)  # for buffers that are in no file
+        _draw_values(model)(block, number)  # for buffers that are not in any file
         for name, found in stored.items():
             with safe_open(folder / files[found], "pt") as file:
                 value = file.get_tensor(found)

@@ -48,7 +48,7 @@ def export(checkpoint: str, out: str, step: int | None, shard_size: str) -> None
         click.echo(learned, err=True)
     if done.left_out:
         click.echo(
-            f"{len(done.left_out)} frozen tensors, such as {done.left_out[0]!r}, are in no checkpoint, and "
-            "were left out: load the adapter into the base that the run used",
+            f"{len(done.left_out)} frozen tensors, such as {done.left_out[0]!r}, are not in any checkpoint, "
+            "and were left out: load the adapter into the base that the run used",
             err=True,
         )

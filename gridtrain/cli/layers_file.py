@@ -1,18 +1,18 @@
 """Reads a model's layers from a TOML file that was written by hand or by `gridtrain.pipeline.profile`, or
 makes N equal layers.
 
-input = "2kB"              # for one sample, input of the first layer
+input = "2kB"              # per sample, input of the first layer
 
 [[layer]]
 name = "block"
 repeat = 12                # equal layers: block0, block1 ...
-parameters = "28MB"        # bytes, including buffers; trainable = fewer bytes, if some are frozen
-forward = "1ms"            # for one sample, on a card of speed 1; or a number of seconds
-backward = "2ms"           # twice forward if left out
-overhead = "50us"          # for each forward and each backward of a micro-batch, whatever its size
-output = "64kB"            # for one sample, to the next layer; gradient = bytes that come back, if fewer
-kept = "1MB"               # for one sample, kept inside the layer for backward
-work = "400kB"             # for one sample, also held while the layer runs
+parameters = "28MB"        # bytes, including buffers; `trainable`: bytes of those not frozen, if some are
+forward = "1ms"            # per sample, on a device of relative speed 1; a plain number means seconds
+backward = "2ms"           # twice `forward` by default
+overhead = "50us"          # per forward or backward pass of a micro-batch, regardless of its size
+output = "64kB"            # per sample, to the next layer; if its gradient is smaller, also set `gradient`
+kept = "1MB"               # per sample, kept in the layer for the backward pass
+work = "400kB"             # per sample, additionally held while the layer runs
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def check_keys(where: str, entry: dict[str, Any], known: set[str]) -> None:
     """Raise `ConfigError` if a table has keys other than `known`."""
     if unknown := set(entry) - known:
         raise ConfigError(
-            f"{where} has the unknown keys {sorted(unknown)}", remedy=f"use only {', '.join(sorted(known))}"
+            f"{where} has unknown keys: {', '.join(sorted(unknown))}",
+            remedy=f"use only {', '.join(sorted(known))}",
         )
 
 

@@ -86,7 +86,8 @@ def new(folder: str, name: str | None, template: str) -> None:
     if not folder:
         raise ConfigError(
             "the name of the folder is empty",
-            remedy="name the run's folder: gridtrain new my-run, or gridtrain new . for the current folder",
+            remedy="name the run's folder: gridtrain new my-run, or gridtrain new . for the current "
+            "directory",
         )
     name = Path(folder).resolve().name if name is None else name
     if not RUN_NAME.fullmatch(name):

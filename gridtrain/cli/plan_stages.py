@@ -62,8 +62,8 @@ _OPTIONS = (
         metavar="KIND",
         help="1f1b or fill-drain.  [1f1b]",
     ),
-    click.option("--memory", metavar="LIST", help='Memory of each card: "8GB", or one per stage.'),
-    click.option("--speeds", metavar="LIST", help='Speeds of the cards, such as "1,2,1,1".'),
+    click.option("--memory", metavar="LIST", help='Memory of each device: "8GB", or one per stage.'),
+    click.option("--speeds", metavar="LIST", help='Relative speeds of the devices, such as "1,2,1,1".'),
     click.option(
         "--optimizer",
         callback=_known_optimizer,
@@ -95,7 +95,8 @@ def show_plan(
     Args:
         network: a network with one rank per stage.
         parameters: the number of parameters of the whole model; used if --layers is a number.
-        compute_s: the compute time of the whole model on a card of speed 1; used if --layers is a number.
+        compute_s: the compute time of the whole model on a device of relative speed 1; used if --layers is a
+            number.
         options: the values of the options of `pipeline_options`, by name.
     """
     from gridtrain.core.stages import partition_chart as drawing
@@ -246,7 +247,7 @@ def _alternatives(proposal: MicroBatchProposal) -> Table:
     from gridtrain.quantities import format_seconds
 
     table = Table()
-    for name in ("micro-batches", "samples", "step", "bubble", "of even stages"):
+    for name in ("micro-batches", "samples", "step", "bubble", "if balanced"):
         table.add_column(name, justify="right")
     table.add_column("")
     for each in _some(proposal):

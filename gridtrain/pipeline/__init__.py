@@ -1,6 +1,6 @@
 """Train a model that is partitioned into stages on different workers (GPipe).
 
-    partition(model, 4, example=x)        where to partition and why, and the time of a step
+    partition(model, 4, example=x)        where to partition and why, and the step time
     Blueprint(make_model, seed=0)         a model that takes up no memory; `build` makes one of its stages
     Sequence(embed, lambda x: ..., head)  a chain of modules and functions
     profile(model, x)                     the cost of each block on this machine

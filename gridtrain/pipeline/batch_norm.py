@@ -93,7 +93,7 @@ class MiniBatchStatistics:
     @contextmanager
     def observe(self, *, first_time: bool) -> Iterator[None]:
         """Return the context manager for a micro-batch's forward pass, and for its backward pass, in which
-        activation checkpointing may repeat a forward; it collects statistics only the first time."""
+        activation checkpointing may repeat a forward pass; it collects statistics only the first time."""
         training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         for norm in training:
             norm.track_running_stats = False  # torch then neither reads nor changes the running statistics

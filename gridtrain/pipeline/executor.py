@@ -44,7 +44,7 @@ class StepResult:
         loss: the mean loss of the mini-batch on the last stage; None on other stages, or without samples.
         computed_s: the time spent in forward and backward passes.
         waited_s: the time spent waiting for payloads, because of the bubble or of slow links.
-        forward_s, backward_s: the mean times of a micro-batch; `backward_s` includes re-materialization.
+        forward_s, backward_s: the mean times per micro-batch; `backward_s` includes re-materialization.
         round_trip_s: the time from sending the first micro-batch to the next stage until its gradient
             arrives; 0 if it is unknown, because this stage did not wait for the gradient or is the last one.
     """

@@ -3,9 +3,9 @@
 The costs are measured by `profiler` or given; `gridtrain.core.stages` computes the partition and the number
 of micro-batches.  The result includes the reason for the choice, and a chart.
 
-    model --profile--> layers --+
-    cards, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
-    batch size -----------------+
+    model --profile--> layers ----+
+    devices, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
+    batch size -------------------+
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def partition(
     split_at: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> Partition:
-    """Partition a model so that its pipeline is as fast as possible and no card's memory is exceeded.
+    """Partition a model so that its pipeline is as fast as possible and no device's memory is exceeded.
 
     `gridtrain.core.stages.partition` describes the objective, and `gridtrain.core.stages.stage_cost` the
     memory that is counted.
@@ -108,7 +108,7 @@ def partition(
     Args:
         model: an `nn.Sequential`, a list of blocks, a `Sequence`, a `Blueprint`, or with `split_at` another
             module; see `model_blocks`.
-        stages: the number of stages on equal cards, or the cards in the order of the stages.
+        stages: the number of stages on equal devices, or the devices in the order of the stages.
         example: an input to measure with; it should have as many samples as a micro-batch.
         profile: an existing measurement, or the costs of the layers, to use instead of `example`.
         batch_size: the number of samples in a step; by default each micro-batch has as many as the example.
@@ -118,7 +118,7 @@ def partition(
         optimizer: a name in `OPTIMIZER_STATE_COPIES`, a torch optimizer, or the size of the optimizer's state
             as a multiple of the parameters.
         extra_copies: additional memory as a multiple of the parameters, such as a residual or a copy to send.
-        memory_bytes: the memory of each card, if `stages` is a number.
+        memory_bytes: the memory of each device, if `stages` is a number.
         network: the network of the stages, or (alpha in seconds, bandwidth in bytes per second) for all
             links; if None, transfers are assumed to take no time.
         split_at: the parts of a model that is not a sequence; see `model_blocks`.

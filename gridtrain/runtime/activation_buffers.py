@@ -8,9 +8,10 @@ Format of a transfer and of a summary:
 
 table:   u64 length of each buffer in bytes        (piece 0)
 pieces:  the buffers in order, each in slices of 1 MiB
-a short transfer, in one piece:  u64 number of buffers | table | buffers
+a short transfer, as one message:  u64 number of buffers | table | buffers
 summary: digest of the stage's update 32 | digest of the settings 32 | f64 loss | f64 norm squared | figures
-figures: f64 seconds of a forward | of a backward | of the first turn | f64 samples | f64 most samples
+figures: f64 seconds of a forward pass | of a backward pass | of the first turn | f64 samples |
+         f64 most samples
 """
 
 from __future__ import annotations

@@ -313,8 +313,11 @@ class GroupSession:
         return plan
 
     def begin_bucket(self, plan: StepPlan, bucket: int, buffer: CollectiveBuffer, skip: bool) -> None:
-        """Begin to exchange a bucket of the first buffer passed to the next `run`: a `BucketedBuffer`, in
-        which `buffer` must be the buffer of this bucket.  Returns at once."""
+        """Start exchanging one bucket before `run` is called.  Returns immediately.
+
+        The first buffer passed to the next call of `run` must be a `BucketedBuffer` that contains `buffer` as
+        this bucket.
+        """
         if self._early_plan is not None and self._early_plan[1] is plan:
             with self._ends_as_standby():
                 self._loop.step_rounds.begin_bucket(

@@ -1,4 +1,4 @@
-"""Selection on a CUDA device in one fused kernel, and the choice of the selection for a device.
+"""Selection on a CUDA device in one fused kernel; `make_selection` chooses the selection class for a device.
 
 A selection usually waits for the device only once, to copy k entries and a count.
 

@@ -217,7 +217,7 @@ class ModelState(ABC):
         or a stage.
 
         Returns:
-            False if the previous checkpoint is not written within `timeout_s`; logged unless that is 0.
+            False if writing the previous checkpoint takes longer than `timeout_s`; logged unless that is 0.
         """
         snapshot = self._session.snapshot
         if not (
@@ -227,9 +227,9 @@ class ModelState(ABC):
         if not self._wait_for_writer(timeout_s):
             if timeout_s:
                 log.error(
-                    "the checkpoint of the last step is not written, because the disk has not completed the "
-                    "previous one within %g s: %s",
-                    *(timeout_s, self._options.folder),
+                    "the checkpoint of the last step was not written to %s, because the previous checkpoint "
+                    "was still being written after %g s",
+                    *(self._options.folder, timeout_s),
                 )
             return False
         self._final_step, self._paused_step = snapshot.applied + 1, None

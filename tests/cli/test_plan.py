@@ -307,7 +307,7 @@ def test_configuration_errors_have_exit_code_2(capsys: pytest.CaptureFixture[str
     ("text", "error"),
     [
         ("", "the names of the sites are []"),
-        ("[[site]]\nname='a'\nlink='1Gbit'\ncolour='red'", "has the unknown keys ['colour']"),
+        ("[[site]]\nname='a'\nlink='1Gbit'\ncolour='red'", "has unknown keys: colour"),
         ("[[site]]\nname='a'\nworkers=0\nlink='1Gbit'", "has 0 workers"),
         ("[[site]]\nname='a'\nup='1Mbit'", "has no link"),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'between "a" and "b"'),

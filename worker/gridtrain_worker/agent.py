@@ -111,7 +111,7 @@ class Job:
     Attributes:
         command: the command with its arguments; empty to use that of the run's bundle.
         invitation: the invitation from the run's owner.
-        folder: the command's working folder; empty for the current folder.
+        folder: the command's working directory; empty for the current directory.
         name: the worker's name; empty for a random one, which is stored with its key.
         accept: the digest of a bundle accepted in advance; empty to ask.
         dry_run: whether to stop before joining and only show what would run.

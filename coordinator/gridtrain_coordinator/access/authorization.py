@@ -78,7 +78,7 @@ class _Invitation:
     is_withdrawn: bool = False
 
     def refusal(self, wall_s: float) -> m.Refused | None:
-        """Return the refusal of an ended invitation; None if the invitation is valid."""
+        """Return why a worker with this invitation is refused; None if the invitation is valid."""
         if self.is_withdrawn:
             return limits.WITHDRAWN_INVITATION
         if limits.is_used_up(self.used, self.uses):
@@ -145,7 +145,7 @@ class Authorization:
         return AccessRole.STRANGER
 
     def invitation_refusal(self, invitation_key: m.PeerId, wall_s: float) -> m.Refused | None:
-        """Return the refusal of an unknown or ended invitation; None if the invitation is valid."""
+        """Return why a worker with this invitation is refused; None if the invitation is known and valid."""
         invitation = self._invitations.get(invitation_digest(invitation_key))
         return limits.UNKNOWN_INVITATION if invitation is None else invitation.refusal(wall_s)
 

@@ -84,9 +84,10 @@ def missing_packages() -> list[str]:
 
 
 def bind(address: DashboardAddress) -> socket.socket:
-    """Return a socket bound to the address; unless the owner specified it, the next ports are tried as well.
+    """Return a socket bound to the address.
 
-    Raises `ConfigError` if no port is free.
+    Unless the owner specified the address, the ports that follow it are tried as well.  Raises `ConfigError`
+    if no port is free.
     """
     ports = (
         [address.port]

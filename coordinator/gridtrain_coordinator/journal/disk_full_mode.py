@@ -6,7 +6,7 @@
                               | pending members, the operator: refused, with the remedy
                               + the core's clock is stopped, so that no deadline passes
 
-Decisions are announced only once they are durable, so a full disk has the same effect as a slow coordinator:
+Decisions are not announced until they are durable, so a full disk has the same effect as a slow coordinator:
 the current generation continues to train (commit rule 10), and no later decision can contradict an earlier
 one that is not yet durable.
 """

@@ -166,7 +166,7 @@ class Readiness:
         return frozenset(member.peer for member in self._run.member_list if member.joining)
 
     def _state_source(self) -> m.PeerId | None:
-        """Return the member that sends the state of a model in one piece; None if no member does."""
+        """Return the member that sends the state of an unpartitioned model; None if no member does."""
         run = self._run
         holders = [rank for rank, member in enumerate(run.member_list) if not member.joining]
         if run.partition.is_pipeline or not holders or not self._joining():

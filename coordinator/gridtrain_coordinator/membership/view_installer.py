@@ -4,7 +4,7 @@
     eligible workers ----------+--install--> JournalEntry, then for each member its pages of the member list
     the plan ------------------+             (`member_lists`) and the `MembershipView`
 
-This module chooses the state from which a model in one piece continues; `PipelineRecovery` does so for a
+This module chooses the state from which an unpartitioned model continues; `PipelineRecovery` does so for a
 pipeline.
 """
 
@@ -161,7 +161,7 @@ class ViewInstaller:
         """Make the next generation; return its journal entry and the messages to its members, in order.
 
         Args:
-            placement: the ranks of a pipeline; None for a model in one piece.
+            placement: the ranks of a pipeline; None for an unpartitioned model.
             source: the only state source, if the other holders merely claim to hold the state; otherwise
                 None.
         """

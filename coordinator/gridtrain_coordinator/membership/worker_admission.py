@@ -67,7 +67,7 @@ class WorkerAdmission:
         self._addresses, self._worker_names = addresses, worker_names
 
     def check_join(self, peer: m.PeerId, join: m.Join) -> list[Effect]:
-        """Return the refusal of a join; empty if the worker may join."""
+        """Return the effects that refuse the worker; an empty list if it may join."""
         run = self._run
         if join.run != run.name:
             return self._departures.refuse(

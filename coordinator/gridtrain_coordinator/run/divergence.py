@@ -2,7 +2,7 @@
 
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
     coordinator     once it has all digests of a step, or when the next comparison begins and most agree:
-                    the largest group of equal digests is right (in a tie, the group with the lowest rank);
+                    the largest group of equal digests is right (if groups tie, the one with the lowest rank);
                     the digest from a trainer that had stalled arrives later, and is compared with theirs
                     --ReplicaDiverged(step)--> the other members, which receive the state again
 
@@ -131,6 +131,6 @@ class DivergenceDetector:
 def minority_ranks(digests: dict[int, bytes]) -> list[int]:
     """Return the ranks outside the largest group of equal digests.
 
-    In a tie, the group with the lowest rank counts as the largest.
+    If several groups tie, the one with the lowest rank counts as the largest.
     """
     return sorted(set(digests) - set(largest_agreeing_group(digests)))

@@ -187,7 +187,7 @@ class GenerationPlanner:
         Args:
             peers: the members, longest-serving first.
             holders: the members that hold the state; the first of them has rank 0.
-            placement: the ranks of a pipeline; None for a model in one piece.
+            placement: the ranks of a pipeline; None for an unpartitioned model.
         """
         avoided = self._measure_round_trips(peers, now_s)
         self._reorder_limits.clear_changes()
@@ -241,7 +241,7 @@ class GenerationPlanner:
     def _search(
         self, basis: PlanBasis, firsts: Sequence[m.PeerId], *, is_urgent: bool
     ) -> Pieces[rank_order.RankOrder]:
-        """Choose topology, shares of entries and rank order for a model in one piece.
+        """Choose topology, shares of entries and rank order for an unpartitioned model.
 
         Args:
             firsts: the members that may have rank 0.

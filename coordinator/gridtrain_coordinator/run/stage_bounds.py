@@ -9,7 +9,7 @@ from gridtrain.core.stages.repartition import defined_cuts
 class StageBounds:
     """The first layer of each stage, followed by the number of layers.
 
-    A model in one piece has one stage of one layer.
+    An unpartitioned model has one stage of one layer.
 
     Attributes:
         recorded_bounds: the bounds in the generation's view; () if it uses the definition's bounds.

@@ -242,7 +242,8 @@ class StagePlacement:
     def _current_holders_only(self, restart: RestartPoint, live: LiveStates) -> Repartition | None:
         """Return the current partition with only the workers that hold a stage in memory.
 
-        Newcomers with too little memory are left out.  Returns None if some stage is in no worker's memory.
+        Newcomers with too little memory are left out.  Returns None if some stage is not in any worker's
+        memory.
         """
         run, bounds = self._run, self._run.partition.bounds
         stage_of = self._locate_state(restart, bounds, live).in_memory

@@ -199,7 +199,7 @@ class RingAllReduce(CollectiveBase):
     def _forward(self, slot: PayloadSlot, flags: int) -> list[CollectiveEffect]:
         """Forward a message to the right neighbour if the neighbour lacks it.
 
-        In a retry, the message is sent only once the neighbour's RESUME has arrived.
+        In a retry, the message is not sent until the neighbour's RESUME has arrived.
         """
         if flags:
             key = slot.segment, slot.slice

@@ -192,7 +192,7 @@ def commit(
 
     Args:
         assignment: the result of `assign` for this step.
-        skipped: whether the committed update was empty, because a member's gradient was not finite.
+        skipped: whether the committed update was empty because some member's gradient was not finite.
         absent: members whose contribution was empty; their batches are late and not consumed.
 
     Raises:

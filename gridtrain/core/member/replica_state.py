@@ -108,7 +108,7 @@ class ReplicaState:
         self.history = extend_history(self.history, digest)
 
     def apply_verdict(self, view: m.MembershipView | m.StandbyNotice, prepared: bytes | None) -> bool:
-        """Move to the state after the verdict if this worker can reach it; otherwise become unsynced.
+        """Adopt the state that the verdict requires, or become unsynced if this worker cannot reach it.
 
         Returns whether the prepared update, whose digest is `prepared`, was applied.
         """

@@ -361,7 +361,8 @@ class Welcome(Message):
 @message(31)
 @dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """Refusal of a Join or a Setup, or a dismissal.  `code` is stable; the other fields are for display."""
+    """The reply that refuses a Join or a Setup, or a dismissal.  `code` is stable; the other fields are for
+    display."""
 
     code: Name
     reason: Reason

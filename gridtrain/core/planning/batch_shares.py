@@ -110,7 +110,7 @@ class WorkerSpeeds:
         exceeded = _exceeded_limits(names, counts, most)
         if not measured:
             why = "too little computing was measured to compare speeds"
-            return BatchShares(counts, f"{total} samples in even shares: {why}{exceeded}")
+            return BatchShares(counts, f"{total} samples in equal shares: {why}{exceeded}")
         shares = [
             f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
             for peer, name, count in zip(peers, names, counts, strict=True)
@@ -147,8 +147,8 @@ def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
 def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
     """Return integer shares with the sum `total` that minimize the longest count / speed.
 
-    Every worker gets at least 1 sample if there are enough samples; in a tie, the worker with the lower index
-    gets the sample.
+    Every worker gets at least 1 sample if there are enough samples; if workers tie for a sample, the one with
+    the lower index gets it.
 
     Args:
         speeds: (P,) samples per second of each worker, all > 0 and finite.

@@ -1,6 +1,6 @@
-"""Compare exchanges on a network by the predicted time of a step, and recommend an exchange with a reason.
+"""Compare exchanges on a network by the predicted step time, and recommend an exchange with a reason.
 
-    allowed exchanges, a network, compute time --> predicted time of a step with each --> the shortest
+    allowed exchanges, a network, compute time --> predicted step time with each --> the shortest
 
 `recommend_exchange` chooses between dense exchanges and exchanges that omit gradients; it prefers a
 dense exchange that takes little more time.  `recommend_local_steps` recommends a number of local steps that
@@ -48,14 +48,15 @@ class ExchangeEstimate:
 
     @property
     def step_s(self) -> float:
-        """Time of a step, including its share of the exchange, in seconds."""
+        """The step time in seconds, including the step's share of the exchange time."""
         overlapped_s = self.overlapped * self.local_steps * self.compute_s
         hidden_s = min(self.hideable_s, overlapped_s)
         return self.compute_s + (self.cost.exchange_s - hidden_s) / self.local_steps
 
     @property
     def hideable_s(self) -> float:
-        """The time of the exchange excluding selection, in seconds, which may overlap with computation."""
+        """The part of the exchange time that may overlap with computation, in seconds: all but the
+        selection."""
         return max(0.0, self.cost.exchange_s - self.cost.select_s)
 
     @property
@@ -166,7 +167,7 @@ def recommend_exchange(estimates: Sequence[ExchangeEstimate]) -> Recommendation:
 
 
 def fastest_estimate(estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
-    """Return the estimate with the shortest step; in a tie, the first."""
+    """Return the estimate with the shortest step time; if several tie, the first of them."""
     return min(estimates, key=lambda each: each.step_s)
 
 

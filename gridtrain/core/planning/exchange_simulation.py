@@ -153,8 +153,8 @@ class ExchangeSimulation:
                 cost = self._cost_of(message)
                 reached_s, last_s = traffic.depart(message.src, message.dst, cost.wire_bytes, now_s)
                 self._count_bytes(message, cost)
-                # Two messages that share a download end together: in a tie the message with the lower index,
-                # which is needed sooner, comes second.
+                # Two messages that share a download end together: of two with the same time, the one with the
+                # lower index, which is needed sooner, comes second.
                 heapq.heappush(self._events, (reached_s, -index, _REACH, last_s))
             elif event == _REACH:
                 arrived_s = traffic.arrive(message.dst, self._cost_of(message).wire_bytes, now_s, until_s)

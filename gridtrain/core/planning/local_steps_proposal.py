@@ -51,8 +51,8 @@ def propose_local_steps(
     The fewest are proposed, because a model learns better with fewer local steps.
 
     Args:
-        step_s: time of one optimizer step on the slowest worker (`optimizer.timings["computing_s"]`).
-        exchange_s: time of one exchange on the slowest link, measured or predicted, in seconds.
+        step_s: how long one optimizer step takes on the slowest worker (`optimizer.timings["computing_s"]`).
+        exchange_s: how long one exchange takes on the slowest link, measured or predicted, in seconds.
         target_share: the desired share of the time, 0 < target_share < 1.
         most: the maximum number to propose.
         hidden_s: the part of `exchange_s` that may overlap with the next steps: 0 without overlap; with

@@ -239,8 +239,10 @@ class LinkMeasurements:
 
 
 def _median_without(ordered_Bps: Sequence[float], places: Sequence[int]) -> float:
-    """Return the median of ascending rates without those at `places`; if none is left,
-    `MAX_UNCONFIRMED_Bps`."""
+    """Return the median of the ascending rates, ignoring those at the indices `places`.
+
+    Returns `MAX_UNCONFIRMED_Bps` if none remains.
+    """
     count = len(ordered_Bps) - len(places)
     middle = [(count - 1) // 2, count // 2]
     for place in places:

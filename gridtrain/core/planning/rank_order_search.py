@@ -1,4 +1,4 @@
-"""Search for the order of ranks that makes an exchange over uneven links fastest.
+"""Search for the order of ranks that makes an exchange over unequal links fastest.
 
     ring        avoids slow links, because each link of the ring carries all segments
     butterfly   pairs rank r with rank r XOR 1, 2, 4: two sites with a slow link between them exchange in only
@@ -109,7 +109,7 @@ OrderEstimator = Callable[[Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class RankOrderEstimate:
-    """The fastest order found, and the predicted time of an exchange with it and with the join order."""
+    """The fastest order found, and the predicted exchange times with it and with the join order."""
 
     order: MemberOrder
     exchange_s: float
@@ -174,7 +174,7 @@ def search_order(
     for order in dict.fromkeys(finalists):
         timed[order] = simulated_exchange_s(load, network, cpu, order)
         yield
-    # In a tie, the order with the smaller estimate is best; if the estimates are also equal, the first order.
+    # Of equal orders, the one with the smaller estimate is best; if the estimates are also equal, the first.
     best = min(timed, key=lambda order: timed[order] + (1e-3 * estimate(order) if estimate else 0.0))
     return RankOrderEstimate(best, timed[best], timed[starts[0]])
 
@@ -189,7 +189,7 @@ def _fastest_peers(network: NetworkModel, firsts: Sequence[int], most: int) -> l
 
 
 def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, order: Sequence[int]) -> float:
-    """Predict the time of one exchange in this order by simulation, including the vote."""
+    """Predict by simulation how long one exchange in this order takes, including the vote."""
     ordered = network.reordered(order)
     return cost_model.exchange_cost(load, ordered, cpu, max_messages=SIMULATED_MESSAGES).exchange_s
 
@@ -198,7 +198,7 @@ def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, o
 
 
 def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> OrderEstimator:
-    """Return a function that estimates the time of an exchange in an order, without simulating queues.
+    """Return a function that estimates how long an exchange takes with a given rank order, without queues.
 
     Links that several pairs share add only a lower bound: an exchange takes at least as long as the busiest
     shared link.

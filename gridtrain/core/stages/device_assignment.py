@@ -1,12 +1,12 @@
-"""Assign uneven stages to cards with different speeds and memory sizes.
+"""Assign stages of different sizes to devices with different speeds and memory sizes.
 
 This module is used when a run begins.  A run that continues keeps its partition, because a new partition
 would require moving states.
 
     anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1   speeds are rounded to powers of sqrt(2), because
-                                                              measurements of the same card differ
-    2 stages x 2 replicas   [anna bert] [clara dora]          similar cards share a stage, which is limited by
-                                                              its slowest card and its smallest memory
+                                                              measurements of the same device differ
+    2 stages x 2 replicas   [anna bert] [clara dora]          similar devices share a stage, limited by the
+                                                              slowest device and the smallest memory
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPEED_STEP = math.sqrt(2.0)
 """Ratio between neighbouring speed classes; speeds in the same class are treated as equal."""
 
 MAX_MEDIAN_RATIO = 2.0**10
-"""Largest ratio between a card's speed and the median, in both directions, because workers report their own
+"""Largest ratio between a device's speed and the median, in both directions, because workers report their own
 speeds."""
 
 
@@ -65,7 +65,7 @@ def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
 
 
 def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) -> bool:
-    """Return whether all cards are equally fast and each can hold any stage of this partition."""
+    """Return whether all devices are equally fast and each can hold any stage of this partition."""
     if setup.model is None or not setup.model.blocks:
         return True
     least = min(card.memory_bytes for card in cards.values())
@@ -75,11 +75,11 @@ def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) 
 def assign_devices(
     setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: PairCost | None = None
 ) -> Repartition:
-    """Choose a partition and each worker's stage for a run that begins on uneven cards.
+    """Choose a partition and each worker's stage for a run that begins on unequal devices.
 
     Args:
         peers: the workers, longest-serving first, at least as many as stages.
-        cards: each worker's card.
+        cards: each worker's device.
         cost_s: returns the round trip between two workers in seconds.  It decides between partitions that are
             about equally fast, so that neighbouring stages are near each other.
 
@@ -94,8 +94,8 @@ def assign_devices(
     fewest, too_many = 1, len(peers) // setup.stages
     try:
         return tried(too_many)
-    except ConfigError:  # with fewer replicas the workers with the smallest cards become standbys
-        found = tried(fewest)  # uses only the largest cards; if these are too small, no partition fits
+    except ConfigError:  # with fewer replicas the workers with the least memory become standbys
+        found = tried(fewest)  # uses only the largest devices; if these are too small, no partition fits
     while too_many - fewest > 1:  # bisection, because the search blocks the coordinator
         middle = (fewest + too_many) // 2
         try:
@@ -131,7 +131,7 @@ def _assign_replicas(
     members = tuple(peer for peer in peers if peer in stage_of)
     shown = ", ".join(f"{span.stop - span.start}" for span in stage_spans(cuts))
     return Repartition(
-        cuts, members, stage_of, f"stages of {shown} layers according to the cards' speed and memory"
+        cuts, members, stage_of, f"stages of {shown} layers according to the devices' speed and memory"
     )
 
 
@@ -166,7 +166,7 @@ def check_memory_fit(
     cards: Mapping[PeerId, Card],
     name: Callable[[PeerId], str],
 ) -> None:
-    """Raise `ConfigError` if a worker's stage needs more memory than its card has."""
+    """Raise `ConfigError` if a worker's stage needs more memory than its device has."""
     if setup.model is None or not setup.model.blocks:
         return
     needs, replicas = stage_bytes(setup, cuts), len(order) // (len(cuts) - 1)
@@ -174,7 +174,7 @@ def check_memory_fit(
         stage = rank // replicas
         if needs[stage] > cards[peer].memory_bytes:
             raise ConfigError(
-                f"stage {stage} needs {needs[stage]} bytes of memory, but the card of {name(peer)} has only "
-                f"{cards[peer].memory_bytes:.0f}",
-                remedy="wait for a worker with a larger card",
+                f"stage {stage} needs {needs[stage]} bytes of memory, but the device of {name(peer)} has "
+                f"only {cards[peer].memory_bytes:.0f}",
+                remedy="wait for a worker with more device memory",
             )

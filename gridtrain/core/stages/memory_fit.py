@@ -1,4 +1,4 @@
-"""Explain why no partition of a model fits into the cards' memory, and propose changes that make one fit.
+"""Explain why no partition of a model fits into the devices' memory, and propose changes that make one fit.
 
 Each proposed change has been checked with the same costs.
 """
@@ -15,7 +15,7 @@ from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_bytes
 
 MOST_STAGES = 64
-"""The maximum number of stages to propose; a model that needs more stages needs larger cards."""
+"""The maximum number of stages to propose; a model that needs more stages needs devices with more memory."""
 
 
 def smallest_shortfall(
@@ -41,7 +41,8 @@ def smallest_shortfall(
 
 
 def find_fitting_partition(costs: StageCostModel) -> tuple[int, ...] | None:
-    """Return the cuts of a partition that fits into the memory of all cards, or None if no partition fits."""
+    """Return the cuts of a partition that fits into the memory of all devices, or None if no partition
+    fits."""
     limits = [card.memory_bytes for card in costs.cards]
 
     def room(stage: int, start: int, stop: int) -> float:
@@ -55,7 +56,7 @@ def find_fitting_partition(costs: StageCostModel) -> tuple[int, ...] | None:
 
 
 def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> bool:
-    """Return whether a partition fits into the memory of all cards."""
+    """Return whether a partition fits into the memory of all devices."""
     if len(cards) > len(layers):
         return False
     return find_fitting_partition(StageCostModel(layers, cards, None, running)) is not None
@@ -75,7 +76,7 @@ def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: Execu
     big = max(range(start, stop), key=lambda at: costs.memory(worst, at, at + 1).total)
     reason = (
         f"no partition of {len(layers)} layers into {len(cards)} stages fits: in the best one, stage {worst} "
-        f"({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)}, but its card has only "
+        f"({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)}, but its device has only "
         f"{format_bytes(cards[worst].memory_bytes)}; {format_bytes(lack(worst))} are missing "
         f"({format_memory_parts(needed.parameters, needed.copies, needed.activations, needed.transit)})"
     )
@@ -88,7 +89,8 @@ def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: Execu
     else:
         remedy = (
             f'divide "{layers[big].name}" into smaller layers, make the batch or the model smaller, or use '
-            "larger cards; more stages, smaller micro-batches and re-materialization are not sufficient"
+            "devices with more memory; more stages, smaller micro-batches and re-materialization are not "
+            "sufficient"
         )
     return ConfigError(reason, remedy=remedy)
 
@@ -112,7 +114,8 @@ def _sufficient_remedies(
     smallest = min(cards, key=lambda card: card.memory_bytes)
     for stages in range(len(cards) + 1, min(len(layers), MOST_STAGES) + 1):
         if fits(layers, [*cards, *(smallest,) * (stages - len(cards))], running):
-            yield f"{stages} stages, the additional ones on cards of {format_bytes(smallest.memory_bytes)}"
+            memory = format_bytes(smallest.memory_bytes)
+            yield f"{stages} stages, the additional ones on devices with {memory}"
             break
 
 

@@ -1,19 +1,20 @@
 """Partition a model into stages according to the times and sizes of its layers.
 
     layers     embed  block  block  block  block  head          seconds and bytes of each, per sample
-    cards      [  8 GB, speed 1  ][ 24 GB, speed 2 ][ 8 GB ]    in the order of the stages
+    devices    [  8 GB, speed 1  ][ 24 GB, speed 2 ][ 8 GB ]    in the order of the stages
     network        stage 0 ---- link ---- stage 1 ---- link ---- stage 2
 
     partition  embed  block | block  block  block | head        cuts == (0, 2, 5, 6)
 
-**Objective.**  While a pipeline is full, it completes one micro-batch in each period, which is the time of
-its slowest stage.  A stage's time is the larger of its compute time (forward, backward, and a second forward
-if activations are re-materialized) and its transfer time in the busier direction: the stage uploads
-activations and gradients to its neighbours and downloads theirs.  Without overlap a stage's time is the sum
-of both times.  `best_partition` minimizes the period among all partitions that fit into the cards' memory.
-Among partitions whose period is within `slack` of the minimum, it chooses the partition whose fullest card
-has the most free memory and, in a tie, the partition whose later stages begin latest.  Latency is ignored,
-because it lengthens filling and draining, not the period (`step_time` simulates the whole step).
+**Objective.**  While a pipeline is full, it completes one micro-batch in each period, the time that its
+slowest stage takes.  A stage's time is the larger of its compute time (the forward and backward passes, and a
+second forward pass if activations are re-materialized) and its transfer time in the busier direction: the
+stage uploads activations and gradients to its neighbours and downloads theirs.  Without overlap a stage's
+time is the sum of both times.  `best_partition` minimizes the period among all partitions that fit into the
+devices' memory.  Among partitions whose period is within `slack` of the minimum, it chooses the partition
+whose fullest device has the most free memory and, if several tie, the one whose later stages begin latest.
+Latency is ignored, because it lengthens filling and draining, not the period (`step_time` simulates the whole
+step).
 
 The search (`bottleneck_partition`) runs twice, first to minimize the period and then to minimize memory
 within that period.  If one search did both, the best partition of a prefix would depend on the remaining
@@ -45,12 +46,12 @@ def best_partition(
     Each stage has at least one trained layer, unless no layer is known to be trained.
 
     Args:
-        network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.
-        slack: the share by which the period may exceed the shortest period if the fullest card then has more
-            free memory; measured times are not exact anyway.
+        network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
+        slack: the share by which the period may exceed the shortest period if the fullest device then has
+            more free memory; measured times are not exact anyway.
 
     Raises:
-        ConfigError: there are more cards than layers or than trained layers, or no partition fits (see
+        ConfigError: there are more devices than layers or than trained layers, or no partition fits (see
             `memory_fit`).
     """
     from gridtrain.core.stages import memory_fit
@@ -80,7 +81,7 @@ def _fastest_cuts(costs: StageCostModel, known: Sequence[int]) -> tuple[Sequence
     """Return the cuts with the shortest period, and that period in seconds.
 
     Args:
-        known: cuts that fit into the cards' memory.
+        known: cuts that fit into the devices' memory.
     """
     limits = [card.memory_bytes for card in costs.cards]
     count, stages = len(costs.layers), len(costs.cards)
@@ -101,10 +102,10 @@ def _fastest_cuts(costs: StageCostModel, known: Sequence[int]) -> tuple[Sequence
 
 
 def _emptiest_cuts(costs: StageCostModel, known: Sequence[int], bound_s: float) -> Sequence[int]:
-    """Return the cuts that leave the fullest card the most free memory, with a period of at most `bound_s`.
+    """Return the cuts that leave the fullest device the most free memory, with a period of at most `bound_s`.
 
     Args:
-        known: cuts that fit into the cards' memory and have a period of at most `bound_s`.
+        known: cuts that fit into the devices' memory and have a period of at most `bound_s`.
     """
     limits = [card.memory_bytes for card in costs.cards]
     scale = limits if all(math.isfinite(limit) for limit in limits) else [1.0] * len(limits)
@@ -132,7 +133,7 @@ def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
         cuts: (S + 1,) the first layer of each stage, and the number of layers.
 
     Raises:
-        ConfigError: `cuts` are not ascending, or do not match the layers and cards.
+        ConfigError: `cuts` are not ascending, or do not match the layers and devices.
     """
     spans = list(pairwise(cuts))
     if len(spans) != len(costs.cards) or cuts[0] != 0 or cuts[-1] != len(costs.layers):

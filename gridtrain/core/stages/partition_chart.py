@@ -89,7 +89,7 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
     return (
         f"{f'Stages begin at {before}' if before else 'One stage'}: stage {slowest} is slowest ({what}), "
         f"{format_seconds(max(stage.compute_s, stage.transfer_s))} per micro-batch; "
-        f"with perfectly even shares, computing would take {format_seconds(even_s)}; "
+        f"with perfectly balanced stages, computing would take {format_seconds(even_s)}; "
         f"stage {fullest} needs the most memory, {format_bytes(largest.memory.total)}"
         f"{f' of {format_bytes(limit)}' if limit < math.inf else ''}. "
         f"{'As specified' if asked else 'Proposed'}: {proposal.reason}."

@@ -57,7 +57,7 @@ HeldSpans = Mapping[PeerId, Sequence[Span]]
 Pieces = tuple[tuple[Span, int], ...]
 
 PartitionCache = dict[tuple[Card, ...], PartitionCost | ConfigError]
-"""The best partition for each sequence of cards along the pipeline, or the error if no partition fits.  It
+"""The best partition for each sequence of devices along the pipeline, or the error if no partition fits.  It
 avoids searching for the same partition twice."""
 
 
@@ -177,7 +177,7 @@ def partition_over_fewer(
 
     Args:
         peers: the connected workers, longest-serving first.
-        cards: the card of each worker.
+        cards: the device of each worker.
         holds: the layers whose state each worker has; together the workers have all layers.
 
     Raises:
@@ -260,7 +260,7 @@ def fastest_order(
     """Return the cuts of the fastest partition, and its order of workers or groups.
 
     Args:
-        card_of: returns the card of an item of an order.
+        card_of: returns the device of an item of an order.
         cost: returns the cost of an order with these cuts, which decides between partitions that are about
             equally fast.
 
@@ -286,7 +286,7 @@ def fastest_order(
 def partition_for(
     model: StagedModel, cards: Sequence[Card], known: PartitionCache
 ) -> PartitionCost | ConfigError:
-    """Return the best partition for these cards in this order, or the error if no partition fits."""
+    """Return the best partition for these devices in this order, or the error if no partition fits."""
     asked = tuple(cards)
     if asked not in known:
         layers, running = layers_of(model), execution_settings_of(model)
@@ -324,7 +324,7 @@ def _all_spans(holds: HeldSpans, members: Collection[PeerId]) -> list[Span]:
 def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
     """Return whether `stages` stages are at least `MIN_SPEEDUP` times as fast as the stages of `cuts`.
 
-    The best partitions on equal cards without memory limits are compared.
+    The best partitions on equal devices without memory limits are compared.
     """
     assert setup.model is not None
     layers, running = layers_of(setup.model), execution_settings_of(setup.model)

@@ -1,6 +1,6 @@
-"""Compute the cost of a model's stage on a card: its compute time, transfer time and memory.
+"""Compute the cost of a model's stage on a device: its compute time, transfer time and memory.
 
-    bytes of stage s with k micro-batches of b samples between their forward and their backward:
+    bytes of stage s with k micro-batches of b samples between their forward and backward passes:
 
     parameters      parameters and buffers
     copies          gradients and the optimizer's state: `copies` x the trainable parameters
@@ -54,16 +54,16 @@ class Layer:
     """The costs of one layer at relative speed 1.
 
     Attributes:
-        forward_s, backward_s: time per sample; `backward_s` does not include a second forward.
-        overhead_s: additional time of each forward and each backward of a micro-batch, regardless of its
-            size.
+        forward_s, backward_s: time per sample; `backward_s` does not include a second forward pass.
+        overhead_s: additional time of each forward or backward pass of a micro-batch, regardless of its size.
         parameter_bytes: size of parameters and buffers.
         trainable_bytes: size of the parameters that have a gradient; None if all parameters have a gradient.
         output_bytes: size of the output that is sent to the next layer, per sample.
         gradient_bytes: size of the gradient received from the next layer, per sample; None if it is the same
             as `output_bytes`.
-        kept_bytes: size of the tensors that autograd keeps for backward, excluding parameters, per sample.
-        work_bytes: the largest amount of memory in use while forward or backward runs, per sample.  It
+        kept_bytes: size of the tensors that autograd keeps for the backward pass, excluding parameters, per
+            sample.
+        work_bytes: the largest amount of memory in use during the forward or backward pass, per sample.  It
             includes the input and the gradient of the output, but not the kept bytes.  If it is None, it is
             unknown and the sum of input and output is used.
         fixed_work_bytes: the part of the memory in use that does not depend on the number of samples, such as
@@ -116,9 +116,9 @@ class Card:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed > 0 and self.memory_bytes > 0):
             raise ConfigError(
-                f"a card has speed {self.speed:g} and {self.memory_bytes:g} bytes; both must be above 0, and "
-                "the speed must be finite",
-                remedy="specify a finite speed above 0 and the free memory of each card",
+                f"a device has speed {self.speed:g} and {self.memory_bytes:g} bytes; both must be above 0, "
+                "and the speed must be finite",
+                remedy="specify a finite speed above 0 and the free memory of each device",
             )
 
 
@@ -133,8 +133,9 @@ class ExecutionSettings:
         copies: the number of copies of `trainable_bytes` in addition to the parameters: the gradient, the
             optimizer's state and the residual of an exchange.  3 stands for the gradient and Adam's two
             moments.
-        rematerialise: whether a stage keeps only the inputs of its micro-batches and runs the forward again
-            in backward (GPipe, section 2.3); otherwise the stage keeps all tensors that autograd keeps.
+        rematerialise: whether a stage keeps only the inputs of its micro-batches and repeats the forward pass
+            before the backward pass (GPipe, section 2.3); otherwise the stage keeps all tensors that autograd
+            keeps.
         input_bytes: size of the first layer's input, per sample.
         overlap: whether transfers overlap with computation.
         message_s: a stage's CPU time for each message that it sends or receives.
@@ -162,16 +163,18 @@ class ExecutionSettings:
             )
 
     def in_flight(self, stage: int, stages: int) -> int:
-        """Return the maximum number of micro-batches between their forward and backward in this stage."""
+        """Return the maximum number of micro-batches between their forward and backward passes in this
+        stage."""
         if self.order is ScheduleKind.FILL_DRAIN:
             return self.micro_batches
         behind = stages - stage - 1
         return min(self.micro_batches, math.ceil(behind * (1 + self.ahead)) + 1)
 
     def recomputes_forward(self, stage: int, stages: int) -> bool:
-        """Return whether backward runs the forward again.
+        """Return whether the forward pass is repeated before the backward pass.
 
-        In the last stage of 1F1B, backward immediately follows the forward, which need not be run again.
+        In the last stage of 1F1B, the backward pass immediately follows the forward pass, which need not be
+        repeated.
         """
         at_once = self.order is ScheduleKind.ONE_F_ONE_B and stage + 1 == stages
         return self.rematerialise and not at_once
@@ -189,7 +192,7 @@ class StageMemory:
     Attributes:
         parameters: parameters and buffers.
         copies: gradients and the optimizer's state.
-        activations: activations kept for backward or in use.
+        activations: activations kept for the backward pass or in use.
         transit: payloads just received or being sent.
     """
 
@@ -205,10 +208,10 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The cost of layers `start` to `stop` - 1 as a stage on one card, for one micro-batch.
+    """The cost of layers `start` to `stop` - 1 as a stage on one device, for one micro-batch.
 
     Attributes:
-        compute_s: time of forward and backward on this card.
+        compute_s: time of the forward and backward passes on this device.
         transfer_s: how long the stage's link is busy in the busier direction.
         out_bytes, back_bytes: bytes sent to the next stage, and bytes sent to the previous stage.
     """
@@ -244,10 +247,10 @@ class PartitionCost:
 class StageCostModel:
     """Computes the time and memory of a stage from prefix sums, because a search evaluates many stages.
 
-    A stage consists of layers `start` to `stop` - 1 on card `stage`.
+    A stage consists of layers `start` to `stop` - 1 on device `stage`.
 
     Args:
-        network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.
+        network: the network of the devices, as ranks 0 to S - 1; None if transfers take no time.
     """
 
     def __init__(
@@ -261,8 +264,8 @@ class StageCostModel:
         network = network or uniform_network(len(cards), 0.0, math.inf)
         if len(cards) != network.size:
             raise ConfigError(
-                f"there are {len(cards)} cards, but the network has {network.size} ranks",
-                remedy="specify one card for each rank of the network",
+                f"there are {len(cards)} devices, but the network has {network.size} ranks",
+                remedy="specify one device for each rank of the network",
             )
         forwards_s = [running.samples * each.forward_s + each.overhead_s for each in layers]
         backwards_s = [running.samples * each.backward_s + each.overhead_s for each in layers]
@@ -298,7 +301,7 @@ class StageCostModel:
         return self._seconds(self._forward[stop] - self._forward[start], stage)
 
     def backward_s(self, stage: int, start: int, stop: int) -> float:
-        """Return the time of backward, including the second forward if activations are re-materialized."""
+        """Return the time of the backward pass, including the second forward pass of re-materialization."""
         work = self._backward[stop] - self._backward[start]
         if self._recomputes[stage]:
             work += self._forward[stop] - self._forward[start]

@@ -1,13 +1,14 @@
-"""Predict the time of a pipeline's step, and propose the number of micro-batches in a batch.
+"""Predict a pipeline's step time, and propose the number of micro-batches in a batch.
 
     partition ---+
     schedule ----+--> actions and transfers, simulated in the order of events --> StepEstimate
     network -----+
 
-More micro-batches make the bubble smaller: with M micro-batches and S even stages, a stage is idle for
+More micro-batches make the bubble smaller: with M micro-batches and S balanced stages, a stage is idle for
 (S - 1)/(M + S - 1) of a step (GPipe, section 2.3).  However, each micro-batch adds the overhead of kernels
-and messages, and also latency if the schedule waits for its payloads.  `propose_micro_batches` simulates a
-step with each number, and chooses the smallest number for which a step is nearly as fast as the fastest step.
+and messages, and adds latency if the schedule waits for the micro-batch's payloads.  `propose_micro_batches`
+simulates a step with each number, and chooses the smallest number for which a step is nearly as fast as the
+fastest step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ STEP_TIME_TOLERANCE = 0.02
 them in memory."""
 
 _AHEAD = (0.5, 1.0, 2.0, 4.0)
-"""Values of `ahead` to try, because the value for the slowest hop is too small for uneven stages."""
+"""Values of `ahead` to try, because the value for the slowest hop is too small for unbalanced stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class StepEstimate:
     Attributes:
         cut: the partition and its costs.
         settings: the settings, including the number of micro-batches and the samples in the largest one.
-        step_s: time from the first forward to the end of the last backward, excluding exchange and optimizer;
-            transfers overlap with computing.
+        step_s: time from the start of the first forward pass to the end of the last backward pass, excluding
+            exchange and optimizer; transfers overlap with computing.
         bubble: the share of `step_s` during which the busiest stage is idle.
         sent_bytes: (S,) bytes sent by each stage in a step.
     """
@@ -63,7 +64,7 @@ class StepEstimate:
 
     @property
     def ideal_bubble(self) -> float:
-        """The bubble of the same number of even stages without transfers: (S - 1)/(M + S - 1)."""
+        """The bubble of the same number of balanced stages without transfers: (S - 1)/(M + S - 1)."""
         stages, micro_batches = len(self.cut.stages), self.settings.micro_batches
         return (stages - 1) / (micro_batches + stages - 1)
 
@@ -119,7 +120,7 @@ def propose_micro_batches(
         ahead: the `ahead` of 1F1B if it is fixed; None to choose it.
 
     Raises:
-        ConfigError: an argument is out of range, or no number fits into the cards' memory.  In the latter
+        ConfigError: an argument is out of range, or no number fits into the devices' memory.  In the latter
             case the error is the one for the largest number.
     """
     network = network or uniform_network(len(cards), 0.0, math.inf)
@@ -199,7 +200,7 @@ def _partition_for(
     for index, stage in enumerate(cut.stages):
         if stage.memory.total > stage.card.memory_bytes:
             raise ConfigError(
-                f"stage {index} needs {stage.memory.total} bytes, but its card has only "
+                f"stage {index} needs {stage.memory.total} bytes, but its device has only "
                 f"{stage.card.memory_bytes:g}",
                 remedy="use a different partition or more micro-batches",
             )
@@ -224,7 +225,7 @@ def _reason(
     text = (
         f"{running.micro_batches} micro-batches of {running.samples} of {batch} samples over {stages} "
         f"stages: a step takes {format_seconds(chosen.step_s)} and its bubble is {chosen.bubble:.0%} "
-        f"({chosen.ideal_bubble:.0%} with even stages and no links)"
+        f"({chosen.ideal_bubble:.0%} with balanced stages and no links)"
     )
     if running.ahead:
         text += f"; {running.order} runs {running.ahead:.3g} micro-batches ahead for each later stage"

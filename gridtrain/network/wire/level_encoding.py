@@ -75,10 +75,10 @@ def section_bytes(k: int, n: int, code: LevelCode) -> int:
 def write_levels(
     indices_K: IndexArray, values_K: FloatArray, n: int, code: LevelCode
 ) -> tuple[IndexArray, bytes, FloatArray]:
-    """Encode (K,) finite float32 values of a vector of n elements.
+    """Encode K finite float32 values of a vector of n elements.
 
-    Returns (the positions of the entries that are sent, the section, their values as `read_levels` returns
-    them).
+    Returns the positions in `indices_K` of the entries that are sent, the encoded section, and the values of
+    those entries as `read_levels` returns them.
     """
     sent_K, shift = np.flatnonzero(values_K), -1
     while shift != (shift := _block_shift(sent_K.size, n)):  # ends, as fewer entries make wider blocks
@@ -160,7 +160,7 @@ def _choose(
     """Return the number of each block's scale and the number of each entry's level.
 
     The largest magnitude of a block is between top and 2 top times the scale.  Of the scales with this
-    property, the one with the least squared error is chosen; in a tie, the largest.
+    property, the one with the least squared error is chosen; if several tie, the largest.
     """
     magnitudes_K = np.abs(values_K.astype(np.float64))
     tops_B = np.maximum.reduceat(magnitudes_K, starts_B) if starts_B.size else np.zeros(0)

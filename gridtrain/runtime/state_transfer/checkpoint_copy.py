@@ -173,7 +173,7 @@ class CheckpointCopier:
                 if self._block is None:
                     self._give_up()
         except OSError as error:  # for example, the checkpoint was deleted while it was being sent
-            log.warning("cannot read a checkpoint to copy it: %s", error)
+            log.warning("cannot read a checkpoint to send to another worker: %s", error)
             if effect is not None and effect.is_awaited:
                 # If the checkpoint is no longer reported, the group stops waiting for it.
                 _in_thread(self._disk.is_intact, effect.checkpoint)

@@ -1,8 +1,8 @@
 """`gridtrain demo --pipeline`: a model that is too large for one worker's memory limit, on four workers.
 
-It chooses the runs, checks that stages stay below the limit, and reports the results.
+This module defines the runs, checks that each stage stays below the limit, and reports the results.
 
-    in one piece       1 worker, for comparison: more memory than the limit
+        not partitioned    1 worker, for comparison: more memory than the limit
     4 stages           4 workers: the same parameters, bit for bit, each worker below the limit
     2 stages x 2       4 workers: two replicas of each stage exchange gradients with gTop-k
 """
@@ -49,7 +49,7 @@ class PipelineRun:
 
 
 RUNS = (
-    PipelineRun("one-piece", "in one piece", 1, 1, "dense"),
+    PipelineRun("one-piece", "not partitioned", 1, 1, "dense"),
     PipelineRun("four-stages", "4 stages", 4, 1, "dense"),
     PipelineRun("two-by-two", "2 stages x 2 replicas, gTop-k", 2, 2, "gtopk"),
 )

@@ -3,7 +3,7 @@
 Like an ordinary training script, it chooses the model, the data and the records.
 
     --stages 4    a quarter of the model on each worker: grid.pipeline
-    --stages 1    the same model in one piece, in an ordinary loop with grid.optimizer, for comparison
+    --stages 1    the same model, not partitioned, in an ordinary loop with grid.optimizer, for comparison
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class SpeedupPrediction:
     """The speed of a run with and without this machine.
 
     Attributes:
-        step_s, joined_step_s: the time of a step now, and with this machine.
+        step_s, joined_step_s: the step time now, and with this machine.
         gain: the relative gain of samples per second; 0.2 means 20 % more.
         assumptions: the figures that were not measured, and the values assumed.
     """

@@ -8,7 +8,7 @@ The value comes from the first of these sources that sets the option:
 
     --upload-limit 20Mbit            the command line
     GRIDTRAIN_UPLOAD_LIMIT=20Mbit    the environment
-    [worker]                         run.toml in the working folder,
+    [worker]                         run.toml in the current directory,
     upload_limit = "20Mbit"            or the file that GRIDTRAIN_CONFIG names
                                      the default
 """

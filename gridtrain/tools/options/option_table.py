@@ -478,7 +478,7 @@ WORKER: tuple[Option, ...] = (
 PROGRAMS: dict[str, tuple[Option, ...]] = {"coordinator": COORDINATOR, "worker": WORKER}
 
 OTHER_VARIABLES: dict[str, str] = {
-    "GRIDTRAIN_CONFIG": "the run.toml to read instead of the one in the working folder",
+    "GRIDTRAIN_CONFIG": "the run.toml to read instead of the one in the current directory",
     "GRIDTRAIN_DEBUG": "1: show tracebacks",
     "GRIDTRAIN_FAULTS": "faults to inject; see docs/reliability.md",
     "GRIDTRAIN_UPDATE_LOG_MIB": "size of the update log, 128 by default; see docs/planning.md",

@@ -94,8 +94,8 @@ class RunFile:
 
     @classmethod
     def find(cls, environ: Mapping[str, str], folder: Path | None = None) -> RunFile:
-        """Read the file that `GRIDTRAIN_CONFIG` names, or run.toml in `folder` (by default the working
-        folder).
+        """Read the file that `GRIDTRAIN_CONFIG` names, or run.toml in `folder` (by default the current
+        directory).
 
         If there is no such file, no option is set.  Raises `ConfigError` if the file cannot be read or
         parsed.
@@ -156,7 +156,7 @@ class RunFile:
         if one.kind is OptionKind.FOLDER and isinstance(value, str) and value and self.path is not None:
             value = str(
                 self.path.parent / Path(value).expanduser()
-            )  # relative to the file, not to the working folder
+            )  # relative to the file, not to the current directory
         return value, where
 
 

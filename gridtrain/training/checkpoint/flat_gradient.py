@@ -292,7 +292,8 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     missing = [name for name, p in named if p.requires_grad and id(p) not in held_ids]
     if missing:
         raise ConfigError(
-            f"{len(missing)} trainable parameters are in no group of the optimizer, such as {missing[0]!r}",
+            f"{len(missing)} trainable parameters are not in any group of the optimizer, such as "
+            f"{missing[0]!r}",
             remedy="add them to the optimizer, or freeze them with parameter.requires_grad_(False)",
         )
     trainable = [(name, p) for name, p in named if p.requires_grad]

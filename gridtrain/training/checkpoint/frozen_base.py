@@ -31,7 +31,7 @@ from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, de
 
 FROZEN_KEY = "frozen"
 """Key of a checkpoint's document: the names of the parameters that are not trained.  Those that are not among
-the document's parameters are in no checkpoint."""
+the document's parameters are not in any checkpoint."""
 
 _MARK = "_gridtrain_base"
 _CHUNK_BYTES = 64 << 20

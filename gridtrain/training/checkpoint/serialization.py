@@ -6,7 +6,7 @@
     shared part   parameters: {name: tensor}                         in the JSON)
                   optimizer:  the inner optimizer's state_dict
 
-Parameters of the model's base, which are frozen, are in no part (see `frozen_base`).
+Parameters of the model's base, which are frozen, are not in either part (see `frozen_base`).
 
 The shared part is bit-identical on all members.  The private part may differ until buffers are next averaged;
 a worker that has replayed all updates needs only this part.  Neither part contains residuals: every

@@ -59,7 +59,7 @@ def ranges(file: BinaryIO) -> npt.NDArray[np.int64]:
     ends = np.frombuffer(file.read(8 * count), "<i8").astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), ends])[:count]
     if (count and int(ends[-1]) != start) or (not count and start) or np.any(ends <= starts):
-        raise ValueError(f"the offsets of its {count} rows do not fit its {size} bytes")
+        raise ValueError(f"the offsets of its {count} rows do not match its size of {size} bytes")
     return np.stack([starts, ends], axis=1)
 
 

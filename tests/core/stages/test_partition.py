@@ -276,12 +276,12 @@ def test_a_model_that_does_not_fit_is_refused_with_the_shortage_and_a_remedy() -
         best_partition(layers, cards, running=running)
     assert refused.value.reason == (
         "no partition of 8 layers into 2 stages fits: in the best one, stage 1 "
-        '(layers 4 to 7, "block4" to "block7") needs 28.9 GB, but its card has only 8 GB; '
+        '(layers 4 to 7, "block4" to "block7") needs 28.9 GB, but its device has only 8 GB; '
         "20.9 GB are missing "
         "(parameters 4 GB, gradients and optimizer 12 GB, activations 12.9 GB, in transit 16 MB); "
         'its largest layer, "block4", alone needs 7.29 GB'
     )
-    assert refused.value.remedy == "use this: 8 stages, the additional ones on cards of 8 GB"
+    assert refused.value.remedy == "use this: 8 stages, the additional ones on devices with 8 GB"
 
 
 def test_micro_batches_of_one_sample_are_a_remedy() -> None:
@@ -302,7 +302,7 @@ def test_only_remedies_that_work_are_proposed() -> None:
         best_partition(layers, cards, running=running)
     assert refused.value.remedy == (
         "use one of these: the schedule 1f1b; re-materialization; "
-        "4 stages, the additional ones on cards of 60 kB"
+        "4 stages, the additional ones on devices with 60 kB"
     )
     best_partition(layers, cards, running=replace(running, order=ScheduleKind.ONE_F_ONE_B))
     best_partition(layers, cards, running=replace(running, rematerialise=True))
@@ -313,7 +313,7 @@ def test_a_layer_too_large_for_every_card_is_named() -> None:
     layers = [*even_layers(3, parameters=10), replace(layer(0.1, 10**6), name="head")]
     with pytest.raises(ConfigError) as refused:
         best_partition(layers, [Card(memory_bytes=1000)] * 2)
-    assert 'stage 1 (layer 3, "head") needs 4 MB, but its card has only 1 kB' in refused.value.reason
+    assert 'stage 1 (layer 3, "head") needs 4 MB, but its device has only 1 kB' in refused.value.reason
     assert 'divide "head" into smaller layers' in refused.value.remedy
 
 
@@ -324,9 +324,9 @@ def test_a_layer_too_large_for_every_card_is_named() -> None:
         (lambda: best_partition(even_layers(3), []), "cannot be divided into 0 stages"),
         (
             lambda: best_partition(even_layers(3), [Card()] * 2, uniform_network(3, 0, 1)),
-            "2 cards, but the network has 3",
+            "2 devices, but the network has 3",
         ),
-        (lambda: Card(speed=0), "a card has speed 0"),
+        (lambda: Card(speed=0), "a device has speed 0"),
         (lambda: Card(memory_bytes=0), "and 0 bytes"),
         (lambda: layer(-1.0), 'costs of layer "x" are'),
         (lambda: layer(math.nan), 'costs of layer "x" are'),

@@ -1,8 +1,10 @@
-"""Fine-tunes a language model with LoRA on all workers together; only the adapters are trained and exchanged.
+"""Fine-tunes a language model with LoRA jointly on all workers; only the adapters are trained and exchanged.
 
-Each worker loads the same base, by its name on the Hugging Face Hub or from a folder; without one all use a
-small random Llama, which needs no download.  The text comes with this script.  At the end the first
-worker writes the adapter, which PEFT loads: `python generate.py`.
+Each worker loads the same base, from the Hugging Face Hub by name or from a folder.  If `BASE` is empty, all
+workers use a small Llama with random weights, so nothing is downloaded.  The text comes with this script.
+
+At the end, the first worker writes the adapter, which `python generate.py FOLDER "a text"` loads with PEFT to
+continue the text.
 
 The lines marked `# grid` are the only changes to an ordinary PyTorch loop.
 """
