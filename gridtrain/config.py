@@ -69,7 +69,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class _Sparse:
-    """The options of both sparse exchanges.
+    """The options that both sparse exchanges share.
 
     Attributes:
         density: rho, the share of elements that are sent: k = max(1, round(rho * n)) of n elements.

@@ -3,8 +3,8 @@
     link  --activations of m-->  Stage.forward(m)   --activations-->  link   to stage s + 1
     link  <--gradients of m----  Stage.backward(m)  <--gradients----  link   from stage s + 1
 
-Sending returns at once and receiving continues in the background, so both overlap with computing.  If the
-link breaks, the step ends at once on this stage; the next attempt computes the step again.
+Sending returns immediately and receiving continues in the background, so both overlap with computing.  If the
+link breaks, the step ends immediately on this stage; the next attempt computes the step again.
 """
 
 from __future__ import annotations
@@ -298,6 +298,6 @@ def share_tied_parameters(stage: Stage, number: int, line: RoundStageLink) -> No
             owner = tied.stages[0]
             buffers = line.receive(owner, plan.tied_parameters_channel(tied.index))
             value = _decode_payload(buffers, owner, tied.spec, 1, stage.device)
-            if not bool(torch.isfinite(value).all()):  # it takes effect at once, without a vote
+            if not bool(torch.isfinite(value).all()):  # it takes effect immediately, without a vote
                 raise LineBroken(f"stage {owner} sent a tied parameter that is not finite", owner)
             stage.replace_tied(tied, value)

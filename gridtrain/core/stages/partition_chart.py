@@ -33,7 +33,7 @@ MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the bytes
 def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     """Return the chart as text, with a row for each stage.
 
-    A row has the stage's layers, its time for a micro-batch and its peak memory.
+    A row has the stage's layers, its time per micro-batch and its peak memory.
     """
     stages = outlook.cut.stages
     longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
@@ -100,7 +100,7 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
 
 
 def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
-    """Return the chart as SVG, with two panels: each stage's time for a micro-batch, and its peak memory."""
+    """Return the chart as SVG, with two panels: each stage's time per micro-batch, and its peak memory."""
     stages = outlook.cut.stages
     running = outlook.settings
     subtitle = (

@@ -138,7 +138,7 @@ class ExecutionSettings:
             keeps.
         input_bytes: size of the first layer's input, per sample.
         overlap: whether transfers overlap with computation.
-        message_s: a stage's CPU time for each message that it sends or receives.
+        message_s: a stage's CPU time per message that it sends or receives.
         ahead: the `ahead` of 1F1B; see `schedule.one_forward_one_backward`.
     """
 
@@ -337,7 +337,7 @@ class StageCostModel:
         return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
-        """Return the stage's time for a micro-batch; a partition minimizes the largest of these times."""
+        """Return the stage's time per micro-batch; a partition minimizes the largest of these times."""
         compute_s, transfer_s = self.compute_s(stage, start, stop), self.transfer_s(stage, start, stop)
         return max(compute_s, transfer_s) if self.running.overlap else compute_s + transfer_s
 

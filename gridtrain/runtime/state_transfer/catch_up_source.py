@@ -4,7 +4,7 @@ The coordinator decides which workers receive a snapshot (`TakeSnapshot`).  The 
 between two steps; a separate thread computes the digests of its blocks.
 
     TakeSnapshot(step, receivers) --> CopySnapshot (task) --> trainer --> thread: digests --> SnapshotSender
-    committed round ---------------> UpdateLog -------> UpdateLogEntry, at once, to subscribed workers
+    committed round ---------------> UpdateLog -------> UpdateLogEntry, immediately, to subscribed workers
                                      SnapshotSender --> SnapshotBlock, at most `rate_Bps`, so that rounds are
                                                         not delayed
 """
