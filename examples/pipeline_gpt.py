@@ -39,7 +39,7 @@ def main() -> None:
         partition(model, 1, **limits)
         raise SystemExit("the whole model fits into one worker's limit, so there is no need to cut it")
     except ConfigError as error:
-        print(f"in one piece: {error}", flush=True)
+        print(f"not partitioned: {error}", flush=True)
     print(partition(model, STAGES, **limits), flush=True)
 
     grid = gridtrain.join()

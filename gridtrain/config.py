@@ -69,7 +69,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class _Sparse:
-    """The options of both sparse exchanges.
+    """The options that both sparse exchanges share.
 
     Attributes:
         density: rho, the share of elements that are sent: k = max(1, round(rho * n)) of n elements.
@@ -511,7 +511,7 @@ class JoinConfig:
             nothing.
         state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
             state directory.
-        donate_limit: the upload limit for sending the state to joining workers while this worker trains.
+        donate_limit: the upload limit for sending the state to newcomers while this worker trains.
         relay: whether to forward messages between other members, "yes" or "no".
         unencrypted: "yes" disables encryption; the coordinator needs the same setting.
         contribution: the file in which this worker reports its contribution to the agent; "" reports
@@ -520,7 +520,7 @@ class JoinConfig:
         base: the default of `Grid.optimizer(base=)`, one of `BASES`.
         checkpoints: the URL to which checkpoints are uploaded; "" uploads none.
         faults: the faults to inject (see `gridtrain.testing.Faults`); "" injects none.
-        update_log_mib: the memory in MiB for the updates of the latest steps, with which a joining worker
+        update_log_mib: the memory in MiB for the updates of the latest steps, with which a newcomer
             catches up; if it is small, the group may have to wait while a slow worker receives the state.
     """
 

@@ -50,7 +50,7 @@ SENTENCES = {
     "step_missed": "{name} was too late for {missed} steps, the latest near step {step}",
     "step_skipped": "{name} had unusable gradients in {skipped} steps, the latest near step {step}: {reason}",
     "superseded": "{name} follows a coordinator that started later",
-    "training": "training goes on with {workers} from step {step}",
+    "training": "training continues with {workers} from step {step}",
     "upload_failed": "{name} could not upload its checkpoints, {failed} in a row: {remedy}",
     "violation": "{peer} broke the protocol: {reason}",
     "waiting": "the run waits for workers: {reason}",

@@ -97,7 +97,7 @@ def describe_skipped(skipped: int, samples: int, last: int = 0, of: str = "") ->
 
 
 def format_worker_state(state: str) -> str:
-    """Return the glossary's word for a worker's state in the coordinator's status."""
+    """Return the glossary's term for a worker's state in the coordinator's status."""
     return {"following": "catching up", "spare": "standby"}.get(state, state)
 
 

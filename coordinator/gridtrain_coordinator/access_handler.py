@@ -64,7 +64,7 @@ class AccessHandler:
         return event.pending_key is not None
 
     def on_disconnected(self, peer: m.PeerId) -> bool:
-        """Forget a connection; return whether it belonged to a pending member."""
+        """Discard a connection; return whether it belonged to a pending member."""
         return self._pending_members.pop(peer, None) is not None
 
     def may_send(self, peer: m.PeerId) -> bool:

@@ -120,8 +120,8 @@ class Coordinator:
     Args:
         transport: a `Transport` that is already listening, with access control as its gate.
         store: the journal; `JournalStore.open(":memory:")` for a group within one process.
-        membership: the core; its term must come from `store.next_term()`.
-        access: the access control for the same core.
+        membership: the coordinator's core; its term must come from `store.next_term()`.
+        access: access control for `membership`.
         reach_s: the time limit for a dial-back, in seconds.
         log: a function that is called once per event.
         exit_when_finished: whether `run` returns when the run is finished and its workers have left.

@@ -236,8 +236,8 @@ class GTopKState:
         return fresh
 
     def _take_residual(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Remove and return a parameter's residual, flat.  Its old bucket is dissolved; the residuals of the
-        bucket's other parameters are moved to `_loaded`."""
+        """Remove and return a parameter's residual as a flat vector.  Its old bucket is deleted; the
+        residuals of the bucket's other parameters are moved to `_loaded`."""
         self._dissolve(parameter)
         names = ("residual", "u") if self.exchange.momentum else ("residual",)
         nothing = {name: torch.zeros(parameter.numel()) for name in names}
@@ -329,6 +329,6 @@ def _place(head: Sequence[int]) -> PayloadSlot:
     phase, hop, segment, slice_ = head[:4]
     if phase not in set(CollectivePhase):
         raise RemoteProtocolError(
-            f"a message has the unknown phase {phase}", remedy="run the same version on all processes"
+            f"a message has an unknown phase, {phase}", remedy="run the same version on all processes"
         )
     return PayloadSlot(CollectivePhase(phase), hop, segment, slice_)

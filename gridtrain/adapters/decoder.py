@@ -5,7 +5,7 @@
     LlamaForCausalLM       blocks                            value between two blocks
     model.embed_tokens     model.embed_tokens                hidden states (B, T, H), or
     model.layers           model.layers.0, ..1, ..           {"hidden_states": .., "attention_mask": ..}
-    model.rotary_emb       computed again in each layer
+    model.rotary_emb       recomputed in each layer
     model.norm, lm_head    model.norm, lm_head               the output: logits (B, T, V)
 
 The blocks are the model's own modules under their own names, so that a state has the names of the whole
@@ -48,7 +48,7 @@ _LORA_SETTINGS = {
     *("layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out", "bias"),
     *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"),
 }
-"""Settings of a `LoraConfig` for which a chain of blocks computes what PEFT's model does."""
+"""Settings of a `LoraConfig` for which a chain of blocks computes the same result as PEFT's model."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _INPUTS = ("input_ids", "attention_mask", "position_ids")

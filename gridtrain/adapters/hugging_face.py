@@ -10,7 +10,7 @@ Trainer runs its own loop, but with the group's optimizer, samples and steps:
 
     Trainer calls                        and gets
     create_optimizer                     its own or the given one, wrapped by grid.optimizer
-    create_scheduler                     its own; joining workers receive its state
+    create_scheduler                     its own; newcomers receive its state
     get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
     get_batch_samples                    its own; with weigh_by="tokens" their count is the step's weight
     evaluate                             its own; meanwhile this worker is reported as busy

@@ -16,7 +16,7 @@ takes the step.
     GridStrategy           closure(): forward, backward, on_before_optimizer_step, clipping
                            optimizer.step(): exchange and apply
 
-Learning rate schedulers from `configure_optimizers` are tracked: joining workers receive their state.
+Learning rate schedulers from `configure_optimizers` are tracked: newcomers receive their state.
 Lightning treats the worker as one process on one device, so it distributes neither samples nor gradients.
 """
 
@@ -66,7 +66,7 @@ class GridStrategy(SingleDeviceStrategy):
                 "precision is 16-mixed, but Lightning's GradScaler would differ from worker to worker",
                 remedy="use precision='bf16-mixed', which needs no scaler",
             )
-        if trainer.training:  # so that joining workers receive them
+        if trainer.training:  # so that newcomers receive them
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             ours = serialization.INTERNAL_PREFIX
             self._grid.track(**{f"{ours}scheduler{n or ''}": each for n, each in enumerate(schedulers)})

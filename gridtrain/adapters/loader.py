@@ -4,8 +4,8 @@
     grid       -----------one generator, made at the first `iter`------------------^ leaves the run
 
 A loop that fetches a batch before it has taken the previous step would start its next turn too early.  The
-loader therefore has a length, because Hugging Face's and Lightning's loops fetch ahead only from a loader
-without one.
+loader therefore has a length, because Hugging Face's and Lightning's loops fetch ahead only if a loader has
+no length.
 """
 
 from __future__ import annotations

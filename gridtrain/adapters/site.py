@@ -94,8 +94,8 @@ class Site:
     def enter(cls, invitation: str | None = None, **options: Any) -> Site:
         """Set up torch.distributed from torchrun's variables, and join the run on rank 0.
 
-        Without torchrun the site consists of this process only.  What this method sets up is closed at the
-        end of the `with` statement.  The arguments are those of `gridtrain.join`.
+        Without torchrun the site consists of this process only.  The connections and files that this method
+        opens are closed at the end of the `with` statement.  The arguments are those of `gridtrain.join`.
         """
         owns_group = not dist.is_initialized()
         if owns_group:
@@ -234,7 +234,7 @@ class Site:
             yield np.frombuffer(payload, np.int64).tolist()
 
     def _share_state(self) -> None:
-        """Copy the leader's parameters, without the base, and its buffers to all processes, one message for
+        """Copy the leader's parameters, excluding the base, and its buffers to all processes, one message for
         each dtype."""
         assert self._optimizer is not None
         model = self._optimizer.model

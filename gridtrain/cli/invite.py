@@ -118,7 +118,7 @@ def invite(
 
 
 def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
-    """Return instructions for using a new invitation, without its token."""
+    """Return instructions for using a new invitation; they do not contain its token."""
     from gridtrain.core.group.invitation import comparable_key
 
     workers = format_count(uses, "worker")

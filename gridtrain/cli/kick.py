@@ -17,7 +17,7 @@ from gridtrain.cli.option_flags import run_options
 def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     """Remove a member from the run: WHO is its name, or at least 6 digits of its key.
 
-    It is disconnected at once, and needs a new invitation to join again.  An open invitation with uses left
-    admits the same person with another key: see `gridtrain invite --withdraw`.
+    It is disconnected immediately, and needs a new invitation to join again.  An open invitation with uses
+    left admits the same person with another key: see `gridtrain invite --withdraw`.
     """
     remove_member(who, reason, run, state, ban=False)

@@ -63,7 +63,7 @@ def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
 
 
 def remove_member(who: str, reason: str, run: str, state: Path | None, *, ban: bool) -> None:
-    """Order the coordinator to remove a member; with `ban`, for good, and even if the key is unknown."""
+    """Order the coordinator to remove a member; with `ban`, permanently, and even if the key is unknown."""
     from gridtrain.core.messages import RemoveWorker
     from gridtrain_coordinator.access.authorization_limits import clean_reason
 

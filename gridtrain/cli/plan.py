@@ -36,7 +36,7 @@ Parsed = TypeVar("Parsed")
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 DENSE_EXCHANGES = ("dense", "dense-direct", "star")
 MAX_ORDERED_WORKERS = 32
-"""The maximum number of workers for which the best order on an uneven network is searched for.
+"""The maximum number of workers for which the best order on a network of unequal links is searched for.
 
 With more workers, the workers of each site stay together."""
 

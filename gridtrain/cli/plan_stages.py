@@ -246,7 +246,7 @@ def _alternatives(proposal: MicroBatchProposal) -> Table:
     from gridtrain.quantities import format_seconds
 
     table = Table()
-    for name in ("micro-batches", "samples", "step", "bubble", "of even stages"):
+    for name in ("micro-batches", "samples", "step", "bubble", "if balanced"):
         table.add_column(name, justify="right")
     table.add_column("")
     for each in _some(proposal):

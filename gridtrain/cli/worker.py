@@ -86,7 +86,7 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 
 
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
-    """Return the job that the words and options describe.  Raises `ConfigError`."""
+    """Return the job that the arguments and options describe.  Raises `ConfigError`."""
     from gridtrain.core.group.invitation import looks_like
     from gridtrain.core.messages import ADDRESS, NAME
     from gridtrain.network.addresses import parse_explicit_address

@@ -108,8 +108,8 @@ def resume(worker: str, to_all: bool, as_json: bool | None) -> None:
 def stop(after_step: bool, worker: str, to_all: bool, as_json: bool | None) -> None:
     """Finish the current step, transfer the residual, leave the run, and exit.
 
-    A script that does not end within two minutes is terminated with SIGTERM.  To stop at once, press Ctrl-C
-    in the worker's terminal, or send the worker SIGTERM.
+    A script that does not end within two minutes is terminated with SIGTERM.  To stop immediately, press
+    Ctrl-C in the worker's terminal, or send the worker SIGTERM.
     """
     _ask(worker, to_all, {"ask": "stop"}, as_json)
 

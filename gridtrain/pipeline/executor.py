@@ -3,8 +3,8 @@
     link  --activations of m-->  Stage.forward(m)   --activations-->  link   to stage s + 1
     link  <--gradients of m----  Stage.backward(m)  <--gradients----  link   from stage s + 1
 
-Sending returns at once and receiving continues in the background, so both overlap with computing.  If the
-link breaks, the step ends at once on this stage; the next attempt computes the step again.
+Sending returns immediately and receiving continues in the background, so both overlap with computing.  If the
+link breaks, the step ends immediately on this stage; the next attempt computes the step again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepResult:
         loss: the mean loss of the mini-batch on the last stage; None on other stages, or without samples.
         computed_s: the time spent in forward and backward passes.
         waited_s: the time spent waiting for payloads, because of the bubble or of slow links.
-        forward_s, backward_s: the mean times of a micro-batch; `backward_s` includes re-materialization.
+        forward_s, backward_s: the mean times per micro-batch; `backward_s` includes re-materialization.
         round_trip_s: the time from sending the first micro-batch to the next stage until its gradient
             arrives; 0 if it is unknown, because this stage did not wait for the gradient or is the last one.
     """
@@ -298,6 +298,6 @@ def share_tied_parameters(stage: Stage, number: int, line: RoundStageLink) -> No
             owner = tied.stages[0]
             buffers = line.receive(owner, plan.tied_parameters_channel(tied.index))
             value = _decode_payload(buffers, owner, tied.spec, 1, stage.device)
-            if not bool(torch.isfinite(value).all()):  # it takes effect at once, without a vote
+            if not bool(torch.isfinite(value).all()):  # it takes effect immediately, without a vote
                 raise LineBroken(f"stage {owner} sent a tied parameter that is not finite", owner)
             stage.replace_tied(tied, value)

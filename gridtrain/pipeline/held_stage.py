@@ -74,7 +74,7 @@ class HeldStage:
         self._is_saved = False  # the residual is on disk, for the workers that hold these layers from now on
 
     def track(self, **trackers: serialization.Stateful) -> None:
-        """Add objects to the state that a joining worker receives."""
+        """Add objects to the state that a newcomer receives."""
         self.trackers.update(trackers)
 
     # -- the stage in memory ---------------------------------------------------------------------------

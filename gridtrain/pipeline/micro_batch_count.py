@@ -3,7 +3,7 @@ timings.
 
     step committed --> summaries of all members --> timings --> after the last trial: the run's number
                                                        |
-                             part of the state that a joining worker receives, and of checkpoints
+                             part of the state that a newcomer receives, and of checkpoints
 
 A step's summaries are part of the vote, so workers that have committed the same steps have the same number.
 `gridtrain.core.stages.micro_batch_trials` makes the choice.

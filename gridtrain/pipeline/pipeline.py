@@ -82,8 +82,8 @@ class Pipeline:
 
     Attributes:
         last_skipped: whether the latest step was skipped, or dropped on this worker.
-        metered: whether `holding` also counts the tensors stored between forward and backward, which slows
-            down the step.
+        metered: whether `holding` also counts the tensors stored between the forward and backward passes,
+            which slows down the step.
         timings: the seconds that the latest step took for computing, for waiting for other stages, and in
             total.
         held: the stage that this worker has in memory.

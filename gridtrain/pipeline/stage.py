@@ -153,7 +153,7 @@ class Stage:
             ConfigError: the output does not match its spec, or a layer overwrote an input without gradient.
         """
         if m in self._kept:
-            raise LocalProtocolError(f"the forward of micro-batch {m} was called twice")
+            raise LocalProtocolError(f"`forward` of micro-batch {m} was called twice")
         received = self._inputs[m] if self.input is None else self._leaves(received, m)
         again, versions = self._rematerialise and not backward_follows, _tensor_versions(received)
         with torch.no_grad() if again else nullcontext():
@@ -266,7 +266,7 @@ class Stage:
             the leaf.
         """
         if m not in self._kept:
-            raise LocalProtocolError(f"the backward of micro-batch {m} was called before its forward")
+            raise LocalProtocolError(f"`backward` of micro-batch {m} was called before its `forward`")
         kept = self._kept.pop(m)
         if kept.has_overflowed:
             assert self.input is not None
@@ -282,7 +282,7 @@ class Stage:
             roots, seeds = self.output.tensors(result, self._sizes[m]), list(gradients or ())  # type: ignore[arg-type]
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
         if pairs:
-            # Activation checkpointing in a user's layer repeats its forward in this context.
+            # Activation checkpointing in a user's layer repeats its forward pass in this context.
             with self._statistics.observe(first_time=False), self._buffers.restore_during(m):
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
         if self.input is None:

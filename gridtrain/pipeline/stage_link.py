@@ -69,7 +69,7 @@ class RoundStageLink:
 
         Raises:
             LineBroken: the payload will not arrive, because a stage failed, left, aborted or timed out.  All
-                waiting stages get this error at once, wherever in the pipeline the fault is.
+                waiting stages get this error immediately, wherever in the pipeline the fault is.
         """
         where = stage_channel(stage, self._stage, channel)
         if where not in self._received:

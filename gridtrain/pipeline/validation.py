@@ -6,7 +6,7 @@
 
 A fault in this worker's script raises a `ConfigError` before anything is sent; a fault in another stage
 raises a `LineBroken` that names the stage.  An exception in a layer does not prove that the sender is at
-fault, because a bug in the script causes exceptions whatever the values are.  The layers are therefore run
+fault, because a bug in the script causes exceptions regardless of the values.  The layers are therefore run
 again with values that cannot cause an exception.
 """
 

@@ -114,7 +114,7 @@ class GroupConnection:
     def leave_paused(
         self, transport: FlowControlTransport, allowlist: PeerAllowlist, reason: str, timeout_s: float
     ) -> None:
-        """Tell the coordinator after `pause` that this worker will not join again.
+        """Notify the coordinator after `pause` that this worker will not join again.
 
         Raises the errors of `IoLoop.start`.
         """

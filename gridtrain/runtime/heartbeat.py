@@ -17,7 +17,7 @@ from gridtrain.runtime.mailbox.mailbox import Mailbox
 
 EXCHANGE_MESSAGES = ("Data", "RelayRequest", "RelayedMessage")
 STATE_MESSAGES = ("SnapshotBlock", "SnapshotDigests", "StateBlock", "StateDigest")
-"""Types of messages that carry the state to a joining worker."""
+"""Types of messages that carry the state to a newcomer."""
 
 PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "SnapshotBlock", "UpdateLogEntry")
 """Types of messages that count as progress, because a worker that sends or receives them is not hung."""

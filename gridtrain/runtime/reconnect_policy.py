@@ -36,7 +36,7 @@ class ReconnectPolicy:
         """Handle a denial of access.
 
         A refused handshake does not prove that the coordinator refuses this worker, because anyone on the
-        network path can cause it.  A worker that is not a member yet gives up at once, because it loses
+        network path can cause it.  A worker that is not a member yet gives up immediately, because it loses
         nothing.  A member tries again for `DENIED_TIMEOUT_S`, because a coordinator that removes a worker
         notifies it over the existing connection.
 

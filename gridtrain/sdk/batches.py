@@ -102,7 +102,7 @@ class Turns:
                 raise self._missing_call_error(snapshot.open_round.step + 1)
 
     def _repeat(self, spans: Spans) -> Iterator[Spans]:
-        """Yield, call by call, a batch that the group counts in this step but that must be computed again,
+        """Yield, call by call, a batch that the group counts in this step but that must be recomputed,
         because its result was lost when this worker's process restarted."""
         assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
         log.warning("this worker recomputes its latest batch, which was not exchanged before its restart")

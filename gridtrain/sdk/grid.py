@@ -226,7 +226,7 @@ class Grid:
                 docs/frozen-base.md).  It must be the same on all workers.  The default is the option `base`
                 of `gridtrain worker`, or "exact" if that is not set.
             send_frozen: names of frozen parameters, or patterns such as `*.projection`, that are sent to
-                joining workers and saved in checkpoints like trained ones, because each process initializes
+                newcomers and saved in checkpoints like trained ones, because each process initializes
                 or changes them; all other frozen parameters are never sent.
             weigh_by: "samples" weights a worker's gradient by its samples; "tokens" by the counts that the
                 loop passes to `weigh`, the same on all workers.
@@ -561,12 +561,12 @@ class Grid:
         self._session.report_figures(self._figures.filter_valid(figures))
 
     def track(self, **trackers: serialization.Stateful) -> None:
-        """Add stateful objects, such as schedulers and weight averages, to the state that a joining worker
+        """Add stateful objects, such as schedulers and weight averages, to the state that a newcomer
         receives."""
         self._wrapped().track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
-        """Return a `torch.amp.GradScaler` whose scale stays equal on all workers, including joining workers;
+        """Return a `torch.amp.GradScaler` whose scale stays equal on all workers, including newcomers;
         not available for a pipeline."""
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()

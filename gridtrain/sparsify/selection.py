@@ -2,8 +2,8 @@
 
     acc        3.  -7.   0.   5.   5.  -5.      k = 3
     threshold  5, the k-th largest magnitude
-    above           -7.                         all entries above the threshold are selected
-    equal                     5.   5.  -5.      these are selected, lowest index first, up to k entries in all
+    above           -7.                         all are selected
+    equal                     5.   5.  -5.      selected, lowest index first, up to k entries in total
     selected   the indices 1, 3, 4
 
 All implementations select the same entries for the same bits:

@@ -9,9 +9,9 @@ overlap_trial decides whether overlap saves time, and grad_scaler keeps the loss
 
 Before joining, model_check refuses a model or data that cannot work.
 
-Around a step: batch_weights, overlap (buckets during backward), single_samples, running_statistics and
-buffer_averaging (batch norm), hyperparameter_check (after an abort), skip_report.  Between two steps:
+Around a step: batch_weights, overlap (buckets during the backward pass), single_samples, running_statistics
+and buffer_averaging (batch norm), hyperparameter_check (after an abort), skip_report.  Between two steps:
 model_state (checkpoints, leaving, export), residual_departure, pause, turn_start_state, absence (the steps
-that a stalled trainer has missed).
-`data` provides the samples of each step, and `checkpoint` serializes and stores the state.
+that a stalled trainer has missed).  `data` provides the samples of each step, and `checkpoint` serializes and
+stores the state.
 """

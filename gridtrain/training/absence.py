@@ -175,7 +175,7 @@ class Absence:
             log.info("applied the missed steps %d to %d", steps[0].step + 1, steps[-1].step + 1)
 
     def drop(self, steps: Sequence[MissedStep]) -> None:
-        """Add to the residual what was left over from steps whose updates the model already contains."""
+        """Add to the residual the remainders from steps whose updates the model already contains."""
         for step in steps:
             self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
 

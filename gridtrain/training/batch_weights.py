@@ -73,7 +73,7 @@ class BatchWeights:
         return number
 
     def announce(self) -> None:
-        """Tell the other members what this worker has counted in this turn."""
+        """Send the other members the count of this worker in this turn."""
         self._session.announce_weight(round(self._counted + sum(self._counts)))
 
     def take(self, has_samples: bool = True) -> None:

@@ -14,7 +14,7 @@ retries.
 
 Based on DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1); sparse exchanges are as in SparseLoCo
 (Sarfi et al. 2025, arXiv 2508.15706).  After each committed round the parameters and the outer velocity are
-equal on all workers; they are compared, and sent to joining workers.  The moments of the inner optimizer
+equal on all workers; they are compared, and sent to newcomers.  The moments of the inner optimizer
 differ from worker to worker.
 
 The parameters are reset to the anchor *before* the round begins, so that a state that is requested or loaded

@@ -1,4 +1,4 @@
-"""Find what cannot work in a model or its batches before the first step, rather than when a library fails.
+"""Check a model and its batches for faults before the first step, rather than when a library fails.
 
 check_values(model)          when a worker joins: NaN in a parameter
 TokenCheck(model).check(b)   each batch: labels outside the vocabulary, more tokens than positions
@@ -175,7 +175,7 @@ def _predicts_nothing(labels: Tensor) -> bool:
 
 def _tables(model: nn.Module) -> tuple[nn.Embedding | None, int, int]:
     """Return the token embedding, its number of rows, and, if the model has a table of positions, the maximum
-    number of tokens in a sample; None or 0 for what is unknown."""
+    number of tokens in a sample; None or 0 if unknown."""
     for module in model.modules():
         if not hasattr(module, "get_input_embeddings"):
             continue

@@ -219,7 +219,7 @@ class ModelState(ABC):
         or a stage.
 
         Returns:
-            False if the previous checkpoint is not written within `timeout_s`; logged unless that is 0.
+            False if writing the previous checkpoint takes longer than `timeout_s`; logged unless that is 0.
         """
         snapshot = self._session.snapshot
         if not (

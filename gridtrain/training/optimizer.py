@@ -85,8 +85,8 @@ class GridOptimizer(WrappingOptimizer):
         compare_every: the interval, in steps, at which the whole state is compared with the other workers'; 0
             disables comparisons.
         overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
-            overlap, gradients must not be changed between backward and `step`.
-        wait: "all" to wait in every step for all workers; "auto" to go on without workers whose training
+            overlap, gradients must not be changed between `backward()` and `step`.
+        wait: "all" to wait in every step for all workers; "auto" to continue without workers whose training
             loops have stalled, whose gradients then join a later step.
         base: the frozen parameters of the model, which are not part of the state; by default all of them.
         weigh_by: "samples" to weight a worker's gradient by its samples; "tokens" to weight it by the counts
@@ -101,8 +101,8 @@ class GridOptimizer(WrappingOptimizer):
         weights: how much this worker's batch counts in a step.
         last_skipped: whether the latest step was skipped, or was taken without this worker.
         last_overflowed: whether the latest step was skipped because a gradient was not finite.
-        timings: the seconds of each phase of the latest step: computing, waiting, selecting, communicating,
-            applying.
+        timings: how long each phase of the latest step took, in seconds: computing, waiting, selecting,
+            communicating, applying.
 
     Raises:
         ConfigError: inner, model and exchange are not compatible; the message says what to change.
@@ -604,8 +604,8 @@ def check_compatible(
 
 
 def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
-    """Return the 2-norm, summed in float64 on the host, so that it is equal on all workers, whatever their
-    number of threads."""
+    """Return the 2-norm, summed in float64 on the host, so that it is equal on all workers, regardless of
+    their number of threads."""
     values = update.values if isinstance(update, SparseVector) else update
     blocks = (values[i : i + _NORM_BLOCK].astype(np.float64) for i in range(0, values.size, _NORM_BLOCK))
     return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))

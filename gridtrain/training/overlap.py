@@ -64,7 +64,7 @@ class Overlapper:
 
     Attributes:
         backwards: the number of backward passes in one step (`grid.batches(accumulate=)`).
-        selecting_s: the seconds of the current backward pass that were spent on selection.
+        selecting_s: the time that the current backward pass has spent on selection, in seconds.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ TRIAL_STEPS = BLOCK_STEPS * BLOCKS
 SECOND_PHASE, PERIOD_STEPS = 100, 600
 
 MARGIN = 0.02
-"""The smallest fraction of the time of backward and exchange that overlap has to save.  The margin is larger
-than the variation between steps, and makes up for the better entries that a selection from the whole vector
-finds."""
+"""The smallest fraction of the time of backward pass and exchange that overlap has to save.  The margin is
+larger than the variation between steps, and makes up for the better entries that a selection from the whole
+vector finds."""
 
 MOST_S = 1e6
 """The upper bound on a duration in the table."""

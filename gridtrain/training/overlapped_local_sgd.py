@@ -10,10 +10,10 @@ next turn.
                      parameters = A - D_r
     after the last   D_r is kept;  parameters = A
 
-A worker thus applies a share of its own latest change at once, and the changes of the others t local steps
-later.  This is the same local step on all workers, so a run is determined by its seeds.
-Based on Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters,
-and on eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
+A worker thus applies a share of its own latest change immediately, and the changes of the others t local
+steps later.  This is the same local step on all workers, so a run is determined by its seeds.  Based on
+Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters, and on
+eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
 
 Between two turns the parameters are the anchor, so that states, checkpoints and comparisons work as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).

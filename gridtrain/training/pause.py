@@ -6,10 +6,10 @@ The volunteer's agent decides when the script pauses, and manages the byte budge
         residual to a neighbour --> Pausing to the coordinator --> every connection is closed
         .......... nothing is sent, nothing is computed; GPU memory is freed ..........
     the directive is "run" --> Join, the group's state, a member of the next generation
-    the script ends        --> Join, and Leave at once: it is no longer paused
+    the script ends        --> Join, then Leave: it is no longer paused
 
 If a step transfers more than expected, this worker cannot wait for the end of the step: the budget check then
-ends the script at once, and the agent restarts it when budget is available again.
+ends the script immediately, and the agent restarts it when budget is available again.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class PauseController:
         return STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
 
     def _bound_bytes(self) -> float:
-        """Return the number of bytes at which the script ends at once.  Thread-safe.
+        """Return the number of bytes at which the script ends immediately.  Thread-safe.
 
         If the owner lowers the budget below it, this worker can still end its step and leave in an orderly
         way.
@@ -131,7 +131,7 @@ class PauseController:
         return self._limit_bytes
 
     def report_spent(self) -> None:
-        """Tell the agent that the script ends because its budget is used up, which is not a failure."""
+        """Notify the agent that the script ends because its budget is used up, which is not a failure."""
         self._agent.report(state=BUDGET_EXHAUSTED)
 
     def begin_turn(self) -> None:
@@ -203,7 +203,7 @@ class PauseController:
         return True
 
     def _leave_for_good(self) -> None:
-        """Tell the coordinator, if it answers soon and the budget allows it, that this worker is no longer
+        """Notify the coordinator, if it answers soon and the budget allows it, that this worker is no longer
         paused, but has ended."""
         assert self._connect is not None
         if self.remaining_bytes < CONTROL_RESERVE_BYTES:
@@ -260,10 +260,10 @@ class PauseController:
         return self.moved_bytes + self._reserve_bytes > directive.most_bytes
 
     def _budget_exhausted(self) -> str:
-        """Return the reason why the script has to end at once, or "" while the budget is not used up.
+        """Return the reason why the script has to end immediately, or "" while the budget is not used up.
 
         The I/O thread calls it often, even while a large state is being transferred or a step waits for a
-        slow link, so that new rate limits take effect at once.
+        slow link, so that new rate limits take effect immediately.
         """
         directive = self._agent.directive
         self._apply_rates(directive)

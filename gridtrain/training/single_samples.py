@@ -29,7 +29,7 @@ log = logging.getLogger("gridtrain")
 
 def is_torch_norm(module: nn.Module) -> TypeGuard[_BatchNorm]:
     """Return whether a module normalizes as torch's BatchNorm1d, 2d and 3d do, which a SyncBatchNorm and a
-    subclass with a forward of its own do not."""
+    subclass with its own `forward` do not."""
     return isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
 
 

@@ -2,7 +2,7 @@
 
 The same object serves a whole model and a stage of a pipeline.
 
-    mark_sent(attempt) --> the round is committed  --> commit       the residual is what the attempt leaves
+    mark_sent(attempt) --> the round is committed  --> commit       the residual that the attempt produced
                            it is aborted, skipped  --> mark_ended   the residual is unchanged
           |
           +-- training is interrupted here: `take` waits for the end of the round before it gives the
@@ -50,7 +50,8 @@ class WorkerResidual:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures to report: what the decay of the residual has dropped, if there is a decay."""
+        """The figures to report: the magnitude that decay of the residual has dropped, if there is a
+        decay."""
         feedback = self._exchanger.feedback
         dropped = 0.0 if feedback is None else feedback.decayed_magnitude
         return {"decayed_mass": dropped} if dropped else {}
@@ -111,8 +112,8 @@ class WorkerResidual:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add what this worker's merges or rounding left over in a committed round to which it contributed
-        nothing."""
+        """Add the remainders of this worker's merges and rounding in a committed round to which it
+        contributed nothing."""
         feedback = self._exchanger.open_feedback()
         if feedback is not None:
             feedback.add_truncated(truncated, rest_N)

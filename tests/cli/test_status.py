@@ -105,7 +105,7 @@ def test_events_are_sentences() -> None:
     assert event_text({"event": "called_back", "name": "bert", "reachable": False}) == (
         "others cannot connect to bert"
     )
-    assert event_text({"event": "training", "workers": 1}) == "training goes on with 1 worker from step ?"
+    assert event_text({"event": "training", "workers": 1}) == "training continues with 1 worker from step ?"
     assert event_text({"event": "a_later_one", "name": "bert"}) == "a later one name=bert"
 
 

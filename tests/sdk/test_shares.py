@@ -75,7 +75,7 @@ def in_a_group(
         results = group.finish()
         plans = [e["plan"] for e in snapshot_of(group)["events"] if e["event"] == "generation"]
     print(*plans, sep="\n")
-    assert "even shares: too little computing was measured to compare speeds" in plans[0]
+    assert "equal shares: too little computing was measured to compare speeds" in plans[0]
     assert f"{WHOLE} samples shared by measured speed: " in plans[1]
     return [result[0] for result in results], [result[1] for result in results]
 

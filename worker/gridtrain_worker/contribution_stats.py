@@ -77,7 +77,7 @@ class ContributionStats:
 
 
 def add_contributions(before: Contribution, now: Contribution) -> Contribution:
-    """Return the sum of both contributions; step, run and world size are taken from `now`."""
+    """Return the sum of the two contributions; step, run and world size are taken from `now`."""
     return replace(
         now,
         steps=before.steps + now.steps,

@@ -10,10 +10,11 @@ Accusations by a suspected accuser do not count, and its new accusations are not
 confirms one of its accusations within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
 accusations are withdrawn.
 
-One liar can have at most one other member removed, which is restored when the liar is identified.  A member
-whose incoming data is corrupted by its memory or by a middlebox is identified in the same way.  If only two
-members are involved, it cannot be determined which is at fault; three accusations are then enough to remove
-the accused.  There is no protection if liars cooperate, or if a liar accuses only one honest member.
+A dishonest member can have at most one other member removed, which is restored when the dishonest one is
+identified.  A member whose incoming data is corrupted by its memory or by a middlebox is identified in the
+same way.  If only two members are involved, it cannot be determined which is at fault; three accusations are
+then enough to remove the accused.  There is no protection if dishonest members cooperate, or if one accuses
+only one other member.
 """
 
 from __future__ import annotations

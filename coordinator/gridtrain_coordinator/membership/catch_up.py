@@ -153,7 +153,8 @@ class CatchUp:
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
     def on_reconnected(self, peer: m.PeerId) -> None:
-        """Forget what was sent to a worker that has reconnected, so that lost messages are sent again."""
+        """Discard the record of what was sent to a worker that has reconnected, so that lost messages are
+        sent again."""
         self._state_sources = tuple(source for source in self._state_sources if source != peer)
         self._announced = tuple(known for known in self._announced if known != peer)
 

@@ -158,7 +158,7 @@ class Departures:
         return LogEvent(level, event, {"name": worker.name, "reason": reason.removeprefix("left: ")})
 
     def _record_departure(self, peer: m.PeerId, cause: str, *, is_final: bool = True) -> None:
-        """Forget a worker's measurements; if it was a member, request another generation."""
+        """Discard a worker's measurements; if it was a member, request another generation."""
         run = self._run
         self._planner.forget(peer)
         run.view_change.discard_report(peer)

@@ -78,7 +78,7 @@ class FreezePhase:
     def await_members(self, now_s: float) -> list[Effect]:
         """Wait for the members, which are all disconnected.
 
-        Starts over if all members have left for good, or if the run had not started.
+        Starts over if all members have left permanently, or if the run had not started.
         """
         run = self._run
         if not run.has_started or run.members <= run.departed_members:
@@ -227,9 +227,9 @@ class FreezePhase:
     def _is_delayed(self, now_s: float) -> bool:
         """Return whether the `Freeze` is still delayed.
 
-        Members that come back train until all are present, so that a single `Freeze` stops them only briefly.
-        Absent members are not awaited for long, because by commit rule 6 the reports of the others are enough
-        to decide.
+        Members that have returned train until all are present, so that a single `Freeze` stops them only
+        briefly.  Absent members are not awaited for long, because by commit rule 6 the reports of the others
+        are enough to decide.
         """
         if self.delayed_until_s is None:
             return False

@@ -8,8 +8,8 @@ The coordinator waits for all members named by the journal or by the most report
 liar does not win before the others have reported.
 
 If a reported term is higher, the coordinator raises its own term and makes a new generation.  Reports by
-workers named in the journal take effect at once.  One invitation may admit many keys, so the reports of all
-other workers take effect at most once per `TERM_RAISE_INTERVAL_S`, with the highest of their terms.
+workers named in the journal take effect immediately.  One invitation may admit many keys, so the reports of
+all other workers take effect at most once per `TERM_RAISE_INTERVAL_S`, with the highest of their terms.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     otherwise                       pages of a list of its own (`AddressBook.members_for`)
 
 A member receives changes only if this coordinator has sent it the list to which they apply, and if it was
-ready in that generation: it then holds that list, whatever has been lost since.  Lists are resent in full.
+ready in that generation: it then holds that list, even if messages have been lost since.  Lists are resent in
+full.
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ class Membership:
         return min(times)
 
     def _forget_workers_deadline_of(self, peer: m.PeerId) -> None:
-        """Forget `_workers_deadline_s` before an event if it is the deadline of the worker concerned."""
+        """Reset `_workers_deadline_s` before an event if it is the deadline of the worker concerned."""
         known_s, worker = self._workers_deadline_s, self.run.workers.get(peer)
         if known_s is not None and worker is not None and worker.deadline_s(self.run.limits) <= known_s:
             self._workers_deadline_s = None

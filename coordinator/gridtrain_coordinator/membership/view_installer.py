@@ -58,7 +58,7 @@ class InitialState:
         return frozenset(w.peer for w in workers if self._digest and _initial_digest(w) == self._digest)
 
     def clear(self, workers: Iterable[Worker]) -> None:
-        """Forget the initial state when the run starts over, because training has changed the models."""
+        """Discard the initial state when the run starts over, because training has changed the models."""
         self._digest = b""
         for worker in workers:
             worker.clear_initial_state()
@@ -127,7 +127,7 @@ class ViewInstaller:
         return effects + self.install(outcome, now_s, source=source)
 
     def clear_initial_state(self) -> None:
-        """Forget the initial state, because no remaining worker holds the model."""
+        """Discard the initial state, because no remaining worker holds the model."""
         self._initial_state.clear(self._run.workers.values())
 
     def _latest_checkpoint(self, eldest_first: list[m.PeerId]) -> Outcome | None:

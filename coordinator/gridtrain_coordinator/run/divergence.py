@@ -119,7 +119,7 @@ class DivergenceDetector:
         return report
 
     def clear_if_recovered(self, peer: PeerId, generation: int) -> None:
-        """Forget the member's notice if the member holds the state of a later generation."""
+        """Discard the member's notice if the member holds the state of a later generation."""
         if (notice := self._notices.get(peer)) is not None and notice.generation < generation:
             del self._notices[peer]
 

@@ -19,8 +19,8 @@ class RunPhase(StrEnum):
         WAITING, PAUSED     a generation starts                             ->  TRAINING
         all but FINISHED    all members are away, or a stage has no member  ->  PAUSED
         any, on a restart   the journal has a generation                    ->  PAUSED
-        TRAINING, PAUSED    all members left for good, or none of them
-                            returned and other workers are present          ->  WAITING
+        TRAINING, PAUSED    all members left permanently, or none of
+                            them returned and other workers are present     ->  WAITING
         TRAINING, PAUSED    all members have reached the end                ->  FINISHED
 
     `RunState.enter_phase` changes it.

@@ -4,9 +4,9 @@
     mallory   5      4      0      5      three pairs with `FAILURES_BEFORE_AVOIDING` each: mallory's link
     anna      -      0      0      0      only one of her pairs failed: not her link
 
-A report concerns only the reporter's own connections, and several pairs must fail, so a single liar cannot
-incriminate another member.  Two liars could incriminate a third.  In a group of three they are the majority
-anyway; in a larger group, a member is at fault only when `MIN_REPORTS` of its pairs have failed:
+A report concerns only the reporter's own connections, and several pairs must fail, so a single dishonest
+member cannot make another one appear at fault.  Two could.  In a group of three they are the majority; in a
+larger group, a member is at fault only when `MIN_REPORTS` of its pairs have failed:
 
     in 30 s    mallory - anna, mallory - bert      only two: the next ring avoids these pairs, once, and they
                                                    are remembered for `REMEMBERED_S`
@@ -87,7 +87,7 @@ class LinkFailures:
         return frozenset(self._avoided)
 
     def forget(self, peer: PeerId) -> None:
-        """Forget a worker that is no longer a member."""
+        """Discard the failures of a worker that is no longer a member."""
         self._times_s = {pair: times for pair, times in self._times_s.items() if peer not in pair}
         self._broken_s = {pair: at_s for pair, at_s in self._broken_s.items() if peer not in pair}
         self._avoided &= self._broken_s.keys()

@@ -1,6 +1,6 @@
 """Deadlines by which a worker counts as lost, or the transfer of its state as stalled.  Makes no decisions.
 
-a message, a heartbeat   --> Liveness: lost after a silence, a shorter one if its heartbeats are regular
+a message, a heartbeat   --> Liveness: lost after a timeout, shorter if its heartbeats are regular
 its connection breaks    --> Liveness: lost unless it joins again in time
 bytes of a state arrive  --> StateTransferProgress: awaited while they keep arriving
 """
@@ -30,7 +30,7 @@ JOIN_WAIT_S = 0.25
 class HeartbeatIntervals:
     """The intervals between a worker's heartbeats, which determine its timeout.
 
-    If the worker is lost because of a silence and returns, that silence counts as one (`Registry.register`).
+    If the worker is lost because it timed out and returns, its absence counts as one (`Registry.register`).
     """
 
     __slots__ = ("_arrived_s", "_count", "_longest_s")
@@ -50,7 +50,7 @@ class HeartbeatIntervals:
         self._arrived_s += stalled_s
 
     def timeout_s(self, most_s: float) -> float:
-        """Return the silence after which the worker counts as lost; at most `most_s`."""
+        """Return the time without messages after which the worker counts as lost; at most `most_s`."""
         if self._count < FEWEST_BEATS:
             return most_s
         return min(most_s, max(LEAST_SILENCE_S, INTERVALS * self._longest_s))
@@ -65,7 +65,7 @@ class Liveness:
         disconnected_s: the time at which its connection broke; None if it has joined since then.
         link_broken_s: the time at which a member last reported a broken connection to this worker.
         is_loading_state: whether it is receiving the state for a generation that is forming.  If many workers
-            load a state at once on few cores, they miss heartbeats, so the timeout is longer.
+            load a state at the same time on few cores, they miss heartbeats, so the timeout is longer.
     """
 
     __slots__ = (

@@ -22,7 +22,7 @@ AVOIDED_PAIR_RTT_S = 10.0
 """The round trip assumed for pairs of workers that the ring should avoid if possible."""
 
 MAX_SILENT = 1024
-"""The number of workers lost because of a silence whose intervals are kept for their return."""
+"""The number of timed-out workers whose heartbeat intervals are kept for their return."""
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ class Registry(dict[m.PeerId, Worker]):
         return worker
 
     def record_lost(self, worker: Worker) -> None:
-        """Keep the heartbeat intervals of a lost worker if it was lost because of a silence."""
+        """Keep the heartbeat intervals of a lost worker if it was lost because it timed out."""
         if worker.liveness.disconnected_s is None:
             self._silent[worker.peer] = worker.liveness.heartbeats
             if len(self._silent) > MAX_SILENT:

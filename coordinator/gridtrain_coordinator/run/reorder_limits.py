@@ -81,11 +81,12 @@ class ReorderLimits:
             del self._backoff[min(self._backoff, key=lambda peer: self._backoff[peer])]
 
     def clear_changes(self) -> None:
-        """Forget which workers changed measurements, because a plan now reflects all measurements."""
+        """Discard the record of the workers that changed measurements, because a plan now reflects all
+        measurements."""
         self._changed_reporters.clear()
 
     def forget(self, peer: PeerId) -> None:
-        """Forget a worker that has left, except for its waiting time."""
+        """Discard the data about a worker that has left, except for its waiting time."""
         self._introduction_of.pop(peer, None)
         self._last_accepted = {
             direction: at for direction, at in self._last_accepted.items() if peer not in direction

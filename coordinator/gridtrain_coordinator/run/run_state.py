@@ -238,7 +238,7 @@ class RunState:
             self.view = replace(self.view, term=self.term)
 
     def unregister(self, worker: Worker) -> None:
-        """Remove a worker from the registry, but keep what it reported about the run."""
+        """Remove a worker from the registry, but keep its reports about the run."""
         self._last_skipped = self.skipped_steps
         del self.workers[worker.peer]
         if worker.peer in self.members:
@@ -265,7 +265,7 @@ class RunState:
             self.left_workers[worker.peer] = worker
 
     def record_departure(self, peer: m.PeerId) -> None:
-        """Record that a member left for good."""
+        """Record that a member left permanently."""
         self.departed_members.add(peer)
 
     def record_finish(self, peer: m.PeerId, applied: int) -> None:

@@ -77,7 +77,7 @@ class SkippedSteps:
 
     @property
     def alert(self) -> str:
-        """The alert for the headline of the status; "" while few consecutive steps are skipped."""
+        """The alert for the headline of the status; "" unless many consecutive steps are skipped."""
         if self.in_a_row < ALERT_SKIPS:
             return ""
         return f"nothing is being learned: the last {self.in_a_row:,} steps were skipped, {SKIP_REASON}"

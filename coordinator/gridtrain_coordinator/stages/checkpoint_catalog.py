@@ -77,7 +77,7 @@ class CheckpointCatalog:
         return [run.phase_entry(run.phase, run.reason, checkpoint=entry) for entry in entries]
 
     def roll_back(self, applied: int) -> None:
-        """Forget the checkpoints of steps after step `applied`."""
+        """Discard the checkpoints of steps after step `applied`."""
         self.quorum.roll_back(applied)
         for worker in self._run.workers.values():
             worker.roll_back(applied)

@@ -7,9 +7,9 @@
 The digest of each stage, as reported by the members that trained it, is recorded as well.  A checkpoint whose
 digest does not match is not used, and a worker that receives a checkpoint checks it (`Member.digest`).
 
-A member counts once, however many stages it reports, and only while it is a member: workers that join later
-cannot confirm a state.  If nothing is known about the run (for example, after the loss of the journal), most
-of the present workers must agree.
+A member counts once, regardless of how many stages it reports, and only while it is a member: workers that
+join later cannot confirm a state.  If nothing is known about the run (for example, after the loss of the
+journal), most of the present workers must agree.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CheckpointQuorum:
         return bool(self._confirmed)
 
     def roll_back(self, applied: int) -> None:
-        """Forget states after step `applied`, which belong to an abandoned history."""
+        """Discard states after step `applied`, which belong to an abandoned history."""
         self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}
 
     def is_trusted(self, checkpoint: m.CheckpointInfo) -> bool:

@@ -43,7 +43,7 @@ def neighbours(rank: int, world_size: int) -> frozenset[int]:
 
 
 class _Star(CollectiveBase):
-    """Base class of both stars, which tracks the expected payloads and sends the result to all.
+    """Base class of the two star collectives, which tracks the expected payloads and sends the result to all.
 
     `PayloadSlot.segment` is the sender's rank, `slice` the index of a slice.
     """

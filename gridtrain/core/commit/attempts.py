@@ -294,7 +294,7 @@ class Attempts:
         self._early.pop(peer, None)
 
     def advance(self, event: CommitEvent, now_s: float) -> list[AttemptEffect]:
-        """Pass an event to the open attempt; without one, only record the reason for a failure."""
+        """Pass an event to the open attempt; if none is open, only record the reason for a failure."""
         if self.open_attempt is None:
             if self._collectives and isinstance(event, Failed):
                 self._loss_reason = event.reason

@@ -325,7 +325,7 @@ def _hand_out(spec: LedgerSpec, state: LedgerState, counts: Sequence[tuple[PeerI
 
 
 def _take(spec: LedgerSpec, state: LedgerState, assignment: Assignment) -> LedgerState:
-    """Return the ledger without the newly assigned positions."""
+    """Return the ledger, excluding the newly assigned positions."""
     taken = _newly_assigned(state, assignment)
     if not spec.shards or state.holders is not None:
         requeued = subtract(state.requeued, taken)

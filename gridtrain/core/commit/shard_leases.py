@@ -84,7 +84,7 @@ class HandOut:
 
     Attributes:
         taken: the spans of each member.
-        state: the ledger after the step, without the taken positions and with the new leases.
+        state: the ledger after the step, with the new leases, excluding the taken positions.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def decide_outcome(
             member's.  If the histories differ, the run continues with the history that most members have.
         shares: shares of the frozen generation's members, in rank order.
         in_stages: whether the model is in stages.  The members of a pipeline then share a gradient, so an
-            aborted step is assigned and computed again as a whole.
+            aborted step is reassigned and recomputed as a whole.
     """
     applied = _highest_credible_step(list(reports.values()))
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}

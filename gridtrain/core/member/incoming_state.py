@@ -3,7 +3,7 @@
     joining   StateRequest --> source, or the member that forwards    StateBlock ..-> StoreStateBlock ..
                                                                       StateLoaded
                                                                       if nothing arrives: ask the source
-    holding   <-- StateRequest      SendState, at once or as soon as the member holds the state
+    holding   <-- StateRequest      SendState, now or as soon as the member holds the state
 
 The member list names the state sources (`required_peers`); joining members forward the state along a chain
 (`state_forwarding`).

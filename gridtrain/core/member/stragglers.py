@@ -93,7 +93,7 @@ class UsualDelays:
         self.wait = UsualDelay()
 
     def forget_departed(self, members: Collection[m.PeerId]) -> None:
-        """Forget the delays of workers other than `members` if there are many of them."""
+        """Discard the delays of workers other than `members` if there are many of them."""
         if len(self.compute) > 2 * MAX_RANKS:
             present = {peer: delay for peer, delay in self.compute.items() if peer in members}
             self.compute = defaultdict(UsualDelay, present)
@@ -284,7 +284,7 @@ class Stragglers:
     def _absence_due_s(self) -> float:
         """The time at which this member complies with the root's request; infinite if it does not.
 
-        A trainer that has returned is given its usual time, because the others report at once that they
+        A trainer that has returned is given its usual time, because the others report immediately that they
         are waiting.
         """
         if self._takes_part or self.absence is not None or self._requested_settings is None:

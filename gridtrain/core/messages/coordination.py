@@ -171,7 +171,7 @@ SKIPPED_SAMPLES = "skipped_samples"
 """Heartbeat metric: number of samples in the run's skipped steps."""
 
 COMMITTED_SAMPLES = "committed_samples"
-"""Heartbeat metric: number of samples in all of the run's committed steps."""
+"""Heartbeat metric: total number of samples in the run's committed steps."""
 
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Heartbeat metric: number of consecutive steps, up to the latest, that this worker knows were skipped."""
@@ -437,7 +437,7 @@ class Freeze(Message):
     """Order to stop voting and applying updates in this generation (commit rule 5).
 
     The receiver answers with FreezeReport.  `removed` lists members that left or were removed, which are
-    disconnected at once, before the next MembershipView.
+    disconnected immediately, before the next MembershipView.
     """
 
     term: UInt

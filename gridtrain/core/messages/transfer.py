@@ -100,7 +100,7 @@ MAX_RESIDUAL_BLOCKS = 16
 """Maximum number of blocks of a residual: 16 MiB, which fits into one window of flow control."""
 
 BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
-"""Number of messages in a burst, and bytes in each: 256 KiB in all."""
+"""Number of messages in a burst, and bytes in each: 256 KiB in total."""
 
 
 @message(65)

@@ -110,7 +110,7 @@ class WorkerSpeeds:
         exceeded = _exceeded_limits(names, counts, most)
         if not measured:
             why = "too little computing was measured to compare speeds"
-            return BatchShares(counts, f"{total} samples in even shares: {why}{exceeded}")
+            return BatchShares(counts, f"{total} samples in equal shares: {why}{exceeded}")
         shares = [
             f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
             for peer, name, count in zip(peers, names, counts, strict=True)

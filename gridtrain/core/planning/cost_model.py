@@ -113,7 +113,7 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 
 
 def _packet_s(network: NetworkModel, cpu: CpuCosts, host_cores: int | None) -> float:
-    """Return the CPU time of a packet, which is 0 if the cores cannot handle packets one by one.
+    """Return the CPU time per packet, which is 0 if the cores cannot handle packets one by one.
 
     Many packets are then read at once.  All members exchange at the pace of the slowest link.
     """

@@ -80,7 +80,7 @@ STAR_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK)
 
 
 def seconds_per_sample(figures: Mapping[str, float]) -> float:
-    """Return the mean compute time of a sample since the worker joined, in seconds; 0.0 if it is unknown.
+    """Return the mean compute time per sample since the worker joined, in seconds; 0.0 if it is unknown.
 
     The worker does not count its first batches.
     """

@@ -6,8 +6,8 @@
 
 Each link is a first-in, first-out queue with its own rate; the two directions are independent.  A message
 flows through all links of its path at the same time: no link waits for a message's last byte before it
-forwards the first.  Without other traffic a message therefore takes alpha + bytes / (the slowest rate);
-messages on the same link wait for each other.
+forwards the first.  If there is no other traffic, a message therefore takes alpha + bytes / (the slowest
+rate); messages on the same link wait for each other.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class NetworkModel:
         return len(self.up_Bps)
 
     def path_Bps(self, src: int, dst: int) -> float:
-        """Return the rate of the slowest link on the path from src to dst, without other traffic."""
+        """Return the rate of the slowest link on the path from src to dst if there is no other traffic."""
         link = self.link(src, dst)
         rate_Bps = min(self.up_Bps[src], link.bandwidth_Bps, self.down_Bps[dst])
         if not link.shared_links:

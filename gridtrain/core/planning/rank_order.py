@@ -105,7 +105,7 @@ class LinkMeasurements:
         return new
 
     def without_reporter(self, peer: PeerId) -> LinkMeasurements:
-        """Return these measurements without the reports of `peer`."""
+        """Return these measurements, excluding the reports of `peer`."""
         return LinkMeasurements(
             {pair: rtt_s for pair, rtt_s in self.rtt_s.items() if pair[0] != peer},
             {pair: rate_Bps for pair, rate_Bps in self.sent_Bps.items() if pair[0] != peer},
@@ -126,7 +126,7 @@ class LinkMeasurements:
                 del known[pair]
 
     def rate_Bps(self, a: PeerId, b: PeerId) -> float | None:
-        """Return the rate from a to b, the smaller of both ends' reports; None if it has not been
+        """Return the rate from a to b, the smaller of the two ends' reports; None if it has not been
         measured."""
         reported = [known[a, b] for known in (self.sent_Bps, self.received_Bps) if (a, b) in known]
         return min(reported, default=None)
@@ -233,7 +233,8 @@ class LinkMeasurements:
         return [link for link in every if link[2] is not None or link[3] is not None]
 
     def _round_trip_s(self, a: PeerId, b: PeerId) -> float | None:
-        """Return the larger of both members' reports of the round trip; None if neither has reported it."""
+        """Return the larger of the two members' reports of the round trip; None if neither has reported
+        it."""
         reported = [self.rtt_s[pair] for pair in ((a, b), (b, a)) if pair in self.rtt_s]
         return max((s for s in reported if math.isfinite(s) and s >= 0), default=None)
 

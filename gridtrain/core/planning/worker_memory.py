@@ -2,7 +2,7 @@
 
     always                parameter, gradient, optimizer's state, flat gradient, residual, local steps, log
     during an exchange    the buffers of the exchange
-    for a joining worker  a copy of the state, until that worker has it
+    for a newcomer  a copy of the state, until that worker has it
 
 Activations, frozen parameters, buffers of layers and the memory that kernels need while they run are not
 included.  `tests/sdk/test_worker_memory.py` compares these figures with the memory of real workers.
@@ -40,7 +40,7 @@ class WorkerMemory:
             exchanged.
         update_log: the updates of the latest steps.
         exchange: the buffers of an exchange, while it runs.
-        state: the copy of the state that a joining worker receives.
+        state: the copy of the state that a newcomer receives.
     """
 
     parameter: float

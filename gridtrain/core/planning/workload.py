@@ -59,7 +59,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class CpuCosts:
-    """The CPU time of each kind of work, in seconds of one core.
+    """The CPU time of each kind of work, in seconds on one core.
 
     The defaults are the times that `benchmarks/calibrate.py` measured on two cores of a cloud machine
     (2026-11-22), mostly rounded up by 10 to 60 %, because other machines are slower.  Measured: message 190
@@ -289,7 +289,7 @@ _SEGMENTED = (ExchangeKind.DENSE, ExchangeKind.DIRECT)
 
 
 def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts) -> float:
-    """Return a receiver's CPU time for one payload; `part` is its share of the dense vector."""
+    """Return a receiver's CPU time per payload; `part` is its share of the dense vector."""
     match work:
         case ReceiveWork.ADD:
             return part * (load.vector_bytes * cpu.add_byte_s + _recoding_s(load, cpu, is_sent_on=True))
@@ -347,5 +347,5 @@ def overlapped_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
 
 
 def cpu_s_per_byte(load: Workload, cpu: CpuCosts) -> float:
-    """Return the CPU time of one byte at each end, in seconds."""
+    """Return the CPU time per byte at each end, in seconds."""
     return cpu.byte_s + (cpu.crypt_byte_s if load.encrypted else 0.0)

@@ -144,7 +144,7 @@ def choose_micro_batches(
 def _stage_layer(
     stage: int, layout: RankLayout, timings: tuple[TrialTimings, TrialTimings], sizes: Sequence[int]
 ) -> Layer:
-    """Return a layer that stands for a stage, with the times of the stage's slowest replica.
+    """Return a layer that stands for a stage and takes as long as the stage's slowest replica.
 
     The slowest replica determines the times because all replicas wait for it.
     """
@@ -165,14 +165,15 @@ def _stage_layer(
 
 
 def _fit_line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """Return (seconds per sample, overhead), both at least 0, that match the time of the larger size."""
+    """Return (seconds per sample, overhead), both at least 0, that match the time measured for the larger
+    size."""
     (large, small), (large_s, small_s) = sizes, times_s
     per_sample_s = min(max(0.0, (large_s - small_s) / (large - small)), large_s / large)
     return per_sample_s, large_s - large * per_sample_s
 
 
 def _hop_s(timings: TrialTimings, layout: RankLayout) -> float:
-    """Return the time of one payload from a stage to the next in the slowest pipeline; 0.0 if unknown.
+    """Return how long a payload takes from one stage to the next in the slowest pipeline; 0.0 if unknown.
 
     The time is the round trip of the first micro-batch, minus the work of the later stages, divided by the
     number of hops.

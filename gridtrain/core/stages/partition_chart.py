@@ -33,7 +33,7 @@ MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the bytes
 def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     """Return the chart as text, with a row for each stage.
 
-    A row has the stage's layers, its time for a micro-batch and its peak memory.
+    A row has the stage's layers, its time per micro-batch and its peak memory.
     """
     stages = outlook.cut.stages
     longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
@@ -89,7 +89,7 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
     return (
         f"{f'Stages begin at {before}' if before else 'One stage'}: stage {slowest} is slowest ({what}), "
         f"{format_seconds(max(stage.compute_s, stage.transfer_s))} per micro-batch; "
-        f"with perfectly even shares, computing would take {format_seconds(even_s)}; "
+        f"with perfectly balanced stages, computing would take {format_seconds(even_s)}; "
         f"stage {fullest} needs the most memory, {format_bytes(largest.memory.total)}"
         f"{f' of {format_bytes(limit)}' if limit < math.inf else ''}. "
         f"{'As specified' if asked else 'Proposed'}: {proposal.reason}."
@@ -100,7 +100,7 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
 
 
 def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
-    """Return the chart as SVG, with two panels: each stage's time for a micro-batch, and its peak memory."""
+    """Return the chart as SVG, with two panels: each stage's time per micro-batch, and its peak memory."""
     stages = outlook.cut.stages
     running = outlook.settings
     subtitle = (

@@ -226,8 +226,8 @@ def _all_placed(placed: Sequence[Sequence[PeerId]]) -> Iterator[PeerId]:
 def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tuple[float, float]:
     """Return (time of the slowest pipeline + time of the slowest group of replicas, sum of all), in seconds.
 
-    All pipelines run at the same time, and all groups run at the same time after the pipelines, so the time
-    of a step depends only on the slowest pipeline and the slowest group.
+    All pipelines run at the same time, and all groups run at the same time after the pipelines, so the step
+    time depends only on the slowest pipeline and the slowest group.
     """
     pipelines = [math.fsum(map(cost_s, ranks, ranks[1:])) for ranks in zip(*placed, strict=True)]
     groups = [math.fsum(map(cost_s, row, (*row[1:], row[0]))) if len(row) > 1 else 0.0 for row in placed]

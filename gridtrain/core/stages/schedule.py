@@ -12,8 +12,8 @@ Each stage executes its own list of actions, and waits if the payload of an acti
     stage 1     .  F0  F1   .  B0  F2  B1  F3  B2   .  B3   .
     stage 2     .   .  F0  B0  F1  B1  F2  B2  F3  B3   .   .
 
-In both schedules each stage runs its backwards in ascending order.  A parameter's gradient is therefore
-summed in the same order for every schedule and every number of stages (`docs/decisions/0026`).
+In both schedules, each stage runs its backward passes in ascending order.  A parameter's gradient is
+therefore summed in the same order for every schedule and every number of stages (`docs/decisions/0026`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gridtrain.errors import ConfigError
 
 
 class ActionKind(Enum):
-    """The kind of an action: the forward or the backward of a micro-batch."""
+    """The kind of an action: the forward or the backward pass of a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -115,7 +115,7 @@ def fill_drain(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_forward_one_backward(stages: int, micro_batches: int, *, ahead: float = 0.0) -> Schedule:
-    """Return the schedule of PipeDream-Flush, in which each stage runs its backwards as early as possible.
+    """Return the schedule of PipeDream-Flush, whose backward passes run as early as possible.
 
     Stage s keeps the activations of min(M, S - s) micro-batches if `ahead` is 0.
 
@@ -139,8 +139,8 @@ def ahead_for(forward_s: float, backward_s: float, hop_s: float) -> float:
 
     A micro-batch returns to a stage with h later stages after (h + 1)(forward + backward) + 2 h hop seconds.
     To have work for that time, the stage needs 2 hop / (forward + backward) additional micro-batches for each
-    hop.  It needs one more for each hop, because forwards and backwards alternate strictly, regardless of
-    which payload has arrived.  In a test with S <= 8, M <= 32 and hops of 0.03 to 5 (forward + backward),
+    hop.  It needs one more for each hop, because forward and backward passes alternate strictly, regardless
+    of which payload has arrived.  In a test with S <= 8, M <= 32 and hops of 0.03 to 5 (forward + backward),
     schedules without this last addition took up to 22 % longer than fill-drain; with it they never took
     longer.
     """
@@ -148,9 +148,9 @@ def ahead_for(forward_s: float, backward_s: float, hop_s: float) -> float:
 
 
 def _scheduled(name: str, stages: int, micro_batches: int, warm_up: Sequence[int]) -> Schedule:
-    """Return a schedule in which stage s begins with `warm_up[s]` forwards.
+    """Return a schedule in which stage s begins with `warm_up[s]` forward passes.
 
-    After these forwards, forwards and backwards alternate until no forward is left; the remaining backwards
+    Then forward and backward passes alternate until no forward pass is left; the remaining backward passes
     follow.
     """
     if stages < 1 or micro_batches < 0:

@@ -1,6 +1,6 @@
 """Compute the cost of a model's stage on a device: its compute time, transfer time and memory.
 
-    bytes of stage s with k micro-batches of b samples between their forward and their backward:
+    bytes of stage s with k micro-batches of b samples between their forward and backward passes:
 
     parameters      parameters and buffers
     copies          gradients and the optimizer's state: `copies` x the trainable parameters
@@ -62,8 +62,9 @@ class Layer:
         output_bytes: size of the output that is sent to the next layer, per sample.
         gradient_bytes: size of the gradient received from the next layer, per sample; None if it is the same
             as `output_bytes`.
-        kept_bytes: size of the tensors that autograd keeps for backward, excluding parameters, per sample.
-        work_bytes: the largest amount of memory in use while forward or backward runs, per sample.  It
+        kept_bytes: size of the tensors that autograd keeps for the backward pass, excluding parameters, per
+            sample.
+        work_bytes: the largest amount of memory in use during the forward or backward pass, per sample.  It
             includes the input and the gradient of the output, but not the kept bytes.  If it is None, it is
             unknown and the sum of input and output is used.
         fixed_work_bytes: the part of the memory in use that does not depend on the number of samples, such as
@@ -133,11 +134,12 @@ class ExecutionSettings:
         copies: the number of copies of `trainable_bytes` in addition to the parameters: the gradient, the
             optimizer's state and the residual of an exchange.  3 stands for the gradient and Adam's two
             moments.
-        rematerialise: whether a stage keeps only the inputs of its micro-batches and runs the forward again
-            in backward (GPipe, section 2.3); otherwise the stage keeps all tensors that autograd keeps.
+        rematerialise: whether a stage keeps only the inputs of its micro-batches and repeats the forward pass
+            before the backward pass (GPipe, section 2.3); otherwise the stage keeps all tensors that autograd
+            keeps.
         input_bytes: size of the first layer's input, per sample.
         overlap: whether transfers overlap with computation.
-        message_s: a stage's CPU time for each message that it sends or receives.
+        message_s: a stage's CPU time per message that it sends or receives.
         ahead: the `ahead` of 1F1B; see `schedule.one_forward_one_backward`.
     """
 
@@ -162,16 +164,18 @@ class ExecutionSettings:
             )
 
     def in_flight(self, stage: int, stages: int) -> int:
-        """Return the maximum number of micro-batches between their forward and backward in this stage."""
+        """Return the maximum number of micro-batches between their forward and backward passes in this
+        stage."""
         if self.order is ScheduleKind.FILL_DRAIN:
             return self.micro_batches
         behind = stages - stage - 1
         return min(self.micro_batches, math.ceil(behind * (1 + self.ahead)) + 1)
 
     def recomputes_forward(self, stage: int, stages: int) -> bool:
-        """Return whether backward runs the forward again.
+        """Return whether the forward pass is repeated before the backward pass.
 
-        In the last stage of 1F1B, backward immediately follows the forward, which need not be run again.
+        In the last stage of 1F1B, the backward pass immediately follows the forward pass, which need not be
+        repeated.
         """
         at_once = self.order is ScheduleKind.ONE_F_ONE_B and stage + 1 == stages
         return self.rematerialise and not at_once
@@ -189,7 +193,7 @@ class StageMemory:
     Attributes:
         parameters: parameters and buffers.
         copies: gradients and the optimizer's state.
-        activations: activations kept for backward or in use.
+        activations: activations kept for the backward pass or in use.
         transit: payloads just received or being sent.
     """
 
@@ -334,7 +338,7 @@ class StageCostModel:
         return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
-        """Return the stage's time for a micro-batch; a partition minimizes the largest of these times."""
+        """Return the stage's time per micro-batch; a partition minimizes the largest of these times."""
         compute_s, transfer_s = self.compute_s(stage, start, stop), self.transfer_s(stage, start, stop)
         return max(compute_s, transfer_s) if self.running.overlap else compute_s + transfer_s
 

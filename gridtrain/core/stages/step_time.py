@@ -1,4 +1,4 @@
-"""Predict the time of a pipeline's step, and propose the number of micro-batches in a batch.
+"""Predict a pipeline's step time, and propose the number of micro-batches in a batch.
 
     partition ---+
     schedule ----+--> actions and transfers, simulated in the order of events --> StepEstimate
@@ -40,7 +40,7 @@ STEP_TIME_TOLERANCE = 0.02
 them in memory."""
 
 _AHEAD = (0.5, 1.0, 2.0, 4.0)
-"""Values of `ahead` to try, because the value for the slowest hop is too small for uneven stages."""
+"""Values of `ahead` to try, because the value for the slowest hop is too small for unbalanced stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class StepEstimate:
     Attributes:
         cut: the partition and its costs.
         settings: the settings, including the number of micro-batches and the samples in the largest one.
-        step_s: time from the first forward to the end of the last backward, excluding exchange and optimizer;
-            transfers overlap with computing.
+        step_s: time from the start of the first forward pass to the end of the last backward pass, excluding
+            exchange and optimizer; transfers overlap with computing.
         bubble: the share of `step_s` during which the busiest stage is idle.
         sent_bytes: (S,) bytes sent by each stage in a step.
     """
@@ -227,7 +227,7 @@ def _reason(
     text = (
         f"{running.micro_batches} micro-batches of {running.samples} of {batch} samples over {stages} "
         f"stages: a step takes {format_seconds(chosen.step_s)} and its bubble is {chosen.bubble:.0%} "
-        f"({chosen.ideal_bubble:.0%} with even stages and no links)"
+        f"({chosen.ideal_bubble:.0%} with balanced stages and no links)"
     )
     if running.ahead:
         text += f"; {running.order} runs {running.ahead:.3g} micro-batches ahead for each later stage"

@@ -8,7 +8,7 @@ arrive.
                         ^                                                                   |
                         +------ Credit(total) <========= a quarter of the window <--- return_credit
 
-Both sides count the bytes of a message's frames, without the overhead of the transport.  A message may be
+Both sides count the bytes of a message's frames, excluding the overhead of the transport.  A message may be
 sent while the window has room for it, or while at most a quarter of the window is unacknowledged.  Therefore
 a receiver that grants credit at every quarter never stalls a sender, and a message larger than the window can
 be sent.

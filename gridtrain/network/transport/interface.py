@@ -43,7 +43,7 @@ class Received:
     """Event: a valid message has arrived from a peer that has sent Hello.
 
     Attributes:
-        nbytes: the size of the message's frames, without the overhead of a transport or a relay.
+        nbytes: the size of the message's frames, excluding the overhead of a transport or a relay.
     """
 
     peer: PeerId

@@ -51,7 +51,7 @@ class ReceiveQueue(Generic[S, T]):
     """The messages received from all senders.  A sender is a connection, and its owner is a peer.
 
     Args:
-        rate_Bps: the cap in bytes per second; None for no cap, so that everything is delivered at once.
+        rate_Bps: the cap in bytes per second; None for no cap, so that everything is delivered immediately.
     """
 
     def __init__(self, rate_Bps: float | None) -> None:
@@ -63,7 +63,8 @@ class ReceiveQueue(Generic[S, T]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no cap and no message is waiting, so that a message can be delivered at once."""
+        """Whether there is no cap and no message is waiting, so that a message can be delivered
+        immediately."""
         return self.rate_Bps is None and not self._queues
 
     def charge(self, sender: S, nbytes: int, now_s: float) -> None:
@@ -104,7 +105,7 @@ class ReceiveQueue(Generic[S, T]):
             self.charge(sender, math.ceil(debt_bytes), now_s)
 
     def remove_sender(self, sender: S, owner: bytes, now_s: float) -> list[T]:
-        """Remove a closed connection; return its waiting messages, which should be delivered at once."""
+        """Remove a closed connection; return its waiting messages, which should be delivered immediately."""
         queue = self._queues.pop(sender, None)
         if queue is None:
             return []

@@ -117,7 +117,7 @@ class RecordField(FieldType):
         self.has_frame = len(self._header) < len(field_types)
 
     def pack(self, value: Any) -> list[Any]:
-        """Return the encoded fields of the header, without the payload."""
+        """Return the encoded fields of the header, excluding the payload."""
         if type(value) is not self.cls:
             raise FieldError(f"{describe(value)}; it must be of type {self.name}")
         plain: list[Any] = []

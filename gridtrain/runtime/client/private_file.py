@@ -21,7 +21,7 @@ PARTIAL = "partial-"
 
 
 def replace_private_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace a file atomically with one of mode 0600.  Several processes may do so at once.
+    """Replace a file atomically with one of mode 0600.  Several processes may do so at the same time.
 
     A process that is killed leaves a partial file in the same folder, which a later call removes.
 

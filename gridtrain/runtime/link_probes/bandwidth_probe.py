@@ -30,7 +30,7 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 
 PROOF_BYTES = 8
-MOST_TARGETS = 8  # 2 MiB in all
+MOST_TARGETS = 8  # 2 MiB in total
 MOST_BURSTS, BURST_WINDOW_S = 64, 60.0
 """Maximum number of bursts that are accepted from one peer within `BURST_WINDOW_S`.  A correct peer sends a
 burst whenever it is admitted, and a script that keeps crashing and being restarted may be admitted every two

@@ -1,10 +1,10 @@
 """The member's side of a catch-up: sends a snapshot on request, and then each later update.
 
-The coordinator decides which workers receive a snapshot (`TakeSnapshot`).  The training thread copies the
-state between two steps; a separate thread computes the digests of its blocks.
+The coordinator decides which workers receive a snapshot (`TakeSnapshot`).  The trainer copies the state
+between two steps; a separate thread computes the digests of its blocks.
 
     TakeSnapshot(step, receivers) --> CopySnapshot (task) --> trainer --> thread: digests --> SnapshotSender
-    committed round ---------------> UpdateLog -------> UpdateLogEntry, at once, to subscribed workers
+    committed round ---------------> UpdateLog -------> UpdateLogEntry, immediately, to subscribed workers
                                      SnapshotSender --> SnapshotBlock, at most `rate_Bps`, so that rounds are
                                                         not delayed
 """

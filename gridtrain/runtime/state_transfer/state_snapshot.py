@@ -229,7 +229,7 @@ class _Source:
 
     @property
     def block_s(self) -> float:
-        """The mean time for a block in seconds; infinity if no block has arrived."""
+        """The mean time per block in seconds; infinity if no block has arrived."""
         return self.busy_s / self.blocks if self.blocks else math.inf
 
 

@@ -102,7 +102,7 @@ class ExchangeSample:
 
     Attributes:
         seconds: the time from the first member's start to the last member's end, including vote and decision.
-        cpu_s: the CPU seconds of each member's process from its start to its own end.
+        cpu_s: the CPU time of each member's process from its start to its end, in seconds.
         sent_bytes: the bytes that each member sent in this time.
         workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and sealed.
         payloads, payload_bytes: the number and the bytes of the payloads that each member sent.

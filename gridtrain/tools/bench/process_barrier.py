@@ -54,7 +54,7 @@ class BarrierServer:
         """Wait until all members are at `place`; return their reports in any order.
 
         Raises:
-            GridtrainError: not all members are at `place` in time, or a member is at another place.
+            GridtrainError: some members do not reach `place` in time, or a member is at another place.
         """
         reports: list[MemberReport] = []
         until_s = time.monotonic() + timeout_s

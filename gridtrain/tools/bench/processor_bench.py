@@ -88,7 +88,7 @@ def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
 
 
 def time_selection(device: str, n: int, density: float, repeats: int) -> float:
-    """Return the seconds of one step's selection, including its residual, in a sequence of steps as in
+    """Return how long a step's selection and residual update take, in seconds, in consecutive steps as in
     training."""
     generator = torch.Generator().manual_seed(1)
     contribution_N = torch.randn(n, generator=generator).to(device)
@@ -129,8 +129,8 @@ def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
 def fastest_s(
     action: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time
 ) -> float:
-    """Return the seconds of the fastest run, after a warm-up run in which memory is accessed for the first
-    time."""
+    """Return how long the fastest run takes, in seconds, after a warm-up run that accesses the memory
+    once."""
     action()
     taken_s = []
     for _ in range(repeats):

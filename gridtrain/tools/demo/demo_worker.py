@@ -31,7 +31,7 @@ from gridtrain.tools.demo.text_corpus import load_corpus
 
 
 class StepRecorder:
-    """Measures the time of each step and, on the first worker, writes a record of the step.
+    """Measures the time that each step takes and, on the first worker, writes a record of the step.
 
     The clock starts with the first batch, and is paused while the held-out loss is being measured.
     """
@@ -44,7 +44,7 @@ class StepRecorder:
         self._times = StepTimes()
 
     def exclude_time(self, elapsed_s: float) -> None:
-        """Exclude the time of a held-out evaluation from the clock."""
+        """Exclude the time that a held-out evaluation took from the clock."""
         self._paused_s += elapsed_s
 
     def count_step(self, loss: float, timings: dict[str, float]) -> float:

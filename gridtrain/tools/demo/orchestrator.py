@@ -40,7 +40,7 @@ NO_PROGRESS_TIMEOUT_S = 90.0
 """A run without a new step for this long has failed.  With any reasonable cap, a step takes less time."""
 
 START_TIMEOUT_S = 120.0
-"""How long the workers may take for their first step, because all import torch at once."""
+"""How long the workers may take for their first step, because all import torch at the same time."""
 
 INVITATION_TIMEOUT_S = 3600.0
 LOG_TAIL_LINES = 15

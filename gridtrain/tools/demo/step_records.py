@@ -25,7 +25,7 @@ class SentBytes:
     Attributes:
         data: the bytes of the exchanges' payloads.
         votes: the bytes of votes and of the root's decisions.
-        control: all other bytes: heartbeats, progress, membership, the state for a joining worker.
+        control: all other bytes: heartbeats, progress, membership, the state for a newcomer.
     """
 
     data: int = 0

@@ -94,8 +94,8 @@ class RunFile:
 
     @classmethod
     def find(cls, environ: Mapping[str, str], folder: Path | None = None) -> RunFile:
-        """Read the file that `GRIDTRAIN_CONFIG` names, or run.toml in `folder` (by default the working
-        folder).
+        """Read the file that `GRIDTRAIN_CONFIG` names, or run.toml in `folder` (by default the current
+        directory).
 
         If there is no such file, no option is set.  Raises `ConfigError` if the file cannot be read or
         parsed.

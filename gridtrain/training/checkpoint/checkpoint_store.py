@@ -95,8 +95,8 @@ ReportFigures = Callable[[Mapping[str, float]], None]
 
 
 class FailureCounter:
-    """Counts consecutive failures, and decides which of them are logged: new errors at once, and a persistent
-    error at intervals.
+    """Counts consecutive failures, and decides which of them are logged: new errors immediately, and a
+    persistent error at intervals.
 
     Args:
         figure: the name of the figure that reports the count.

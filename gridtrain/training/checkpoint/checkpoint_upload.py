@@ -125,8 +125,8 @@ class CheckpointUploader:
             self._changed.notify_all()
 
     def close(self, timeout_s: float, max_attempts: int = 1) -> None:
-        """Upload what is waiting, in at most `max_attempts` attempts and for at most `timeout_s`.  Further
-        calls have no effect."""
+        """Upload the waiting checkpoints, in at most `max_attempts` attempts and for at most `timeout_s`.
+        Further calls have no effect."""
         with self._changed:
             if self._attempts_left is not None:
                 return
@@ -156,7 +156,7 @@ class CheckpointUploader:
                 self._drop(upload)
 
     def _wait_after_failure(self) -> None:
-        """Wait before the next attempt; a worker that starts to leave tries again at once."""
+        """Wait before the next attempt; a worker that starts to leave tries again immediately."""
         wait_s = self._retry_after_s[min(self._failures.count, len(self._retry_after_s)) - 1]
         with self._changed:
             if self._attempts_left is None:

@@ -52,7 +52,7 @@ def state_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def without_base(model: nn.Module, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a state without the base, which states of earlier versions contain.
+    """Return the parameters of a state, excluding the base, which states of earlier versions contain.
 
     Raises:
         RemoteProtocolError: the state's base differs from this worker's.

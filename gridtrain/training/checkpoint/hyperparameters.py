@@ -1,6 +1,6 @@
 """An optimizer's hyperparameters: all plain fields of its groups, such as lr and weight_decay.
 
-Workers compare them in every vote, send them to joining workers, and repeat missed steps with them.
+Workers compare them in every vote, send them to newcomers, and repeat missed steps with them.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's `state_dict` without its base, under the plain model's names, even if the model is
-    compiled or wrapped."""
+    """Return the model's `state_dict`, excluding its base, under the plain model's names, even if the model
+    is compiled or wrapped."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_base(value)}
     return dict(zip(canonical_names(list(state)), state.values(), strict=True))
 

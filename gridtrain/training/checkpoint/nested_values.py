@@ -56,7 +56,7 @@ class Packer:
                 value = value.to("cpu", copy=True).contiguous()
             elif value.dtype not in DTYPES:
                 raise ConfigError(
-                    f"{where} is a tensor of {value.dtype}, which cannot be sent to a joining worker",
+                    f"{where} is a tensor of {value.dtype}, which cannot be sent to a newcomer",
                     remedy="store it with a different dtype in state_dict()",
                 )
             self.tensors[name] = value.detach()
@@ -73,7 +73,7 @@ class Packer:
             kind = "tuple" if isinstance(value, tuple) else "list"
             return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
         raise ConfigError(
-            f"{where} is a {type(value).__name__}, which cannot be sent to a joining worker",
+            f"{where} is a {type(value).__name__}, which cannot be sent to a newcomer",
             remedy="store only tensors, numbers, strings, lists and dicts in state_dict()",
         )
 

@@ -1,4 +1,4 @@
-"""Serialize the replicated state, which a joining worker receives, and compute digests to compare replicas.
+"""Serialize the replicated state, which a newcomer receives, and compute digests to compare replicas.
 
     private part  buffers:    {name: tensor}                         each part: u64 J | u64 T |
                   trackers:   {name: state_dict} of schedulers, ...  J bytes of JSON | T bytes of safetensors
@@ -10,7 +10,7 @@ Parameters of the model's base, which are frozen, are not in any part (see `froz
 
 The shared part is bit-identical on all members.  The private part may differ until buffers are next averaged;
 a worker that has replayed all updates needs only this part.  Neither part contains residuals: every
-worker has its own, and a joining worker starts without a residual.  Nothing is ever unpickled.
+worker has its own, and a newcomer starts without a residual.  Nothing is ever unpickled.
 """
 
 from __future__ import annotations

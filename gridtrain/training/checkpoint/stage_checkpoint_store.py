@@ -146,8 +146,8 @@ class StageCheckpointStore:
         self._store(blocks).drop_residual(step)
 
     def write_now(self, blocks: Span, content: CheckpointContent) -> bool:
-        """Write a checkpoint at once, whatever the step, because this worker is leaving with the only copy of
-        the stage.
+        """Write a checkpoint immediately, regardless of the step, because this worker is leaving with the
+        only copy of the stage.
 
         Returns False if the checkpoint cannot be written.  Checkpoints of steps at which all stages write
         them are kept.
@@ -206,8 +206,8 @@ class StageCheckpointStore:
         log.warning("layers %d to %d continue from %s of step %d", *ends, number, step)
 
     def save_now(self, held: CheckpointInfo) -> None:
-        """Write a checkpoint of the layers in memory at once, because the model is partitioned again.  Raises
-        `OSError` if it cannot be written."""
+        """Write a checkpoint of the layers in memory immediately, because the model is partitioned again.
+        Raises `OSError` if it cannot be written."""
         self.wait()
         content = self._pack_state(held)
         if content is None:

@@ -42,7 +42,7 @@ class BatchSizes:
 
     @property
     def is_one(self) -> bool:
-        """Whether every batch on a worker has at most one sample, however many workers take part."""
+        """Whether every batch on a worker has at most one sample, regardless of the number of workers."""
         return self.per_worker == 1 or (self.per_step is not None and self.per_step <= self.accumulate)
 
     def check(self) -> None:

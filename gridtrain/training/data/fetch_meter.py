@@ -1,11 +1,11 @@
-"""Keeps what a worker fetches within its owner's download limit and byte budget.
+"""Keeps a worker's downloads within its owner's download limit and byte budget.
 
     exchanges   sockets' received, moved bytes --+
     readers     fetched bytes of each process ---+--> request(n): wait for the limit; at most n; BudgetSpent
 
 A script and the processes that read its data ahead share one meter.  The transport applies the download limit
-to the sockets (`network.transport.rate_limiter`); a fetch also waits for what the sockets have received, so
-that both together stay within the limit.
+to the sockets (`network.transport.rate_limiter`); a fetch also takes the bytes received by sockets into
+account, so that both together stay within the limit.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FetchMeter:
 
     @property
     def fetched_bytes(self) -> int:
-        """What all processes of this worker have fetched."""
+        """The number of bytes that all processes of this worker have fetched."""
         return int(sum(self._fields[_FIRST_READER:]))
 
     # -- readers -----------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class FetchMeter:
 
         Raises:
             DataError: the budget of a whole day is smaller than the file.
-            BudgetSpent: what is left of the budget is smaller.
+            BudgetSpent: the rest of the budget is smaller.
         """
         self._follow_limit()
         what = f"{place} of {format_bytes(nbytes)}, whose fetch cannot be continued later,"
@@ -135,7 +135,8 @@ class FetchMeter:
         self._charge()
 
     def _charge(self) -> None:
-        """Account for what this worker has received since the last call, whether by sockets or fetches."""
+        """Account for the bytes that this worker has received since the last call, through sockets or
+        fetches."""
         now_s, received_bytes = self._clock(), self._received_bytes
         if self._Bps < math.inf:
             start_s = max(self._free_s, self._charged_s - MAX_LATENESS_S)

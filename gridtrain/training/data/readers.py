@@ -110,7 +110,7 @@ def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
 
 
 def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
-    """Return the samples of a pass.  The first sample is read at once, because a generator reads its pass
+    """Return the samples of a pass.  The first sample is read immediately, because a generator reads its pass
     number only then.
 
     Each pass has its own copy of the data set with its own pass number, because an open pass may read the

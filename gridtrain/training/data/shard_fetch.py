@@ -38,7 +38,7 @@ PROGRESS = "GRIDTRAIN_PROGRESS"
 CLEAR = "\r\x1b[K"
 _PERMANENT = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
 Copy = Callable[[str, Path, int, FetchMeter], None]
-"""A function that appends to a partial file what it lacks, as `copy_rest` does."""
+"""A function that appends the missing bytes to a partial file, as `copy_rest` does."""
 
 
 def copy_rest(
@@ -48,18 +48,18 @@ def copy_rest(
     meter: FetchMeter,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Append to `part` the bytes of a remote file that it lacks.
+    """Append the missing bytes of a remote file to `part`.
 
     Args:
         limit_bytes: the size of the file, or the maximum size that is accepted.
-        meter: bounds and counts what is read.
+        meter: limits and counts the bytes that are read.
         say: called with lines that show the progress; by default it is shown on standard error.
 
     Raises:
-        BudgetSpent: `meter` allows no more; `part` has what arrived.
+        BudgetSpent: `meter` allows no more; `part` contains the bytes that have arrived.
         DataError: the file is larger than expected, or cannot be resumed and exceeds a day's budget.
         FileNotFoundError, PermissionError: another attempt would also fail.
-        Exception: the connection broke, or was too slow.  `part` has what arrived.
+        Exception: the connection broke, or was too slow.  `part` contains the bytes that have arrived.
     """
     with part.open("ab") as local:
         size = local.tell()

@@ -75,7 +75,7 @@ class ShardFile:
 
     @property
     def problem(self) -> str:
-        """What is wrong with an entry that was read; "" if nothing is."""
+        """The fault in an entry that was read; "" if there is none."""
         if not isinstance(self.url, str) or not 0 < len(self.url) <= MAX_URL or not self.url.isprintable():
             return f"url is {self.url!r:.200}; it must be a path or a URL"
         counts = (self.samples, self.bytes, self.tokens)
@@ -197,7 +197,7 @@ class ShardCache:
         retry_after_s: see `RETRY_AFTER_S`.
 
     Attributes:
-        meter: counts and bounds what is fetched.
+        meter: counts and limits the bytes that are fetched.
         failed_reads: the number of failed attempts at fetching or opening a file.
     """
 
@@ -471,7 +471,7 @@ class ShardCache:
 
 
 class _BoundedFile(FileIO):
-    """A file that makes room in the cache for what is written to it."""
+    """A file that makes room in the cache for the data written to it."""
 
     def __init__(self, path: Path, make_room: Callable[[int], None]) -> None:
         super().__init__(path, "wb")

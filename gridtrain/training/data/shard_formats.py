@@ -1,4 +1,4 @@
-"""Formats of shards: where in a file each sample lies, and how its bytes become a sample.
+"""Formats of shards: where in a file each sample is, and how its bytes become a sample.
 
     jsonl   one JSON value in each line               any value
     text    one line, in UTF-8                        str
@@ -6,7 +6,7 @@
     parquet, arrow, rows    one row of a table        {"text": "...", "label": 3} (`shard_rows`)
 
 Every sample is a range of bytes of the decompressed or converted file, so that any sample can be read without
-the ones before it.  Empty lines are not samples.
+reading those before it.  Empty lines are not samples.
 """
 
 from __future__ import annotations

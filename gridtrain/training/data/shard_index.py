@@ -163,7 +163,7 @@ def build_index(
     """Read all files, and return their index.
 
     Args:
-        files: paths or URLs, in the order of the data set; `*` and `?` stand for parts of names.
+        files: paths or URLs, in the order of the data set; `*` and `?` match parts of names.
         format: a key of `shard_formats.FORMATS`; by default, the one that the file names indicate.
         tokenize, tokenizer: a function from a sample to its tokens, and its name, so that the tokens of each
             shard are counted (`token_packing`).

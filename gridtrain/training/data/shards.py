@@ -55,7 +55,8 @@ def random_order(count: int, seed: int, pass_number: int, *part: int) -> Order:
 
 
 class ShardedDataset(Dataset[Any]):
-    """A data set with an index, `dataset[i]`, whose samples are in shards; only a few should be open at once.
+    """A data set with an index, `dataset[i]`, whose samples are in shards; only a few should be open at the
+    same time.
 
     Attributes:
         shard_sizes: the number of samples of each shard, at least 1.  The samples of a shard have consecutive
@@ -101,7 +102,7 @@ class Shards(ShardedDataset):
             precedence.
         verify: whether the digest of a file is computed when it is opened; its size is always compared, and
             fetched files are always verified.
-        keep_open: the number of files that are open at once in a process.
+        keep_open: the number of files that are open at the same time in a process.
 
     Raises:
         ConfigError: an argument is invalid, or the index cannot be read.

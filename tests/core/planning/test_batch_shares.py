@@ -210,16 +210,16 @@ def test_shares_stay_even_while_little_computing_was_measured_and_the_reason_is_
     for number in range(100):
         speeds.observe(A, {SAMPLES_FIGURE: 8.0 * number, SECONDS_FIGURE: 0.001 * number})
     assert speeds.plan_shares([A, B], ["ann", "bob"], 16, [0, 0]).reason == (
-        "16 samples in even shares: too little computing was measured to compare speeds"
+        "16 samples in equal shares: too little computing was measured to compare speeds"
     )
 
 
 def test_a_group_that_is_too_small_for_its_limits_says_so() -> None:
     names, most = ["ann", "bob"], [2, 0]
     assert WorkerSpeeds().plan_shares([A, B], names, 16, most).reason == (
-        "16 samples in even shares: too little computing was measured to compare speeds"
+        "16 samples in equal shares: too little computing was measured to compare speeds"
     )
     assert WorkerSpeeds().plan_shares([A, B], names, 16, [2, 2]).reason == (
-        "16 samples in even shares: too little computing was measured to compare speeds; too few workers for "
+        "16 samples in equal shares: too little computing was measured to compare speeds; too few workers for "
         "max_batch_size: ann 8 instead of at most 2, bob 8 instead of at most 2"
     )

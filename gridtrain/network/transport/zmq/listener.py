@@ -27,7 +27,7 @@ from gridtrain.network.transport.zmq.handshake import ZapHandler
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 BATCH_EVENTS = 256
-"""The maximum number of monitor events to read at once, so that messages are not delayed."""
+"""The maximum number of monitor events to read in a row, so that messages are not delayed."""
 
 CLOSE_DELAY_S = 1.0
 """The delay between `hang_up` and the closing of a pending member's connection, so that the reply is sent."""
@@ -144,7 +144,7 @@ class Listener:
             if old.state == "replaced":
                 self.shut(old)
             else:
-                old.state = "replaced"  # stays open: a second process with this key would reconnect at once
+                old.state = "replaced"  # stays open: another process with this key would reconnect at once
                 replaced.append(old)
         self._connections[connection.routing_id] = connection
         if connection.tcp is not None:

@@ -205,7 +205,7 @@ def _reserved_descriptors() -> tuple[int, int]:
 
 
 def _forget_reserved() -> None:
-    """Forget the reserved descriptors in a forked process, which may reuse their numbers for other files."""
+    """Discard the reserved descriptors in a forked process, which may reuse their numbers for other files."""
     global _reserved_lock
     _reserved_lock = threading.Lock()  # another thread may have held it
     _reserved_descriptors.cache_clear()
