@@ -458,7 +458,10 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
             lambda: wrap(lambda m: sgd(small_model())),
             "^the optimizer has 4 parameters that the model does not have -> build the",
         ),
-        (lambda: wrap(lambda m: sgd(m[0])), r"2 trainable parameters are not in any optimizer group.* '2\.weight'"),
+        (
+            lambda: wrap(lambda m: sgd(m[0])),
+            r"2 trainable parameters are not in any optimizer group.* '2\.weight'",
+        ),
         (
             lambda: wrap(sgd, nn.Embedding(4, 2, sparse=True)),
             "^parameter 'weight' has sparse gradients, which the flat vector cannot hold -> ",
