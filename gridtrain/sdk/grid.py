@@ -615,6 +615,8 @@ class Grid:
     def _close_after(self, error: BaseException | None) -> None:
         if isinstance(error, BudgetSpent):
             self._pauses.report_spent()
+        if self._model_state is not None:
+            self._model_state.has_failed = isinstance(error, Exception)  # not by Ctrl-C or SIGTERM
         reason = describe_end(error)
         if self._pauses.has_lost_agent:
             reason = f"`gridtrain worker`, which ran its script, has ended unexpectedly; {reason}"

@@ -105,7 +105,13 @@ class ModelStateOptions:
 
 
 class ModelState(ABC):
-    """One worker's model in one run.  Use it on the training thread."""
+    """One worker's model in one run.  Use it on the training thread.
+
+    Attributes:
+        has_failed: whether the script ended with an error, which may have spoiled the model within a step.
+    """
+
+    has_failed = False
 
     def __init__(self, session: GroupSession, options: ModelStateOptions) -> None:
         self._session, self._options = session, options
@@ -685,7 +691,7 @@ class WholeModelState(ModelState):
         is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay
         if not (self._has_checkpoints and is_complete):
             return
-        if between_steps or self._is_before_step(snapshot):
+        if between_steps or (not self.has_failed and self._is_before_step(snapshot)):
             self._left_at = snapshot
         elif snapshot.world_size <= 1:
             self._lost_step = snapshot.applied + 1
