@@ -319,6 +319,18 @@ def test_enrolments_are_counted_by_address_range(monkeypatch: pytest.MonkeyPatch
     assert [getattr(answer, "code", "") for answer in transport.sent] == ["", "too-many", ""]
 
 
+def test_a_refused_enrolment_is_logged_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authorization_limits, "MAX_ENROLS_PER_RANGE", 0)
+    handler = access_handler(FakeCore())
+    handler.on_connected(CONNECTS)
+    note, reply = handler.handle(PENDING, m.Enrol(BERT), 0.0) or ()
+    assert isinstance(note, LogEvent) and isinstance(reply, Send) and isinstance(reply.message, m.Refused)
+    assert (note.event, note.fields) == (
+        "not_enrolled",
+        {"peer": BERT.hex()[:12], "reason": reply.message.reason},
+    )
+
+
 def test_a_refused_pending_member_is_forgotten() -> None:
     """The coordinator closes the connection, so no later event reports its end."""
     core = FakeCore()
