@@ -84,8 +84,7 @@ class Pipeline:
         last_skipped: whether the latest step was skipped, or dropped on this worker.
         metered: whether `holding` also counts the tensors stored between the forward and backward passes,
             which slows down the step.
-        timings: the seconds that the latest step took for computing, for waiting for other stages, and in
-            total.
+        timings: how long the latest step computed, waited for other stages, and took in total, in seconds.
         held: the stage that this worker has in memory.
         base: the frozen parameters of the whole model, which are not part of the state.
     """

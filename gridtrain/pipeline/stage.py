@@ -2,12 +2,13 @@
 
     begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
                  |                |                                       |          |
-         stores m's input   computes the forward again with    parameter.grad is     running statistics
-         (not the inside)   the same random numbers, then      the mini-batch's      of batch norm change
-                            the backward
+         stores m's input   repeats the forward pass with      parameter.grad is     running statistics
+         but no activation  the same random numbers, then      the mini-batch's      of batch norm change
+                            the backward pass
 
 The loss of n samples in a mini-batch of N has the weight n / N, so gradients and loss are means over the
-mini-batch, however it is divided.  `abort` and the next `begin` restore the gradients and the buffers.
+mini-batch, regardless of how it is divided.  `abort` and the next `begin` restore the gradients and the
+buffers.
 """
 
 from __future__ import annotations
@@ -313,7 +314,7 @@ class Stage:
         """End the mini-batch: add the gradients that existed before it, and set `loss` to the mean."""
         if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
-                f"a mini-batch ended with {len(self._kept)} micro-batches without backward"
+                f"a mini-batch ended with {len(self._kept)} micro-batches without a backward pass"
             )
         for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
             if before is not None:

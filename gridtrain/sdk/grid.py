@@ -209,8 +209,8 @@ class Grid:
             compare_every: the interval, in steps, at which the workers' states are compared; a state that
                 differs (because of a flipped bit or a different kind of processor) is replaced by the state
                 of the majority.  0 disables comparisons.
-            overlap: `Overlap()` to exchange while backward is still computing; it must be the same on all
-                workers.  Gradients must then not be changed between backward and `step` (clip with
+            overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
+                workers.  Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).
             wait: "all" waits for all workers in every step, so that a run is reproducible from its seeds;
                 "auto" continues without workers whose loops have stalled (see docs/stragglers.md).  It must

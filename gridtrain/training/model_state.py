@@ -188,7 +188,8 @@ class ModelState(ABC):
             self._write_checkpoint(snapshot)
 
     def _warn_if_begun_again(self, snapshot: WorkerSnapshot) -> None:
-        """Warn after a pause if the group has replaced this worker's state with one that lacks its steps."""
+        """Warn after a pause if the group's state, which replaced this worker's, lacks the worker's latest
+        steps."""
         (held, was_alone), self._paused_with = self._paused_with or (None, False), None
         if held is None or held.history == snapshot.history:
             return

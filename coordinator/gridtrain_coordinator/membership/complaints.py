@@ -142,7 +142,7 @@ class StalledStep:
 
     stall of step 7   reporter   suspect    made progress   dismissed
     1st               root       bert       no              bert
-    1st, 2nd          root       clara      yes             nobody
+    1st, 2nd          root       clara      yes             no member
     3rd               root       clara      yes             clara      she was suspected three times
     3rd               dora       clara      no              dora       the only accuser, and not the root
     6th               root       dora       yes             erik       the newest, presumed to be at fault

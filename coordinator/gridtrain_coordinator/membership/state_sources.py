@@ -67,7 +67,8 @@ class StateSources:
         Args:
             holders: members that hold the state, in order of preference.
             receivers: members that lack the state.
-            stalled: members whose trainers have stalled, so that they cannot serve anyone until they recover.
+            stalled: members whose trainers have stalled, so that they cannot serve any member until they
+                recover.
         """
         ranked = {
             holder: (

@@ -125,7 +125,7 @@ class HandOut:
             self._leases[peer] = Span(stop, piece.stop)
 
     def _next_free(self) -> Span | None:
-        """Remove the next piece that nobody has leased, and return it."""
+        """Remove the next piece that no member has leased, and return it."""
         queue = self._requeued or self._free
         if not queue:
             return None
