@@ -225,7 +225,7 @@ class Blueprint:
                             f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor '
                             "that is neither a parameter nor a buffer, so no stage would have its values",
                             remedy=f'use self.register_buffer("{name}", ..., persistent=False), with its '
-                            "values from init=; or make it in forward",
+                            "values from init=; or create it in forward",
                         )
 
     def _refuse_lost_values(self, index: int) -> None:

@@ -171,7 +171,8 @@ class Stage:
         return self.output.map_leaves(result, lambda leaf, value: _without_subclass(value))
 
     def forward_fails(self, m: int, received: Any) -> bool:
-        """Return whether the forward pass of micro-batch m raises with these values; changes no state."""
+        """Return whether the forward pass of micro-batch m raises an error with these values; does not change
+        any state."""
         try:
             with torch.no_grad():
                 self._compute(m, received, first_time=False)

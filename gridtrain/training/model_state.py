@@ -644,8 +644,8 @@ class WholeModelState(ModelState):
         )
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """Keep the model in memory, without its residual; return its position if the group has the same
-        position."""
+        """Keep the model in memory, excluding its residual; return its position if the group is at the same
+        one."""
         self._residual.clear()
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None

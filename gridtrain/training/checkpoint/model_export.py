@@ -120,7 +120,7 @@ def export_model(
             first_error = first_error or error
             continue
         if first_error is not None and checkpoint_step(found[0]) > read.step:
-            log.warning("a later checkpoint is left out: %s", first_error)
+            log.warning("a later checkpoint is ignored: %s", first_error)
         ledger = read.position.ledger
         if write is None:
             done = write_directory(_layout_of(read), tensors, out, max_shard_bytes)
