@@ -259,7 +259,7 @@ class Blueprint:
 
 
 def find_tied_parameters(blocks: Sequence[nn.Module]) -> tuple[TiedParameterName, ...]:
-    """Return the parameters that more than one block holds, in the order of their first places."""
+    """Return the parameters that more than one block holds, in the order in which they first occur."""
     places: dict[int, list[tuple[int, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for index, block in enumerate(blocks):

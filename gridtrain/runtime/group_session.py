@@ -420,7 +420,7 @@ class GroupSession:
         return self._loop.step_rounds.open(self._turn.open_round, parts, settings)
 
     def pause_computing(self, share: float) -> None:
-        """Leave the time until `resume_computing` out of this turn's compute figures.  `share` of the turn's
+        """Exclude the time until `resume_computing` from this turn's compute figures.  `share` of the turn's
         samples have been computed, 0 < share <= 1."""
         self._compute_rate.pause(time.monotonic(), share)
 

@@ -81,7 +81,7 @@ class UsualDelay:
 
 
 class UsualDelays:
-    """The delays that one member knows; they outlive the generations.
+    """The delays known to one member; they persist across generations.
 
     Attributes:
         compute: each member's delay from a commit to its trainer's submission, with its share as the scale.
