@@ -260,7 +260,8 @@ class Stage:
         """Run the backward pass of micro-batch m, and add its gradients to `parameter.grad`.
 
         Args:
-            m: the number of the micro-batch, whose forward must have run; it must increase from call to call.
+            m: the number of the micro-batch, whose forward pass must have run; it must increase from call to
+                call.
             gradients: the gradient of each leaf of `output` that has a gradient; None on the last stage.
 
         Returns:

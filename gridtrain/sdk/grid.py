@@ -419,7 +419,7 @@ class Grid:
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.
             max_batch_size: with `global_batch_size`, the largest batch that this worker can process; it is
-                exceeded, as the coordinator then logs, while the group is too small.
+                exceeded while the group is too small, which the coordinator logs.
             epochs, steps: the length of the run, for all workers together; pass exactly one of the two.
             accumulate: the number of yielded batches in one step; the loop must divide the mean loss of each
                 batch by this number.

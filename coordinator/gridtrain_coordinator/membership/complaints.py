@@ -147,8 +147,8 @@ class StalledStep:
     3rd               dora       clara      no              dora       the only accuser, and not the root
     6th               root       dora       yes             erik       the newest, presumed to be at fault
 
-    The root, which counts the votes, knows which member is late.  Other members know this only of the root;
-    of the rest, they know only that they have no connection to them.
+    The root, which counts the votes, knows which member is late.  Another member knows only whether the root
+    is late, and which members it is not connected to.
     """
 
     def __init__(self, run: RunState) -> None:

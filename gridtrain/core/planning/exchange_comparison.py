@@ -34,7 +34,7 @@ class ExchangeEstimate:
     """The predicted cost of one exchange on one network.
 
     Attributes:
-        compute_s: compute time of a step, from its batch to its gradient.
+        compute_s: compute time per step, from its batch to its gradient.
         local_steps: optimizer steps between two exchanges.
         overlapped: the share of the local steps that the exchange may overlap with (`LocalSteps(overlap=)`).
     """

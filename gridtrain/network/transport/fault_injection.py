@@ -68,7 +68,7 @@ class PlannedFault:
 
     Attributes:
         who: the worker's rank in the generation of the step, or the worker's name.
-        seconds: the duration of a freeze or stall, or the delay of each Data of a slow step.
+        seconds: the duration of a freeze or stall, or the delay of each Data message of a slow step.
     """
 
     action: Action

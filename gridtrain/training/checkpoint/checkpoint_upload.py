@@ -169,7 +169,7 @@ class CheckpointUploader:
     def _next(self) -> _Upload | None:
         """Wait for a checkpoint to upload; return None if there is none and this worker leaves.
 
-        The latest goes first, except that a step for which the storage already has another stage is
+        The latest is uploaded first, except that a step for which the storage already has another stage is
         preferred, because a checkpoint of a pipeline needs all stages.
         """
         with self._changed:

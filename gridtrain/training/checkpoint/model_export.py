@@ -67,7 +67,7 @@ def export_by_url(
 ) -> ExportResult:
     """Export as `export_model` does; `source` and `out` may also be URLs.
 
-    Files from or for a URL are stored in a temporary folder in between.
+    Files that are read from or written to a URL are first stored in a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="gridtrain-export-") as scratch:
         folder, target = Path(source), Path(out)
