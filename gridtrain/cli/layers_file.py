@@ -6,7 +6,7 @@ input = "2kB"              # per sample, input of the first layer
 [[layer]]
 name = "block"
 repeat = 12                # equal layers: block0, block1 ...
-parameters = "28MB"        # bytes, including buffers; `trainable`: bytes of those not frozen, if some are
+parameters = "28MB"        # bytes, including buffers; if some are frozen, `trainable`: bytes of the rest
 forward = "1ms"            # per sample, on a device of relative speed 1; a plain number means seconds
 backward = "2ms"           # twice `forward` by default
 overhead = "50us"          # per forward or backward pass of a micro-batch, regardless of its size

@@ -6,9 +6,9 @@ exports it.
     round opens -> StageExecutor: activations, gradients -> p.grad -> exchange among the stage's replicas
                                                                         |  digest of its update
                 -> all S x R members: summaries (digest, settings, loss, norm) -> one digest -> vote -> apply
-    a member or a payload is lost: the links of all stages break -> the next attempt computes the step again
+    a member or a payload is lost: the links of all stages break -> the next attempt recomputes the step
 
-After an aborted attempt all members compute the step again from its batch.  The seeds depend on the step and
+After an aborted attempt, all members recompute the step from its batch.  The seeds depend on the step and
 not on the attempt, so the gradient is the same.
 """
 

@@ -1,6 +1,6 @@
 """Handles the members' reports about each other.
 
-    ConnectionLost     again and again ------------> the member that all broken connections share is dismissed
+    ConnectionLost     repeatedly -----------------> the member that all broken connections share is dismissed
     RoundStalled       a round makes no progress --> a member that repeatedly delays a step is dismissed
     PeersUnreachable   cannot connect as planned --> another route in the next generation
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again

@@ -1,4 +1,4 @@
-"""Compare exchanges on a network by the predicted step time, and recommend an exchange with a reason.
+"""Compare exchanges on a network by the predicted step time, and recommend one, with the reason.
 
     allowed exchanges, a network, compute time --> predicted step time with each --> the shortest
 

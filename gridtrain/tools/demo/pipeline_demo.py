@@ -2,7 +2,7 @@
 
 This module defines the runs, checks that each stage stays below the limit, and reports the results.
 
-        not partitioned    1 worker, for comparison: more memory than the limit
+    not partitioned    1 worker, for comparison: more memory than the limit
     4 stages           4 workers: the same parameters, bit for bit, each worker below the limit
     2 stages x 2       4 workers: two replicas of each stage exchange gradients with gTop-k
 """

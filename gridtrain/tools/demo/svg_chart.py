@@ -3,7 +3,7 @@
 A `ChartPanel` has lines of (x, y) points, notes at points, and at most one horizontal reference line.
 
     +--------------------------------+   lines are labelled at their ends, not in a legend;
-    |  panel 1        panel 2        |   a label takes the first of several places where it
+    |  panel 1        panel 2        |   a label takes the first of several positions at which it
     |  y |\\__ dense   y |\\__ dense   |   covers no line and no other label
     |    +-----x        +-----x      |
     +--------------------------------+
