@@ -4,7 +4,7 @@
     gridtrain coordinator                                                       # one terminal
     gridtrain worker "$(gridtrain invite)" -- python examples/hf_trainer.py     # one per worker
 
-Replace `small_llama()` by the name of a model on the Hugging Face Hub, or by its folder.
+Replace `small_llama()` with the name of a model on the Hugging Face Hub, or with its folder.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Fine-tunes a language model with LoRA in a loop of its own.  The lines marked `# grid` are gridtrain's.
+"""Fine-tunes a language model with LoRA in a plain PyTorch loop.  The lines marked `# grid` are gridtrain's.
 
     pip install -e '.[adapters]'
     gridtrain coordinator                                                       # one terminal
     gridtrain worker "$(gridtrain invite)" -- python examples/lora_loop.py      # one per worker
 
-Replace `small_llama()` by the name of a model on the Hugging Face Hub, or by its folder.
+Replace `small_llama()` with the name of a model on the Hugging Face Hub, or with its folder.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The packages, from the script down to the bytes:
 
     sdk          `Grid`, and a whole group in one process       training   optimizers, data, checkpoints
     pipeline     models in stages                               sparsify   top-k selection, error feedback
-    runtime      the I/O thread and what it drives              core       decisions, without I/O
+    runtime      the I/O thread and its modules                 core       decisions, without I/O
     network      message encoding, transports                  cli, tools the command line
 
 This module resolves its names lazily: importing it or `gridtrain.network.wire` does not import torch.

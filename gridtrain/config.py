@@ -309,7 +309,7 @@ def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Exchanges gradients while backward is still computing: in buckets, the last layers first.
+    """Exchanges gradients during the backward pass: in buckets, the last layers first.
 
     Use the same settings on all workers.  A bucket should have at least alpha / (rho e beta) elements, where
     alpha is the latency of a message, rho the density, e the bytes per entry and beta the seconds per byte.

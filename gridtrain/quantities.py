@@ -1,5 +1,5 @@
-"""Parse and format sizes, durations and counts such as "500MB", "10ms", "7d" and "2 workers", and words
-of the coordinator's status.
+"""Parse and format sizes, durations and counts such as "500MB", "10ms", "7d" and "2 workers", and terms of
+the coordinator's status.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def _shard_count(stream: Any) -> int:
 def _copy(stream: Any, place: str, part: Path, limit_bytes: int, meter: FetchMeter) -> None:
     """Write the rows of a shard; see `gridtrain.training.data.shard_fetch.copy_rest`.
 
-    The package datasets does its own reading, so the rows are counted instead of what it reads: further rows
-    are requested when the limit allows as many bytes as the previous ones had.
+    The package datasets reads the files itself, so the bytes of the rows are counted instead of those read:
+    further rows are requested when the limit allows as many bytes as the previous rows had.
     """
     meter.check_undivided(place, limit_bytes)
     shard = stream.shard(num_shards=stream.num_shards, index=int(place.removeprefix(_PLACE)))

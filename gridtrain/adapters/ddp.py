@@ -64,7 +64,7 @@ class _Bucket:
 
 
 class GTopKState:
-    """The state of the hook.  Create it on every process before the first backward.
+    """The state of the hook.  Create it on every process before the first backward pass.
 
     Args:
         exchange: the exchange, which must be the same on all processes; `topology` has the same meaning as in
@@ -177,9 +177,11 @@ class GTopKState:
     def _own_stream(
         self, selected: torch.cuda.Event | None, device: torch.device
     ) -> AbstractContextManager[object]:
-        """Return a context in which a GPU does this thread's work alongside backward, after `selected`.
+        """Return a context in which a GPU runs this thread's work in parallel with the backward pass, after
+        `selected`.
 
-        On backward's stream, each copy to the device would wait for what backward has queued there.
+        On the stream of the backward pass, each copy to the device would wait for the operations already
+        queued there.
         """
         if selected is None:
             return nullcontext()

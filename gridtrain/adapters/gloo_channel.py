@@ -71,7 +71,7 @@ class GlooChannel:
             work.wait()
 
     def close(self) -> None:
-        """Destroy the group, which ends its threads, unless it has been destroyed with all others.
+        """Destroy the group, which ends its threads, unless it was destroyed together with all other groups.
 
         A thread that releases a tensor while the interpreter exits would abort the process.  Later calls do
         nothing.

@@ -38,7 +38,7 @@ class GridLoader:
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches of a worker that takes part in the whole run, which is the maximum."""
+        """Return the maximum number of batches: those of a worker that takes part in the whole run."""
         return self._steps * self._accumulate
 
     def __iter__(self) -> Iterator[Any]:

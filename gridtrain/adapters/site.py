@@ -136,7 +136,8 @@ class Site:
             raise ConfigError("site.optimizer was called twice", remedy="call site.optimizer only once")
         if options.get("overlap") is not None:
             raise ConfigError(
-                "a site cannot overlap its exchange with backward", remedy="remove the argument overlap="
+                "a site cannot overlap its exchange with the backward pass",
+                remedy="remove the argument overlap=",
             )
         if options.get("weigh_by", "samples") != "samples":
             raise ConfigError(

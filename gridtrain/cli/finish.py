@@ -1,4 +1,4 @@
-"""`gridtrain finish`: end a run before its script would."""
+"""`gridtrain finish`: end a run before its script ends it."""
 
 from __future__ import annotations
 

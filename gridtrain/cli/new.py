@@ -34,7 +34,7 @@ TEXT_BYTES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What a template's run.toml says.
+    """The settings in a template's run.toml.
 
     Attributes:
         requires: the packages that its script imports.

@@ -108,7 +108,7 @@ def resolve_member(
     Args:
         present: the keys of connected members, which are preferred if members that left have the same name.
         any_key: whether to accept a complete key that is unknown.
-        kind: what the known members are, for the error: "banned " or nothing.
+        kind: an adjective for the known members in the error: "banned " or "".
 
     Raises:
         ConfigError: `who` matches no member, or several members.

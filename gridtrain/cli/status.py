@@ -258,7 +258,7 @@ def received_states(snapshot: Mapping[str, Any]) -> list[str]:
 def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
     """Return a line for each worker that its owner has paused.
 
-    Such a worker is not a member and has no connection, so nobody knows whether it is still running.
+    Such a worker is not a member and has no connection, so it is unknown whether it is still running.
     """
     lines, ends = [], "; it exits when its pause ends" if snapshot.get("finished") else ""
     for line in rows(snapshot, "resting"):

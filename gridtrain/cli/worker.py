@@ -101,7 +101,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
         raise ConfigError(
             "no invitation was given",
             remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
-            "(if that command was to supply it, see its message above)",
+            "(if that command was meant to supply it, see its message above)",
         )
     accept = chosen.text("accept")
     if accept and not DIGEST.fullmatch(accept):

@@ -18,7 +18,7 @@ Other buffers (a moving average, spectral norm's vectors, a counter, a norm with
 each micro-batch, as in a model that is not partitioned.  A repeated forward pass uses the values that the
 first one used, and does not change the buffers.  A step that is not committed restores them.
 
-    forward of m   0 --> b1 --> 1 --> b2 --> 2 --> b3            forward of 1 again: sees b1, leaves b3
+    forward pass of m   0 --> b1 --> 1 --> b2 --> 2 --> b3       repeated pass of 1: reads b1, leaves b3
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MiniBatchStatistics:
         found = {module: None for layer in layers for module in layer.modules()}
         if any(isinstance(module, nn.SyncBatchNorm) for module in found):
             raise ConfigError(
-                "SyncBatchNorm communicates over a process group in the middle of a stage's forward",
+                "SyncBatchNorm communicates over a process group in the middle of a stage's forward pass",
                 remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
             )
         self._norms = [m for m in found if is_torch_norm(m) and m.running_mean is not None]

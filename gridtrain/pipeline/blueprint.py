@@ -225,7 +225,7 @@ class Blueprint:
                             f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor '
                             "that is neither a parameter nor a buffer, so no stage would have its values",
                             remedy=f'use self.register_buffer("{name}", ..., persistent=False), with its '
-                            "values from init=; or make it in forward",
+                            "values from init=; or create it in forward",
                         )
 
     def _refuse_lost_values(self, index: int) -> None:
@@ -259,7 +259,7 @@ class Blueprint:
 
 
 def find_tied_parameters(blocks: Sequence[nn.Module]) -> tuple[TiedParameterName, ...]:
-    """Return the parameters that more than one block holds, in the order of their first places."""
+    """Return the parameters that more than one block holds, in the order in which they first occur."""
     places: dict[int, list[tuple[int, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for index, block in enumerate(blocks):

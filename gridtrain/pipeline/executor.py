@@ -4,7 +4,7 @@
     link  <--gradients of m----  Stage.backward(m)  <--gradients----  link   from stage s + 1
 
 Sending returns immediately and receiving continues in the background, so both overlap with computing.  If the
-link breaks, the step ends immediately on this stage; the next attempt computes the step again.
+link breaks, the step ends immediately on this stage; the next attempt recomputes the step.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class HeldStage:
         base: the frozen parameters of the whole model, which are not part of the state.
 
     Attributes:
-        places: which stage and layers this worker's rank has.
+        places: provides the stage and the layers of this worker's rank.
         template: the optimizer of the whole model on the meta device, which provides groups and settings.
         optimizer: the optimizer of the held stage; it stays the same object when the stage changes.
         trackers: schedulers and other tracked objects by name; they are part of the state.

@@ -123,12 +123,12 @@ class Sequence(nn.Sequential):
 def blocks_of(
     model: nn.Module | Many[Block], *, split_at: Many[str] = (), example: Any = None
 ) -> dict[str, nn.Module]:
-    """Return the blocks of a model by name, in the order in which the forward calls them.
+    """Return the blocks of a model by name, in the order in which `forward` calls them.
 
     Args:
         model: see the module's docstring.
-        split_at: the names of all parts in the order in which forward calls them, for a module that is not a
-            sequence.
+        split_at: the names of all parts in the order in which `forward` calls them, for a module that is not
+            a sequence.
         example: an input for the trial on the meta device that checks whether forward is a chain; required
             with `split_at`.
 

@@ -117,8 +117,8 @@ def _block(layer: Layer) -> LayerCosts:
 
 
 def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
-    """Return the size of gradients, flat vector, optimizer state, residual and an exchange's buffers per byte
-    of trainable parameters."""
+    """Return the total size of the gradients, flat vector, optimizer state, residual and exchange buffers,
+    per byte of trainable parameters."""
     try:
         states = optimizer_state_copies(optimizer)
     except ConfigError:

@@ -6,9 +6,9 @@ exports it.
     round opens -> StageExecutor: activations, gradients -> p.grad -> exchange among the stage's replicas
                                                                         |  digest of its update
                 -> all S x R members: summaries (digest, settings, loss, norm) -> one digest -> vote -> apply
-    a member or a payload is lost: the links of all stages break -> the next attempt computes the step again
+    a member or a payload is lost: the links of all stages break -> the next attempt recomputes the step
 
-After an aborted attempt all members compute the step again from its batch.  The seeds depend on the step and
+After an aborted attempt, all members recompute the step from its batch.  The seeds depend on the step and
 not on the attempt, so the gradient is the same.
 """
 
@@ -84,8 +84,7 @@ class Pipeline:
         last_skipped: whether the latest step was skipped, or dropped on this worker.
         metered: whether `holding` also counts the tensors stored between the forward and backward passes,
             which slows down the step.
-        timings: the seconds that the latest step took for computing, for waiting for other stages, and in
-            total.
+        timings: how long the latest step computed, waited for other stages, and took in total, in seconds.
         held: the stage that this worker has in memory.
         base: the frozen parameters of the whole model, which are not part of the state.
     """

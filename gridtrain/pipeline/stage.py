@@ -2,12 +2,13 @@
 
     begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
                  |                |                                       |          |
-         stores m's input   computes the forward again with    parameter.grad is     running statistics
-         (not the inside)   the same random numbers, then      the mini-batch's      of batch norm change
-                            the backward
+         stores m's input   repeats the forward pass with      parameter.grad is     running statistics
+         but no activation  the same random numbers, then      the mini-batch's      of batch norm change
+                            the backward pass
 
 The loss of n samples in a mini-batch of N has the weight n / N, so gradients and loss are means over the
-mini-batch, however it is divided.  `abort` and the next `begin` restore the gradients and the buffers.
+mini-batch, regardless of how it is divided.  `abort` and the next `begin` restore the gradients and the
+buffers.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class Stage:
         return self.output.map_leaves(result, lambda leaf, value: _without_subclass(value))
 
     def forward_fails(self, m: int, received: Any) -> bool:
-        """Return whether the forward pass of micro-batch m raises with these values; changes no state."""
+        """Return whether the forward pass of micro-batch m raises an error with these values; does not change
+        any state."""
         try:
             with torch.no_grad():
                 self._compute(m, received, first_time=False)
@@ -258,7 +260,8 @@ class Stage:
         """Run the backward pass of micro-batch m, and add its gradients to `parameter.grad`.
 
         Args:
-            m: the number of the micro-batch, whose forward must have run; it must increase from call to call.
+            m: the number of the micro-batch, whose forward pass must have run; it must increase from call to
+                call.
             gradients: the gradient of each leaf of `output` that has a gradient; None on the last stage.
 
         Returns:
@@ -313,7 +316,7 @@ class Stage:
         """End the mini-batch: add the gradients that existed before it, and set `loss` to the mean."""
         if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
-                f"a mini-batch ended with {len(self._kept)} micro-batches without backward"
+                f"a mini-batch ended with {len(self._kept)} micro-batches without a backward pass"
             )
         for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
             if before is not None:

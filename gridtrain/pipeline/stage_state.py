@@ -219,7 +219,8 @@ class StageState:
         return schedule.divide_samples(samples, min(micro_batches, max(1, samples // least)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
-        """Return the peak size in bytes of the inputs stored for micro-batches that await their backward."""
+        """Return the peak size in bytes of the inputs stored for micro-batches that await their backward
+        pass."""
         if self.executor is None or self.executor.stage.input is None:
             return 0
         order = self._options.schedule(len(self._cuts) - 1, micro_batches)

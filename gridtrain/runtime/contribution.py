@@ -38,7 +38,7 @@ class Contribution:
             samples in them.
         run_samples: the number of samples of all workers since the run began.
         sent_bytes, received_bytes: the number of bytes on the wire, including framing.
-        world_size: the number of workers that currently train.
+        world_size: the number of workers that are currently training.
     """
 
     step: int = 0

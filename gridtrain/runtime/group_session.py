@@ -347,8 +347,8 @@ class GroupSession:
         """Block until a generation runs and the next attempt can start.
 
         Returns None if there is nothing to apply, because the group has continued without this worker's batch
-        or because the agent requests a pause.  Meanwhile this worker's state may be captured for a joining
-        worker.  Raises `RunPaused` when the run cannot continue.
+        or because the agent requests a pause.  Meanwhile this worker's state may be captured for a newcomer.
+        Raises `RunPaused` when the run cannot continue.
 
         If no attempt can begin and this worker has to leave the group, the batch is abandoned:
         `on_batch_dropped` is called, and the next `await_turn` raises `WaitInterrupted`.
@@ -435,7 +435,7 @@ class GroupSession:
         return self._loop.step_rounds.open(self._turn.open_round, parts, settings)
 
     def pause_computing(self, share: float) -> None:
-        """Leave the time until `resume_computing` out of this turn's compute figures.  `share` of the turn's
+        """Exclude the time until `resume_computing` from this turn's compute figures.  `share` of the turn's
         samples have been computed, 0 < share <= 1."""
         self._compute_rate.pause(time.monotonic(), share)
 

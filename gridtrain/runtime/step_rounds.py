@@ -126,8 +126,8 @@ class StepRounds:
         Buckets that `begin_bucket` has already submitted are not submitted again.
 
         Args:
-            is_awaited: whether the trainer now only waits for the outcome.  As a snapshot is published with
-                the outcome, the trainer then needs none that shows the submission.
+            is_awaited: whether the trainer now only waits for the outcome.  The outcome is published with a
+                snapshot, so the trainer does not need one that shows the submission.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation != round_id.generation:

@@ -70,7 +70,7 @@ def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
 
 def unsupported_scaler_error() -> ConfigError:
     return ConfigError(
-        "grid.scaler() was called with a pipeline, whose pipe.step runs backward without a scale",
+        "grid.scaler() was called with a pipeline, whose pipe.step runs the backward pass without a scale",
         remedy="train in float32 or bfloat16, which need no scale; use wire='fp16' or 'bf16' for activations",
     )
 

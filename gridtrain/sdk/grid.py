@@ -214,8 +214,8 @@ class Grid:
             compare_every: the interval, in steps, at which the workers' states are compared; a state that
                 differs (because of a flipped bit or a different kind of processor) is replaced by the state
                 of the majority.  0 disables comparisons.
-            overlap: `Overlap()` to exchange while backward is still computing; it must be the same on all
-                workers.  Gradients must then not be changed between backward and `step` (clip with
+            overlap: `Overlap()` to exchange during the backward pass; it must be the same on all
+                workers.  Gradients must then not be changed between `backward()` and `step` (clip with
                 `clip_norm=`).
             wait: "all" waits for all workers in every step, so that a run is reproducible from its seeds;
                 "auto" continues without workers whose loops have stalled (see docs/stragglers.md).  It must
@@ -425,7 +425,7 @@ class Grid:
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.
             max_batch_size: with `global_batch_size`, the largest batch that this worker can process; it is
-                exceeded, as the coordinator then logs, while the group is too small.
+                exceeded while the group is too small, which the coordinator logs.
             epochs, steps: the length of the run, for all workers together; pass exactly one of the two.
             accumulate: the number of yielded batches in one step; the loop must divide the mean loss of each
                 batch by this number.

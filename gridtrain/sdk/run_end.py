@@ -70,7 +70,7 @@ def _try_export(session: GroupSession, model_state: ModelState, config: JoinConf
     try:
         model_state.export(export_folder(config.run, config.export_dir))
     except Exception as error:
-        # Without the path, because everybody in the run can read it.
+        # Without the path, because all members can read the text.
         reason = error.reason.rpartition(": ")[2] if isinstance(error, ConfigError) else type(error).__name__
         session.failure = f"{MODEL_NOT_WRITTEN}: {reason} (see its output)"
         return error

@@ -1,6 +1,6 @@
 """Sums sparse payloads for TopK and GTopK without losing any value.
 
-    mine    . 3 . -1 . 5 .           sum by index in float32, on the union of both index sets
+    mine    . 3 . -1 . 5 .           sum by index in float32, on the union of the index sets
     theirs  2 . .  1 . 1 .
     sum     2 3 .  0 . 6 .           sums that are exactly zero are dropped
             | |        |

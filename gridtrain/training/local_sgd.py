@@ -123,7 +123,7 @@ class LocalSGDOptimizer(GridOptimizer):
     """A `GridOptimizer` that exchanges once every `exchange.every` calls of `step`.
 
     `param_groups`, `state` and `state_dict` are the inner optimizer's.  Clip the local gradients between
-    backward and `step`, as you would when training alone.
+    `backward()` and `step`, as you would when training alone.
 
     It takes the arguments of `GridOptimizer`, but `clip_norm` must be None.  It has the attributes of
     `GridOptimizer`, and:

@@ -34,7 +34,7 @@ _MOST_OFFSET = 2
 
 @torch.no_grad()
 def check_values(model: nn.Module) -> None:
-    """Raise `ConfigError` if a parameter contains NaN, or a trained one an infinite value."""
+    """Raise `ConfigError` if a parameter contains NaN, or a trained parameter contains an infinite value."""
     for name, parameter in canonical_parameters(model):
         plain = parameter.is_floating_point() and not hasattr(parameter, "__tensor_flatten__")
         if not plain or parameter.is_meta or parameter.element_size() == 1 or not parameter.numel():

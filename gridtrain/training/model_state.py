@@ -196,7 +196,8 @@ class ModelState(ABC):
             self._write_checkpoint(snapshot)
 
     def _warn_if_begun_again(self, snapshot: WorkerSnapshot) -> None:
-        """Warn after a pause if the group has replaced this worker's state with one that lacks its steps."""
+        """Warn after a pause if the group's state, which replaced this worker's, lacks the worker's latest
+        steps."""
         (held, was_alone), self._paused_with = self._paused_with or (None, False), None
         if held is None or held.history == snapshot.history:
             return
@@ -674,8 +675,8 @@ class WholeModelState(ModelState):
         )
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """Keep the model in memory, without its residual; return its position if the group has the same
-        position."""
+        """Keep the model in memory, excluding its residual; return its position if the group is at the same
+        one."""
         self._residual.clear()
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None

@@ -66,7 +66,7 @@ class GridOptimizer(WrappingOptimizer):
     """A `torch.optim.Optimizer` that wraps the user's optimizer and exposes its groups, state and
     `state_dict`.
 
-    Clipping between backward and `step` clips the local gradient.  To clip the group's update, pass
+    Clipping between `backward()` and `step` clips the local gradient.  To clip the group's update, pass
     `clip_norm=`, or use the explicit form::
 
         optimizer.exchange()
@@ -306,7 +306,7 @@ class GridOptimizer(WrappingOptimizer):
             self.weights.end_step()
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
-        finish_queued_work(self._flat.flat_N.device)  # this worker's measured speed includes backward
+        finish_queued_work(self._flat.flat_N.device)  # the measured speed includes the backward pass
         self._stopwatch.lap("computing_s")
         attempt: ExchangeAttempt | None = None
         plan: StepPlan | None

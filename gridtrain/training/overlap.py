@@ -1,5 +1,4 @@
-"""Send parts of the gradient while backward is still computing the rest, beginning with the last layers
-(Baidu, 2017).
+"""Send parts of the gradient during the backward pass, beginning with the last layers (Baidu, 2017).
 
 `overlap_trial` decides in which steps parts are sent early.  `step` sends everything that could not be sent
 early.
@@ -81,7 +80,7 @@ class Overlapper:
         self._bucket_of = {p: b for b, members in enumerate(self._bucket_parameters) for p in members}
         self.backwards = 1
         self.selecting_s = 0.0
-        self._began_s: float | None = None  # start of this step's backward
+        self._began_s: float | None = None  # start of this step's backward pass
         self._current_plan: StepPlan | None = None  # the plan of the latest attempt at this step
         self._reset()
         for index, parameter in enumerate(flat.parameters):
@@ -158,7 +157,7 @@ class Overlapper:
             raise ConfigError(
                 "gradients were changed after they had been sent",
                 remedy="clip with grid.optimizer(..., clip_norm=...); to change gradients in another way "
-                "between backward and step, remove overlap=",
+                "between backward() and step(), remove overlap=",
             )
         rest = (members for bucket, members in enumerate(self._bucket_parameters) if bucket not in sent)
         self._flat.gather([index for members in rest for index in members])
@@ -188,7 +187,7 @@ class Overlapper:
             log.log(logging.INFO if self._trial.is_worthwhile else logging.WARNING, "%s", text)
 
     def end_step(self) -> float:
-        """End a step; return the seconds that selection took during its backward pass."""
+        """End a step; return how long selection took during its backward pass, in seconds."""
         plan, self._current_plan = self._current_plan, None
         began_s, self._began_s = self._began_s, None
         if plan is not None and began_s is not None:

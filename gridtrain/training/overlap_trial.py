@@ -93,7 +93,7 @@ class OverlapTrial:
         return self.is_worthwhile
 
     def record_duration(self, plan: StepPlan, seconds: float) -> None:
-        """Record the seconds that this worker's backward and exchange took in a step."""
+        """Record how long this worker's backward pass and exchange took in a step, in seconds."""
         phase, start = self._phase_of(plan)
         if start is None or not self._adaptive:
             return
@@ -135,7 +135,7 @@ class OverlapTrial:
             return ""
         self._last_reported = self.is_worthwhile
         took = (
-            f"backward and exchange take {format_seconds(early_s)} with overlap, "
+            f"the backward pass and the exchange take {format_seconds(early_s)} with overlap, "
             f"{format_seconds(whole_s)} without"
         )
         if self.is_worthwhile:

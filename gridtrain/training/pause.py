@@ -173,7 +173,7 @@ class PauseController:
         elif not members:
             log.warning("this worker was not a member yet")
         elif not others_wait:
-            log.warning("the other workers continue without this worker, unless they are paused, too")
+            log.warning("the other workers continue without this worker, unless they are paused as well")
         self._agent.report(state="paused", reason=reason)
         self._turn_start_bytes, self._is_returning = None, True
         away_since_s, has_returned = time.monotonic(), False

@@ -2,7 +2,7 @@
 
 begin_turn    the statistics are copied
 the batch     a value that is not finite spreads to the statistics in the forward pass, and to the gradient
-skipped       the copy is restored; otherwise all later batches and the final model would be spoiled
+skipped       the copy is restored; otherwise all later batches and the final model would be affected
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     1                     no                     normalized by itself, which leaves only the bias
 
 At the end of a pass, for example, a batch (with `accumulate`, a micro-batch) may have a single sample,
-whatever size was chosen: no division of a step's samples can rule this out.  Only sizes with which every
+regardless of the chosen size: no division of a step's samples can rule this out.  Only sizes with which every
 batch has a single sample are refused, such as `batch_size=1`.
 """
 

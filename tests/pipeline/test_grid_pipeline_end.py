@@ -121,7 +121,9 @@ def test_a_run_whose_only_holder_of_a_stage_was_killed_is_ended_by_its_owner(
         (name,) = (seen.name for seen in workers.seen.values() if not isinstance(seen.end, Killed))
         workers.finish(name)
     assert workers.seen[name].end == "finished"
-    missing = "no present worker holds stage 1 of 2 after step 7, nor do the present workers have all stages"
+    missing = (
+        "no connected worker holds stage 1 of 2 after step 7, nor do the connected workers have all stages"
+    )
     assert missing in answer.result().text and "gridtrain export, given" in answer.result().text
     (said,) = (each for each in caplog.messages if "the final model was not written" in each)
     assert missing in said and "held neither" not in said

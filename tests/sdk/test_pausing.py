@@ -178,7 +178,7 @@ def test_the_others_go_on_while_one_is_paused_and_it_rejoins(
     assert back and back[0] >= 20 and back == list(range(back[0], STEPS)), "it takes part in each step again"
     assert all(size == 3 for step, size in paused_group.seen["worker-0"] if step > back[0])
     assert "worker-1 left: paused by its owner: battery" in _reasons(paused_group)
-    assert "the other workers continue without this worker, unless they are paused, too" in caplog.text
+    assert "the other workers continue without this worker, unless they are paused as well" in caplog.text
     assert "this worker has returned after" in caplog.text and "gridtrain worker resume" not in caplog.text
     saved = rf"the state after step ({paused_at}|{paused_at + 1}) is on this worker's disk, in {disk}"
     assert any(re.fullmatch(saved, message) for message in caplog.messages)
@@ -517,7 +517,7 @@ def test_a_worker_that_is_interrupted_while_it_saves_its_state_tries_to_leave(
     [
         (0, "this worker was not a member yet"),
         (1, "no other worker trains: the run continues when enough workers have joined or resumed"),
-        (2, "the other workers continue without this worker, unless they are paused, too"),
+        (2, "the other workers continue without this worker, unless they are paused as well"),
     ],
 )
 def test_a_worker_that_pauses_says_who_continues(

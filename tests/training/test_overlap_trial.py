@@ -73,8 +73,8 @@ def test_overlap_that_saves_no_time_is_turned_off():
     members = Members(3).run(120, lambda rank, early: 1.1 if early else 1.0)
     assert members.history == "ww" + TRIAL + "W" + "w" * THEN + TRIAL + "W" + "w" * 7
     assert members.decided == [
-        "overlap is off from step 16, because it does not save at least 2%: backward and exchange take "
-        "1.1 s with overlap, 1 s without; overlap is tried again in step 101"
+        "overlap is off from step 16, because it does not save at least 2%: the backward pass and the "
+        "exchange take 1.1 s with overlap, 1 s without; overlap is tried again in step 101"
     ]
 
 
@@ -83,7 +83,7 @@ def test_overlap_that_saves_time_stays_on():
     # The table is sent in a step of the previous mode, whole at first.
     assert members.history == "ww" + TRIAL + "W" + "E" * THEN + TRIAL + "E" + "E" * 7
     assert members.decided == [
-        "overlap is on from step 16: backward and exchange take 900 ms with overlap, 1 s without"
+        "overlap is on from step 16: the backward pass and the exchange take 900 ms with overlap, 1 s without"
     ]
 
 

@@ -40,8 +40,8 @@ def problem(status: int, code: str, reason: str, remedy: str) -> JSONResponse:
 def is_host_allowed(host: str, allowed_hosts: Collection[str]) -> bool:
     """Return whether a request may carry this Host header.
 
-    IP addresses, localhost and the names in `allowed_hosts` are allowed.  Every address is allowed because
-    another site can make its name, but no address, refer to this machine.
+    IP addresses, localhost and the names in `allowed_hosts` are allowed.  All addresses are allowed: a
+    malicious site can make its own name resolve to this machine, but not an address.
     """
     name = _without_port(host.strip().lower()).rstrip(".")
     if name in ("localhost", *allowed_hosts):

@@ -19,7 +19,7 @@ def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None
     """Return the worker for which the others wait, and why; None if no worker stands out.
 
     Args:
-        busy_s: by worker, the seconds that it spent computing and selecting in its latest step.
+        busy_s: by worker, the time that it spent computing and selecting in its latest step, in seconds.
     """
     known = {
         who: seconds for who, seconds in busy_s.items() if seconds is not None and math.isfinite(seconds)

@@ -209,7 +209,7 @@ class JournalStore:
     # -- internal ------------------------------------------------------------------------------
 
     def _check(self, created: bool) -> None:
-        """Check that the file can be used, without changing it, so that a rejected file is left unchanged."""
+        """Check that the file can be used; this does not change the file, even if it is rejected."""
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()

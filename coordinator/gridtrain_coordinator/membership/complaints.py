@@ -1,6 +1,6 @@
 """Handles the members' reports about each other.
 
-    ConnectionLost     again and again ------------> the member that all broken connections share is dismissed
+    ConnectionLost     repeatedly -----------------> the member that all broken connections share is dismissed
     RoundStalled       a round makes no progress --> a member that repeatedly delays a step is dismissed
     PeersUnreachable   cannot connect as planned --> another route in the next generation
     ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
@@ -142,13 +142,13 @@ class StalledStep:
 
     stall of step 7   reporter   suspect    made progress   dismissed
     1st               root       bert       no              bert
-    1st, 2nd          root       clara      yes             nobody
+    1st, 2nd          root       clara      yes             no member
     3rd               root       clara      yes             clara      she was suspected three times
     3rd               dora       clara      no              dora       the only accuser, and not the root
     6th               root       dora       yes             erik       the newest, presumed to be at fault
 
-    The root, which counts the votes, knows which member is late.  Other members know this only of the root;
-    of the rest, they know only that they have no connection to them.
+    The root, which counts the votes, knows which member is late.  Another member knows only whether the root
+    is late, and which members it is not connected to.
     """
 
     def __init__(self, run: RunState) -> None:

@@ -1,6 +1,6 @@
 """Collects the reports between `Freeze` and the next generation, and limits the wait (commit rules 5, 6, 11).
 
-TRAINING --view change requested--> Freeze --all present members have reported, or time is up--> next view
+TRAINING --view change requested--> Freeze --all connected members have reported, or time is up--> next view
    |                                  ^                     nobody who reports holds a state --+
    |                                  | some are back                                          |
    +--all members are away--> delayed until `regather_s` <-------------------------------------+
@@ -119,7 +119,7 @@ class FreezePhase:
         what = "the next ones continue from a checkpoint, or start at step 0 if they have none"
         if run.partition.is_pipeline and run.highest_step:
             what = "training continues when workers with checkpoints of all stages have joined"
-        reason = f"no present worker holds the model; {what}"
+        reason = f"no connected worker holds the model; {what}"
         return [
             run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, **lost),
             LogEvent("error", "waiting", {"reason": reason}),
@@ -180,7 +180,7 @@ class FreezePhase:
     # -- end ---------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> list[Effect]:
-        """Decide on the next generation once all present members have reported or time is up."""
+        """Decide on the next generation once all connected members have reported or time is up."""
         run, view_change = self._run, self._run.view_change
         if self._is_delayed(now_s):
             return []

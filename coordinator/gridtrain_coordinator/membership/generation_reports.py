@@ -1,11 +1,11 @@
 """The generations that members report to a coordinator whose journal is behind the run (commit rule 11).
 
     journal: generation 7 of anna, bert       reported: generation 9 of anna, bert, clara    by anna, clara
-                                                        generation 12 of dora                by dora, a liar
+                                                        generation 12 of dora                by dora, falsely
              most reported: generation 9, two reports against one
 
-The coordinator waits for all members named by the journal or by the most reported generation, so that a quick
-liar does not win before the others have reported.
+The coordinator waits for all members named by the journal or by the most reported generation, so that a false
+report does not win by arriving before the others.
 
 If a reported term is higher, the coordinator raises its own term and makes a new generation.  Reports by
 workers named in the journal take effect immediately.  One invitation may admit many keys, so the reports of

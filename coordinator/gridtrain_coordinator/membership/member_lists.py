@@ -1,6 +1,6 @@
 """Builds a generation's member list for each recipient: as pages, or as changes to the recipient's last list.
 
-    can be dialled by everyone      the pages, or the changes, of one list for all of them
+    every worker can dial it        the pages, or the changes, of one list for all of them
     otherwise                       pages of a list of its own (`AddressBook.members_for`)
 
 A member receives changes only if this coordinator has sent it the list to which they apply, and if it was

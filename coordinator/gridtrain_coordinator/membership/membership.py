@@ -116,7 +116,7 @@ class Membership:
         self._restore(recovered)
 
     def _create_parts(self, reports: GenerationReports, quorum: CheckpointQuorum, *, by_links: bool) -> None:
-        """Create the parts of the core, each of which uses only parts that are created before it."""
+        """Create the parts of the core in an order in which each part uses only earlier ones."""
         run, addresses, divergence = self.run, self._addresses, self._divergence
         self._catch_up = CatchUp(run, addresses)
         planner = self._planner = GenerationPlanner(run, addresses, by_links=by_links)
@@ -370,8 +370,8 @@ class Membership:
     def _compute_deadline_s(self) -> float:
         """Return the time at which `tick` must be called.
 
-        It is cached until it passes or an event other than a heartbeat arrives; a heartbeat postpones it, or
-        brings it forward to the deadline of its sender.
+        The time is cached until it passes or an event other than a heartbeat arrives; a heartbeat postpones
+        it, or brings it forward to the deadline of the sender.
         """
         run, view_change, delayed_s = self.run, self.run.view_change, self._freeze_phase.delayed_until_s
         if self._workers_deadline_s is None:

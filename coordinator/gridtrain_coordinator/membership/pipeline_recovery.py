@@ -5,7 +5,7 @@
                              neither --------------------------------------> PAUSED until a worker joins;
                                       ended by its owner: FINISHED without a model after `regather_s`
     a later step is on the disks of workers that left: PAUSED until they join or are removed (`_await_left`)
-    fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the present workers, if it fits
+    fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the connected workers, if it fits
     generation installed --> workers without a rank are on standby, and are notified
 
 The step is chosen by `stages.whole_state`; the partition and the ranks by `stages.placement`.
@@ -81,7 +81,7 @@ class PipelineRecovery:
     ) -> list[Effect]:
         """Continue if every stage is held by a worker; otherwise pause.
 
-        Called when all present members have reported.
+        Called when all connected members have reported.
 
         Args:
             reports: the reports of the members that hold a state.
@@ -245,7 +245,7 @@ class PipelineRecovery:
         return self.mark_standby([worker.peer for worker in newcomers if not worker.standby_reason])
 
     def mark_standby(self, peers: Sequence[m.PeerId]) -> list[Effect]:
-        """Record that these workers are on standby, and present members are not; return the notices."""
+        """Record that these workers are on standby, and connected members are not; return the notices."""
         run, view = self._run, self._run.view
         if view is None:
             return []
@@ -299,7 +299,7 @@ class PipelineRecovery:
         return self._pause(reason)
 
     def _end_incomplete(self, restart: RestartPoint, last: int) -> list[Effect]:
-        """End the run on its owner's order although the present workers do not hold all stages of one state.
+        """End the run on its owner's order although the connected workers lack a stage of every state.
 
         They are refused like workers that join too late, but are told why, and keep what they have.
         """

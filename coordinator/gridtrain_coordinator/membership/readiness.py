@@ -1,7 +1,7 @@
 """Waits for the members of a forming generation to be ready, for a limited time (commit rule 8).
 
 MembershipView --> all members are ready with one history ---------> StartGeneration
-                   time is up, and no state makes progress --------> another source, another generation
+                   time is up, and no transfer makes progress -----> another source, another generation
                                                                      or late members are dismissed
                    a member is lost, or its history differs -------> another generation
                    members cannot connect, and no state arrives ---> another generation

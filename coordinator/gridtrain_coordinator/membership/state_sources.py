@@ -4,9 +4,9 @@
     dora, from bert: nothing arrives     dora is dismissed if both have served others; else clara is tried
     dora, from clara: nothing arrives    dora is dismissed
 
-A source that does not send the state still reports `Ready`.  Only the receivers notice the failure, and they
-may lie, so the decision depends on which other members the source has served.  This applies only to
-unpartitioned models; in a pipeline, the ranks determine which member sends which part.
+A source that does not send the state still reports `Ready`.  Only the receivers notice the failure, and their
+reports may be false, so the decision depends on which other members the source has served.  This applies only
+to unpartitioned models; in a pipeline, the ranks determine which member sends which part.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class StateSources:
         Args:
             holders: members that hold the state, in order of preference.
             receivers: members that lack the state.
-            stalled: members whose trainers have stalled, so that they cannot serve anyone until they recover.
+            stalled: members whose trainers have stalled, so that they cannot serve any member until they
+                recover.
         """
         ranked = {
             holder: (

@@ -107,7 +107,7 @@ class ViewInstaller:
         return self.install(outcome, now_s, source=source)
 
     def install_first(self, now_s: float) -> list[Effect]:
-        """Install a first generation, from the latest checkpoint or at step 0 (commit rule 13)."""
+        """Install the first generation, from the latest checkpoint or at step 0 (commit rule 13)."""
         run = self._run
         admitted = run.workers.sort_by_seniority([w.peer for w in run.workers.values() if w.is_admitted])
         outcome, source = self._latest_checkpoint(admitted), None

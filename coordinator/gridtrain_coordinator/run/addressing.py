@@ -147,7 +147,8 @@ class AddressBook:
         return self.route_table.follows_key_rule(viewer)
 
     def shared_list(self, members: tuple[m.Member, ...]) -> tuple[m.Member, ...]:
-        """Return the member list for all viewers that everyone can dial; the same object until it changes.
+        """Return the member list for all viewers that every worker can dial; the same object until it
+        changes.
 
         Each member, including the viewer, has the address at which others dial it (see `m.Member.address`).
         """

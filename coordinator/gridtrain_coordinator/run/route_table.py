@@ -8,8 +8,8 @@
 A worker's claim is not enough: others receive its address only if the coordinator has reached the worker at
 that address, or if they are behind the same router.
 
-Workers that everyone can dial receive one common list with all their addresses, and tell from the keys whom
-to dial.
+Workers that every worker can dial receive one common list with all their addresses, and tell from the keys
+whom to dial.
 
 A route over which a pair could not connect (`PeersUnreachable`) is not tried again.  The pair then uses the
 next of these routes: the verified address, the address inside a shared network, a relay, the coordinator.

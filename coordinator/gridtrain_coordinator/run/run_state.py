@@ -132,7 +132,7 @@ class RunState:
 
     @property
     def skipped_steps(self) -> SkippedSteps:
-        """The skipped steps reported by the present members, or the last known ones if there are none."""
+        """The skipped steps reported by the connected members, or the last known ones if there are none."""
         workers = [self.workers[peer] for peer in self.present_members]
         reports = [(worker.step, worker.figures) for worker in workers]
         return SkippedSteps.from_reports(reports) if reports else self._last_skipped

@@ -9,7 +9,7 @@ digest does not match is not used, and a worker that receives a checkpoint check
 
 A member counts once, regardless of how many stages it reports, and only while it is a member: workers that
 join later cannot confirm a state.  If nothing is known about the run (for example, after the loss of the
-journal), most of the present workers must agree.
+journal), most of the connected workers must agree.
 """
 
 from __future__ import annotations

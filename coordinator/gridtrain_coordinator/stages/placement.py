@@ -1,9 +1,9 @@
 """Chooses the partition and ranks of a pipeline's next generation from the workers' states, memory and links.
 
     as many workers as stages --> the defined partition; where a memory is too small, another partition
-    fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present
-    a disk is full -------------> the previous partition, in which no worker needs it
-    newcomers ------------------> another replica or, if there are too few stages, another stage?
+    fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all
+    connected a disk is full -------------> the previous partition, in which no worker needs it newcomers
+    ------------------> another replica or, if there are too few stages, another stage?
 
 The step from which the run continues is chosen by `whole_state`.
 """
@@ -95,7 +95,7 @@ class RepartitionCache:
 
 
 class StagePlacement:
-    """Divides the model over the present workers, and assigns their ranks."""
+    """Divides the model over the connected workers, and assigns their ranks."""
 
     def __init__(self, run: RunState, planner: GenerationPlanner, checkpoints: CheckpointCatalog) -> None:
         self._run, self._planner, self._checkpoints = run, planner, checkpoints

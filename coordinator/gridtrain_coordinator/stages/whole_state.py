@@ -196,8 +196,8 @@ def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str
     """Explain which missing stages the run is waiting for."""
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
-        f"no present worker holds {which} of {stages} after step {applied + 1}, nor do the present workers "
-        "have all stages of an earlier step"
+        f"no connected worker holds {which} of {stages} after step {applied + 1}, nor do the connected "
+        "workers have all stages of an earlier step"
     )
 
 
@@ -211,7 +211,7 @@ def end_reason(restart: RestartPoint) -> str:
     if restart.outcome.applied < 0:
         return "no step was committed"
     return (
-        f"the present workers do not hold all stages of the model; {EXPORT} the model of step "
+        f"the connected workers do not hold all stages of the model; {EXPORT} the model of step "
         f"{restart.outcome.applied + 1}"
     )
 
@@ -219,9 +219,10 @@ def end_reason(restart: RestartPoint) -> str:
 def most_complete_state(
     spec: m.LedgerSpec, reported: ReportedCheckpoints, bounds: Sequence[int], last: int
 ) -> tuple[list[int], int]:
-    """Return the missing stages of the state on disk that lacks the fewest, and that state's last step.
+    """Return the missing stages of the state on disk that lacks the fewest stages, and that state's last
+    step.
 
-    If there is no such state, returns all stages and `last`.  States after step `last`, which nobody has
+    If there is no such state, returns all stages and `last`.  States after step `last`, which no member has
     confirmed, do not count.
     """
     states = _reported_spans(spec, reported).items()
@@ -247,6 +248,6 @@ def unconfirmed_reason(spec: m.LedgerSpec, reported: ReportedCheckpoints, layers
     if not step:
         return ""
     return (
-        f"; step {step} is reported, but neither the journal nor most of the present workers confirm it; "
+        f"; step {step} is reported, but neither the journal nor most of the connected workers confirm it; "
         "training continues when another worker reports a checkpoint of this step"
     )

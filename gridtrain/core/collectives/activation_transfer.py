@@ -7,7 +7,7 @@
       complete once sent: the transport handles delivery
 
 `PayloadSlot.hop` is the number of slices, so each slice that arrives carries this number.  A channel (group,
-kind, index) identifies one transfer: `group` combines the numbers of both stages, and the pipeline chooses
+kind, index) identifies one transfer: `group` combines the numbers of the two stages, and the pipeline chooses
 `kind`, the kind of payload, and `index`, the micro-batch (`core.stages.schedule`).
 """
 

@@ -2,7 +2,7 @@
 
     ranks (2, 3) of 4          inner, rank 1 of 2: SendTo(0) ----> SendTo(2)
     rank 3                     handle(from 0) <------------------- a payload from 2
-                               a payload of any other rank violates the protocol
+                               a payload from any other rank violates the protocol
 
 The replicas of a stage exchange their gradients in a subgroup (`core.group.rank_layout`).
 """

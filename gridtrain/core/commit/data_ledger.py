@@ -34,8 +34,8 @@ samples from two passes unless some samples are re-queued.  A short step is spli
 (largest remainder, ties to the lower rank).  Filling the ranks one after another would leave the last
 ranks idle while the first have full batches, and a step takes as long as its slowest worker.
 
-With `LedgerSpec.shards`, a step gives each member as many samples as without, but different positions: each
-member reads from the shard that it has leased (`shard_leases`).
+With `LedgerSpec.shards`, a step gives each member as many samples as without shards, but different positions:
+each member reads from the shard that it has leased (`shard_leases`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ rest to this member, and to no other, so that it reads the shard alone and in as
     step 2                                  a a         b  b  .  .  .     leases  b: 12-14
     step 3: no shard is left, a takes over part of b's lease       b  a  a
 
-A member whose lease ends takes the next free piece: first what lost members left behind
+A member whose lease ends takes the next free piece: first the positions of lost members
 (`LedgerState.requeued`), then the next shard of the pass.  If no shard of the pass is left, it takes over the
 second half of the longest lease.  The same rule covers groups with more members than shards, and members that
 join late.  The next pass begins when no lease of the previous pass is left, so steps are as large as in a run
@@ -125,7 +125,7 @@ class HandOut:
             self._leases[peer] = Span(stop, piece.stop)
 
     def _next_free(self) -> Span | None:
-        """Remove the next piece that nobody has leased, and return it."""
+        """Remove the next piece that no member has leased, and return it."""
         queue = self._requeued or self._free
         if not queue:
             return None

@@ -32,7 +32,7 @@ class LoopStallDetector:
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:
-        """Return the seconds by which this call missed the deadline; 0.0 if at most `STALL_THRESHOLD_S`."""
+        """Return by how many seconds this call missed the deadline; 0.0 if at most `STALL_THRESHOLD_S`."""
         late_s = now_s - max(deadline_s, min(self._last_call_s, now_s))
         self._last_call_s = now_s
         return late_s if late_s > STALL_THRESHOLD_S else 0.0

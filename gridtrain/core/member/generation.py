@@ -138,8 +138,8 @@ class Generation:
         """Return this member's data positions in the open step, and two numbers that weight its contribution:
         its samples, and the samples of all members.
 
-        All members of a pipeline process the same samples: the positions of all its members, first stage
-        first.
+        All members of one replica of a pipeline process the same samples, so the result contains the
+        positions of all of them, first stage first.
         """
         spans_of, assignment = self.data_assignment(), self.rank_assignment
         spec, ledger = self._ledger_spec, self._context.replica_state.ledger

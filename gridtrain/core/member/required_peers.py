@@ -140,7 +140,7 @@ class RequiredPeers:
         return [LogEvent("no_route", {"peers": names}), Send(self._context.coordinator, report)]
 
     def disconnected_while_forming(self, peer: m.PeerId, now_s: float) -> None:
-        """Restart the wait for a peer that was connected, because its address works."""
+        """Restart the wait for a peer that was connected, because its address is known to be reachable."""
         if math.isinf(self._forming_since_s) or self.missing == (peer,):
             self._forming_since_s = now_s
 

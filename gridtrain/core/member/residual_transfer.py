@@ -12,8 +12,8 @@
 A step requires every member's vote.  As long as the sender is a member, no step is committed without it, so a
 residual that it sent after step s stays complete until a MembershipView continues from s without the sender.
 If the sender nevertheless takes part in another step, the recipient drops the residual.  The sender asks a
-second recipient only if the first has declined.  Therefore, a residual is added once or not at all, no matter
-which messages are lost.
+second recipient only if the first has declined.  Therefore, a residual is added once or not at all,
+regardless of which messages are lost.
 
 A recipient that is about to leave accepts no more residuals.  It waits until the residuals that it has
 accepted are added to its own, which it then transfers.

@@ -148,8 +148,8 @@ class ScalarMeans:
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def _complete(self, key: MeanKey, *, must_wait: bool) -> list[MemberEffect]:
-        """Compute and send an average; wait for the values of all ranks that are not absent and have not
-        passed it."""
+        """Compute and send an average; wait for the values of all ranks, except those that are absent or have
+        contributed to a later one."""
         values = self._values[key]
         awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
         if must_wait and any(not self._has_passed(rank, key) for rank in awaited):

@@ -71,7 +71,7 @@ class UsualDelay:
         self._is_outdated = len(self._delays_s) >= FEWEST_DELAYS
 
     def limit_s(self, scale: float = 1.0) -> float:
-        if self._is_outdated:  # most delays are recorded in steps in which nobody asks for the limit
+        if self._is_outdated:  # most delays are recorded in steps in which the limit is not requested
             self._is_outdated = False
             self._middle_s = median(self._delays_s)
             self._deviation_s = median(abs(each_s - self._middle_s) for each_s in self._delays_s)
@@ -81,7 +81,7 @@ class UsualDelay:
 
 
 class UsualDelays:
-    """The delays that one member knows; they outlive the generations.
+    """The delays known to one member; they persist across generations.
 
     Attributes:
         compute: each member's delay from a commit to its trainer's submission, with its share as the scale.

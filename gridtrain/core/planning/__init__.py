@@ -11,5 +11,5 @@ Contains pure functions of measurements, and the state of a run's choice; it nei
     exchange_comparison   the fastest exchange, ring or direct;  exchange_choice: the choice of a run
     worker_memory         memory of a worker, in bytes per trainable parameter
     batch_shares          samples of a step for each worker;  local_steps_proposal: steps between exchanges
-    svg_elements          what charts of a plan have in common
+    svg_elements          elements that the charts of a plan share
 """

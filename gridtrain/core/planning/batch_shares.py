@@ -1,8 +1,8 @@
 """Divide the fixed number of samples of a step (`global_batch_size`) among the workers.
 
     speed, samples/s      40   10   10
-    equal shares of 60    20   20   20        compute time of a step: 2.00 s
-    shares by speed       40   10   10        compute time of a step: 1.00 s
+    equal shares of 60    20   20   20        compute time per step: 2.00 s
+    shares by speed       40   10   10        compute time per step: 1.00 s
 
 A step takes as long as its slowest worker, so the shares make the longest n_i / v_i as short as whole samples
 allow.  A worker's speed is measured with its current share.  If part of a step's time does not depend on the

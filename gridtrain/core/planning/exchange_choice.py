@@ -285,7 +285,7 @@ class ExchangeChoice:
         open again.
 
         Args:
-            compute_s: each member's compute time of a step, in seconds; empty if unknown.
+            compute_s: each member's compute time per step, in seconds; empty if unknown.
         """
         if self.chosen is None or size < 2:
             return ""

@@ -1,4 +1,4 @@
-"""Compare exchanges on a network by the predicted step time, and recommend an exchange with a reason.
+"""Compare exchanges on a network by the predicted step time, and recommend one, with the reason.
 
     allowed exchanges, a network, compute time --> predicted step time with each --> the shortest
 
@@ -34,7 +34,7 @@ class ExchangeEstimate:
     """The predicted cost of one exchange on one network.
 
     Attributes:
-        compute_s: compute time of a step, from its batch to its gradient.
+        compute_s: compute time per step, from its batch to its gradient.
         local_steps: optimizer steps between two exchanges.
         overlapped: the share of the local steps that the exchange may overlap with (`LocalSteps(overlap=)`).
     """

@@ -109,7 +109,8 @@ def workload_of(facts: Mapping[str, str]) -> Workload | None:
 
 
 def name_direct(text: str) -> str:
-    """Return an exchange's text with the first dense exchange whose topology is open made direct."""
+    """Return an exchange's text after giving the first dense exchange with open topology the direct
+    topology."""
     return re.sub(r"Dense\((?=values=|\))", _name_direct, text, count=1)
 
 

@@ -41,8 +41,8 @@ class PlannedMessage:
         fraction: the share of the exchange's unit in each payload; the unit is the whole dense vector or one
             sparse payload.
         work: the receiver's work.
-        needs: indices of the messages that the sender must handle first.  A message with no needs is
-            sent at the start.
+        needs: indices of the messages that the sender must handle first.  A message that depends on no other
+            message is sent at the start.
         after_messages: indices of the messages that the receiver handles before this message, even if they
             arrive later.
         count: the number of payloads in the message.
@@ -206,8 +206,8 @@ def star(world_size: int, slices: int, arrives: ReceiveWork, result: ReceiveWork
 def scale_to_shares(messages: Sequence[PlannedMessage], shares: Sequence[float]) -> list[PlannedMessage]:
     """Return the messages of a sparse exchange in which rank r contributes `shares[r]` of the k entries.
 
-    A member's own payload has its share of k entries.  A merge has at most the entries of both its payloads,
-    and at most k.
+    A member's own payload has its share of k entries.  A merge has at most as many entries as its two
+    payloads together, and at most k.
 
     Args:
         messages: the messages of one sparse exchange, each after the messages that it needs.

@@ -345,7 +345,8 @@ def _corroborate(
     then: Sequence[int],
     entry_shares: Mapping[PeerId, int],
 ) -> Pieces[bool]:
-    """Return whether the order `then` justifies a new generation even without any one member's reports.
+    """Return whether the order `then` justifies a new generation even if any one member's reports are
+    ignored.
 
     This check ensures that no member alone can cause a new order.
     """

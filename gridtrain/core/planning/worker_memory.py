@@ -2,7 +2,7 @@
 
     always                parameter, gradient, optimizer's state, flat gradient, residual, local steps, log
     during an exchange    the buffers of the exchange
-    for a newcomer  a copy of the state, until that worker has it
+    for a newcomer        a copy of the state, until that worker has it
 
 Activations, frozen parameters, buffers of layers and the memory that kernels need while they run are not
 included.  `tests/sdk/test_worker_memory.py` compares these figures with the memory of real workers.

@@ -68,7 +68,8 @@ class CpuCosts:
 
     Attributes:
         message_s: sending or receiving one message, at one end.
-        wake_s: the time from a message's arrival until its receiver's thread handles it; it uses no CPU.
+        wake_s: the time from a message's arrival until its receiver's thread handles it; it does not use CPU
+            time.
         begin_s: starting and ending an exchange: the training thread submits its part and is woken at the
             end.
         packet_s: handling one packet at one end of a link that is slower than the processor, so that each

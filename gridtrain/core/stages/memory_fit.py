@@ -21,7 +21,7 @@ MOST_STAGES = 64
 def smallest_shortfall(
     layers: Sequence[Layer], devices: Sequence[Device], running: ExecutionSettings
 ) -> tuple[tuple[int, ...], float]:
-    """Return the cuts that minimize the largest shortfall of memory, and this shortfall in bytes.
+    """Return the cuts that minimize the largest memory shortfall, and this shortfall in bytes.
 
     A negative shortfall means that this number of bytes is free.
     """

@@ -72,7 +72,7 @@ def stage_spans(cuts: Sequence[int]) -> list[Span]:
 
 
 def uncovered_spans(spans: Iterable[Span], count: int) -> list[Span]:
-    """Return the layers from 0 to `count` - 1 that are in none of `spans`, as spans."""
+    """Return the layers from 0 to `count` - 1 that are not in any of `spans`, as spans."""
     found, reached = [], 0
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         if span.start > reached:
@@ -308,7 +308,8 @@ def _by_held_position(members: Sequence[PeerId], holds: HeldSpans) -> list[PeerI
 
 
 def _missing_spans(spans: Sequence[Span], wanted: Span) -> list[Span]:
-    """Return the layers of `wanted` that are in none of `spans`, numbered from its first layer."""
+    """Return the layers of `wanted` that are not in any of `spans`, numbered from the first layer of
+    `wanted`."""
     inside = [
         Span(max(0, s.start - wanted.start), s.stop - wanted.start)
         for s in spans

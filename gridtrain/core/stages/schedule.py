@@ -107,7 +107,7 @@ class Schedule:
 
 
 def fill_drain(stages: int, micro_batches: int) -> Schedule:
-    """Return the schedule of GPipe: all forwards and then all backwards, both in ascending order.
+    """Return the schedule of GPipe: all forward passes and then all backward passes, both in ascending order.
 
     Each stage keeps the activations of M micro-batches.
     """

@@ -234,7 +234,8 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PartitionCost:
-    """The cost of a model in stages; `period_s` is the time of the slowest stage (see `partition`)."""
+    """The cost of a model in stages; `period_s` is the time that the slowest stage takes (see
+    `partition`)."""
 
     stages: tuple[StageCost, ...]
     period_s: float

@@ -279,7 +279,7 @@ class _StepSimulation:
         self.sent_bytes = [0] * len(devices)
 
     def run(self) -> float:
-        """Simulate the step; return the time at which the last backward ends, in seconds."""
+        """Simulate the step; return the time at which the last backward pass ends, in seconds."""
         now_s = 0.0
         for stage in range(len(self._lists)):
             self._start_next(stage, now_s)

@@ -68,7 +68,7 @@ class PlannedFault:
 
     Attributes:
         who: the worker's rank in the generation of the step, or the worker's name.
-        seconds: the duration of a freeze or stall, or the delay of each Data of a slow step.
+        seconds: the duration of a freeze or stall, or the delay of each Data message of a slow step.
     """
 
     action: Action
@@ -122,7 +122,8 @@ class Faults:
         return self._plan(PlannedFault("freeze", who, step, point, seconds))
 
     def slow_at(self, who: Target, step: int, seconds: float) -> Faults:
-        """Plan a slow step: every Data of the step is sent `seconds` late; other messages are on time."""
+        """Plan a slow step: every Data message of the step is sent `seconds` late; other messages are on
+        time."""
         return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
     def stall_at(self, who: Target, step: int, seconds: float) -> Faults:
@@ -131,7 +132,7 @@ class Faults:
         return self._plan(PlannedFault("stall", who, step, "before", seconds))
 
     def corrupt_at(self, who: Target, step: int) -> Faults:
-        """Plan a corruption: one bit in a Data of the step is flipped, as faulty memory might do.
+        """Plan a corruption: one bit in a Data message of the step is flipped, as faulty memory might do.
 
         Data with partial sums are not changed, because all members would continue with the same wrong sum, so
         their digests would agree and the error would go undetected.

@@ -198,7 +198,7 @@ class FlowControlTransport(WrappingTransport):
                 self._unprocessed.discard(peer)
 
     def mark_processed(self, peer: PeerId, nbytes: int) -> None:
-        """Record that bulk of `nbytes` from `peer` was processed, that is, used, forwarded or dropped.
+        """Record that `nbytes` of bulk data from `peer` were processed, that is, used, forwarded or dropped.
 
         Messages from a connection that is down are ignored.
         """

@@ -59,7 +59,7 @@ class SparseVector:
 class EncodedSparse:
     """A payload, and the entries that `decode` returns for it.
 
-    The indices are encoded when the payload is first read, because a result may not be sent on.
+    The indices are encoded when the payload is first read, because some results are never sent.
 
     Attributes:
         sparse: the decoded entries.

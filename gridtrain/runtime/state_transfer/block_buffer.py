@@ -33,7 +33,7 @@ def allocate(nbytes: int) -> memoryview:
 
 
 class BlockPlace(NamedTuple):
-    """The place of a block: the `nbytes` bytes of part `part` that start at `offset`."""
+    """The position of a block: the `nbytes` bytes of part `part` that start at `offset`."""
 
     part: int
     offset: int
@@ -56,7 +56,7 @@ class BlockLayout:
         return self._first_blocks[part]
 
     def place(self, index: int) -> BlockPlace:
-        """Return the place of the block with this index, which must be less than `block_count`."""
+        """Return the position of the block with this index, which must be less than `block_count`."""
         part = bisect_right(self._first_blocks, index) - 1
         offset = (index - self._first_blocks[part]) * BLOCK_BYTES
         return BlockPlace(part, offset, min(BLOCK_BYTES, self.lengths[part] - offset))

@@ -7,7 +7,7 @@
 
 The digest of a vote covers the whole payload (`vote_digest`), and a history chains these digests.  A receiver
 whose history equals the history in the membership view has therefore applied the same updates as the members,
-no matter which worker sent the updates.
+regardless of which worker sent the updates.
 """
 
 from __future__ import annotations

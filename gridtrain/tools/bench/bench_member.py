@@ -47,7 +47,7 @@ class VectorModel(nn.Module):
 
 
 class BufferWork:
-    """Measures the seconds that a collective buffer takes (decoding, adding, merging, encoding, digests), and
+    """Measures how many seconds a collective buffer takes (decoding, adding, merging, encoding, digests), and
     counts the payloads that it sends.
 
     Attributes:

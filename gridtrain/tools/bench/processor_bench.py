@@ -3,7 +3,7 @@
 This module defines what each figure covers.  On the CPU it is the thread's CPU time, on a GPU the wall time.
 The shortest of several runs is used, because other programs on the machine can only add to the time.
 
-    copy     float32 from one place to another, limited by memory bandwidth
+    copy     float32 values to another buffer, limited by memory bandwidth
     select   residual + contribution, the k largest, encode, new residual (`ErrorFeedback`)
     encode, decode, merge   of payloads of k entries, for each entry
 """

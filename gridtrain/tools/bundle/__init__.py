@@ -3,7 +3,7 @@
     run.toml [run] + train.py + files --Bundle.from_run_file--> tar --sha256--> digest
     tar, digest --Bundle.from_archive--> run, files      (otherwise refused; nothing is written)
 
-Nothing is executed here.
+This package executes nothing.
 """
 
 from gridtrain.tools.bundle.bundle import Bundle, digest_of

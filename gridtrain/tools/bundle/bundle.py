@@ -60,7 +60,7 @@ class Bundle:
         known = digest_of(contents[run.script])
         if run.digest and run.digest != known:
             raise ConfigError(
-                f"{folder / run.script} has the digest {known}, but {runfile.path} gives {run.digest}",
+                f"{folder / run.script} has the digest {known}, but {runfile.path} specifies {run.digest}",
                 remedy="write the new digest into run.toml to serve this script, or restore the old script",
             )
         run = replace(run, digest=known, files=tuple(sorted({*named} - {run.script})))

@@ -1,6 +1,6 @@
 """The script of each worker of the demo: an ordinary training loop that uses the public SDK.
 
-It chooses the model, the data and the measurements, and handles no sockets, ranks or other workers.
+The script chooses the model, the data and the measurements, and handles no sockets, ranks or other workers.
 
     gridtrain worker ADDRESS -- python -m gridtrain.tools.demo.demo_worker --exchange gtopk --metrics FOLDER
 """

@@ -1,6 +1,6 @@
 """Runs a coordinator and its workers as processes on this machine: starts, follows and always ends them.
 
-It decides which processes run, and when a run has failed; it handles no gradients.
+This module decides which processes run, and when a run has failed; it handles no gradients.
 
     for each exchange:
       gridtrain coordinator --min-workers P           one log file each

@@ -1,6 +1,6 @@
 """The model of `gridtrain demo --pipeline`: a larger byte GPT than the demo's, as blocks, with Adam.
 
-It defines shapes, initial values, settings, and the cuts into four stages.
+This module defines shapes, initial values, settings, and the cuts into four stages.
 
     bytes (B, T) -> Embed -> Block x 8 -> Head -> logits (B, T, 256)       1.0 M parameters
 """

@@ -1,6 +1,6 @@
 """Shows the demo's progress: a table that is redrawn on a terminal, plain lines elsewhere.
 
-It decides only how records are displayed.
+This module decides only how records are displayed.
 
     exchange                step   loss  held-out  MB sent  seconds  compute  select  communicate ...
     dense ring           250/250  2.471     2.481    180.9     80.1       21       0          297

@@ -3,7 +3,7 @@
 A `ChartPanel` has lines of (x, y) points, notes at points, and at most one horizontal reference line.
 
     +--------------------------------+   lines are labelled at their ends, not in a legend;
-    |  panel 1        panel 2        |   a label takes the first of several places where it
+    |  panel 1        panel 2        |   a label takes the first of several positions at which it
     |  y |\\__ dense   y |\\__ dense   |   covers no line and no other label
     |    +-----x        +-----x      |
     +--------------------------------+
@@ -192,17 +192,17 @@ class _PanelRenderer:
     def _place_label(
         self, spots: list[Point], text: str, colour: str, weight: str, curves: list[list[Point]]
     ) -> str:
-        """Return a label at the spot (left end of its baseline) where it covers the least."""
+        """Return a label at the position (left end of its baseline) at which it covers the least."""
 
         def cost(spot: Point) -> int:
             return self._overlap_area(_box(spot, text), curves)
 
-        best = min(spots, key=cost)  # the first spot, if several cost the same
+        best = min(spots, key=cost)  # the first position if several cost the same
         self.occupied.append(_box(best, text))
         return svg_text(*best, text, colour=colour, weight=weight, halo=True)
 
     def _overlap_area(self, box: Box, curves: list[list[Point]]) -> int:
-        """Return the cost of covering other marks, and of leaving the panel; 0 for a free spot."""
+        """Return the cost of covering other marks, and of leaving the panel; 0 for a free position."""
         left, top, right, bottom = box
         outside = left < self.left or right > self.left + PANEL_WIDTH + RIGHT - 4
         outside = outside or top < TOP - 12 or bottom > TOP + PANEL_HEIGHT
@@ -220,7 +220,7 @@ def _dot(x: float, y: float, colour: str) -> str:
 
 
 def _around(at: Point, text: str) -> list[Point]:
-    """Return the spots where a note beside a point may begin: below, above, then farther away."""
+    """Return the positions at which a note beside a point may begin: below, above, then farther away."""
     (x, y), width = at, _width(text)
     close = [(x - width / 2, y + 21), (x - width / 2, y - 11), (x + 9, y + 18), (x + 9, y - 10)]
     return [
@@ -233,7 +233,7 @@ def _around(at: Point, text: str) -> list[Point]:
 
 
 def _along(curve: list[Point], text: str) -> list[Point]:
-    """Return the spots where a line's label may begin: at the line's end, then beside the line farther
+    """Return the positions at which a line's label may begin: at the line's end, then beside the line farther
     back."""
     (x, y), width = curve[-1], _width(text)
     spots = [(x + 9, y + 4.5), (x - width / 2, y - 11), (x - width / 2, y + 21), (x + 4, y + 21)]

@@ -3,7 +3,7 @@
     host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> Checkup
       unknown       refused, no answer    refused: invitation not valid                 |
                                           no answer: another program or key             v
-                                                                        round trip, bursts, call-back
+                                                                        round trip, bursts, dial-back
 
 Nothing is enrolled, so the invitation is not used up: the handshake alone proves whether it is valid.
 """

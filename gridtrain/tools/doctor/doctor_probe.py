@@ -2,7 +2,7 @@
 
     coordinator  <-- the invitation's key: handshake -- Checkup, Ping, Burst, BurstAsk
     members      <-- a new key ------------------------ Ping, Burst, BurstAsk
-    call-back    --> the same key, at our listening address
+        dial-back    --> the same key, at our listening address
 
 Sends at most one burst (256 KiB) to each of four processes, and receives as much.
 """

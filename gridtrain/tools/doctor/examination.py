@@ -1,7 +1,7 @@
 """Runs the checks of `gridtrain doctor` in order, within `TOTAL_TIMEOUT_S`.
 
 0 s   torch, in another process ..............................................+
-      name -> port -> invitation -> status, call-back -> link to coordinator, members
+      name -> port -> invitation -> status, dial-back -> link to coordinator, members
       Python, memory, disk, clock                                             |
 18 s                                                     torch's answer <-----+--> prediction
 """

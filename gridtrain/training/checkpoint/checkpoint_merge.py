@@ -2,7 +2,7 @@
 
     [0 2) at step 20    embed.weight, body.0.*          a parameter is found by its name in the whole model,
     [2 4) at step 20    body.1.*, body.2.*              its optimizer's state by the parameter, its residual
-         |                                              by its place in the flat gradient
+         |                                              by its position in the flat gradient
     [0 3)               embed.weight, body.0.*, body.1.*
 
 Random numbers belong to layers and steps (docs/decisions/0026), so there is no random state to restore.

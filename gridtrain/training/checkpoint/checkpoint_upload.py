@@ -4,9 +4,9 @@
                                                      failed: try again after 1, 5, 25, 60, 60, ... seconds
 
 Training never waits: if an upload takes longer than the interval between checkpoints, later ones wait, up to
-the number to keep; then the oldest is dropped.  Of several workers with the same URL, one uploads a part: the
-others leave it to the worker that uploaded the previous checkpoint.  The checkpoint of the last step, which
-no later one replaces, they upload themselves if it does not appear in time.
+the number to keep; then the oldest is dropped.  If several workers have the same URL, only one uploads each
+part: the worker that uploaded it for the previous checkpoint.  The others upload the checkpoint of the last
+step, which no later one replaces, if it does not appear in time.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class CheckpointUploader:
     def _next(self) -> _Upload | None:
         """Wait for a checkpoint to upload; return None if there is none and this worker leaves.
 
-        The latest goes first, except that a step for which the storage already has another stage is
+        The latest is uploaded first, except that a step for which the storage already has another stage is
         preferred, because a checkpoint of a pipeline needs all stages.
         """
         with self._changed:

@@ -217,8 +217,8 @@ class FlatGradient:
 
     @torch.no_grad()
     def has_changed(self, indices: Sequence[int]) -> bool:
-        """Whether a gradient of these parameters differs from the gradient that `gather` read; NaN equals
-        NaN."""
+        """Whether a gradient of these parameters differs from the gradient that `gather` read; NaN is
+        considered equal to NaN."""
         unlike = []
         for index in indices:
             view, (_, parameter) = self._views_P[index], self._named[index]

@@ -67,7 +67,7 @@ def export_by_url(
 ) -> ExportResult:
     """Export as `export_model` does; `source` and `out` may also be URLs.
 
-    Files from or for a URL are stored in a temporary folder in between.
+    Files that are read from or written to a URL are first stored in a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="gridtrain-export-") as scratch:
         folder, target = Path(source), Path(out)
@@ -120,7 +120,7 @@ def export_model(
             first_error = first_error or error
             continue
         if first_error is not None and checkpoint_step(found[0]) > read.step:
-            log.warning("a later checkpoint is left out: %s", first_error)
+            log.warning("a later checkpoint is ignored: %s", first_error)
         ledger = read.position.ledger
         if write is None:
             done = write_directory(_layout_of(read), tensors, out, max_shard_bytes)

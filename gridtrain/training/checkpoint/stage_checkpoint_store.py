@@ -234,7 +234,7 @@ class StageCheckpointStore:
             raise
         if (found.position.applied, found.position.history) != (held.applied, held.history):
             raise ConfigError(
-                f"the checkpoint {path} belongs to a history other than the run's",
+                f"the checkpoint {path} belongs to a different history than the run's",
                 remedy="move it to another folder, so that another worker's checkpoint is used",
             )
         return found

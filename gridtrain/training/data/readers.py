@@ -4,7 +4,8 @@
                     --IterableReader--> resume where the last read stopped     -----+--> `accumulate` batches
 
 An `IterableReader` skips the samples of the other workers, so every worker reads the whole data set.  For
-re-queued samples, and in a run that is resumed in mid-pass, the pass must be read again from its start.
+re-queued samples, and in a run that resumes in the middle of a pass, the pass must be read again from its
+start.
 """
 
 from __future__ import annotations

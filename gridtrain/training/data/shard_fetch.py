@@ -1,4 +1,4 @@
-"""Copy remote files to this machine: partial copies are resumed, and the bytes that arrive are bounded.
+"""Copy remote files to this machine: partial copies are resumed, and the number of received bytes is limited.
 
 http://, https://    the standard library, with a deadline for each read, and ranges
 s3://, hf:// ...     fsspec

@@ -125,7 +125,7 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
     if not index.samples:
         count = format_count(len(index.shards), "file")
         raise ConfigError(
-            f"{path} is not written: {count}, and no sample in the format {index.format}",
+            f"{path} was not written: {count}, and no sample in the format {index.format}",
             remedy="check the files and --format",
         )
     places = [_absolute(index.url(shard)) for shard in index.shards]

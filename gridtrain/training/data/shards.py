@@ -85,9 +85,9 @@ class ShardedDataset(Dataset[Any]):
 class Shards(ShardedDataset):
     """A data set of files (JSON lines, text lines, WebDataset tar, Parquet, Arrow), described by an index.
 
-    A sample is what its line, its row or its group of files contains (`shard_formats`), passed through
-    `decode`; or, with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random,
-    determined by the data seed.
+    A sample is the content of its line, row or group of files (`shard_formats`), passed through `decode`; or,
+    with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random, determined by the
+    data seed.
 
     Args:
         index: the path or the URL of an index that `gridtrain data index` wrote.

@@ -244,7 +244,7 @@ class Trained(Group):
         return [self.by_letter[letter] for letter in letters]
 
     def form(self, holders: str) -> None:
-        """All present members answer the `Freeze`; the holders are ready at once."""
+        """All connected members answer the `Freeze`; the holders are ready at once."""
         here = [peer for peer in self.core.run.member_order if peer in self.core.run.workers]
         at = self.core.generation
         for peer in here:

@@ -1121,8 +1121,8 @@ def test_a_run_whose_workers_are_all_paused_says_so_until_enough_are_back() -> N
     assert run.core.snapshot(run.now_s)["reason"] == "1 worker since step 0"
     run.say(B, m.TemporaryLeave("hot"))
     assert run.core.reason == (
-        "no present worker holds the model; the next ones continue from a checkpoint, or start at step 0 if "
-        "they have none"
+        "no connected worker holds the model; the next ones continue from a checkpoint, or start at step 0 "
+        "if they have none"
     )
     assert run.core.snapshot(run.now_s + 60.0)["reason"] == (
         f"{run.core.reason}; no worker trains: 2 are paused (the last one: hot, for 60 s); training "

@@ -99,7 +99,7 @@ class Group(ScriptedCoordinator):
         return self.core.run.member_order
 
     def best_order(self) -> tuple[m.PeerId, ...]:
-        """By the whole search, for the present members."""
+        """By the whole search, for the connected members."""
         planner, peers = self.core._planner, self.core.run.eligible_workers()
         load, shares = planner.exchange_choice.workload, planner.entry_shares.shares
         return plan_rank_order(load, planner.measured_links, peers, peers[:6], (), shares).order

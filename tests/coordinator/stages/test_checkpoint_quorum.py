@@ -66,7 +66,7 @@ def test_without_a_confirmed_state_the_run_waits() -> None:
     run.checkpoints |= {D: stored(5, 0, 1), E: stored(5, 1)}
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED
-    assert "step 6 is reported, but neither the journal nor most of the present workers" in run.core.reason
+    assert "step 6 is reported, but neither the journal nor most of the connected workers" in run.core.reason
     run.join(E)
     view = run.view
     assert view.applied == 5, "two of three report it"

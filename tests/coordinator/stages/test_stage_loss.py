@@ -184,10 +184,10 @@ def test_without_a_whole_step_the_run_waits_for_a_worker_with_the_missing_stage(
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason == (
-        "no present worker holds stage 1 of 2 after step 13, nor do the present workers have all stages of "
-        "an earlier step; training continues when a worker that holds it, in memory or on its disk, joins: "
-        "start the stopped workers again with the same command; only if their disks are lost, end this run "
-        "with gridtrain finish, and start a new one with another --state"
+        "no connected worker holds stage 1 of 2 after step 13, nor do the connected workers have all stages "
+        "of an earlier step; training continues when a worker that holds it, in memory or on its disk, "
+        "joins: start the stopped workers again with the same command; only if their disks are lost, end "
+        "this run with gridtrain finish, and start a new one with another --state"
     )
     run.join(D)
     view = run.view
@@ -200,8 +200,8 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
     run.lose(B)
     run.report(A, C, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.reason == (
-        "no present worker holds stage 1 of 3 after step 13, nor do the present workers have all stages of "
-        "an earlier step; 2 workers are present, but 3 are needed; no checkpoint of this run is known: "
+        "no connected worker holds stage 1 of 3 after step 13, nor do the connected workers have all stages "
+        "of an earlier step; 2 workers are present, but 3 are needed; no checkpoint of this run is known: "
         "unless a worker that still runs with it in memory, or saved it when it left, joins again, the steps "
         "are lost; then end this run with gridtrain finish, and start a new one with another --state"
     )
@@ -212,7 +212,7 @@ def test_the_reason_names_only_the_stages_of_which_no_worker_has_the_state() -> 
         run.say(peer, m.Leave("Ctrl-C"))
     for peer in (A, C, D):
         run.join(peer)
-    assert run.core.reason.startswith("no present worker holds stage 1 of 3 after step 13, nor do")
+    assert run.core.reason.startswith("no connected worker holds stage 1 of 3 after step 13, nor do")
 
 
 # -- the owner ends a run of which a stage is missing ------------------------------------------------
@@ -226,9 +226,9 @@ def end(run: StagedRun) -> str:
 
 
 MISSING = (
-    "no present worker holds stage 1 of 2 after step 13, nor do the present workers have all stages of an "
-    "earlier step; gridtrain export, given the state folders of all workers in one folder, writes the latest "
-    "step for which they hold all stages, if there is one"
+    "no connected worker holds stage 1 of 2 after step 13, nor do the connected workers have all stages of "
+    "an earlier step; gridtrain export, given the state folders of all workers in one folder, writes the "
+    "latest step for which they hold all stages, if there is one"
 )
 TWO_LAYERS = replace(SIX_LAYERS, cuts=(0, 1, 2), blocks=SIX_LAYERS.blocks[:2])
 
@@ -311,7 +311,7 @@ def test_the_owner_ends_a_run_that_waits_for_a_stage_and_has_an_earlier_step() -
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
     assert end(run).endswith(
-        "the present workers do not hold all stages of the model; gridtrain export, given the state "
+        "the connected workers do not hold all stages of the model; gridtrain export, given the state "
         "folders of all workers in one folder, writes the model of step 10"
     )
     run.tick(60)

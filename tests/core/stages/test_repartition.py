@@ -288,7 +288,7 @@ def test_a_piece_that_is_no_longer_on_disk_is_not_awaited() -> None:
             peer,
             m.FreezeReport(1, view.generation, False, 9, b"h", view.ledger, None, b"", 0, m.Span(0, 3)),
         )
-    assert run.core.phase is RunPhase.PAUSED and "no present worker holds" in run.core.reason
+    assert run.core.phase is RunPhase.PAUSED and "no connected worker holds" in run.core.reason
 
 
 def test_pieces_have_the_digests_that_their_holders_reported() -> None:
@@ -329,7 +329,7 @@ def test_a_new_shortage_has_its_full_waiting_time() -> None:
     short_of_one(run)
     run.say(A, m.StageCheckpointList(())), run.say(C, m.StageCheckpointList(()))
     run.join(D)
-    assert run.core.phase is RunPhase.PAUSED and "no present worker holds" in run.core.reason
+    assert run.core.phase is RunPhase.PAUSED and "no connected worker holds" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.lose(D)
     run.say(A, m.StageCheckpointList(stored)), run.say(C, m.StageCheckpointList(stored))

@@ -130,7 +130,8 @@ class TcpConnection:
 def buffer_bytes_to_request(wmem_max_bytes: int, grows_to_bytes: int) -> int:
     """Return the value for SO_SNDBUF, or 0 if the buffer grows to at least the same size by itself.
 
-    Linux allocates twice the requested size, at most twice `wmem_max_bytes`, and a requested size is fixed.
+    Linux allocates twice the requested size, at most twice `wmem_max_bytes`, and no longer adapts a size that
+    was requested.
     """
     requested_bytes = min(wmem_max_bytes, BUFFER_BYTES // 2)
     return requested_bytes if 2 * requested_bytes > grows_to_bytes else 0

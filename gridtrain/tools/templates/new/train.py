@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on all workers together: which shape is in a noisy image?
+"""Trains a small convolutional network jointly on all workers to recognize the shape in a noisy image.
 
 The lines marked `# grid` are the only changes to an ordinary PyTorch loop.  Nothing is
 downloaded; replace the model and the data with your own.

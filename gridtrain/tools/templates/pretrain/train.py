@@ -1,4 +1,4 @@
-"""Trains a small Llama from scratch on all workers together, on the bytes of a text.
+"""Trains a small Llama from scratch, jointly on all workers, on the bytes of a text.
 
 The text comes with this script.  At the end the first worker writes the model, which transformers loads:
 `AutoModelForCausalLM.from_pretrained(FOLDER)`.
