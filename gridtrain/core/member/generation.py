@@ -511,9 +511,9 @@ class Generation:
     def send_heartbeat(self, event: HeartbeatDue, has_moved: bool, now_s: float) -> list[MemberEffect]:
         """Report progress to the root or, as the root, to all members, which extend their deadlines."""
         attempts, members = self.attempts, self.rank_assignment.members
+        effects = self._means.ask_missing() if self._is_running and attempts.rank == ROOT else []
         if not self._is_running or not (has_moved or event.is_waiting):
-            return []
-        effects: list[MemberEffect] = []
+            return effects
         timeout_s = self._context.step_pace.timeout_s
         is_overdue = attempts.is_stuck and now_s >= self._attempt_ended_s + timeout_s
         if is_overdue and not self._is_stall_reported:  # the root has not reported it

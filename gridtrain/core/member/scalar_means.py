@@ -6,8 +6,10 @@ and for the total weight of a step's contributions (`grid.weigh`).
 Within a step, the i-th call on one worker corresponds to the i-th call on each other worker; weights have the
 index `WEIGHTS_INDEX`.  If the generation ends before all members have called, the average is cancelled and
 the trainer continues with its own value.  The root does not wait for a rank that has made a later call, or
-whose trainer has submitted its part of the step, as a MeanRequest with the index `SUBMITTED_INDEX` reports.
-The root names such ranks in a MeanReply with this index for each, before its reply.  It stores the latest
+whose trainer has submitted its part of the step.  The root asks the ranks without a value about that, with a
+MeanReply of the index `SUBMITTED_INDEX` and their own rank; from then on they report it in each step, with
+a MeanRequest of this index.  A MeanReply with this index and another rank, before the average, names a rank
+that has made no call.  The root stores the latest
 `MAX_OPEN_MEANS` values of each member, so that no member can displace the values of another member.
 """
 
@@ -43,6 +45,8 @@ class ScalarMeans:
         self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # and the ranks without a value
         self._submitted: dict[int, int] = {}  # the latest step to which a rank makes no more calls
         self._reported_step = -1  # of `trainer_submitted`
+        self._is_asked = False  # whether the root wants to know when this member has submitted
+        self._asked_ranks: set[int] = set()
         self._missing: set[int] = set()  # the ranks without a value in the awaited average, from the root
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, latest last
         self.awaited_key: MeanKey | None = None
@@ -78,24 +82,40 @@ class ScalarMeans:
         at = self._rank_assignment
         return [Send(at.members[ROOT].peer, m.MeanRequest(at.term, at.generation, *key, self._value))]
 
-    def trainer_submitted(self, step: int) -> list[MemberEffect]:
-        """Report once that this member's trainer makes no more calls in the steps up to `step`."""
+    def ask_missing(self) -> list[MemberEffect]:
+        """Ask the ranks without a value in an open average to report when they submit; called on the root."""
         at = self._rank_assignment
-        if step == self._reported_step:
-            return []
-        self._reported_step = step
+        effects: list[MemberEffect] = []
+        for step, index in self._open_keys:
+            ranks = set(range(1, at.world_size)) - self._absent - self._values[step, index].keys()
+            for rank in sorted(ranks - self._asked_ranks) if index != WEIGHTS_INDEX else ():
+                self._asked_ranks.add(rank)
+                question = m.MeanReply(at.term, at.generation, step, SUBMITTED_INDEX, float(rank))
+                effects.append(Send(at.members[rank].peer, question))
+        return effects
+
+    def trainer_submitted(self, step: int) -> list[MemberEffect]:
+        """Report once, if the root has asked, that the trainer makes no more calls up to `step`."""
+        at = self._rank_assignment
         if at.rank == ROOT:
             return self._record_submitted(ROOT, step)
+        if step == self._reported_step or not self._is_asked:
+            return []
+        self._reported_step = step
         request = m.MeanRequest(at.term, at.generation, step, SUBMITTED_INDEX, 0.0)
         return [Send(at.members[ROOT].peer, request)]
 
     def _record_submitted(self, rank: int, step: int) -> list[MemberEffect]:
+        if self._submitted.get(rank) == step:
+            return []
         self._submitted[rank] = step
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
         """Repeat the request if the root has reconnected, because the request or the reply may be lost."""
-        if self._rank_assignment.rank_of(peer) != ROOT:
+        rank = self._rank_assignment.rank_of(peer)
+        if rank != ROOT:
+            self._asked_ranks -= {rank}
             return []
         self._reported_step = -1
         return self._request_from_root(self.awaited_key) if self.awaited_key is not None else []
@@ -121,7 +141,8 @@ class ScalarMeans:
             case m.MeanRequest(step=step, index=index) if index == SUBMITTED_INDEX:
                 return self._record_submitted(rank, step)
             case m.MeanReply(index=index, value=value) if index == SUBMITTED_INDEX:
-                self._missing.update(each for each in range(at.world_size) if each == value)
+                self._is_asked |= value == at.rank
+                self._missing.update(each for each in range(at.world_size) if each == value != at.rank)
                 return []
             case m.MeanRequest(value=value):
                 return self._collect(key, rank, value)
@@ -133,7 +154,7 @@ class ScalarMeans:
             return []
         self.awaited_key = None
         at = self._rank_assignment
-        names = (at.members[rank].name for rank in sorted(self._missing - {at.rank}))
+        names = (at.members[rank].name for rank in sorted(self._missing))
         return [DeliverMean(*key, value, tuple(names))]
 
     def _collect(self, key: MeanKey, rank: int, value: float) -> list[MemberEffect]:

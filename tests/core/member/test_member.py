@@ -206,6 +206,7 @@ def test_a_member_that_waits_in_a_round_reports_that_it_makes_no_more_calls(
         sent = sent_messages(worker.hear(io.HeartbeatDue(0, True, ())))
         return [x.step for x in sent if isinstance(x, m.MeanRequest) and x.index == SUBMITTED_INDEX]
 
+    worker.say(m.MeanReply(1, 1, 0, SUBMITTED_INDEX, 1.0), A)
     assert beat() == [], "it may still call"
     worker.hear(io.SubmitRound(m.RoundId(1, 1, 0, 0), {}))
     assert [beat(), beat()] == [reported, []]

@@ -106,6 +106,10 @@ def test_a_member_that_has_submitted_the_step_without_the_call_is_not_awaited_bu
     bob, carl, root = means(B), means(C), means(A)
     (request,) = bob.request((7, 0), 3.0)
     assert isinstance(request, Send) and root.receive(B, request.message) == []  # type: ignore[arg-type]
+    assert carl.trainer_submitted(6) == [], "the root has not asked"
+    question = m.MeanReply(1, 5, 7, SUBMITTED_INDEX, 2.0)
+    assert [root.ask_missing(), root.ask_missing()] == [[Send(C, question)], []]
+    assert carl.receive(A, question) == []
     (report,) = carl.trainer_submitted(7)
     assert report == Send(A, m.MeanRequest(1, 5, 7, SUBMITTED_INDEX, 0.0))
     assert root.receive(C, report.message) == []  # type: ignore[union-attr, arg-type]
@@ -119,9 +123,19 @@ def test_a_member_that_has_submitted_the_step_without_the_call_is_not_awaited_bu
     assert bob.receive(A, m.MeanReply(1, 5, 8, 0, 4.0)) == [DeliverMean(8, 0, 4.0)], "all have called"
 
 
+def test_a_question_that_is_lost_with_a_connection_is_repeated() -> None:
+    root = means(A)
+    root.request((7, 0), 1.0)
+    both = root.ask_missing()
+    assert [effect.peer for effect in both if isinstance(effect, Send)] == [B, C]
+    assert root.peer_connected(C) == []
+    assert root.ask_missing() == both[1:]
+
+
 def test_weights_are_awaited_from_members_that_have_submitted() -> None:
     root = means(A)
     root.request((7, WEIGHTS_INDEX), 1.0)
+    assert root.ask_missing() == []
     for peer in (B, C):
         assert root.receive(peer, m.MeanRequest(1, 5, 7, SUBMITTED_INDEX, 0.0)) == []
 
