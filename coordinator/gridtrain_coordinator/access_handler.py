@@ -171,10 +171,12 @@ class AccessHandler:
                 io.Disconnect(peer),
             ]
         answer = self._authorization.enrol(invitation, message.peer, address_range(host), self._wall())
-        event, fields = "enrolled", {"peer": message.peer.hex()[:12]}
+        name = message.peer.hex()[:12]
         if isinstance(answer.reply, m.Refused):
-            event, fields = "not_enrolled", fields | {"reason": answer.reply.reason}
-        return [*answer.entries, io.LogEvent("info", event, fields), io.Send(peer, answer.reply)]
+            note = io.LogEvent("info", "not_enrolled", {"peer": name, "reason": answer.reply.reason})
+        else:
+            note = io.LogEvent("info", "enrolled", {"peer": name})
+        return [*answer.entries, note, io.Send(peer, answer.reply)]
 
     def _authorize_order(self, sender: m.PeerId, order: m.Invite | m.RemoveWorker | m.Unban) -> AccessReply:
         """Pass an order to access control.
