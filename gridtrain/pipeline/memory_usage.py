@@ -1,8 +1,8 @@
 """Count the bytes that a stage uses, tensor by tensor, on any device.
 
     parameters     with buffers                          exchange    the flat gradient, residual and momentum
-    gradients      of the parameters                     kept        peak of the tensors stored for
-    optimizer      its state                                         backward, and of micro-batches' inputs
+    gradients      of the parameters                     kept        peak of the tensors stored for the
+    optimizer      its state                                         backward pass, and of the inputs
 
 Each storage counts once, regardless of its number of views.  Memory that a layer needs only while it computes
 does not count, nor do messages in flight.  (The size of the process is not a useful measure, because torch

@@ -85,7 +85,7 @@ NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
 @dataclass(frozen=True, slots=True)
 class ModelStateOptions:
-    """What a worker keeps on disk, and what it sends when it leaves.
+    """The settings for a worker's checkpoints, and for the residual that it sends when it leaves.
 
     Attributes:
         folder: the folder of its checkpoints.

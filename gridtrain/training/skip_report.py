@@ -16,8 +16,8 @@ log = logging.getLogger("gridtrain")
 
 
 class SkipReport:
-    """Counts committed steps that were skipped, and logs the 1st, 2nd, 4th, 8th, ... of those skipped because
-    of this worker's gradient, and likewise of those skipped because of others'.
+    """Counts committed steps that were skipped, and logs the 1st, 2nd, 4th, 8th, ..., separately for steps
+    skipped because of this worker's gradient and because of another worker's.
 
     Args:
         report_figures: a function that is called with the number of steps that were skipped because of this

@@ -47,7 +47,7 @@ class Budget:
         toward today.
 
         Args:
-            sure: whether a write does not return until the counts are on disk.
+            sure: whether a write waits until the counts are on disk.
         """
         now_s = self._clock()
         if nbytes:

@@ -301,7 +301,7 @@ class PipelineRecovery:
     def _end_incomplete(self, restart: RestartPoint, last: int) -> list[Effect]:
         """End the run on its owner's order although the connected workers lack a stage of every state.
 
-        They are refused like workers that join too late, but are told why, and keep what they have.
+        They are refused like workers that join too late, but with the reason, and keep their states.
         """
         self._run.record_step(last + 1)
         self._run.view_change.reset()

@@ -305,7 +305,7 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
 
 
 def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:
-    """Return the CPU time of decoding the whole dense vector and, if a ring sends it on, of rounding it."""
+    """Return the CPU time for decoding the whole dense vector and, if a ring sends it on, for rounding it."""
     if not load.is_rounded:
         return 0.0
     rounding_s = cpu.round_element_s if is_sent_on and load.kind is ExchangeKind.DENSE else 0.0
@@ -313,7 +313,7 @@ def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:
 
 
 def start_work_s(load: Workload, cpu: CpuCosts) -> float:
-    """Return the CPU time of selecting and encoding, before anything is sent."""
+    """Return the CPU time for selecting and encoding, before anything is sent."""
     if not load.kind.is_sparse:  # in a ring a member rounds only its own segment before it sends
         is_rounding = load.is_rounded and load.kind is not ExchangeKind.DENSE
         return load.parameters * cpu.round_element_s if is_rounding else 0.0
@@ -322,7 +322,7 @@ def start_work_s(load: Workload, cpu: CpuCosts) -> float:
 
 
 def _level_entry_s(load: Workload, cpu: CpuCosts) -> float:
-    """Return the additional time of encoding an entry as int4 or int2."""
+    """Return the additional time for encoding an entry as int4 or int2."""
     return (LEVEL_ENCODE_FACTOR - 1.0) * cpu.encode_entry_s if load.values in LEVEL_BITS else 0.0
 
 
@@ -341,7 +341,7 @@ def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
 
 
 def overlapped_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
-    """Return the CPU time of hashing final slices, which overlaps with transfers if the core is idle."""
+    """Return the CPU time for hashing final slices, which overlaps with transfers if the core is idle."""
     if load.kind not in _SEGMENTED:
         return 0.0
     return load.vector_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)

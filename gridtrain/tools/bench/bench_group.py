@@ -104,7 +104,8 @@ class ExchangeSample:
         seconds: the time from the first member's start to the last member's end, including vote and decision.
         cpu_s: the CPU time of each member's process from its start to its end, in seconds.
         sent_bytes: the bytes that each member sent in this time.
-        workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and sealed.
+        workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and
+            hashed.
         payloads, payload_bytes: the number and the bytes of the payloads that each member sent.
         prepare_s, prepare_cpu_s: the time spent on selecting and encoding, before the start.
         aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.

@@ -7,7 +7,7 @@ update.
     begin --> prepare (select, encode) --> "ready" ==barrier==> session.run -----> "done" ==barrier==>
               prepare_s                                         start_s .. end_s           sent_bytes
                                                                 collective, vote, decision: cpu_s
-                                                                workspace_s: decode, merge, seal in it
+                                                                workspace_s: decode, merge, digest in it
 
     python -m gridtrain.tools.bench.bench_member --invitation ... --name worker-1 --exchange gtopk --n 256000
 """

@@ -2,7 +2,7 @@
 
 examination           all checks, in order, with deadlines
 connection_check      host name, port, key pair of the invitation
-doctor_probe          handshake, checkup, bursts
+doctor_probe          handshake, status, bursts
 machine_check         Python, torch, GPU, memory, disk, clock
 speedup_prediction    a step with and without this machine
 findings              results and their wording

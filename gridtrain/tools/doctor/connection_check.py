@@ -1,6 +1,6 @@
 """Checks the connection to a run: host name, port, and the key pair of the invitation.
 
-    host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> Checkup
+    host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> status
       unknown       refused, no answer    refused: invitation not valid                 |
                                           no answer: another program or key             v
                                                                         round trip, bursts, dial-back

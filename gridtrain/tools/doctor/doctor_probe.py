@@ -1,8 +1,8 @@
 """Connects to the coordinator and a few members, and measures the links, in one thread with deadlines.
 
-    coordinator  <-- the invitation's key: handshake -- Checkup, Ping, Burst, BurstAsk
-    members      <-- a new key ------------------------ Ping, Burst, BurstAsk
-        dial-back    --> the same key, at our listening address
+    coordinator  <-- the invitation's key: handshake -- DiagnosticRequest, Ping, Burst, BurstRequest
+    members      <-- a new key ------------------------ Ping, Burst, BurstRequest
+    dial-back    --> the same key, at our listening address
 
 Sends at most one burst (256 KiB) to each of four processes, and receives as much.
 """

@@ -105,7 +105,7 @@ def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[floa
 
 
 def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
-    """Return the compute time of a step with this machine; each worker's time grows with its samples."""
+    """Return the compute time per step with this machine; each worker's time grows with its samples."""
     known = [*run.compute_s, *[usual_s] * (len(run.shares) - len(run.compute_s))]
     times = [known[rank] * shares[rank] / max(1, run.shares[rank]) for rank in range(len(run.shares))]
     mine = compute_s * shares[-1] / max(1.0, median(run.shares))

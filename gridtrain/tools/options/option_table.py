@@ -422,7 +422,11 @@ WORKER: tuple[Option, ...] = (
         is_join_option=True,
     ),
     Option(
-        "relay", SWITCH, "Forward sealed messages between other members.", default=True, is_join_option=True
+        "relay",
+        SWITCH,
+        "Forward encrypted messages between other members.",
+        default=True,
+        is_join_option=True,
     ),
     Option(
         "unencrypted",

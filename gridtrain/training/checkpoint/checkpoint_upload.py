@@ -50,7 +50,7 @@ class _Upload:
     Attributes:
         files: a folder with hard links to its files, so that they remain when the checkpoint is removed.
         part: see `remote_store.Manifest`.
-        is_final: whether it is of the run's last step.
+        is_final: whether it belongs to the run's last step.
     """
 
     files: Path
@@ -98,7 +98,7 @@ class CheckpointUploader:
         """Upload the checkpoint in `folder` when it is its turn.
 
         Args:
-            is_final: whether it is of the run's last step, so that no later one can replace it.
+            is_final: whether it belongs to the run's last step, so that no later one can replace it.
         """
         links = checkpoint_store.partial_folder(folder, f".{part}.upload")
         shutil.rmtree(links, ignore_errors=True)

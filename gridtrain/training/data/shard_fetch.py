@@ -156,7 +156,7 @@ def open_remote(place: str) -> Any:
 @contextmanager
 def _shown(place: str, say: Callable[[str], None] | None) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that shows how many bytes of a file have arrived: on a terminal, in one line that is
-    redrawn; elsewhere, in further lines."""
+    redrawn; elsewhere, on new lines."""
     is_terminal = say is None and (sys.stderr.isatty() or os.environ.get(PROGRESS) == "terminal")
     say = say or (lambda text: _write(f"{text}\n"))
     name, began_s = posixpath.basename(place), time.monotonic()

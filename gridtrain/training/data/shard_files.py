@@ -453,7 +453,7 @@ class ShardCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Exclude other workers from fetching the same file."""
+        """Prevent other workers from fetching the same file."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / f"{name}.lock").open("w")

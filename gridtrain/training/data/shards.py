@@ -92,7 +92,7 @@ class Shards(ShardedDataset):
     Args:
         index: the path or the URL of an index that `gridtrain data index` wrote.
         root: the folder or the URL with the files, if it is not the folder of the index.
-        decode: a function from a sample to what is collated into batches.
+        decode: a function that converts a sample into the value that is collated into batches.
         pack: the number of tokens in a sequence (`token_packing`); None for samples as they are.
         tokenize: with `pack`, the function with which the tokens in the index were counted; by default, the
             tokenizer that the index names, applied to the field `text_field`.
