@@ -6,7 +6,7 @@ It needs only the standard library, because each rival's own interpreter runs it
     harness <--FILE-- {"rival", "version", "op", "n", "world", "rank", "seconds": [...], "cpu_s": [...], ...}
 
 All ranks of a group get the same object except `rank` and `out`; rank 0 runs on the host of `master`, where
-the group uses the ports PORT and PORT + 1.  A rank that exits with 0 has written its file; a group's time of
+the group uses the port PORT.  A rank that exits with 0 has written its file; a group's time of
 a repeat is the longest of its ranks (`combine`).
 """
 

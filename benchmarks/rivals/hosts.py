@@ -106,7 +106,7 @@ def run_ranks(
     Args:
         common: the fields of all ranks that do not depend on the hosts.
         folder: a folder for results and logs.
-        port: the first of two ports of the master; other ranks on the same hosts must have other ports.
+        port: the port of the master; other ranks on the same hosts must have other ports.
         launcher: a program on the first host that starts the interpreters of all ranks.
 
     Returns the ranks' `out`.  Raises `LabError` with the ends of the logs.

@@ -241,8 +241,8 @@ class Membership:
         """End the run on its owner's order; return the effects and the reply to the owner.
 
         The members finish or drop the open step, adopt the same state, and are notified that the run is
-        finished; a pipeline with a missing stage may end without a model.  A run that no worker has begun is
-        not ended, because it could never begin.
+        finished; a pipeline with a missing stage may end without a model.  A run that no worker has joined
+        is not ended, because it could never begin.
         """
         run = self.run
         if run.is_finished:

@@ -23,7 +23,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.rank_placement import StateLocations
-from gridtrain.quantities import format_count
+from gridtrain.quantities import format_count, format_names
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.view_installer import ViewInstaller, initial_outcome
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
@@ -150,10 +150,13 @@ class PipelineRecovery:
         for all stages are present, the steps after the restart point are lost instead.
         """
         run, left = self._run, self._run.left_workers
-        has_enough = len(run.eligible_workers()) >= run.partition.stage_count
+        assert run.definition is not None
+        # A model that is repartitioned over fewer workers is awaited like one with all its stages.
+        has_enough = len(run.eligible_workers()) >= max(run.partition.stage_count, run.definition.stages)
         if not left or has_enough or run.is_ending or restart.outcome is None:
             return ""
-        stored = {peer: worker.checkpoints for peer, worker in left.items()}
+        is_trusted = self._checkpoints.quorum.is_trusted
+        stored = {peer: tuple(filter(is_trusted, worker.checkpoints)) for peer, worker in left.items()}
         later = self._find_restart_point(None, last, {}, absent=stored).outcome
         if later is None or later.applied <= restart.outcome.applied:
             return ""
@@ -161,10 +164,11 @@ class PipelineRecovery:
         at = later.applied, later.history
         names = [w.name for w in left.values() if any((x.applied, x.history) == at for x in w.checkpoints)]
         which, back = ("its disk", "it joins") if len(names) == 1 else ("their disks", "they join")
+        kicked = names[0] if len(names) == 1 else "of each of them"
         return (
-            f"{', '.join(names)} left with a stage of step {later.applied + 1} on {which}; training "
+            f"{format_names(names)} left with a stage of step {later.applied + 1} on {which}; training "
             f"continues when {back} again, or, from step {restart.outcome.applied + 1}, after gridtrain kick "
-            f"{names[0]}"
+            f"{kicked}"
         )
 
     def _find_restart_point(

@@ -161,7 +161,8 @@ def keep_earlier(folder: Path, *names: str) -> str:
     """Keep the files and folders of these names that an earlier end of a run wrote to `folder`, in a new
     folder `earlier-N` below it; return what to append to the message that says where the new model is.
 
-    Files are linked where possible, because an export replaces files and does not change them.
+    Model files are linked where possible, because an export replaces them and does not change them; others,
+    such as a tokenizer, are copied.
 
     Raises:
         ConfigError: they cannot be kept.
@@ -173,9 +174,9 @@ def keep_earlier(folder: Path, *names: str) -> str:
         for name in found:
             kept.mkdir(exist_ok=True)
             if (folder / name).is_dir():
-                shutil.copytree(folder / name, kept / name, copy_function=_link_or_copy)
+                shutil.copytree(folder / name, kept / name, copy_function=_keep_file)
             else:
-                _link_or_copy(folder / name, kept / name)
+                _keep_file(folder / name, kept / name)
     except OSError as error:
         raise unwritable(folder, error) from None
     return f"; the one that was there before is in {kept}" if found else ""
@@ -188,11 +189,17 @@ def _is_model(path: Path) -> bool:
     )
 
 
-def _link_or_copy(source: str | Path, target: str | Path) -> None:
+def _keep_file(source: str | Path, target: str | Path) -> None:
+    path, partial = Path(target), Path(f"{target}.partial")
+    if path.suffix == ".safetensors":
+        with contextlib.suppress(OSError):  # not all file systems have links
+            os.link(source, path)
+            return
     try:
-        os.link(source, target)
-    except OSError:  # not all file systems have links
-        shutil.copy2(source, target)
+        shutil.copy2(source, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:

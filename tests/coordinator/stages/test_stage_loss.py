@@ -534,6 +534,26 @@ def test_stopped_workers_are_awaited_rather_than_steps_lost(leave: m.Message) ->
     assert run.view.applied == 12 and not run.notes("rollback")
 
 
+def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
+    """One stage over one worker: the other one is not enough to go on from its older copy."""
+    run = StagedRun(2, A, B, model=TWO_LAYERS)
+    trained(run, 9)
+    run.checkpoints |= {A: stored(9, 0, 1), B: stored(9, 0, 1)}
+    for peer in (A, B):
+        run.say(peer, m.StageCheckpointList(run.checkpoints[peer]))
+    run.say(B, CTRL_C)
+    run.report(A, applied=9, history=b"h9", ledger=state_after(9))
+    run.tick(run.core.run.limits.recut_s)
+    assert run.roster == "a" and run.core.run.partition.stage_count == 1
+    trained(run, 20)
+    run.checkpoints[A] = (m.CheckpointInfo(20, b"h20", state_after(20), m.Span(0, 2)),)
+    run.say(A, m.StageCheckpointList(run.checkpoints[A]))
+    run.say(A, CTRL_C)
+    run.join(B)
+    run.tick(10 * run.core.run.limits.recut_s)
+    assert run.core.phase is RunPhase.PAUSED and "a left with a stage of step 21" in run.core.reason
+
+
 def test_the_owner_removes_an_awaited_worker_and_the_run_continues_without_it() -> None:
     run = stopped_run(CTRL_C, CTRL_C)
     run.join(A)
