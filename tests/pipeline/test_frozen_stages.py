@@ -138,6 +138,11 @@ class Adapters(Workers):
         return batches
 
 
+def are_whole(folder: Path) -> bool:
+    """Whether no checkpoint is being replaced or removed in the background."""
+    return all((path / "state.json").exists() for path in folder.glob("*/blocks-*/step-*"))
+
+
 def check_files(folder: Path) -> None:
     """Neither checkpoints nor the final model contain the base."""
     paths = list(folder.glob("*/blocks-*/step-*"))
@@ -166,6 +171,7 @@ def test_a_killed_stage_is_continued_with_adapters_from_checkpoints(
             workers.add("dora")  # with an empty disk
         workers.finish(*workers.seen)  # the killed one, too, has ended all its work on the disk
         workers.check(base)
+        workers.wait(lambda: are_whole(tmp_path))
     check_files(tmp_path)
 
 

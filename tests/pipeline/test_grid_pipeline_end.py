@@ -48,7 +48,7 @@ def test_other_workers_go_on_from_the_last_step_of_a_finished_run(
     for copied in sorted((tmp_path / "anna").glob("blocks-*/step-00000012"))[1:]:
         shutil.rmtree(copied)  # the stages of step 12 are on two disks, unless one was copied before the end
     assert export_model(tmp_path / "anna", tmp_path / "exported.safetensors").step == 10
-    assert "a later checkpoint is left out: the checkpoints of step 12 do not contain all" in caplog.text
+    assert "a later checkpoint is ignored: the checkpoints of step 12 do not contain all" in caplog.text
     assert sorted(part.part for part in RemoteStore(url).complete(12)) == ["blocks-000-002", "blocks-002-004"]
     with Workers(tmp_path / "b", 2, steps=17, checkpoint_every=5) as workers:
         workers.urls["carl"] = url  # dora receives its stage from carl

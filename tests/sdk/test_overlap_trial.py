@@ -144,8 +144,8 @@ def test_all_measure_and_decide_and_log_it_once(
     assert bucketed_steps == {2, 3, 4, 8, 9, 10}
     said = [text for text in caplog.messages if text.startswith("overlap is")]
     assert said == 2 * [
-        f"overlap is off from step {DECIDED + 1}, because it does not save at least 2%: backward and "
-        "exchange take 2 s with overlap, 1 s without; overlap is tried again in step 101"
+        f"overlap is off from step {DECIDED + 1}, because it does not save at least 2%: the backward "
+        "pass and the exchange take 2 s with overlap, 1 s without; overlap is tried again in step 101"
     ]
 
 
