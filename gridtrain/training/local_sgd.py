@@ -174,6 +174,7 @@ class LocalSGDOptimizer(GridOptimizer):
         self.weights.begin_turn()
         self._statistics.save()
         self._save_turn_start()
+        self._begun_versions = self._versions()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step of the inner optimizer; the last step of a turn also exchanges.

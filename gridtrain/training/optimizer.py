@@ -165,6 +165,7 @@ class GridOptimizer(WrappingOptimizer):
         self.residual = WorkerResidual(self._exchanger, self._flat.n)
         self._backwards = 1
         self._turn_start: TurnStartState | None = None  # of the turn in progress
+        self._begun_versions: list[tuple[int, int]] | None = None  # of its parameters, see `abort_turn`
         self._round_start: TurnStartState | None = (
             None  # the same, while a round may send this worker's state
         )
@@ -245,6 +246,10 @@ class GridOptimizer(WrappingOptimizer):
         self._statistics.save()
         if self._backwards > 1:  # a loop may step its scheduler after each of these passes
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
+        self._begun_versions = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(parameter.data_ptr(), parameter._version) for parameter in self._flat.parameters]
 
     @property
     def weigh_by(self) -> str:
@@ -300,7 +305,7 @@ class GridOptimizer(WrappingOptimizer):
         self._round_start, self._is_exchanging = self._turn_start, True
         try:
             self._iterate_attempts(usable, early)
-            self._turn_start = None
+            self._turn_start = self._begun_versions = None
         finally:
             self._round_start, self._is_exchanging = None, False
             self.weights.end_step()
@@ -421,7 +426,14 @@ class GridOptimizer(WrappingOptimizer):
 
     def abort_turn(self) -> bool:
         """Undo what the turn in progress has changed, for `pack`, if its update is not applied yet; return
-        whether this is possible.  No step may be taken afterwards."""
+        whether this is possible.  No step may be taken afterwards.
+
+        It is not possible if the script has changed the parameters, for example to those with the best loss.
+        """
+        if self._begun_versions is None:  # the script does not have the turn's batch yet
+            return True
+        if self._begun_versions != self._versions():
+            return False
         self._statistics.restore()
         self._round_start = self._turn_start
         return True
