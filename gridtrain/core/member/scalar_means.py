@@ -151,6 +151,7 @@ class ScalarMeans:
 
     def _deliver(self, key: MeanKey, value: float) -> list[MemberEffect]:
         if self.awaited_key != key:
+            self._missing.clear()  # they belong to this earlier average
             return []
         self.awaited_key = None
         at = self._rank_assignment
@@ -206,7 +207,7 @@ class ScalarMeans:
     def _send_result(self, key: MeanKey, rank: int) -> list[MemberEffect]:
         at, (value, missing) = self._rank_assignment, self._results[key]
         if rank == ROOT:
-            self._missing.update(missing)
+            self._missing = set(missing)
             return self._deliver(key, value)
         named = [(SUBMITTED_INDEX, float(each)) for each in missing]
         replies = [m.MeanReply(at.term, at.generation, key[0], *each) for each in [*named, (key[1], value)]]
