@@ -13,7 +13,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
 _PREFIXES = " kmgt"
 
 MAX_NAMES = 3
-"""How many names a message lists."""
+"""How many workers a message to people names; see `list_first`."""
 
 SKIP_REASON = "because a gradient was not finite"
 """Why the members skip a step."""
@@ -49,12 +49,6 @@ def shorten(text: str, max_bytes: int) -> str:
 def format_count(count: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as "1 worker" and "1,200 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def format_names(names: Sequence[str]) -> str:
-    """Return the first names and the number of further ones, such as "anna, bob, carl and 4 more"."""
-    text = ", ".join(names[:MAX_NAMES])
-    return f"{text} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else text
 
 
 def format_number(value: float) -> str:

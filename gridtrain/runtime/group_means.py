@@ -16,7 +16,7 @@ from gridtrain.core.group import member_events as io
 from gridtrain.core.member.scalar_means import WEIGHTS_INDEX
 from gridtrain.core.messages import LONE_MEANS
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import format_names
+from gridtrain.quantities import MAX_NAMES, list_first
 from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.step_plan import StepPlan
 
@@ -109,7 +109,7 @@ class GroupMeans:
         self._lone_calls[answer.index] = count
         if not count:
             return
-        names, loop = format_names(answer.missing), self._connection.loop
+        names, loop = list_first(answer.missing, MAX_NAMES), self._connection.loop
         if count >= MAX_LONE_CALLS and 2 * len(answer.missing) >= loop.mailbox.snapshot.world_size:
             raise ConfigError(
                 f"grid.mean was called {count} times in a row without {names}, up to step {answer.step + 1}",

@@ -514,9 +514,7 @@ class WholeModelState(ModelState):
             on_written=self._upload,
         )
         self._checkpoint_step: int | None = None  # the step of the checkpoint that was found on disk
-        self._lost_step: int | None = (
-            None  # the last one, if this worker leaves as the last and cannot save it
-        )
+        self._lost_step: int | None = None  # which this worker, the last one, cannot save when it leaves
         self._is_resumed = (
             False  # state and residual come from the checkpoint, and no step has been taken since
         )

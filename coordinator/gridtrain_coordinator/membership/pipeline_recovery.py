@@ -23,7 +23,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.rank_placement import StateLocations
-from gridtrain.quantities import format_count, format_names
+from gridtrain.quantities import MAX_NAMES, format_count, list_first
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.view_installer import ViewInstaller, initial_outcome
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
@@ -166,9 +166,9 @@ class PipelineRecovery:
         which, back = ("its disk", "it joins") if len(names) == 1 else ("their disks", "they join")
         kicked = names[0] if len(names) == 1 else "of each of them"
         return (
-            f"{format_names(names)} left with a stage of step {later.applied + 1} on {which}; training "
-            f"continues when {back} again, or, from step {restart.outcome.applied + 1}, after gridtrain kick "
-            f"{kicked}"
+            f"{list_first(names, MAX_NAMES)} left with a stage of step {later.applied + 1} on {which}; "
+            f"training continues when {back} again, or, from step {restart.outcome.applied + 1}, after "
+            f"gridtrain kick {kicked}"
         )
 
     def _find_restart_point(

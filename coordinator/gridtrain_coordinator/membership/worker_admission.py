@@ -18,7 +18,7 @@ from gridtrain.core.commit.ledger_record import spec_entry
 from gridtrain.core.commit.shard_leases import MAX_LEASES
 from gridtrain.core.stages.repartition import check_setup
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import format_names
+from gridtrain.quantities import MAX_NAMES, list_first
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import Effect, JournalEntry, LogEvent
@@ -238,7 +238,7 @@ def _how_to_define_anew(others: list[str]) -> str:
     if not others:
         return "to begin with another setup, use another name in run.toml"
     return (
-        f"if the setup of {format_names(others)} is the wrong one, stop or kick "
+        f"if the setup of {list_first(others, MAX_NAMES)} is the wrong one, stop or kick "
         f"{'it' if len(others) == 1 else 'them'}: until the first step is committed, the next worker then "
         "defines the run"
     )

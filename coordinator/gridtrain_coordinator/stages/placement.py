@@ -1,9 +1,9 @@
 """Chooses the partition and ranks of a pipeline's next generation from the workers' states, memory and links.
 
     as many workers as stages --> the defined partition; where a memory is too small, another partition
-    fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all
-    connected a disk is full -------------> the previous partition, in which no worker needs it newcomers
-    ------------------> another replica or, if there are too few stages, another stage?
+    fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present
+    a disk is full -------------> the previous partition, in which no worker needs it
+    newcomers ------------------> another replica or, if there are too few stages, another stage?
 
 The step from which the run continues is chosen by `whole_state`.
 """

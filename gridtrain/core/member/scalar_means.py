@@ -9,8 +9,8 @@ the trainer continues with its own value.  The root does not wait for a rank tha
 whose trainer has submitted its part of the step.  The root asks the ranks without a value about that, with a
 MeanReply of the index `SUBMITTED_INDEX` and their own rank; from then on they report it in each step, with
 a MeanRequest of this index.  A MeanReply with this index and another rank, before the average, names a rank
-that has made no call.  The root stores the latest
-`MAX_OPEN_MEANS` values of each member, so that no member can displace the values of another member.
+that has made no call.  The root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member
+can displace the values of another member.
 """
 
 from __future__ import annotations
