@@ -1,7 +1,8 @@
-"""Means of numbers over the members, for logs (`Grid.mean`) and for the weights of a step's batches.
+"""Means of numbers over the members, for `Grid.mean` and for the weights of a step's batches.
 
-Each call that the loop makes in a step has an index.  A member that enters a generation makes all calls of
-its step, so the other members contribute their values for the step once more in each new generation.
+Each call that the loop makes has a step and an index (`scalar_means`).  If the generation changes during a
+call, the call is repeated in the next one.  A newcomer makes all calls of its first step, so the other
+members repeat their calls of the latest step in each new generation.
 
 A call that only some of the workers make costs each step about a heartbeat: it is logged, and where most
 workers do not make it, it ends in an error.
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
 from gridtrain.core.group import member_events as io
-from gridtrain.core.member.scalar_means import WEIGHTS_INDEX
+from gridtrain.core.member.scalar_means import BEFORE_STEP_INDEX, WEIGHTS_INDEX, MeanKey
 from gridtrain.core.messages import LONE_MEANS
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import MAX_NAMES, list_first
@@ -32,39 +34,55 @@ REMEDY = (
 
 
 class GroupMeans:
-    """This worker's contributions to means.  Use it on the training thread."""
+    """This worker's contributions to means.  Use it on the training thread.
 
-    def __init__(self, connection: GroupConnection) -> None:
-        self._connection = connection
-        self._step, self._generation = 0, -1
-        self._values: list[float] = []  # this worker's values in `_step`
+    Args:
+        connection: the connection to the group.
+        await_generation: waits until a generation runs in which the trainer may still make a call of this
+            step, and returns its number; None if there is none.
+    """
+
+    def __init__(self, connection: GroupConnection, await_generation: Callable[[int], int | None]) -> None:
+        self._connection, self._await_generation = connection, await_generation
+        self._generation = -1
+        self._values: dict[MeanKey, float] = {}  # of this worker's calls since the latest step but one
         self._announced: tuple[int, int, int] | None = None  # generation, step and weight
         self._lone_calls: dict[int, int] = {}  # consecutive ones by index
         self._lone_step, self._lone_steps = -1, 0  # the latest step with a lone call, and the number of them
         self._late_calls = 0
 
-    def average(self, step: int, generation: int, value: float) -> float:
-        """Return the mean of the workers' values, or `value` if the group changes first."""
-        if step != self._step:
-            self._step, self._values = step, []
-        self.repeat(step, generation)
-        self._values.append(value)
-        index = len(self._values) - 1
+    def average(self, step: int, generation: int, value: float, *, is_before_step: bool) -> float:
+        """Return the mean of the workers' values, or `value` if this worker cannot make the call in a group.
+
+        Args:
+            step: the number of the next `optimizer.step()`.
+            generation: the generation that runs now.
+            value: this worker's value.
+            is_before_step: whether the script has the batch of this step.
+        """
+        self.repeat(generation)
+        self._values = {key: each for key, each in self._values.items() if step - 1 <= key[0] <= step}
+        first = BEFORE_STEP_INDEX if is_before_step else 0
+        index = first + sum(key[0] == step and key[1] >= first for key in self._values)
+        self._values[step, index] = value
         self._connection.loop.request_average(step, index, value)
         self._announced = None  # its answer is no longer awaited
-        answer = self._await_calls(step, index)
-        if answer is None or answer.value is None:  # the generation had ended, or had not started
-            self._generation = -1
+        while (answer := self._await_calls(step, index)) is not None and answer.value is None:
+            self._generation = -1  # the generation has ended, or has not started
+            if (new := self._await_generation(step)) is None:
+                return value
+            self.repeat(new)
+        if answer is None or answer.value is None:
             return value
         self._check_missing(answer)
         return answer.value
 
-    def repeat(self, step: int, generation: int) -> None:
-        """Contribute this step's values once more in a new generation."""
+    def repeat(self, generation: int) -> None:
+        """Contribute the latest values once more in a new generation."""
         if generation != self._generation:
             self._generation = generation
-            for index, value in enumerate(self._values if step == self._step else ()):
-                self._connection.loop.request_average(step, index, value)
+            for key, value in self._values.items():
+                self._connection.loop.request_average(*key, value)
 
     def announce_weight(self, generation: int, step: int, weight: int) -> None:
         """Contribute the weight of this worker's batch, without waiting for the others' weights."""

@@ -34,7 +34,13 @@ from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.group_means import GroupMeans
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.mailbox.worker_task import ApplyMissedSteps, CaptureState, WorkerTask
+from gridtrain.runtime.mailbox.worker_task import (
+    AddResiduals,
+    ApplyMissedSteps,
+    CaptureState,
+    CopySnapshot,
+    WorkerTask,
+)
 from gridtrain.runtime.open_round import OpenRound, PipelineRound, RoundPart
 from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 from gridtrain.runtime.trainer_tasks import LOAD_TASKS
@@ -72,6 +78,8 @@ class GroupSession:
             the group.
         on_turn_begun: a function that is called with this worker's rank and the step before the loop gets the
             batch.
+        is_state_unchanged: a function that returns whether, although the script has a batch, this worker's
+            state is that of the last step, so that it may be sent.
         is_turn_done: whether the batch of the latest turn was used in its step or came too late for it.
         end_reason: the coordinator's reason for refusing this worker after the end of the run (the worker was
             on standby, or the run was ended without a model); otherwise "".
@@ -89,6 +97,7 @@ class GroupSession:
         self.tasks = self.connection.tasks
         self.on_batch_dropped: Callable[[], None] = lambda: None
         self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
+        self.is_state_unchanged: Callable[[], bool] = lambda: False
         self._joined: io.TrainerJoined | None = None
         self.is_turn_done = self._has_closed = False
         self._is_in_task = False  # still set after a task that an exception has ended
@@ -98,7 +107,7 @@ class GroupSession:
         self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: its buckets may be in transit
-        self._means = GroupMeans(self.connection)
+        self._means = GroupMeans(self.connection, self._await_generation_of)
         self._compute_rate = ComputeRate()
         self._contribution = ContributionReporter(Path(config.contribution) if config.contribution else None)
 
@@ -279,9 +288,7 @@ class GroupSession:
                     raise WaitInterrupted  # a due checkpoint is written first, because others need the state
                 task = self._next_task(snapshot, between_batches=between_batches)
                 if task is not None:
-                    self._is_in_task = True
-                    self.tasks.run(task, snapshot, is_pipeline=self._is_pipeline)
-                    self._is_in_task = False
+                    self._run_task(task, snapshot)
                 elif is_over(snapshot):
                     return snapshot
         return None
@@ -305,6 +312,11 @@ class GroupSession:
         return self.tasks.next_task(
             snapshot, is_round_begun=self._has_begun(snapshot), between_batches=between_batches
         )
+
+    def _run_task(self, task: WorkerTask, snapshot: WorkerSnapshot) -> None:
+        self._is_in_task = True
+        self.tasks.run(task, snapshot, is_pipeline=self._is_pipeline)
+        self._is_in_task = False
 
     def _can_begin(self, snapshot: WorkerSnapshot) -> bool:
         return snapshot.open_round is not None and not (self._is_awaiting_choice and not snapshot.exchange)
@@ -387,7 +399,7 @@ class GroupSession:
             return None
         assert snapshot.open_round is not None
         self._turn = snapshot
-        self._means.repeat(step, snapshot.generation)
+        self._means.repeat(snapshot.generation)
         self._loop.step_rounds.begin_attempt()
         if self._early_plan is not None and self._has_begun(snapshot):
             return self._early_plan[1]
@@ -539,13 +551,42 @@ class GroupSession:
         self._loop.heartbeat.add_figures(figures)
 
     def average(self, value: float) -> float:
-        """Return the mean of the workers' values for display, or `value` if the group changes first."""
+        """Return the mean of the workers' values.
+
+        Returns `value` if this worker leaves the group, the run ends, or the group continues from another
+        step during the call, and outside the loop if the group changes.
+        """
         if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
             return value
-        step, turn = self.step, self._turn
-        if turn is not None and turn.open_round is not None and self._has_delay:
-            step = turn.open_round.step  # newcomers also count from 0 in each turn
-        return self._means.average(step, self.snapshot.generation, value)
+        is_before_step = self._turn is not None and not self.is_turn_done
+        generation = self.snapshot.generation
+        return self._means.average(self.step, generation, value, is_before_step=is_before_step)
+
+    def _await_generation_of(self, step: int) -> int | None:
+        """Wait in a turn until a generation runs; return it, or None if `step` is not its open step.
+
+        Returns None, too, if this worker has to leave, or has a task that changes the state or cannot be
+        performed at this point of the loop: the generation cannot start before `begin` performs it.
+        """
+        if self._turn is None:
+            return None
+        copies = (CaptureState, CopySnapshot) if self.is_state_unchanged() else ()
+        with self._ends_as_standby():
+            while True:
+                snapshot = self.connection.wait(
+                    lambda here: (
+                        self._can_begin(here) or here.is_finished or bool(here.tasks) or self._is_interrupted
+                    )
+                )
+                assert snapshot is not None
+                task = self._next_task(snapshot, between_batches=False)
+                if task is not None and isinstance(task, (AddResiduals, *copies)):
+                    self._run_task(task, snapshot)
+                elif not self._can_begin(snapshot) or self._is_interrupted or self.step != step:
+                    return None
+                else:
+                    return snapshot.generation
+        return None
 
     def announce_weight(self, weight: int) -> None:
         """Send the weight of this worker's batch, a count of at least 0, to the other members, without

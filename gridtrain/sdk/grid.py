@@ -542,11 +542,13 @@ class Grid:
             self._session.set_busy(False)
 
     def mean(self, value: float | torch.Tensor) -> float:
-        """Return the average of a number over all workers, for logs; all workers must call it at the same
-        point.
+        """Return the average of a number over all workers; all workers must call it at the same point.
 
-        The average is not replicated state: if the group changes during the call, a worker gets its own
-        number back.  A worker that finishes the step without the call is left out and named in the log.
+        All workers that make the call with a step's batch, before `optimizer.step()`, receive the same
+        number, even if workers join or leave during the call, and so can decide together to end the loop.  A
+        worker that is cut off from the group, or leaves it, receives its own number; with `LocalSteps` or
+        after `step()`, so may a worker from which a newcomer receives the state.  A worker that finishes the
+        step without the call is left out and named in the log.
 
         Raises `ConfigError` if this happens three times in a row and most workers do not make the call.
         """

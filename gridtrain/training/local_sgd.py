@@ -201,6 +201,10 @@ class LocalSGDOptimizer(GridOptimizer):
         else:
             self._global_step()
 
+    @property
+    def is_unchanged_in_turn(self) -> bool:
+        return self._calls_left == self._every and super().is_unchanged_in_turn
+
     def abort_turn(self) -> bool:
         return self._calls_left == self._every and super().abort_turn()  # local steps change the parameters
 

@@ -522,6 +522,7 @@ class WholeModelState(ModelState):
         session.tasks.attach_state(
             lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes
         )
+        session.is_state_unchanged = lambda: optimizer.is_unchanged_in_turn
         session.tasks.attach_residual(optimizer.residual.size, self._add_residual)
         if optimizer.wait == "auto":
             absence = optimizer.absence

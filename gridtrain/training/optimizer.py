@@ -424,6 +424,12 @@ class GridOptimizer(WrappingOptimizer):
         tracked object, such as a scheduler, that the script may still have to step."""
         return self._is_applied and not self._trackers
 
+    @property
+    def is_unchanged_in_turn(self) -> bool:
+        """Whether the script has the batch of a turn, and neither it nor a step has changed the parameters
+        since the turn's start."""
+        return self._begun_versions is not None and self._begun_versions == self._versions()
+
     def abort_turn(self) -> bool:
         """Undo what the turn in progress has changed, for `pack`, if its update is not applied yet; return
         whether this is possible.  No step may be taken afterwards.
@@ -432,7 +438,7 @@ class GridOptimizer(WrappingOptimizer):
         """
         if self._begun_versions is None:  # the script does not have the turn's batch yet
             return True
-        if self._begun_versions != self._versions():
+        if not self.is_unchanged_in_turn:
             return False
         self._statistics.restore()
         self._round_start = self._turn_start
@@ -482,9 +488,14 @@ class GridOptimizer(WrappingOptimizer):
 
     def _turn_start_view(self) -> tuple[torch.optim.Optimizer, serialization.Trackers]:
         """Return the optimizer and the trackers as they were when the turn in progress began."""
-        if self._round_start is None:
-            return self.replicated, self._trackers
-        return self._round_start.apply_to(self.replicated, self._trackers)
+        start = self._round_start
+        if start is None and self._session.is_in_turn:  # the state is requested during a call of the script
+            start = self._turn_start
+        return (
+            (self.replicated, self._trackers)
+            if start is None
+            else start.apply_to(self.replicated, self._trackers)
+        )
 
     def replay_update(self, step: StepUpdate) -> None:
         """Apply a step in which this worker did not take part.

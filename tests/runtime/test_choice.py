@@ -49,7 +49,11 @@ def test_a_choice_that_is_open_again_is_awaited() -> None:
     setup = m.Setup((), m.LedgerSpec(100, 0, epochs=1), 1, None)
     choices: Any = {"Dense()": None, chosen.exchange: None}
     session._joined = io.TrainerJoined(setup, lambda *_: frozenset(), None, choices)
-    session._turn, session._early_plan, session._means = OPEN, None, GroupMeans(session.connection)
+    session._turn, session._early_plan, session._means = (
+        OPEN,
+        None,
+        GroupMeans(session.connection, lambda step: None),
+    )
     session.is_turn_done = session._is_awaiting_choice = False
     session.end_reason = ""
     session._compute_rate = ComputeRate()

@@ -10,6 +10,7 @@ import pytest
 
 from gridtrain.config import Deadlines
 from gridtrain.core.group.member_events import DeliverMean
+from gridtrain.core.member.scalar_means import BEFORE_STEP_INDEX
 from gridtrain.core.messages import LONE_MEANS
 from gridtrain.errors import ConfigError
 from gridtrain.runtime import group_means
@@ -27,13 +28,15 @@ class Worker:
         self.waits_s: list[float] = []
         self.figures: dict[str, float] = {}
         loop = SimpleNamespace(
-            request_average=lambda *_: None,
+            request_average=lambda *request: self.requests.append(request),
             await_average=self._answer,
             heartbeat=SimpleNamespace(add_figures=self.figures.update),
             mailbox=SimpleNamespace(snapshot=SimpleNamespace(world_size=world_size)),
         )
         connection: Any = SimpleNamespace(loop=loop, config=SimpleNamespace(deadlines=DEADLINES))
-        self.means = GroupMeans(connection)
+        self.generations: list[int | None] = []
+        self.requests: list[tuple[int, int, float]] = []
+        self.means = GroupMeans(connection, lambda step: self.generations.pop(0))
 
     def _answer(self, step: int, index: int, timeout_s: float) -> DeliverMean | None:
         self.waits_s.append(timeout_s)
@@ -41,7 +44,7 @@ class Worker:
 
     def call(self, step: int, *missing: str, index: int = 0) -> float:
         self.answers.append(DeliverMean(step, index, 3.0, missing))
-        return self.means.average(step, 1, 2.0)
+        return self.means.average(step, 1, 2.0, is_before_step=False)
 
 
 def test_a_call_that_no_other_worker_makes_is_logged_and_soon_ends_in_an_error(
@@ -92,5 +95,25 @@ def test_a_worker_that_computes_for_long_is_awaited_and_the_wait_is_logged(
     assert caplog.messages == ["grid.mean in step 7 has waited 5 s for workers that have not called it yet"]
     worker.answers = [None, None]
     caplog.set_level(logging.WARNING, "gridtrain")
-    assert worker.means.average(7, 1, 2.0) == 2.0
+    assert worker.means.average(7, 1, 2.0, is_before_step=True) == 2.0
     assert caplog.messages[2:] == ["grid.mean in step 8 had no answer; this worker uses its own number"]
+
+
+def test_a_call_during_which_the_group_changes_is_repeated_with_those_of_the_latest_step() -> None:
+    worker = Worker()
+    assert worker.call(6) == worker.call(7) == 3.0
+    worker.requests.clear()
+    worker.generations = [2, 3]
+    worker.answers = [DeliverMean(8, BEFORE_STEP_INDEX, None)] * 2
+    worker.answers.append(DeliverMean(8, BEFORE_STEP_INDEX, 4.0))
+    assert worker.means.average(8, 1, 2.0, is_before_step=True) == 4.0
+    call = (8, BEFORE_STEP_INDEX, 2.0)
+    assert worker.requests == [call, *[(7, 0, 2.0), call] * 2]
+    worker.means.repeat(3)
+    assert len(worker.requests) == 5, "the generation is the same"
+
+
+def test_a_worker_that_cannot_make_the_call_in_the_next_generation_has_its_own_value() -> None:
+    worker = Worker()
+    worker.answers, worker.generations = [DeliverMean(8, 0, None)], [None]
+    assert worker.means.average(8, 1, 2.0, is_before_step=False) == 2.0

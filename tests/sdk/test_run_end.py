@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from torch import nn
 from training_loop import sgd
 
@@ -24,6 +25,44 @@ from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
 DATA = [torch.full((2,), float(i)) for i in range(8)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_workers_stop_early_at_the_same_step_even_if_a_newcomer_joins_during_the_call(
+    new_group: Any, accumulate: int
+) -> None:
+    """Only the first worker wants to stop; its own value alone must decide nothing.  The newcomer receives
+    the state from a worker that waits for the call, after the first passes of the step."""
+    join_step, is_reached = 4, threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> list[tuple[int, float]]:
+        model, wishes = nn.Linear(2, 1), []
+        optimizer = sgd(grid, model, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        grid.track(scheduler=scheduler)
+        for count, batch in enumerate(grid.batches(DATA, batch_size=2, steps=1000, accumulate=accumulate), 1):
+            model(batch).mean().backward()
+            if count % accumulate:
+                scheduler.step()
+                continue
+            if number == 1 and grid.step == join_step:
+                is_reached.set()
+                assert grid._session.connection.wait(lambda here: here.generation > 1, WITHIN_S)
+            wishes.append((grid.step, grid.mean(float(number == 0 and grid.step >= join_step))))
+            if wishes[-1][1] > 0.0 and grid.step > join_step:
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return wishes
+
+    with new_group(workers=2) as group:
+        group.start_all(train)
+        assert is_reached.wait(WITHIN_S)
+        group.start(train)
+        *wishes, newcomer = group.finish()
+    assert newcomer == [(join_step, pytest.approx(1 / 3)), (join_step + 1, pytest.approx(1 / 3))]
+    assert wishes == [[*((step, 0.0) for step in range(join_step)), *newcomer]] * 2
 
 
 def train_steps(grid: gridtrain.Grid, start: float, steps: int = 4, skips: int = 0) -> None:

@@ -191,7 +191,7 @@ def test_an_impossible_total_is_not_used(mean: float | None, total: int | None) 
     answer = DeliverMean(7, 0, mean)
     loop, config = SimpleNamespace(await_average=lambda *_: answer), SimpleNamespace(deadlines=Deadlines())
     connection: Any = SimpleNamespace(loop=loop, config=config)
-    means = GroupMeans(connection)
+    means = GroupMeans(connection, lambda step: None)
     means._announced = (1, 7, 5)
     plan: Any = SimpleNamespace(generation=1, step=7, world_size=3)
     assert means.total_weight(plan, 5) == total

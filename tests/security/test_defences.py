@@ -304,13 +304,13 @@ def more_messages_than_fit() -> Any:
 
 
 def an_average_that_a_member_made() -> Any:
-    mine = ScalarMeans(RankAssignment(B, 1, 5, ROSTER))
+    mine = ScalarMeans(RankAssignment(B, 1, 5, ROSTER), 7, {})
     mine.request((7, 0), 1.0)
     return DeliverMean(7, 0, 9.0) in mine.receive(C, m.MeanReply(1, 5, 7, 0, 9.0)) or None
 
 
 def means_for_steps_that_never_begin() -> Any:
-    root = ScalarMeans(RankAssignment(A, 1, 5, ROSTER))
+    root = ScalarMeans(RankAssignment(A, 1, 5, ROSTER), 7, {})
     for step in range(2 * MAX_OPEN_MEANS):
         root.receive(C, m.MeanRequest(1, 5, 2**40 + step, 0, 1.0))
     return len(root._values) > MAX_OPEN_MEANS or None

@@ -110,6 +110,8 @@ class PerfectNetwork:
 class _Session:
     """A `GroupSession` of the perfect network."""
 
+    is_in_turn = False
+
     def __init__(self, network, rank):
         self.network, self.rank = network, rank
         self.notes = []

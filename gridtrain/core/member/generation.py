@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
@@ -47,7 +47,7 @@ from gridtrain.core.group.round_flags import absent_ranks, is_skipped
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.incoming_state import IncomingState
 from gridtrain.core.member.required_peers import RequiredPeers
-from gridtrain.core.member.scalar_means import ScalarMeans
+from gridtrain.core.member.scalar_means import MeanKey, ScalarMeans
 from gridtrain.core.member.stragglers import Stragglers
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
@@ -59,6 +59,7 @@ class Generation:
 
     Args:
         first_step: the generation's first step.
+        known_means: see `ScalarMeans`.
         chained: see `IncomingState`.
     """
 
@@ -69,6 +70,7 @@ class Generation:
         context: MemberContext,
         now_s: float,
         *,
+        known_means: Mapping[MeanKey, float],
         chained: bool,
     ) -> None:
         self.rank_assignment = assignment
@@ -78,7 +80,7 @@ class Generation:
         self.required_peers = RequiredPeers(assignment, context, now_s)
         self.incoming_state = IncomingState(assignment, context, chained=chained)
         self._context = context
-        self._means = ScalarMeans(assignment)
+        self._means = ScalarMeans(assignment, first_step, known_means)
         trainer = context.trainer
         self.stragglers = Stragglers(
             assignment,
@@ -357,10 +359,17 @@ class Generation:
         event = LogEvent("start", {**fields, "of": assignment.world_size})
         return [event, *discarded, *context.report_finished()]
 
-    def freeze(self) -> list[MemberEffect]:
-        """Handle Freeze: stop voting and applying updates."""
+    @property
+    def known_means(self) -> Mapping[MeanKey, float]:
+        """The averages that the trainer has received, for the next generation."""
+        return self._means.known
+
+    def freeze(self) -> None:
+        """Handle Freeze: stop voting and applying updates.
+
+        Averages continue, because some members may already have received the open one.
+        """
         self.phase = MemberPhase.FROZEN
-        return self._means.cancel()
 
     def end(self, view: m.MembershipView | m.StandbyNotice) -> list[MemberEffect]:
         """Apply the prepared update if `view` commits it, and end the open round.

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from gridtrain.core.group.member_events import LogEvent, MemberEffect, SetCatchU
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.generation import Generation
+from gridtrain.core.member.scalar_means import MeanKey
 from gridtrain.core.stages.repartition import defined_cuts
 from gridtrain.errors import JoinRefused, RemoteProtocolError
 
@@ -105,8 +106,10 @@ def enter_generation(
     known = old.members if old is not None else ()
     effects: list[MemberEffect] = [*own_name_events(link.name, known, assignment.members, assignment.rank)]
     link.set_name(own.name)
+    known_means: Mapping[MeanKey, float] = {}
     if before is not None:
         effects += before.end(view)
+        known_means = before.known_means if state.is_synced else {}  # steps may be repeated
     else:
         state.apply_verdict(view, None)
     state.begin_generation(assignment.layers, may_recall=position == (view.applied, view.history))
@@ -121,7 +124,8 @@ def enter_generation(
     state.accept_view(view, assignment.layers, as_built=as_built)
     can_catch_up = setup is not None and setup.can_catch_up and view.applied >= 0
     chained = not (context.is_pipelined or can_catch_up or state.is_synced)
-    generation = Generation(assignment, view.applied + 1, context, now_s, chained=chained)
+    first_step = view.applied + 1
+    generation = Generation(assignment, first_step, context, now_s, known_means=known_means, chained=chained)
     effects += context.checkpoints.begin_generation(assignment, context.is_pipelined, links.connected)
     effects += context.residual_transfer.begin_generation(
         assignment, view.applied, view.history, state.is_synced

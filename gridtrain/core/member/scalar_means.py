@@ -1,22 +1,30 @@
-"""Averages of a value over the members of a generation, without votes or retries: for display (`grid.mean`),
-and for the total weight of a step's contributions (`grid.weigh`).
+"""Averages of a value over the members of a generation, without votes: for `grid.mean`, and for the total
+weight of a step's contributions (`grid.weigh`).
 
     member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
 
-Within a step, the i-th call on one worker corresponds to the i-th call on each other worker; weights have the
-index `WEIGHTS_INDEX`.  If the generation ends before all members have called, the average is cancelled and
-the trainer continues with its own value.  The root does not wait for a rank that has made a later call, or
-whose trainer has submitted its part of the step.  The root asks the ranks without a value about that, with a
-MeanReply of the index `SUBMITTED_INDEX` and their own rank; from then on they report it in each step, with
-a MeanRequest of this index.  A MeanReply with this index and another rank, before the average, names a rank
-that has made no call.  The root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member
-can displace the values of another member.
+The i-th call between two steps on one worker corresponds to the i-th call on each other worker.  Calls before
+a step's `optimizer.step()` have the index `BEFORE_STEP_INDEX` + i, and those after it the index i and the
+number of the next step.  Weights have the index `WEIGHTS_INDEX`.
+
+If the generation ends before all members have called, the average is cancelled, and the trainer repeats the
+call in the next generation.  So that all members receive the same average even if some of them received it in
+the earlier generation, these repeat their call with the average and `KNOWN_INDEX`, and the root sends it to
+the others.
+
+The root does not wait for a rank that has made a later call, or whose trainer has submitted its part of the
+step, nor for a joining member's calls after the last step of the earlier generation.  The root asks the ranks
+without a value whether they have submitted, with a MeanReply of the index `SUBMITTED_INDEX` and their own
+rank; from then on they report it in each step, with a MeanRequest of this index.  A MeanReply with this index
+and another rank, before the average, names a rank that has made no call.  The root stores the latest
+`MAX_OPEN_MEANS` values of each member, so that no member can displace the values of another member.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import ROOT
@@ -27,6 +35,9 @@ from gridtrain.errors import NEVER_SENT, RemoteProtocolError
 MeanKey = tuple[int, int]
 WEIGHTS_INDEX = 2**31 - 1
 SUBMITTED_INDEX = WEIGHTS_INDEX - 1
+BEFORE_STEP_INDEX = 2**30
+KNOWN_INDEX = 2**29
+"""Added to the index of a repeated call whose value is the average that the member has received."""
 MAX_OPEN_MEANS = 64
 """Maximum number of values stored for each member, which has one open call and may repeat a few calls."""
 
@@ -34,12 +45,18 @@ MAX_OPEN_MEANS = 64
 class ScalarMeans:
     """The averages of one generation, as seen by one member.
 
+    Args:
+        first_step: the generation's first step.
+        known: averages that this member received in earlier generations.
+
     Attributes:
+        known: the latest averages that this member has received, without weights.
         awaited_key: (step, index) of the average that the trainer is waiting for; None if there is none.
     """
 
-    def __init__(self, assignment: RankAssignment) -> None:
-        self._rank_assignment = assignment
+    def __init__(self, assignment: RankAssignment, first_step: int, known: Mapping[MeanKey, float]) -> None:
+        self._rank_assignment, self._first_step = assignment, first_step
+        self.known = dict(known)
         self._absent: frozenset[int] = frozenset()
         self._values: dict[MeanKey, dict[int, float]] = {}
         self._results: dict[MeanKey, tuple[float, tuple[int, ...]]] = {}  # and the ranks without a value
@@ -75,12 +92,15 @@ class ScalarMeans:
         self.awaited_key, self._value = key, value
         self._missing.clear()
         if self._rank_assignment.rank == ROOT:
-            return self._collect(key, ROOT, value)
+            known = self.known.get(key)
+            return self._collect(key, ROOT, value if known is None else known, is_known=known is not None)
         return self._request_from_root(key)
 
     def _request_from_root(self, key: MeanKey) -> list[MemberEffect]:
-        at = self._rank_assignment
-        return [Send(at.members[ROOT].peer, m.MeanRequest(at.term, at.generation, *key, self._value))]
+        at, (step, index), value = self._rank_assignment, key, self._value
+        if key in self.known:
+            index, value = index + KNOWN_INDEX, self.known[key]
+        return [Send(at.members[ROOT].peer, m.MeanRequest(at.term, at.generation, step, index, value))]
 
     def ask_missing(self) -> list[MemberEffect]:
         """Ask the ranks without a value in an open average to report when they submit; called on the root."""
@@ -144,8 +164,9 @@ class ScalarMeans:
                 self._is_asked |= value == at.rank
                 self._missing.update(each for each in range(at.world_size) if each == value != at.rank)
                 return []
-            case m.MeanRequest(value=value):
-                return self._collect(key, rank, value)
+            case m.MeanRequest(step=step, index=index, value=value):
+                is_known = index != WEIGHTS_INDEX and bool(index & KNOWN_INDEX)
+                return self._collect((step, index - KNOWN_INDEX * is_known), rank, value, is_known=is_known)
             case m.MeanReply(value=value):
                 return self._deliver(key, value)
 
@@ -154,12 +175,18 @@ class ScalarMeans:
             self._missing.clear()  # they belong to this earlier average
             return []
         self.awaited_key = None
+        if key[1] != WEIGHTS_INDEX:
+            self.known[key] = value
+            while len(self.known) > MAX_OPEN_MEANS:
+                del self.known[next(iter(self.known))]
         at = self._rank_assignment
         names = (at.members[rank].name for rank in sorted(self._missing))
         return [DeliverMean(*key, value, tuple(names))]
 
-    def _collect(self, key: MeanKey, rank: int, value: float) -> list[MemberEffect]:
-        """Store a value, and reply to all members once the average is complete.
+    def _collect(
+        self, key: MeanKey, rank: int, value: float, *, is_known: bool = False
+    ) -> list[MemberEffect]:
+        """Store a value, and reply to all members once the average is complete, or known to one of them.
 
         A member that repeats a step receives the known result.
         """
@@ -167,6 +194,9 @@ class ScalarMeans:
         self._keep_latest(key, rank)
         if key in self._results:
             return self._send_result(key, rank)
+        if is_known:
+            self._results[key] = value, ()
+            return self._send_results(key)
         return [effect for each in self._open_keys for effect in self._complete(each, must_wait=True)]
 
     def _complete(self, key: MeanKey, *, must_wait: bool) -> list[MemberEffect]:
@@ -174,11 +204,16 @@ class ScalarMeans:
         contributed to a later one."""
         values = self._values[key]
         awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
+        if key < (
+            self._first_step,
+            BEFORE_STEP_INDEX,
+        ):  # a call after the last step of the earlier generation
+            awaited -= {rank for rank in awaited if self._rank_assignment.members[rank].joining}
         if must_wait and any(not self._has_passed(rank, key) for rank in awaited):
             return []
         missing = tuple(rank for rank in sorted(awaited) if self._has_submitted(rank, key))
         self._results[key] = _mean([values[rank] for rank in sorted(values)]), missing
-        return [effect for rank in sorted(values) for effect in self._send_result(key, rank)]
+        return self._send_results(key)
 
     def _has_passed(self, rank: int, key: MeanKey) -> bool:
         """Whether a rank has submitted the step or contributed to a later average, and so will not contribute
@@ -203,6 +238,9 @@ class ScalarMeans:
             if not self._values[oldest]:
                 del self._values[oldest]
                 self._results.pop(oldest, None)
+
+    def _send_results(self, key: MeanKey) -> list[MemberEffect]:
+        return [effect for rank in sorted(self._values[key]) for effect in self._send_result(key, rank)]
 
     def _send_result(self, key: MeanKey, rank: int) -> list[MemberEffect]:
         at, (value, missing) = self._rank_assignment, self._results[key]

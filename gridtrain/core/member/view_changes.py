@@ -179,12 +179,13 @@ class ViewChanges:
         context, generation = self._context, self.generation
         context.peer_links.exclude_removed(freeze.removed)
         disconnected = context.disconnect_strangers(self.rank_assignment)
-        cancelled = generation.freeze() if generation is not None else []
+        if generation is not None:
+            generation.freeze()
         vote = generation.attempts.prepared_vote if generation is not None else None
         report = Send(
             self._coordinator, context.replica_state.make_report(freeze.term, freeze.generation, vote)
         )
-        return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected, *cancelled]
+        return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected]
 
     def _change_list(self, changes: m.MemberListChanges) -> list[MemberEffect]:
         """Make the next member list from the current one; if that fails, rejoin to receive the whole list."""

@@ -13,7 +13,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
-from gridtrain.core.member.scalar_means import SUBMITTED_INDEX
+from gridtrain.core.member.scalar_means import KNOWN_INDEX, SUBMITTED_INDEX
 from gridtrain.errors import RemoteProtocolError
 
 ME, A, B, C, J = (letter * 32 for letter in (b"m", b"a", b"b", b"c", b"j"))
@@ -260,6 +260,21 @@ def test_a_mean_is_requested_again_when_the_root_reconnects() -> None:
     assert request in sent_messages(worker.hear(io.PeerConnected(A)))
     worker.say(m.MeanReply(1, 1, 0, 0, 1.0), A)
     assert request not in sent_messages(worker.hear(io.PeerConnected(A)))
+
+
+def test_a_mean_is_received_while_frozen_and_known_until_steps_are_repeated() -> None:
+    worker = Worker()
+    worker.hear(io.PeerConnected(A))
+    worker.view(1, a="tcp://a:1")
+    worker.say(m.StartGeneration(1, 1))
+    worker.hear(io.RequestMean(0, 0, 1.5)), worker.hear(io.RequestMean(0, 1, 1.5))
+    worker.say(m.Freeze(1, 1, "b joins"))
+    assert worker.say(m.MeanReply(1, 1, 0, 1, 1.0), A) == [io.DeliverMean(0, 1, 1.0)]
+    worker.hear(io.RequestMean(0, 2, 1.5))
+    worker.view(2, a="tcp://a:1")
+    worker.say(m.StartGeneration(1, 2))
+    (repeated,) = sent_messages(worker.hear(io.RequestMean(0, 1, 1.5)))
+    assert repeated == m.MeanRequest(1, 2, 0, KNOWN_INDEX + 1, 1.0)
 
 
 def test_unreachable_peers_are_reported_again_to_a_coordinator_that_reconnects() -> None:

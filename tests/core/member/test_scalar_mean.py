@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import DeliverMean, Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.scalar_means import (
+    BEFORE_STEP_INDEX,
+    KNOWN_INDEX,
     MAX_OPEN_MEANS,
     SUBMITTED_INDEX,
     WEIGHTS_INDEX,
@@ -22,8 +27,11 @@ A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 MEMBERS = tuple(m.Member(peer, name, "", 1, False) for name, peer in (("anna", A), ("bob", B), ("carl", C)))
 
 
-def means(me: m.PeerId) -> ScalarMeans:
-    return ScalarMeans(RankAssignment(me, 1, 5, MEMBERS))
+def means(
+    me: m.PeerId, *joining: str, known: Mapping[tuple[int, int], float] = MappingProxyType({})
+) -> ScalarMeans:
+    members = tuple(replace(member, joining=member.name in joining) for member in MEMBERS)
+    return ScalarMeans(RankAssignment(me, 1, 5, members), 7, known)
 
 
 def ask(value: float, *, step: int = 7, generation: int = 5) -> m.MeanRequest:
@@ -66,6 +74,44 @@ def test_the_end_of_a_generation_cancels_the_average() -> None:
     assert member.cancel() == []
     member.request((7, 0), 3.0)
     assert member.cancel() == [DeliverMean(7, 0, None)]
+
+
+def test_an_average_that_a_member_knows_is_that_of_the_others_in_the_next_generation() -> None:
+    bob, reply = means(B), m.MeanReply(1, 5, 7, 0, 2.0)
+    bob.request((7, 0), 3.0)
+    bob.receive(A, reply)
+    assert bob.known == {(7, 0): 2.0}
+    root, bob = means(A), means(B, known=bob.known)
+    assert root.request((7, 0), 1.0) == [], "the root's average was cancelled"
+    (request,) = bob.request((7, 0), 3.0)
+    assert isinstance(request, Send) and request.message == m.MeanRequest(1, 5, 7, KNOWN_INDEX, 2.0)
+    assert root.receive(B, request.message) == [DeliverMean(7, 0, 2.0), Send(B, reply)]
+    assert root.receive(C, ask(8.0)) == [Send(C, reply)]
+    knowing = means(A, known=root.known)
+    assert knowing.request((7, 0), 1.0) == [DeliverMean(7, 0, 2.0)]
+    assert knowing.receive(C, ask(8.0)) == [Send(C, reply)]
+
+
+def test_weights_are_not_those_of_an_earlier_generation_and_few_averages_are_known() -> None:
+    bob = means(B)
+    for step, index in [(7, WEIGHTS_INDEX), *((step, 0) for step in range(8, 8 + 2 * MAX_OPEN_MEANS))]:
+        bob.request((step, index), 3.0)
+        bob.receive(A, m.MeanReply(1, 5, step, index, 2.0))
+    assert len(bob.known) == MAX_OPEN_MEANS and WEIGHTS_INDEX not in {index for _, index in bob.known}
+
+
+def test_a_joining_member_is_awaited_from_its_first_step_on() -> None:
+    root, before, after = means(A, "carl"), (7, BEFORE_STEP_INDEX), (7, 0)
+    root.request(after, 1.0)
+    assert root.receive(B, ask(3.0)) == [DeliverMean(*after, 2.0), Send(B, m.MeanReply(1, 5, *after, 2.0))]
+    root.request(before, 1.0)
+    assert root.receive(B, m.MeanRequest(1, 5, *before, 3.0)) == []
+    reply = m.MeanReply(1, 5, *before, 3.0)
+    asked = root.receive(C, m.MeanRequest(1, 5, *before, 5.0))
+    assert asked == [DeliverMean(*before, 3.0), Send(B, reply), Send(C, reply)]
+    later = (8, 0)
+    root.request(later, 1.0)
+    assert root.receive(B, m.MeanRequest(1, 5, *later, 3.0)) == []
 
 
 def test_the_open_averages_at_the_root_are_bounded() -> None:
