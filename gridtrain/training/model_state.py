@@ -604,13 +604,11 @@ class WholeModelState(ModelState):
 
     def _warn_of_loss(self, step: int, why: str) -> None:
         """Warn that no checkpoint of `step`, the last one, is written, unless there is one."""
-        steps = map(checkpoint_step, checkpoint_store.list_checkpoints(self._options.folder))
-        latest = max((done for done in steps if done <= step), default=0)
+        latest = self.checkpoints.latest_step(self._facts, step)
         if latest < step:
             lost = f"steps {latest + 1} to {step} are lost" if latest + 1 < step else f"step {step} is lost"
-            where = (
-                f"this worker's latest checkpoint is of step {latest}" if latest else "it has no checkpoint"
-            )
+            own = f"this worker's latest checkpoint is of step {latest}"
+            where = own if latest else "it has no usable checkpoint"
             log.warning(NOT_SAVED, f"it is the last one, and {why}; {lost}: {where}")
 
     @property

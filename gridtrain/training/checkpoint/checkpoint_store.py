@@ -272,6 +272,17 @@ class CheckpointStore:
             )
         return None
 
+    def latest_step(self, facts: Facts, most: int) -> int:
+        """Return the latest step, at most `most`, of a readable checkpoint with these settings; 0 if there is
+        none.  Only headers are read."""
+        with contextlib.suppress(OSError):
+            for path in reversed(list_checkpoints(self.folder)):
+                with contextlib.suppress(ConfigError):
+                    position, written = read_header(path)
+                    if position.applied < most and matches_facts(written, facts):
+                        return position.applied + 1
+        return 0
+
     def _is_writing(self) -> bool:
         return self._writer is not None and self._writer.is_alive()
 
