@@ -297,8 +297,9 @@ class CheckpointStore:
                 self._prune_unverified(step)
             if step == self._dropped_residual:
                 self._drop_residual(step)
-            self._own = [path for path in self._own if path.name != checkpoint_folder_name(step)]
-            self._own.append(step_folder(self.folder, step))
+            written = step_folder(self.folder, step)
+            self._own = [path for path in self._own if path != written and path.exists()]  # others were moved
+            self._own.append(written)
             while len(self._own) > self._keep:
                 shutil.rmtree(self._own.pop(0), ignore_errors=True)
         except OSError as error:
