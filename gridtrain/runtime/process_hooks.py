@@ -29,6 +29,7 @@ _LIBRARIES = (
 """Folders of gridtrain, other installed packages and Python, none of which is the user's script."""
 
 _generators: WeakSet[Generator[Any, None, None]] = WeakSet()
+os.register_at_fork(after_in_child=_generators.clear)  # they share threads and processes with the parent
 
 Parameters = ParamSpec("Parameters")
 Item = TypeVar("Item")

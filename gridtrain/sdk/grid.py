@@ -587,7 +587,12 @@ class Grid:
         self._pauses = PauseController(self._session, agent, connect, limit, self._fetches)
 
     def close(self, reason: str = "the training script ended before the run") -> None:
-        """Leave the run.  The method is idempotent, and is called automatically when the script ends."""
+        """Leave the run.  The method is idempotent, and is called automatically when the script ends.
+
+        Call it before loading other weights, such as the best ones, because it saves the model of the last
+        step: if the parameters have changed since, it saves none.  (Of changes through `.data`, it may not
+        notice those of a few values.)
+        """
         if os.getpid() != self._process:
             return  # a forked child: only its parent takes part in the run
         atexit.unregister(self._close_at_exit)

@@ -174,7 +174,6 @@ class LocalSGDOptimizer(GridOptimizer):
         self.weights.begin_turn()
         self._statistics.save()
         self._save_turn_start()
-        self._begun_versions = self._versions()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step of the inner optimizer; the last step of a turn also exchanges.
@@ -202,8 +201,8 @@ class LocalSGDOptimizer(GridOptimizer):
             self._global_step()
 
     @property
-    def is_unchanged_in_turn(self) -> bool:
-        return self._calls_left == self._every and super().is_unchanged_in_turn
+    def is_unchanged(self) -> bool:
+        return self._calls_left == self._every and super().is_unchanged
 
     def abort_turn(self) -> bool:
         return self._calls_left == self._every and super().abort_turn()  # local steps change the parameters
@@ -294,7 +293,7 @@ class LocalSGDOptimizer(GridOptimizer):
         self.timings = timings
         computing_s, self._computing_s = timings.get("computing_s", 0.0) + self._computing_s, 0.0
         self._session.report_figures(timings | {"computing_s": computing_s} | self.residual.figures)
-        self._is_applied = True
+        self._end_step()
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Keep the update for the outer optimizer; leave the parameters' gradients unchanged."""

@@ -80,6 +80,7 @@ PAUSE_TIMEOUT_S = 300.0
 SAVE_REPORT_S = 5.0
 """How long a paused worker waits for its checkpoint before it reports which step is on its disk."""
 
+CHANGED = "its script has changed the parameters since (call grid.close() before loading other weights)"
 NOT_SAVED = "this worker leaves without a checkpoint of its last step: %s"
 
 
@@ -514,7 +515,8 @@ class WholeModelState(ModelState):
             on_written=self._upload,
         )
         self._checkpoint_step: int | None = None  # the step of the checkpoint that was found on disk
-        self._lost_step: int | None = None  # which this worker, the last one, cannot save when it leaves
+        # The step that this worker, the last one, cannot save when it leaves, and why:
+        self._lost_step: tuple[int, str] | None = None
         self._is_resumed = (
             False  # state and residual come from the checkpoint, and no step has been taken since
         )
@@ -522,7 +524,7 @@ class WholeModelState(ModelState):
         session.tasks.attach_state(
             lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes
         )
-        session.is_state_unchanged = lambda: optimizer.is_unchanged_in_turn
+        session.is_state_unchanged = lambda: optimizer.is_unchanged
         session.tasks.attach_residual(optimizer.residual.size, self._add_residual)
         if optimizer.wait == "auto":
             absence = optimizer.absence
@@ -598,19 +600,17 @@ class WholeModelState(ModelState):
     def close(self, timeout_s: float, *, is_run_over: bool) -> None:
         if self._lost_step is not None:
             self._wait_for_writer(timeout_s)
-            self._warn_of_loss(self._lost_step)
+            self._warn_of_loss(*self._lost_step)
         super().close(timeout_s, is_run_over=is_run_over)
 
-    def _warn_of_loss(self, step: int) -> None:
+    def _warn_of_loss(self, step: int, why: str) -> None:
         """Warn that no checkpoint of `step`, the last one, is written, unless there is one."""
-        steps = map(checkpoint_step, checkpoint_store.list_checkpoints(self._options.folder))
-        latest = max((done for done in steps if done <= step), default=0)
+        latest = self.checkpoints.latest_step(self._facts, step)
         if latest < step:
             lost = f"steps {latest + 1} to {step} are lost" if latest + 1 < step else f"step {step} is lost"
-            where = (
-                f"this worker's latest checkpoint is of step {latest}" if latest else "it has no checkpoint"
-            )
-            log.warning(NOT_SAVED, f"it was stopped within a step, and is the last one; {lost}: {where}")
+            own = f"this worker's latest checkpoint is of step {latest}"
+            where = own if latest else "it has no usable checkpoint"
+            log.warning(NOT_SAVED, f"it is the last one, and {why}; {lost}: {where}")
 
     @property
     def exports(self) -> bool:
@@ -685,16 +685,18 @@ class WholeModelState(ModelState):
 
         With overlapped local steps no state is recorded, because the latest change is not applied yet.  A
         worker that leaves, unlike one that pauses, may have stopped before its tracked objects stepped: then
-        their state is known again when the script requests its next batch.
+        their state is known again when the script requests its next batch.  Nor is a state recorded if the
+        script has changed the parameters since, for example to those with the best loss.
         """
         snapshot = self._session.snapshot
         is_complete = snapshot.is_synced and snapshot.applied >= 0 and not self._optimizer.delay
         if not (self._has_checkpoints and is_complete):
             return
-        if between_steps or (not self.has_failed and self._is_before_step(snapshot)):
+        is_after_step = between_steps or (not self.has_failed and self._is_before_step(snapshot))
+        if is_after_step and not self._optimizer.parameter_watch.has_changed:
             self._left_at = snapshot
         elif snapshot.world_size <= 1:
-            self._lost_step = snapshot.applied + 1
+            self._lost_step = snapshot.applied + 1, CHANGED if is_after_step else "was stopped within a step"
 
     def _is_before_step(self, snapshot: WorkerSnapshot) -> bool:
         session = self._session

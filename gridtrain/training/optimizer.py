@@ -45,6 +45,7 @@ from gridtrain.training.checkpoint.flat_gradient import FlatGradient, finish_que
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
+from gridtrain.training.parameter_watch import ParameterWatch
 from gridtrain.training.running_statistics import RunningStatistics
 from gridtrain.training.skip_report import SkipReport
 from gridtrain.training.turn_start_state import TurnStartState
@@ -99,6 +100,7 @@ class GridOptimizer(WrappingOptimizer):
             it is `inner`.
         residual: the gradient that this worker has not sent yet.
         weights: how much this worker's batch counts in a step.
+        parameter_watch: whether the script has changed the parameters since the latest step.
         last_skipped: whether the latest step was skipped, or was taken without this worker.
         last_overflowed: whether the latest step was skipped because a gradient was not finite.
         timings: how long each phase of the latest step took, in seconds: computing, waiting, selecting,
@@ -165,11 +167,11 @@ class GridOptimizer(WrappingOptimizer):
         self.residual = WorkerResidual(self._exchanger, self._flat.n)
         self._backwards = 1
         self._turn_start: TurnStartState | None = None  # of the turn in progress
-        self._begun_versions: list[tuple[int, int]] | None = None  # of its parameters, see `abort_turn`
         self._round_start: TurnStartState | None = (
             None  # the same, while a round may send this worker's state
         )
         self._statistics = RunningStatistics(model)
+        self.parameter_watch = ParameterWatch(self._flat.parameters)
         self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
@@ -246,10 +248,6 @@ class GridOptimizer(WrappingOptimizer):
         self._statistics.save()
         if self._backwards > 1:  # a loop may step its scheduler after each of these passes
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
-        self._begun_versions = self._versions()
-
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(parameter.data_ptr(), parameter._version) for parameter in self._flat.parameters]
 
     @property
     def weigh_by(self) -> str:
@@ -305,7 +303,7 @@ class GridOptimizer(WrappingOptimizer):
         self._round_start, self._is_exchanging = self._turn_start, True
         try:
             self._iterate_attempts(usable, early)
-            self._turn_start = self._begun_versions = None
+            self._turn_start = None
         finally:
             self._round_start, self._is_exchanging = None, False
             self.weights.end_step()
@@ -416,7 +414,11 @@ class GridOptimizer(WrappingOptimizer):
             self.timings["selecting_s"] = self.timings.get("selecting_s", 0.0) + within_s
             self.timings["computing_s"] = self.timings.get("computing_s", 0.0) - within_s
         self._session.report_figures(self.timings | self.residual.figures)
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._is_applied = True
+        self.parameter_watch.record()
 
     @property
     def is_settled(self) -> bool:
@@ -425,21 +427,13 @@ class GridOptimizer(WrappingOptimizer):
         return self._is_applied and not self._trackers
 
     @property
-    def is_unchanged_in_turn(self) -> bool:
-        """Whether the script has the batch of a turn, and neither it nor a step has changed the parameters
-        since the turn's start."""
-        return self._begun_versions is not None and self._begun_versions == self._versions()
+    def is_unchanged(self) -> bool:
+        """Whether the parameters are those of the last step, although the script may have the next batch."""
+        return not self.parameter_watch.has_changed
 
     def abort_turn(self) -> bool:
         """Undo what the turn in progress has changed, for `pack`, if its update is not applied yet; return
-        whether this is possible.  No step may be taken afterwards.
-
-        It is not possible if the script has changed the parameters, for example to those with the best loss.
-        """
-        if self._begun_versions is None:  # the script does not have the turn's batch yet
-            return True
-        if not self.is_unchanged_in_turn:
-            return False
+        whether this is possible.  No step may be taken afterwards."""
         self._statistics.restore()
         self._round_start = self._turn_start
         return True
@@ -523,8 +517,11 @@ class GridOptimizer(WrappingOptimizer):
         A gradient that is being exchanged is kept.
         """
         kept_N = self._flat.flat_N.clone() if self._is_exchanging else None
+        was_changed = self.parameter_watch.has_changed
         self._load_update(update)
         self.replicated.step()
+        if not was_changed:
+            self.parameter_watch.record()
         self.inner.zero_grad()
         if kept_N is not None:
             self._flat.flat_N.copy_(kept_N)
@@ -549,6 +546,7 @@ class GridOptimizer(WrappingOptimizer):
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
         """Load another worker's state; see `serialization.restore_state`."""
         serialization.restore_state(blobs, self.model, self.replicated, self._trackers)
+        self.parameter_watch.record()
 
     def capture_turn_state(self) -> Callable[[], None]:
         """Copy the state that the script changes between two steps; return a function that restores it."""

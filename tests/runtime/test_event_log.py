@@ -46,5 +46,6 @@ def test_a_warning_is_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
     log_event("drifted", {"step": 500})
     assert caplog.messages == [
         "the step makes no progress (no vote from rank 2); the coordinator is asked for a new generation",
-        "this worker's model differs from the other members' at step 500; it receives theirs",
+        "this worker's model differs from the other members' at step 500; it receives theirs (possible "
+        "cause: a script changed the weights of one worker only, such as with load_state_dict)",
     ]

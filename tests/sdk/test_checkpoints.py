@@ -8,8 +8,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from training_loop import backward, sgd, train_batch, train_steps
 
 import gridtrain
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.group_session import WaitInterrupted
 from gridtrain.sdk import grid as grid_module
 from gridtrain.sdk import run_end
 from gridtrain.sdk.local_group import LocalGroup
@@ -105,8 +108,55 @@ def test_a_worker_that_ends_amid_a_step_leaves_no_checkpoint_of_it(
     run(tmp_path, 1, work, every=4, saves_on_leaving=True)
     written = sorted(path.name for path in (tmp_path / "worker-0").glob("step-*"))
     assert written == ["step-00000004"]
-    text = "within a step, and is the last one; step 5 is lost: this worker's latest checkpoint is of step 4"
+    text = "and was stopped within a step; step 5 is lost: this worker's latest checkpoint is of step 4"
     assert text in caplog.text
+
+
+def load_other_weights(model: nn.Module, *, by_data: bool) -> None:
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    if not by_data:
+        model.load_state_dict(other)
+        return
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(other[name])
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["load_state_dict", "data.copy_"])
+@pytest.mark.parametrize("ends", ["after a step", "in a step", "waiting", "by its agent"])
+def test_weights_that_a_script_loads_after_its_loop_are_not_saved_as_those_of_the_last_step(
+    ends: str,
+    by_data: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(grid: gridtrain.Grid, *, loads: bool) -> None:
+        model = copy.deepcopy(NET)
+        optimizer = sgd(grid, model, lr=0.001)
+        with suppress(Interrupted):
+            for batch in grid.batches(DATA, batch_size=6, steps=STEPS):
+                if ends == "in a step" and grid.step == 5:
+                    break
+                train_batch(model, optimizer, batch)
+                grid._model_state.checkpoints.wait()
+                if ends == "after a step" and grid.step == 5:
+                    break
+                with torch.no_grad():
+                    model.bias.clamp_(-1.0, 1.0)  # a change in the loop belongs to the step
+                if ends in ("waiting", "by its agent") and grid.step == 5:
+                    error = Interrupted if ends == "waiting" else WaitInterrupted
+                    monkeypatch.setattr(grid._session, "await_turn", Mock(side_effect=error))
+                    monkeypatch.setattr(grid._turns, "_pause", lambda: False)
+        if loads:
+            load_other_weights(model, by_data=by_data)
+
+    written = {}
+    for loads in (False, True):
+        run(tmp_path / str(loads), 1, partial(work, loads=loads), every=4, saves_on_leaving=True)
+        written[loads] = {path.name for path in (tmp_path / str(loads) / "worker-0").glob("step-*")}
+    assert written == {False: {"step-00000004", "step-00000005"}, True: {"step-00000004"}}
+    text = "and its script has changed the parameters since (call grid.close() before loading other weights)"
+    assert f"{text}; step 5 is lost: this worker's latest checkpoint is of step 4" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["backward", "exchange", "wait"])

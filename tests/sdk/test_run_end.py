@@ -313,6 +313,27 @@ def test_a_loop_over_a_global_is_closed_before_modules_are_cleared(run_script: A
 
 
 @pytest.mark.integration
+@pytest.mark.executed  # as above
+def test_a_forked_child_does_not_close_the_loops_of_its_parent(run_script: Any) -> None:
+    """Such as a process of a `DataLoader`, which would close what it shares with the parent."""
+    done = run_script(
+        "import os\n"
+        "@hooks.closed_at_exit\n"
+        "def numbers():\n"
+        "    try:\n"
+        "        yield 1\n"
+        "    finally:\n"
+        "        print('closed in', 'parent' if os.getpid() == parent else 'child', flush=True)\n"
+        "parent, loop = os.getpid(), numbers()\n"
+        "next(loop)\n"
+        "if child := os.fork():\n"
+        "    os.waitpid(child, 0)\n",
+        before="import atexit\natexit.register(lambda: os.getpid() == parent or os._exit(0))\n",
+    )
+    assert done.stdout == "closed in parent\n", done.stderr
+
+
+@pytest.mark.integration
 def test_a_script_that_sigterm_ends_outside_of_with_says_so(run_script: Any) -> None:
     done = run_script(
         "import atexit, os, signal\n"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,13 @@ from gridtrain.config import Deadlines
 from gridtrain.core.messages import CheckpointInfo, LedgerState
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.training.checkpoint.checkpoint_store import step_folder
+from gridtrain.training.checkpoint import checkpoint_store
+from gridtrain.training.checkpoint.checkpoint_store import (
+    CheckpointContent,
+    CheckpointStore,
+    save,
+    step_folder,
+)
 from gridtrain.training.model_state import ModelStateOptions, WholeModelState
 from gridtrain.training.residual_departure import LeftResidual, load_left_residual, transfer_residual
 
@@ -79,6 +86,26 @@ def test_a_residual_is_written_although_the_group_is_gone(state: Any, tmp_path: 
     state.close(0.0, is_run_over=False)
     left = load_left_residual(tmp_path, (), 3)
     assert left is not None and left.residual_N.tolist() == [1.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("lists", [True, False], ids=["", "a disk that fails"])
+def test_a_warning_of_lost_steps_counts_usable_checkpoints_and_always_releases_the_folder(
+    state: Any, tmp_path: Path, lists: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {1: (), 2: (("model", "another"),), 3: (), 9: ()}
+    for step, written in facts.items():
+        info = CheckpointInfo(step - 1, b"h" * 32, LedgerState(step=step))
+        save(CheckpointContent(info, written, {}, {}, {}), step_folder(tmp_path, step))
+    (step_folder(tmp_path, 3) / "state.json").write_text("{")
+    state.checkpoints = state._store = CheckpointStore(tmp_path, every=10, keep=2)
+    state._is_leaving, state._lost_step = False, (5, "was stopped within a step")
+    state._store.claim()
+    if not lists:
+        monkeypatch.setattr(checkpoint_store, "list_checkpoints", Mock(side_effect=OSError(5, "I/O error")))
+    state.close(0.0, is_run_over=False)
+    latest = "steps 2 to 5 are lost: this worker's latest checkpoint is of step 1"
+    assert (latest if lists else "steps 1 to 5 are lost: it has no usable checkpoint") in caplog.text
+    CheckpointStore(tmp_path, every=10, keep=2).claim()  # the folder is no longer in use
 
 
 HELD = CheckpointInfo(4, b"h", LedgerState())

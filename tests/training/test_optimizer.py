@@ -446,17 +446,6 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
     return GridOptimizer(make_optimizer(model), model, exchange or Dense(), None, **options)
 
 
-def test_a_turn_cannot_be_undone_if_the_script_has_changed_the_parameters() -> None:
-    """Weights that a script loads after its loop are not those of the last step."""
-    model = small_model()
-    optimizer = wrap(sgd, model)
-    assert optimizer.abort_turn(), "no turn has begun"
-    optimizer.begin_turn(1)
-    assert optimizer.abort_turn()
-    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    assert not optimizer.abort_turn()
-
-
 # -- refused uses -------------------------------------------------------------------------------------
 
 

@@ -272,6 +272,17 @@ class CheckpointStore:
             )
         return None
 
+    def latest_step(self, facts: Facts, most: int) -> int:
+        """Return the latest step, at most `most`, of a readable checkpoint with these settings; 0 if there is
+        none.  Only headers are read."""
+        with contextlib.suppress(OSError):
+            for path in reversed(list_checkpoints(self.folder)):
+                with contextlib.suppress(ConfigError):
+                    position, written = read_header(path)
+                    if position.applied < most and matches_facts(written, facts):
+                        return position.applied + 1
+        return 0
+
     def _is_writing(self) -> bool:
         return self._writer is not None and self._writer.is_alive()
 
@@ -286,8 +297,9 @@ class CheckpointStore:
                 self._prune_unverified(step)
             if step == self._dropped_residual:
                 self._drop_residual(step)
-            self._own = [path for path in self._own if path.name != checkpoint_folder_name(step)]
-            self._own.append(step_folder(self.folder, step))
+            written = step_folder(self.folder, step)
+            self._own = [path for path in self._own if path != written and path.exists()]  # others were moved
+            self._own.append(written)
             while len(self._own) > self._keep:
                 shutil.rmtree(self._own.pop(0), ignore_errors=True)
         except OSError as error:

@@ -371,7 +371,7 @@ class RemoteStore:
                 log.warning("fetching the checkpoint of step %d from %s", found, self.shown)
                 try:
                     for manifest in manifests:
-                        self._fetch(manifest, folder, retry_after_s)
+                        self._fetch(manifest, folder, facts or manifest.facts, retry_after_s)
                     return found
                 except ConfigError as error:
                     log.warning("the checkpoint of step %d in %s is not used: %s", found, self.shown, error)
@@ -397,13 +397,14 @@ class RemoteStore:
             remedy="choose another URL for each run",
         )
 
-    def _fetch(self, manifest: Manifest, folder: Path, retry_after_s: Sequence[float]) -> None:
-        """Copy a part that is not on disk.  Raises `ConfigError` if it is damaged."""
+    def _fetch(self, manifest: Manifest, folder: Path, facts: Facts, retry_after_s: Sequence[float]) -> None:
+        """Copy a part that is not on disk with these settings.  Raises `ConfigError` if it is damaged."""
         parent = folder if manifest.part == MODEL_PART else folder / manifest.part
         path = checkpoint_store.step_folder(parent, manifest.step)
         with contextlib.suppress(ConfigError):  # the disk has none, or a damaged one
             found = checkpoint_store.read(path)
-            if (found.position.history.hex(), found.facts) == (manifest.history, manifest.facts):
+            is_same = found.position.history.hex() == manifest.history
+            if is_same and checkpoint_store.matches_facts(found.facts, facts):
                 return  # a copy would lack its residual
         copy = checkpoint_store.partial_folder(path)
         shutil.rmtree(copy, ignore_errors=True)
@@ -415,7 +416,7 @@ class RemoteStore:
                 self._retried(partial(self._get, source, copy / file.name, file), retry_after_s)
             checkpoint_store.read(copy)  # also checks the digest of its contents
             checkpoint_store.sync_files(copy)
-            checkpoint_store.keep_refused(folder, [parent], manifest.facts)
+            checkpoint_store.keep_refused(folder, [parent], facts)
             checkpoint_store.publish_folder(copy, path)
         finally:
             shutil.rmtree(copy, ignore_errors=True)

@@ -77,7 +77,7 @@ class StageCheckpointStore:
         self._damaged: set[Path] = set()  # unusable, and not reported until they are written again
         self._writer: threading.Thread | None = None
         self._latest: tuple[Span, int] | None = None
-        self._has_kept_refused = False
+        self._has_kept_refused, self._refused_lock = False, threading.Lock()
 
     def claim(self) -> None:
         """Lock the folder, as `CheckpointStore.claim` does."""
@@ -175,16 +175,17 @@ class StageCheckpointStore:
 
     def _can_keep_refused(self) -> bool:
         """Whether no checkpoint with different training settings is in the way, because any have been moved
-        (see `checkpoint_store.keep_refused`)."""
-        if not self._has_kept_refused:
-            try:
-                checkpoint_store.keep_refused(
-                    self.folder, [folder for _, folder in self.stages()], self._facts
-                )
-                self._has_kept_refused = True
-            except OSError as error:
-                log.error("checkpoints with different training settings cannot be moved: %s", error)
-        return self._has_kept_refused
+        (see `checkpoint_store.keep_refused`).  May be called from any thread."""
+        with self._refused_lock:
+            if not self._has_kept_refused:
+                try:
+                    checkpoint_store.keep_refused(
+                        self.folder, [folder for _, folder in self.stages()], self._facts
+                    )
+                    self._has_kept_refused = True
+                except OSError as error:
+                    log.error("checkpoints with different training settings cannot be moved: %s", error)
+            return self._has_kept_refused
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait as `CheckpointStore.wait` does."""

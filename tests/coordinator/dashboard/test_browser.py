@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from dashboard_demo import chromium
@@ -288,6 +290,19 @@ def test_the_page_updates_itself(opened) -> None:  # type: ignore[no-untyped-def
         "document.querySelector('#events li').textContent.includes('anna is lost: silent for 10.0 s')", 10.0
     )
     assert page.errors == []
+
+
+def test_times_before_today_have_a_date(opened, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    yesterday_s = time.time() - 86400.0
+    monkeypatch.setattr("dashboard_demo.server.time", SimpleNamespace(time=lambda: yesterday_s))
+    page, _ = opened(4, "small")
+    first = page.run("[...document.querySelectorAll('#events time')].at(-1).textContent")
+    assert re.fullmatch(r"\d+ [A-Z][a-z]+ \d\d:\d\d:\d\d", first)
+    assert f"since {first}" in page.run("document.querySelector('#timeline svg').getAttribute('aria-label')")
+    source = page.run("document.querySelector('script[type=module]').src").replace("app.js", "format.js")
+    now = page.run(f"import('{source}').then((format) => format.moment(Date.now() / 1000))")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", now)
+    assert page.run(LAYOUT_CHECK) == []
 
 
 def test_curves_are_drawn_for_every_window_and_axis(opened) -> None:  # type: ignore[no-untyped-def]

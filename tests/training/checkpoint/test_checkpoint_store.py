@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gridtrain.core.messages import CheckpointInfo, LedgerState
+from gridtrain.core.messages import CheckpointInfo, Facts, LedgerState
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, CheckpointStore
 
@@ -112,8 +112,8 @@ def test_a_full_disk_is_logged_every_ten_minutes_until_there_is_space(
     assert figures == [{"failed_checkpoints": float(count)} for count in (1, 2, 3, 4, 0)]
 
 
-def content(step: int, history: bytes = b"h" * 32) -> CheckpointContent:
-    return CheckpointContent(CheckpointInfo(step - 1, history, LedgerState(step=step)), (), {}, {}, {})
+def content(step: int, facts: Facts = ()) -> CheckpointContent:
+    return CheckpointContent(CheckpointInfo(step - 1, b"h" * 32, LedgerState(step=step)), facts, {}, {}, {})
 
 
 def test_of_an_earlier_process_only_the_latest_checkpoint_stays(tmp_path: Path) -> None:
@@ -126,3 +126,14 @@ def test_of_an_earlier_process_only_the_latest_checkpoint_stays(tmp_path: Path) 
         store.wait()
     steps = [checkpoint_store.checkpoint_step(path) for path in checkpoint_store.list_checkpoints(tmp_path)]
     assert steps == [30, 50, 60, 70]
+
+
+def test_checkpoints_of_other_settings_do_not_count_among_those_to_keep(tmp_path: Path) -> None:
+    for step, facts in ((10, ()), (15, (("model", "another"),))):
+        checkpoint_store.save(content(step, facts), checkpoint_store.step_folder(tmp_path, step))
+    store = CheckpointStore(tmp_path, every=10, keep=2)
+    store.mark_verified()
+    store.write(content(20))
+    store.wait()
+    steps = [checkpoint_store.checkpoint_step(path) for path in checkpoint_store.list_checkpoints(tmp_path)]
+    assert steps == [10, 20]

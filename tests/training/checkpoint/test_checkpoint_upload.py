@@ -15,7 +15,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from gridtrain.core.messages import CheckpointInfo, LedgerState
+from gridtrain.core.messages import CheckpointInfo, Facts, LedgerState
 from gridtrain.errors import ConfigError
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent
@@ -26,11 +26,11 @@ from gridtrain.training.checkpoint.remote_store import MODEL_PART, RemoteStore, 
 WITHIN_S = 60.0
 
 
-def save(folder: Path, step: int, history: bytes = b"h", blocks: int = 0) -> Path:
+def save(folder: Path, step: int, history: bytes = b"h", blocks: int = 0, later: Facts = ()) -> Path:
     """Write a checkpoint to a disk, with a residual, which is not uploaded."""
     position = CheckpointInfo(step - 1, history * 32, LedgerState(step=step))
     tensors, residual = {"weight": torch.full((3,), float(step))}, {"residual": torch.ones(3)}
-    facts = (("blocks", str(blocks)),) if blocks else ()
+    facts = ((("blocks", str(blocks)),) if blocks else ()) + later
     path = checkpoint_store.step_folder(folder, step)
     checkpoint_store.save(CheckpointContent(position, facts, {}, tensors, residual), path)
     return path
@@ -222,6 +222,24 @@ def test_a_part_on_the_disk_is_not_replaced_because_of_its_residual(
         for stage in ("blocks-000-002", "blocks-002-003")
     )
     assert mine.residual and not copy.residual
+
+
+@pytest.mark.parametrize("where", ["on the disk", "at the URL"])
+def test_facts_that_a_version_did_not_record_do_not_make_a_checkpoint_another_run_s(
+    where: str, store: RemoteStore, tmp_path: Path
+) -> None:
+    """A checkpoint on the disk is not replaced, which would lose its residual, and not moved away."""
+    anna, stages = tmp_path / "anna", ["blocks-000-002", "blocks-002-003"]
+    known: Facts = (("adapter", "none"),)
+    for stage in stages:
+        Uploads(store, tmp_path / stage).add(
+            10, stage, blocks=3, later=() if where == "on the disk" else known
+        )
+    path = save(anna / stages[0], 10, blocks=3, later=known if where == "on the disk" else ())
+    earlier = save(anna / stages[1], 5, blocks=3, later=known)
+    assert store.fetch_latest(anna, (("blocks", "3"), *known)) == 10
+    assert checkpoint_store.read(path).residual
+    assert earlier.is_dir() and not (anna / "earlier-1").exists()
 
 
 def test_a_file_is_replaced_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from gridtrain.core.messages import CheckpointInfo, LedgerState, Span
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training import residual_departure
-from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint import checkpoint_store, serialization
 from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, read, save, step_folder
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 
@@ -67,6 +68,25 @@ def test_checkpoints_of_other_settings_are_kept(act: str, tmp_path: Path) -> Non
         read(tmp_path / "earlier-1" / "blocks-001-002" / path.name).tensors["x"], torch.ones(1)
     )
     assert path.is_dir() is (act != "discard_after")
+
+
+def test_two_threads_do_not_move_checkpoints_of_other_settings_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread writes this worker's stage, while another stores the copy of another stage."""
+    store, calls = store_in(tmp_path), []
+    other = threading.Thread(target=store._can_keep_refused)
+
+    def move(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            other.start()
+            other.join(0.2)  # until it waits, or has called this function as well
+
+    monkeypatch.setattr(checkpoint_store, "keep_refused", move)
+    assert store._can_keep_refused()
+    other.join(60.0)
+    assert len(calls) == 1
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -80,4 +80,13 @@ export function clock(at_s) {
   return new Date(at_s * 1000).toLocaleTimeString("en-GB");
 }
 
+export function date(at_s) {
+  return new Date(at_s * 1000).toLocaleDateString("en-GB", { day: "numeric", month: "short" });
+}
+
+/** The time, with the date unless it is today. */
+export function moment(at_s) {
+  return date(at_s) === date(Date.now() / 1000) ? clock(at_s) : `${date(at_s)} ${clock(at_s)}`;
+}
+
 export const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -1,6 +1,6 @@
 // Three curves against time, steps or bytes, drawn by uPlot.
 
-import { bytes, clock, count, cssColour, digits, el, put } from "./format.js";
+import { bytes, clock, count, cssColour, date, digits, el, moment, put } from "./format.js";
 
 const PLOTS = [
   { name: "Loss", series: [["loss", "--accent", "loss"]], value: (v) => digits(v, 4), lasting: true,
@@ -11,10 +11,13 @@ const PLOTS = [
     value: bytes, nothing: "Nothing is exchanged.", log: true },
 ];
 const X = { time: "at_s", step: "step", bytes: "bytes" };
-const AXIS = { time: clock, step: count, bytes };
+const AXIS = { time: moment, step: count, bytes };
 
-/** Hours and minutes, and seconds if ticks are less than a minute apart. */
-const hours = (_, ticks) => ticks.map((v, at) => (ticks.length > 1 && ticks[1] - ticks[0] < 60 ? clock(v) : clock(v).slice(0, 5)));
+/** Hours and minutes, and seconds if ticks are less than a minute apart; at midnight the date. */
+const hours = (_, ticks) => ticks.map((v) => {
+  const time = clock(v);
+  return time === "00:00:00" ? date(v) : ticks.length > 1 && ticks[1] - ticks[0] < 60 ? time : time.slice(0, 5);
+});
 
 /** Only 1, 10, 100 on a logarithmic axis; otherwise there would be a line for each digit. */
 function tens(_chart, _axis, low, high) {

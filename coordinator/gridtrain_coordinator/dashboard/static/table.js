@@ -1,6 +1,6 @@
 // One row per worker: sorted, filtered, in pages.  Rows are reused; only their texts change.
 
-import { clock, count, digits, el, put, rate, seconds, svg } from "./format.js";
+import { count, digits, el, moment, put, rate, seconds, svg } from "./format.js";
 
 export const SPLIT = [["computing_s", "compute", "computing"], ["selecting_s", "select", "selecting"],
   ["communicating_s", "comm", "communicating"], ["waiting_s", "wait", "waiting"]];
@@ -20,7 +20,7 @@ const COLUMNS = [
   { title: "Step time", key: "total_s", left: true },
   { title: "Link", key: "sent_Bps", left: true },
   { title: "Loss", key: "loss", text: (w) => digits(w.loss, 4) },
-  { title: "Heard", key: "heard_s", text: (w) => (w.departed_s ? `${w.state} ${clock(w.departed_s)}` : w.heard_s ? `${w.heard_s} s ago` : "now") },
+  { title: "Heard", key: "heard_s", text: (w) => (w.departed_s ? `${w.state} ${moment(w.departed_s)}` : w.heard_s ? `${w.heard_s} s ago` : "now") },
   { title: "Missed", key: "missed_steps", text: (w) => count(w.missed_steps ?? 0), rare: true },
   { title: "Violations", key: "strikes", text: (w) => count(w.strikes), rare: true },
 ];

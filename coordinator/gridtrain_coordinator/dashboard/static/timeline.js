@@ -1,6 +1,6 @@
 // The timeline: generations as bands, faults and joins as marks, and all events as a list of sentences.
 
-import { clock, el, svg } from "./format.js";
+import { date, el, moment, svg } from "./format.js";
 
 const BAND = 26, TOP = 8, HEIGHT = 104, LISTED = 100;
 let WIDTH = 640;
@@ -42,6 +42,7 @@ export class Timeline {
 
   /** The strip, from the first event to now, or to the end of the run. */
   draw(now_s) {
+    if (date(now_s) !== this.today) { this.today = date(now_s); this.relist(); } // times get a date at midnight
     if (!this.events.length) { this.place.replaceChildren(); return; }
     WIDTH = Math.max(this.place.clientWidth, 280);
     const from = this.events[0].at_s, end = this.events.find((event) => event.event === "finished");
@@ -50,7 +51,7 @@ export class Timeline {
     const generations = this.events.filter((event) => event.event === "generation");
     const faults = this.events.filter((event) => event.kind === "fault").length;
     const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label":
-      `${generations.length} generations and ${faults} faults since ${clock(from)}; the list below has the same as text` });
+      `${generations.length} generations and ${faults} faults since ${moment(from)}; the list below has the same as text` });
     picture.append(svg("line", { x1: 6, x2: WIDTH - 6, y1: HEIGHT - 12, y2: HEIGHT - 12, class: "t-axis" }));
     generations.forEach((event, at) => {
       const x1 = x(event.at_s), x2 = at + 1 < generations.length ? x(generations[at + 1].at_s) : x(end?.at_s ?? to);
@@ -77,7 +78,7 @@ function mark(kind, x, y, words = null) {
 }
 
 function line(event) {
-  const time = el("time", { dateTime: new Date(event.at_s * 1000).toISOString() }, clock(event.at_s));
+  const time = el("time", { dateTime: new Date(event.at_s * 1000).toISOString() }, moment(event.at_s));
   const words = el("span");
   if (event.kind === "fault") words.append(el("span", { className: "badge fault" }, "fault"), " ");
   words.append(event.text);
