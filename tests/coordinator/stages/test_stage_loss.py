@@ -325,7 +325,8 @@ def test_a_run_that_its_owner_ends_waits_for_a_stage_before_it_returns_to_an_ear
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED and "after 15 s" in run.core.reason
-    end(run)
+    later = "or of a later one if a worker that holds it joins first"
+    assert end(run) == f'the run "r" ends in 15 s with the model of step 10, {later}'
     assert run.core.phase is RunPhase.PAUSED
     if back:
         run.join(B)
@@ -552,6 +553,11 @@ def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
     run.join(B)
     run.tick(10 * run.core.run.limits.recut_s)
     assert run.core.phase is RunPhase.PAUSED and "a left with a stage of step 21" in run.core.reason
+    end(run)
+    run.tick(59)
+    assert run.core.phase is RunPhase.PAUSED
+    run.tick(1)
+    assert run.core.phase is RunPhase.FINISHED and "the model of step 21" in run.core.run.missing_model
 
 
 def test_the_owner_removes_an_awaited_worker_and_the_run_continues_without_it() -> None:
@@ -563,6 +569,37 @@ def test_the_owner_removes_an_awaited_worker_and_the_run_continues_without_it() 
     assert run.view.applied == 9 and run.roster == "a"
     (note,) = run.notes("rollback")
     assert note.fields == {"from": 13, "to": 10, "at_least": True}
+
+
+@pytest.mark.parametrize("event", ["none", "join", "kick"])
+def test_a_run_that_its_owner_ends_waits_for_workers_that_left(event: str) -> None:
+    run = stopped_run(CTRL_C, CTRL_C)
+    run.join(A)
+    cause = (
+        "b left with a stage of step 13 on its disk; gridtrain export, given the state folders of all "
+        "workers in one folder, writes the model of step 13"
+    )
+    waits = "ends in 60 s without a model, unless workers with the missing part join first"
+    assert end(run) == f'the run "r" {waits}: {cause}'
+    assert run.core.snapshot(run.now_s)["reason"].endswith(
+        f"; its owner has ended the run, which {waits}: {cause}"
+    )
+    run.tick(50)
+    assert run.core.phase is RunPhase.PAUSED and not run.notes("rollback")
+    if event == "join":
+        run.join(B)
+    elif event == "kick":
+        run.hear(WorkerRemoved(B, "kicked", "was removed from the run", "ask for an invitation"))
+        assert "ends in 15 s with the model of step 10" in run.core.snapshot(run.now_s)["reason"]
+        run.tick(15)
+    else:
+        run.tick(10)
+        assert run.core.phase is RunPhase.FINISHED and not run.notes("rollback")
+        assert run.core.run.missing_model == f"the final model was not written: {cause}"
+        return
+    run.ready()
+    assert run.core.phase is RunPhase.FINISHED and not run.core.run.missing_model
+    assert run.view.applied == (12 if event == "join" else 9)
 
 
 @pytest.mark.parametrize("leave", [CTRL_C, PAUSE])
