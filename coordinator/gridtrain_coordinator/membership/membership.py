@@ -553,11 +553,11 @@ class Membership:
     def _handle_removal(self, event: WorkerRemoved) -> list[Effect]:
         peer = event.peer
         self.run.paused_workers.discard(peer)
-        self.run.left_workers.pop(peer, None)
+        entries = self.run.forget_left(peer)
         if peer not in self.run.workers:
-            return [Disconnect(peer)]
+            return [*entries, Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))
-        return [refused, *self._departures.dismiss(peer, event.reason, notify=False)]
+        return [*entries, refused, *self._departures.dismiss(peer, event.reason, notify=False)]
 
     def _resend_missed(self, peer: m.PeerId) -> list[Effect]:
         """Return the messages that a worker may have missed while its connection was broken."""

@@ -535,6 +535,46 @@ def test_stopped_workers_are_awaited_rather_than_steps_lost(leave: m.Message) ->
     assert run.view.applied == 12 and not run.notes("rollback")
 
 
+def restarted(run: StagedRun) -> StagedRun:
+    """A coordinator that is started again on the journal; no worker has joined it."""
+    again = StagedRun(2, recovered=recover_run(run.journal), term=2, start=False, model=TWO_LAYERS)
+    again.checkpoints = run.checkpoints
+    return again
+
+
+def join_anew(run: StagedRun, peer: m.PeerId) -> None:
+    """A new process joins, which knows no generation."""
+    ScriptedCoordinator.join(run, peer, setup=replace(run.setup, stage_checkpoints=run.checkpoints[peer]))
+
+
+def wait(run: StagedRun) -> None:
+    """Let the next ten deadlines pass."""
+    for _ in range(10):
+        run.now_s = min(run.core.deadline_s, run.now_s + 1000)
+        run.tick()
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize("leave", [CTRL_C, PAUSE])
+def test_stopped_workers_are_awaited_by_a_restarted_coordinator(leave: m.Message, is_back: bool) -> None:
+    first = stopped_run(leave, leave)
+    if is_back:
+        first.join(A)
+    run = restarted(first)
+    assert run.core.run.left_workers == first.core.run.left_workers
+    join_anew(run, A)
+    wait(run)
+    assert (run.core.phase, run.core.reason) == (RunPhase.PAUSED, AWAITED)
+    first.hear(WorkerRemoved(B, "kicked", "was removed from the run", "ask for an invitation"))
+    join_anew(run, B)
+    assert run.view.applied == 12 and not run.notes("rollback")
+    run = restarted(first)
+    join_anew(run, A)
+    wait(run)
+    (note,) = run.notes("rollback")
+    assert note.fields == {"from": 13, "to": 10, "at_least": True}, "the removed worker is not awaited"
+
+
 def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
     """One stage over one worker: the other one is not enough to go on from its older copy."""
     run = StagedRun(2, A, B, model=TWO_LAYERS)
@@ -553,6 +593,10 @@ def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
     run.join(B)
     run.tick(10 * run.core.run.limits.recut_s)
     assert run.core.phase is RunPhase.PAUSED and "a left with a stage of step 21" in run.core.reason
+    again = restarted(run)
+    join_anew(again, B)
+    wait(again)
+    assert (again.core.phase, again.core.reason) == (RunPhase.PAUSED, run.core.reason)
     end(run)
     run.tick(59)
     assert run.core.phase is RunPhase.PAUSED
