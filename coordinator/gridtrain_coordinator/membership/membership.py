@@ -270,13 +270,17 @@ class Membership:
             return pending
         members = format_count(len(run.member_order), "member")
         if not run.present_members:
+            awaited = len(run.members - run.departed_members) or len(run.members)
             left_s = math.ceil(min(run.limits.regather_s, max(0.0, run.view_change.deadline_s - now_s)))
             when = f"comes back, or in {left_s} s without a model"
             if run.partition.is_pipeline:
-                when = "or a worker with a checkpoint joins"
-            if len(run.member_order) == 1:
+                when = (
+                    "or a worker with a checkpoint joins; if a stage is then missing, "
+                    f"{run.limits.regather_s:g} s later, without a model"
+                )
+            if awaited == 1:
                 return f"ends when its member, which is disconnected, {when}"
-            return f"ends when one of its {members}, all of which are disconnected, {when}"
+            return f"ends when one of its {awaited} members, all of which are disconnected, {when}"
         write = "writes" if len(run.member_order) == 1 else "write"
         absent = ", ".join(self.worker_name(peer) for peer in run.member_order if peer not in run.workers)
         waits = ""

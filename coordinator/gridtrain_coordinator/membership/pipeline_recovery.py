@@ -24,6 +24,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.rank_placement import StateLocations
+from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.quantities import MAX_NAMES, format_count, list_first
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.view_installer import ViewInstaller, initial_outcome
@@ -276,13 +277,14 @@ class PipelineRecovery:
     def end_without_members(self, now_s: float) -> list[Effect]:
         """End the run on its owner's order while no worker is a member; first wait for workers that left."""
         run = self._run
-        if not run.highest_step or not run.workers:
+        if not run.highest_step:
             return self._departures.finish_run()
         last = run.highest_step - 1
         restart = self._find_restart_point(None, last, {})
-        if left := self._await_left(restart, last):
-            return self._await_end(restart, last, left[0], now_s, left[1])
-        return self._end_incomplete(last, end_reason(restart))
+        if run.left_workers:
+            reason, incomplete = self._await_left(restart, last) or (run.reason, "")
+            return self._await_end(restart, last, reason, now_s, incomplete)
+        return self._end_incomplete(last, self._end_reason(restart, last))
 
     def describe_pending_end(self, now_s: float) -> str:
         """Return when and how a run ends that its owner has ended, if it waits for workers; otherwise ""."""
@@ -296,13 +298,14 @@ class PipelineRecovery:
     ) -> list[Effect]:
         """Pause the run; if its owner has ended it, end it after `regather_s` unless it can continue by then.
 
-        If no worker is present, the run stays paused, because all its members may come back.
+        If no worker is present, the run stays paused as long as members may come back.
 
         Args:
             incomplete: why no model is written if the run ends; by default what `restart` lacks.
         """
         run = self._run
-        if not run.is_ending or not run.eligible_workers():
+        can_return = not run.eligible_workers() and bool(run.members - run.departed_members)
+        if not run.is_ending or can_return:
             self._end_s, self._pending_end = math.inf, None
             return self._pause(reason)
         self._end_s = min(self._end_s, now_s + run.limits.regather_s)
@@ -311,7 +314,7 @@ class PipelineRecovery:
             later = ", or of a later one if a worker that holds it joins first" if at < last else ""
             self._pending_end = run.view_change.deadline_s, f"with the model of step {at + 1}{later}"
             return self._pause(reason)
-        incomplete = incomplete or end_reason(restart)
+        incomplete = incomplete or self._end_reason(restart, last)
         how = f"without a model, unless workers with the missing part join first: {incomplete}"
         self._pending_end = self._end_s, how
         if now_s >= self._end_s:
@@ -319,8 +322,20 @@ class PipelineRecovery:
         run.view_change.shorten_deadline(self._end_s)
         return self._pause(reason)
 
+    def _end_reason(self, restart: RestartPoint, last: int) -> str:
+        """Return why no model is written if the run ends now, and where `gridtrain export` finds one."""
+        if restart.outcome is None:
+            return end_reason(restart, last)
+        at, layers = (restart.outcome.applied, restart.outcome.history), self._run.partition.bounds[-1]
+        whole = (
+            self._run.workers[peer].name
+            for peer, stored in self._checkpoints.trusted_checkpoints().items()
+            if not uncovered_spans([x.layers for x in stored if (x.applied, x.history) == at], layers)
+        )
+        return end_reason(restart, last, next(whole, ""))
+
     def _end_incomplete(self, last: int, reason: str) -> list[Effect]:
-        """End the run on its owner's order although the connected workers lack a stage of every state.
+        """End the run on its owner's order although the connected workers cannot continue.
 
         They are refused like workers that join too late, but with the reason, and keep their states.
         """

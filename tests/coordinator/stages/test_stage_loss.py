@@ -272,12 +272,37 @@ def test_the_missing_stage_comes_after_the_owners_order() -> None:
     assert run.view is not None and run.view.applied == 12
 
 
-def test_a_run_whose_members_are_all_away_does_not_end() -> None:
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_run_whose_members_are_all_away_does_not_end(has_left: bool) -> None:
     run = StagedRun(2, A, B)
-    run.lose(A), run.lose(B)
-    assert "all of which are disconnected" in end(run)
+    _, _ = run.say(A, CTRL_C) if has_left else run.lose(A), run.lose(B)
+    who = "its member, which is" if has_left else "one of its 2 members, all of which are"
+    assert end(run) == (
+        f'the run "r" ends when {who} disconnected, or a worker with a checkpoint joins; if a stage is then '
+        "missing, 60 s later, without a model"
+    )
     run.tick(1000)
     assert run.core.phase is RunPhase.PAUSED
+    if has_left:
+        run.join(B)
+        run.report(B, applied=12, history=b"h12", ledger=state_after(12))
+        run.tick(60)
+        assert run.core.phase is RunPhase.FINISHED and run.core.run.missing_model
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_ends_whose_workers_have_all_left(stages: int) -> None:
+    """The only member of one stage leaves without a view change."""
+    run = stopped_run(CTRL_C, CTRL_C) if stages == 2 else run_of_one_stage()
+    if stages == 1:
+        run.say(A, CTRL_C)
+    lost = "stages 0, 1 of 2 after step 13" if stages == 2 else "stage 0 of 1 after step 21"
+    incomplete = MISSING.replace("stage 1 of 2 after step 13", lost)
+    waits = "ends in 60 s without a model, unless workers with the missing part join first"
+    assert end(run) == f'the run "r" {waits}: {incomplete}'
+    run.tick(60)
+    assert run.core.phase is RunPhase.FINISHED
+    assert run.core.run.missing_model == f"the final model was not written: {incomplete}"
 
 
 def test_a_run_ends_whose_first_members_are_lost_together_after_the_owners_order() -> None:
@@ -302,17 +327,19 @@ def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> N
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers
 
 
-def test_the_owner_ends_a_run_that_waits_for_a_stage_and_has_an_earlier_step() -> None:
-    """The survivor has too little memory for both stages of step 10, which are on its disk."""
+@pytest.mark.parametrize("step", [10, 13])
+def test_the_owner_ends_a_run_whose_stages_do_not_fit_into_memory(step: int) -> None:
+    """The survivor has too little memory for both stages, which are on its disk."""
     model = m.StagedModel((0, 1, 2), (m.LayerCosts(4, 4),) * 2, copies=1.0, micro_batches=8)
     run = StagedRun(2, A, B, model=model, memory={A: 12, B: 12})
-    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
+    run.say(A, m.StageCheckpointList(stored(step - 1, 0, 1)))
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
+    lacks = "do not hold all stages of step 13" if step == 10 else "could not continue from step 13"
     assert end(run).endswith(
-        "the connected workers do not hold all stages of the model; gridtrain export, given the state "
-        "folders of all workers in one folder, writes the model of step 10"
+        f": the connected workers {lacks}; gridtrain export, given the state folder of a, writes the model "
+        f"of step {step}"
     )
     run.tick(60)
     assert run.core.phase is RunPhase.FINISHED
@@ -575,8 +602,8 @@ def test_stopped_workers_are_awaited_by_a_restarted_coordinator(leave: m.Message
     assert note.fields == {"from": 13, "to": 10, "at_least": True}, "the removed worker is not awaited"
 
 
-def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
-    """One stage over one worker: the other one is not enough to go on from its older copy."""
+def run_of_one_stage() -> StagedRun:
+    """a has the whole model of step 21 after b has left; b's disk has that of step 10."""
     run = StagedRun(2, A, B, model=TWO_LAYERS)
     trained(run, 9)
     run.checkpoints |= {A: stored(9, 0, 1), B: stored(9, 0, 1)}
@@ -589,6 +616,12 @@ def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
     trained(run, 20)
     run.checkpoints[A] = (m.CheckpointInfo(20, b"h20", state_after(20), m.Span(0, 2)),)
     run.say(A, m.StageCheckpointList(run.checkpoints[A]))
+    return run
+
+
+def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
+    """The other one is not enough to go on from its older copy."""
+    run = run_of_one_stage()
     run.say(A, CTRL_C)
     run.join(B)
     run.tick(10 * run.core.run.limits.recut_s)
