@@ -25,7 +25,7 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
-_NO_HOLDER = f"no worker that held the model came back; {MODEL_REMEDY}"
+_NO_HOLDER = f"no worker was training; {MODEL_REMEDY}"
 
 
 class FreezePhase:
