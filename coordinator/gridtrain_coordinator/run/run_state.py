@@ -217,6 +217,9 @@ class RunState:
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
+        if self.phase is RunPhase.PAUSED:  # what it waited for is here
+            ready = f"{format_count(len(members), 'worker')} {'is' if len(members) == 1 else 'are'} ready"
+            self._reason = f"the run continues from step {view.applied + 1} when {ready}"
         self.finished_members.clear()
         self.missing_model = ""  # the new first member writes the model
         self.departed_members.clear()

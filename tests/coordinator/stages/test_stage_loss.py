@@ -595,6 +595,10 @@ def test_stopped_workers_are_awaited_by_a_restarted_coordinator(leave: m.Message
     first.hear(WorkerRemoved(B, "kicked", "was removed from the run", "ask for an invitation"))
     join_anew(run, B)
     assert run.view.applied == 12 and not run.notes("rollback")
+    assert (run.core.phase, run.core.reason) == (
+        RunPhase.PAUSED,
+        "the run continues from step 13 when 2 workers are ready",
+    )
     run = restarted(first)
     join_anew(run, A)
     wait(run)
