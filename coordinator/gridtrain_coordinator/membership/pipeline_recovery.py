@@ -304,8 +304,8 @@ class PipelineRecovery:
             incomplete: why no model is written if the run ends; by default what `restart` lacks.
         """
         run = self._run
-        can_return = not run.eligible_workers() and bool(run.members - run.departed_members)
-        if not run.is_ending or can_return:
+        awaits_members = not run.eligible_workers() and bool(run.members - run.departed_members)
+        if not run.is_ending or awaits_members:
             self._end_s, self._pending_end = math.inf, None
             return self._pause(reason)
         self._end_s = min(self._end_s, now_s + run.limits.regather_s)

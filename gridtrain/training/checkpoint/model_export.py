@@ -213,13 +213,12 @@ def keep_earlier_parts(folder: Path, end: str) -> str:
             for other, paths in sorted(_parts(folder).items()):
                 if other == end:
                     continue
+                names = {path.name for path in paths}
                 folders = (folder / f"earlier-{n}" for n in itertools.count(1))
-                kept.append(
-                    next(path for path in folders if not path.exists() or set(_parts(path)) == {other})
-                )
+                kept.append(next(path for path in folders if _can_take(path, other, names)))
                 kept[-1].mkdir(exist_ok=True)
                 for path in paths:
-                    os.replace(path, kept[-1] / path.name)
+                    os.rename(path, kept[-1] / path.name)
     except OSError as error:
         raise unwritable(folder, error) from None
     return f"; the one that was there before is in {' and '.join(map(str, kept))}" if kept else ""
@@ -236,6 +235,14 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(opened)
+
+
+def _can_take(folder: Path, end: str, names: set[str]) -> bool:
+    """Return whether `folder` is new, or has only other parts of this end."""
+    if not folder.exists():
+        return True
+    parts = _parts(folder)
+    return parts.keys() == {end} and names.isdisjoint(path.name for path in parts[end])
 
 
 def _parts(folder: Path) -> dict[str, list[Path]]:

@@ -113,10 +113,11 @@ def test_a_worker_keeps_the_parts_of_its_former_stages_apart(tmp_path: Path) -> 
 def test_parts_of_an_unknown_end_are_kept_too(tmp_path: Path) -> None:
     """An earlier version wrote them, or they are damaged."""
     names = ("final-00001-of-00002.safetensors", "final-00002-of-00002.safetensors", FINAL_INDEX)
-    for name in names:
-        write(tmp_path / name, "damaged")
-    assert keep_earlier_parts(tmp_path, "second").endswith("earlier-1")
-    assert files_in(tmp_path) == {f"earlier-1/{name}": "damaged" for name in names}
+    for number in (1, 2):
+        for name in names:
+            write(tmp_path / name, f"damaged {number}")
+        assert keep_earlier_parts(tmp_path, "second").endswith(f"earlier-{number}")
+    assert files_in(tmp_path) == {f"earlier-{n}/{name}": f"damaged {n}" for name in names for n in (1, 2)}
 
 
 def test_an_earlier_adapter_stays_loadable_with_the_files_beside_it(tmp_path: Path) -> None:
