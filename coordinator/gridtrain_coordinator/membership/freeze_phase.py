@@ -153,7 +153,8 @@ class FreezePhase:
             return [RecordViolation(worker.peer, "reported on a generation to which it does not belong")]
         if worker.peer in run.departed_members:
             return []  # a new process with the member's key; its `Setup` lists its checkpoints
-        assert run.definition is not None
+        if run.definition is None:
+            return []  # the journal is lost; the members' setups follow
         spec, ledger = run.definition.ledger, report.ledger
         checked = spec, ledger, run.members
         if checked != self._sound_ledger and data_ledger.is_sound(spec, ledger, run.members):
