@@ -33,7 +33,13 @@ from gridtrain.pipeline.profiler import Profile
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
-from gridtrain.training.checkpoint.model_export import FINAL_FILE, keep_earlier, plain_state, save_model
+from gridtrain.training.checkpoint.model_export import (
+    END,
+    FINAL_INDEX,
+    keep_earlier_parts,
+    plain_state,
+    save_model,
+)
 from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data.batch_sizes import BatchSizes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
@@ -146,19 +152,21 @@ class StageModelState(ModelState):
     def export(self, folder: Path) -> None:
         """Write this stage's part of the final model and, for the first stage, the index of all parts."""
         held, stages = self._held.assigned(), self._held.places.latest
-        name, index = _part_name(held.stage, stages.stages), f"{FINAL_FILE}.index.json"
-        path, earlier = folder / name, keep_earlier(folder, name, *([index] if held.stage == 0 else ()))
-        save_model(plain_state(held.module), path)
+        snapshot, path = self._session.snapshot, folder / _part_name(held.stage, stages.stages)
+        end = f"step {snapshot.applied + 1}, {snapshot.history.hex()}, stages cut at {list(stages.cuts)}"
+        earlier = keep_earlier_parts(folder, end)
+        save_model(plain_state(held.module), path, {END: end})
         if held.stage == 0:
             parts = {
                 name: _part_name(stage, stages.stages)
                 for stage in range(stages.stages)
                 for name in stages.tensor_names(stage)
             }
-            text = json.dumps({"metadata": {"stages": stages.stages}, "weight_map": parts}, indent=1)
+            metadata = {"stages": stages.stages, END: end}
+            text = json.dumps({"metadata": metadata, "weight_map": parts}, indent=1)
             partial = path.with_suffix(".partial")
             partial.write_text(text, encoding="utf-8")
-            os.replace(partial, folder / index)
+            os.replace(partial, folder / FINAL_INDEX)
         part = f"stage {held.stage} of the model" if stages.stages > 1 else "the model"
         log.warning("the run is finished; %s is in %s%s", part, path, earlier)
         if base := self._held.base.describe():

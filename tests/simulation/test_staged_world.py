@@ -295,6 +295,11 @@ def test_other_workers_create_stages_again_if_no_step_was_committed() -> None:
     check(*history(798943))
 
 
+def test_a_coordinator_that_lost_its_journal_receives_a_report_before_any_setup() -> None:
+    """A member reports to it that has received no state yet."""
+    check(*history(173832))
+
+
 def reached_by(world: StagedWorld) -> dict[str, int]:
     """What happened in a history, and how often."""
     cuts = list(pairwise(world.stage_bounds))

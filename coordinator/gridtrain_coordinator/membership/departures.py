@@ -53,8 +53,13 @@ class Departures:
         if worker is None:
             return [Disconnect(peer)]
         missed = self._record_missing_model(worker, reason)
-        self._run.record_leave(worker)
-        return [*missed, *self._remove(worker, f"left: {reason}", is_voluntary=True), Disconnect(peer)]
+        entries = self._run.record_leave(worker)
+        return [
+            *missed,
+            *entries,
+            *self._remove(worker, f"left: {reason}", is_voluntary=True),
+            Disconnect(peer),
+        ]
 
     def _record_missing_model(self, worker: Worker, reason: str) -> list[Effect]:
         """Record that the member that was to write the final model is leaving without having done so."""

@@ -25,7 +25,7 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
-_NO_HOLDER = f"no worker that held the model came back; {MODEL_REMEDY}"
+_NO_HOLDER = f"no worker was training; {MODEL_REMEDY}"
 
 
 class FreezePhase:
@@ -82,7 +82,7 @@ class FreezePhase:
         """
         run = self._run
         if not run.has_started or run.members <= run.departed_members:
-            return self._start_over()
+            return self._start_over(now_s)
         self.delay_freeze(now_s)
         reason = (
             f"all members are disconnected; waiting {run.limits.regather_s:g} s for them to come back, then "
@@ -102,14 +102,14 @@ class FreezePhase:
         self.is_awaiting_members = True
         self.delayed_until_s = None
 
-    def _start_over(self) -> list[Effect]:
+    def _start_over(self, now_s: float) -> list[Effect]:
         """Start over from new workers' checkpoints or at step 0, because no worker holds the model.
 
         A run that its owner has ended is finished instead, without a model.
         """
         run = self._run
         if run.is_ending:
-            return self.end_without_members()
+            return self.end_without_members(now_s)
         run.lose_model()
         run.view_change.withdraw()
         run.view_change.reset()
@@ -126,12 +126,12 @@ class FreezePhase:
             *(run.phase_message(peer) for peer in run.workers),
         ]
 
-    def end_without_members(self) -> list[Effect]:
+    def end_without_members(self, now_s: float) -> list[Effect]:
         """End the run on its owner's order, because no member is left that could come back with the model."""
         run = self._run
         run.view_change.reset()
         if run.partition.is_pipeline:
-            return self._pipeline_recovery.end_without_members()
+            return self._pipeline_recovery.end_without_members(now_s)
         return self._departures.finish_run(_NO_HOLDER if run.has_started or run.highest_step else "")
 
     # -- reports -----------------------------------------------------------------------------------
@@ -153,7 +153,8 @@ class FreezePhase:
             return [RecordViolation(worker.peer, "reported on a generation to which it does not belong")]
         if worker.peer in run.departed_members:
             return []  # a new process with the member's key; its `Setup` lists its checkpoints
-        assert run.definition is not None
+        if run.definition is None:
+            return []  # the journal is lost; the members' setups follow
         spec, ledger = run.definition.ledger, report.ledger
         checked = spec, ledger, run.members
         if checked != self._sound_ledger and data_ledger.is_sound(spec, ledger, run.members):
@@ -296,4 +297,4 @@ class FreezePhase:
         view_change.reset()
         if holders:
             return self._view_installer.install_next(holders, now_s)
-        return self._start_over() if was_awaiting else self.await_members(now_s)
+        return self._start_over(now_s) if was_awaiting else self.await_members(now_s)

@@ -266,17 +266,21 @@ class Membership:
     def _describe_pending_end(self, now_s: float) -> str:
         """Return when and how the run ends, after its owner has ended it."""
         run = self.run
+        if pending := self._pipeline_recovery.describe_pending_end(now_s):
+            return pending
         members = format_count(len(run.member_order), "member")
         if not run.present_members:
+            awaited = len(run.members - run.departed_members) or len(run.members)
             left_s = math.ceil(min(run.limits.regather_s, max(0.0, run.view_change.deadline_s - now_s)))
             when = f"comes back, or in {left_s} s without a model"
             if run.partition.is_pipeline:
-                when = "or a worker with a checkpoint joins"
-            if len(run.member_order) == 1:
+                when = (
+                    "or a worker with a checkpoint joins; if a stage is then missing, "
+                    f"{run.limits.regather_s:g} s later, without a model"
+                )
+            if awaited == 1:
                 return f"ends when its member, which is disconnected, {when}"
-            return f"ends when one of its {members}, all of which are disconnected, {when}"
-        if pending := self._pipeline_recovery.describe_pending_end(now_s):
-            return pending
+            return f"ends when one of its {awaited} members, all of which are disconnected, {when}"
         write = "writes" if len(run.member_order) == 1 else "write"
         absent = ", ".join(self.worker_name(peer) for peer in run.member_order if peer not in run.workers)
         waits = ""
@@ -317,7 +321,8 @@ class Membership:
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
         setup = choice.effective_setup
         skipped = run.skipped_steps
-        ends = run.is_ending and run.members and not run.is_finished
+        waits = run.members or self._pipeline_recovery.describe_pending_end(now_s)
+        ends = run.is_ending and waits and not run.is_finished
         end = f"; its owner has ended the run, which {self._describe_pending_end(now_s)}" if ends else ""
         return {
             "run": run.name,
@@ -552,11 +557,11 @@ class Membership:
     def _handle_removal(self, event: WorkerRemoved) -> list[Effect]:
         peer = event.peer
         self.run.paused_workers.discard(peer)
-        self.run.left_workers.pop(peer, None)
+        entries = self.run.forget_left(peer)
         if peer not in self.run.workers:
-            return [Disconnect(peer)]
+            return [*entries, Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))
-        return [refused, *self._departures.dismiss(peer, event.reason, notify=False)]
+        return [*entries, refused, *self._departures.dismiss(peer, event.reason, notify=False)]
 
     def _resend_missed(self, peer: m.PeerId) -> list[Effect]:
         """Return the messages that a worker may have missed while its connection was broken."""
@@ -600,7 +605,8 @@ class Membership:
     def _begin_view_change(self, now_s: float) -> list[Effect]:
         run, view_change = self.run, self.run.view_change
         if (run.members or run.is_ending) and run.members <= run.finished_members:
-            return self._departures.finish_run() if run.members else self._freeze_phase.end_without_members()
+            end = self._freeze_phase.end_without_members
+            return self._departures.finish_run() if run.members else end(now_s)
         if run.members and not run.present_members:
             return self._freeze_phase.await_members(now_s)
         newcomers = self._candidates.newcomers

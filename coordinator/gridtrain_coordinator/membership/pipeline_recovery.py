@@ -4,7 +4,8 @@
                              every stage of an earlier step is on disk ----> rollback, the next generation
                              neither --------------------------------------> PAUSED until a worker joins;
                                       ended by its owner: FINISHED without a model after `regather_s`
-    a later step is on the disks of workers that left: PAUSED until they join or are removed (`_await_left`)
+    a later step is on the disks of workers that left: PAUSED until they join or are removed (`_await_left`);
+                                      ended by its owner: as above
     fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the connected workers, if it fits
     generation installed --> workers without a rank are on standby, and are notified
 
@@ -23,6 +24,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.rank_placement import StateLocations
+from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.quantities import MAX_NAMES, format_count, list_first
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.view_installer import ViewInstaller, initial_outcome
@@ -33,6 +35,7 @@ from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import ReportedCheckpoints
 from gridtrain_coordinator.stages.placement import LiveStates, PlacementResult, StagePlacement
 from gridtrain_coordinator.stages.whole_state import (
+    EXPORT,
     UNSAVED_REMEDY,
     RestartPoint,
     end_reason,
@@ -53,7 +56,8 @@ class PipelineRecovery:
     ) -> None:
         self._run, self._departures = run, departures
         self._view_installer, self._placement, self._checkpoints = view_installer, placement, checkpoints
-        self._pending_end: tuple[float, str] | None = None  # when the run ends without a model, and why
+        self._pending_end: tuple[float, str] | None = None  # when and how an ended run ends
+        self._end_s = math.inf  # when a run that its owner has ended ends without a model
 
     # -- the next generation -----------------------------------------------------------------------
 
@@ -66,9 +70,9 @@ class PipelineRecovery:
         restart = self._find_restart_point(None, run.highest_step - 1, {}, has_committed=run.highest_step > 0)
         if restart.outcome is None and not run.highest_step:
             restart = RestartPoint(initial_outcome(), StateLocations())
-        if reason := self._await_left(restart, run.highest_step - 1):
+        if left := self._await_left(restart, run.highest_step - 1):
             run.view_change.withdraw()
-            return self._pause(reason)
+            return self._pause(left[0])
         result = self._placement.place(restart, {}, now_s)
         if isinstance(result, str) or restart.outcome is None:
             run.view_change.withdraw()
@@ -106,8 +110,8 @@ class PipelineRecovery:
         if not is_certain and now_s < patience_s:
             run.view_change.wait_until(patience_s)  # the member that has the missing stage may come back
             return []
-        if outcome is None and (reason := self._await_left(restart, last)):
-            return self._pause(reason)
+        if outcome is None and (left := self._await_left(restart, last)):
+            return self._await_end(restart, last, left[0], now_s, left[1])
         restart, result = self._place(outcome, restart, last, live, now_s)
         if isinstance(result, str) or restart.outcome is None:
             return self._await_end(restart, last, str(result), now_s)
@@ -143,32 +147,34 @@ class PipelineRecovery:
             return False
         return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
 
-    def _await_left(self, restart: RestartPoint, last: int) -> str:
-        """Return why to wait for workers that left, because they have a later state than the restart point.
+    def _await_left(self, restart: RestartPoint, last: int) -> tuple[str, str] | None:
+        """Return why to wait for workers that left, because they have a later state than the restart point,
+        and why no model is written if the run ends before they join.
 
-        Returns "" if there is no reason.  Others do not wait for them: if a member holds a state, or workers
-        for all stages are present, the steps after the restart point are lost instead.
+        Returns None if there is no reason.  Others do not wait for them: if a member holds a state, or
+        workers for all stages are present, the steps after the restart point are lost instead.
         """
         run, left = self._run, self._run.left_workers
         assert run.definition is not None
         # A model that is repartitioned over fewer workers is awaited like one with all its stages.
         has_enough = len(run.eligible_workers()) >= max(run.partition.stage_count, run.definition.stages)
-        if not left or has_enough or run.is_ending or restart.outcome is None:
-            return ""
+        if not left or has_enough or restart.outcome is None:
+            return None
         is_trusted = self._checkpoints.quorum.is_trusted
         stored = {peer: tuple(filter(is_trusted, worker.checkpoints)) for peer, worker in left.items()}
         later = self._find_restart_point(None, last, {}, absent=stored).outcome
         if later is None or later.applied <= restart.outcome.applied:
-            return ""
+            return None
         run.view_change.wait_until(math.inf)
         at = later.applied, later.history
         names = [w.name for w in left.values() if any((x.applied, x.history) == at for x in w.checkpoints)]
         which, back = ("its disk", "it joins") if len(names) == 1 else ("their disks", "they join")
         kicked = names[0] if len(names) == 1 else "of each of them"
+        cause = f"{list_first(names, MAX_NAMES)} left with a stage of step {later.applied + 1} on {which}"
         return (
-            f"{list_first(names, MAX_NAMES)} left with a stage of step {later.applied + 1} on {which}; "
-            f"training continues when {back} again, or, from step {restart.outcome.applied + 1}, after "
-            f"gridtrain kick {kicked}"
+            f"{cause}; training continues when {back} again, or, from step {restart.outcome.applied + 1}, "
+            f"after gridtrain kick {kicked}",
+            f"{cause}; {EXPORT} the model of step {later.applied + 1}",
         )
 
     def _find_restart_point(
@@ -198,7 +204,7 @@ class PipelineRecovery:
 
     def _install(self, outcome: Outcome, result: PlacementResult, now_s: float) -> list[Effect]:
         placement, bounds = result
-        self._pending_end = None
+        self._end_s, self._pending_end = math.inf, None
         self._placement.adopt_partition(bounds)
         placement = self._checkpoints.add_digests(placement, outcome)
         effects = self._view_installer.install(outcome, now_s, placement=placement)
@@ -268,48 +274,74 @@ class PipelineRecovery:
 
     # -- end of the run ----------------------------------------------------------------------------
 
-    def end_without_members(self) -> list[Effect]:
-        """End the run on its owner's order while no worker is a member."""
+    def end_without_members(self, now_s: float) -> list[Effect]:
+        """End the run on its owner's order while no worker is a member; first wait for workers that left."""
         run = self._run
-        if not run.highest_step or not run.workers:
+        if not run.highest_step:
             return self._departures.finish_run()
         last = run.highest_step - 1
-        return self._end_incomplete(self._find_restart_point(None, last, {}), last)
+        restart = self._find_restart_point(None, last, {})
+        if run.left_workers:
+            reason, incomplete = self._await_left(restart, last) or (run.reason, "")
+            return self._await_end(restart, last, reason, now_s, incomplete)
+        return self._end_incomplete(last, self._end_reason(restart, last))
 
     def describe_pending_end(self, now_s: float) -> str:
-        """Return when and why a run ended by its owner will end without a model; "" if it will not."""
+        """Return when and how a run ends that its owner has ended, if it waits for workers; otherwise ""."""
         if self._pending_end is None:
             return ""
-        until_s, reason = self._pending_end
-        left_s = math.ceil(max(0.0, until_s - now_s))
-        return (
-            f"ends in {left_s} s without a model, unless workers with the missing part join first: {reason}"
-        )
+        until_s, how = self._pending_end
+        return f"ends in {math.ceil(max(0.0, until_s - now_s))} s {how}"
 
-    def _await_end(self, restart: RestartPoint, last: int, reason: str, now_s: float) -> list[Effect]:
+    def _await_end(
+        self, restart: RestartPoint, last: int, reason: str, now_s: float, incomplete: str = ""
+    ) -> list[Effect]:
         """Pause the run; if its owner has ended it, end it after `regather_s` unless it can continue by then.
 
-        If no worker is present, the run stays paused, because all its members may come back.
+        If no worker is present, the run stays paused as long as members may come back.
+
+        Args:
+            incomplete: why no model is written if the run ends; by default what `restart` lacks.
         """
         run = self._run
-        if not run.is_ending or not run.eligible_workers():
-            self._pending_end = None
+        awaits_members = not run.eligible_workers() and bool(run.members - run.departed_members)
+        if not run.is_ending or awaits_members:
+            self._end_s, self._pending_end = math.inf, None
             return self._pause(reason)
-        until_s = self._pending_end[0] if self._pending_end is not None else now_s + run.limits.regather_s
-        self._pending_end = until_s, end_reason(restart)
-        if now_s >= until_s:
-            return self._end_incomplete(restart, last)
-        run.view_change.shorten_deadline(until_s)
+        self._end_s = min(self._end_s, now_s + run.limits.regather_s)
+        if restart.outcome is not None and run.view_change.deadline_s < math.inf:
+            at = restart.outcome.applied
+            later = ", or of a later one if a worker that holds it joins first" if at < last else ""
+            self._pending_end = run.view_change.deadline_s, f"with the model of step {at + 1}{later}"
+            return self._pause(reason)
+        incomplete = incomplete or self._end_reason(restart, last)
+        how = f"without a model, unless workers with the missing part join first: {incomplete}"
+        self._pending_end = self._end_s, how
+        if now_s >= self._end_s:
+            return self._end_incomplete(last, incomplete)
+        run.view_change.shorten_deadline(self._end_s)
         return self._pause(reason)
 
-    def _end_incomplete(self, restart: RestartPoint, last: int) -> list[Effect]:
-        """End the run on its owner's order although the connected workers lack a stage of every state.
+    def _end_reason(self, restart: RestartPoint, last: int) -> str:
+        """Return why no model is written if the run ends now, and where `gridtrain export` finds one."""
+        if restart.outcome is None:
+            return end_reason(restart, last)
+        at, layers = (restart.outcome.applied, restart.outcome.history), self._run.partition.bounds[-1]
+        whole = (
+            self._run.workers[peer].name
+            for peer, stored in self._checkpoints.trusted_checkpoints().items()
+            if not uncovered_spans([x.layers for x in stored if (x.applied, x.history) == at], layers)
+        )
+        return end_reason(restart, last, next(whole, ""))
+
+    def _end_incomplete(self, last: int, reason: str) -> list[Effect]:
+        """End the run on its owner's order although the connected workers cannot continue.
 
         They are refused like workers that join too late, but with the reason, and keep their states.
         """
         self._run.record_step(last + 1)
         self._run.view_change.reset()
-        return self._departures.finish_run(end_reason(restart))
+        return self._departures.finish_run(reason)
 
     def _is_finished(self, outcome: Outcome) -> bool:
         """Return whether the run's last step is committed, and no stage of its state is lost.

@@ -128,7 +128,7 @@ class WorkerAdmission:
             ]
         run.accepted_workers.add(peer)
         worker.record_setup(setup)
-        run.left_workers.pop(worker.peer, None)  # it is back, and the setup lists its checkpoints
+        effects += run.forget_left(worker.peer)  # it is back, and the setup lists its checkpoints
         choice = self._planner.exchange_choice
         # A pipeline's worker cannot catch up before it has a stage, and dense updates are too large for it.
         if setup.stages > 1 or (choice.is_auto and not choice.is_sparse):

@@ -19,6 +19,14 @@ StateId = tuple[int, bytes, m.LedgerState]
 
 
 @dataclass(frozen=True, slots=True)
+class LeftWorker:
+    """A member that left or was paused with stage checkpoints on its disk."""
+
+    name: str
+    checkpoints: tuple[m.CheckpointInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RecoveredRun:
     """The run according to the journal; the defaults correspond to an empty journal.
 
@@ -30,10 +38,13 @@ class RecoveredRun:
         has_started: whether a generation has trained, so that a worker holds a model worth waiting for.
         is_ending: whether the owner has ended the run.
         end_reason: why the run is finished and, if its model was not written, why not; None if it is not.
-        highest_step: the number of committed steps if no worker held the model any longer; otherwise 0.
+        highest_step: the number of committed steps when the run was paused or no worker held the model any
+            longer; otherwise 0.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
             (`CheckpointQuorum`).
         names: the latest names of all members, including those that have left.
+        left_workers: by key, the members that left with checkpoints since the latest generation, and are not
+            back.
     """
 
     definition: m.Setup | None = None
@@ -47,6 +58,7 @@ class RecoveredRun:
     highest_step: int = 0
     checkpoints: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
     names: Mapping[m.PeerId, str] = field(default_factory=dict)
+    left_workers: Mapping[m.PeerId, LeftWorker] = field(default_factory=dict)
 
     @property
     def is_finished(self) -> bool:
@@ -64,6 +76,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     is_ending = False
     checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
     names: dict[m.PeerId, str] = {}
+    left_workers: dict[m.PeerId, LeftWorker] = {}
     for kind, body in entries:
         match kind:
             case "run":
@@ -73,11 +86,16 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 stages = body.get("stages", 1)
                 definition = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
             case "generation":
-                latest, phase = body, ""
+                latest, phase, highest_step, left_workers = body, "", 0, {}
                 for line in body["members"]:
                     peer = bytes.fromhex(line["peer"])
                     names.pop(peer, None)  # reinserted, so that the latest names come last
                     names[peer] = str(line["name"])
+            case "left":
+                peer = bytes.fromhex(body["peer"])
+                left_workers.pop(peer, None)
+                if stored := tuple(map(_stage_checkpoint, body["checkpoints"])):
+                    left_workers[peer] = LeftWorker(str(body["name"]), stored)
             case "state" if "checkpoint" in body:  # the phase has not changed
                 entry = body["checkpoint"]
                 at = entry["step"] - 1, bytes.fromhex(entry["digest"]), parse_ledger(entry["ledger"])
@@ -107,9 +125,11 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
         end_reason=end_reason,
         checkpoints=checkpoints,
         names=names,
+        left_workers=left_workers,
+        highest_step=highest_step,
     )
     if phase == RunPhase.WAITING:
-        return replace(recovered, highest_step=highest_step, has_committed=has_committed)
+        return replace(recovered, has_committed=has_committed)
     return replace(recovered, view=view, roster=roster, has_started=has_started)
 
 
@@ -118,6 +138,21 @@ def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]
     applied, history, ledger = state
     blocks = [[[span.start, span.stop], sorted(d.hex() for d in them)] for span, them in digests.items()]
     return {"step": applied + 1, "digest": history.hex(), "ledger": ledger_entry(ledger), "blocks": blocks}
+
+
+def left_entry(peer: m.PeerId, left: LeftWorker) -> dict[str, Any]:
+    """Return the journal entry for a worker that left with checkpoints, or, without any, that is back."""
+    checkpoints = [
+        {
+            "step": x.applied + 1,
+            "digest": x.history.hex(),
+            "ledger": ledger_entry(x.ledger),
+            "blocks": [x.layers.start, x.layers.stop],
+            "content": x.digest.hex(),
+        }
+        for x in left.checkpoints
+    ]
+    return {"peer": peer.hex(), "name": left.name, "checkpoints": checkpoints}
 
 
 def generation_entry(view: m.MembershipView, roster: Sequence[m.Member]) -> dict[str, Any]:
@@ -152,6 +187,12 @@ def _member_entry(member: m.Member) -> dict[str, Any]:
     if member.entries_share == m.WHOLE_SHARE:
         del entry["entries_share"]
     return entry
+
+
+def _stage_checkpoint(line: Mapping[str, Any]) -> m.CheckpointInfo:
+    history, content = bytes.fromhex(line["digest"]), bytes.fromhex(line["content"])
+    ledger = parse_ledger(line["ledger"])
+    return m.CheckpointInfo(line["step"] - 1, history, ledger, m.Span(*line["blocks"]), content)
 
 
 def _model(body: Mapping[str, Any]) -> m.StagedModel:

@@ -17,7 +17,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout, group_by_stage
 from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
-from gridtrain_coordinator.run.journal_recovery import RecoveredRun
+from gridtrain_coordinator.run.journal_recovery import LeftWorker, RecoveredRun, left_entry
 from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Registry, Worker
 from gridtrain_coordinator.run.stage_bounds import StageBounds
@@ -54,7 +54,7 @@ class RunState:
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
         left_workers: by key, members that left or were paused with stage checkpoints on their disks, since
-            the latest generation; stored in memory only.
+            the latest generation.
         finished_members: members that have reached the end of the run.
         missing_model: why the final model was not written; "" if a worker has written it, or may still do so.
         is_ending: whether the owner has ended the run, which finishes once its members hold the same state.
@@ -80,7 +80,7 @@ class RunState:
         self.has_committed = self.has_started = self.is_ending = False
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
-        self.left_workers: dict[m.PeerId, Worker] = {}
+        self.left_workers: dict[m.PeerId, LeftWorker] = {}
         self.finished_members: set[m.PeerId] = set()
         self.missing_model = ""
         self._min_workers, self._software = min_workers, software
@@ -93,12 +93,14 @@ class RunState:
         if recovered.definition is not None:
             self.partition.define(recovered.definition)
         view = recovered.view
-        self.highest_step = view.applied + 1 if view is not None else recovered.highest_step
+        self.highest_step = max(view.applied + 1 if view is not None else 0, recovered.highest_step)
         self.is_ending = recovered.is_ending
+        self.left_workers = dict(recovered.left_workers)
         if recovered.end_reason is not None:
             self.phase, self._reason = RunPhase.FINISHED, recovered.end_reason
         elif view is not None:
             self._set_members(recovered.roster)
+            self.departed_members = {*self.left_workers} & self.members
             self.has_started, self.view = recovered.has_started, replace(view, term=self.term)
             self.partition.adopt(view.stage_bounds)
             self.phase = RunPhase.PAUSED
@@ -215,6 +217,9 @@ class RunState:
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
+        if self.phase is RunPhase.PAUSED:  # what it waited for is here
+            ready = f"{format_count(len(members), 'worker')} {'is' if len(members) == 1 else 'are'} ready"
+            self._reason = f"the run continues from step {view.applied + 1} when {ready}"
         self.finished_members.clear()
         self.missing_model = ""  # the new first member writes the model
         self.departed_members.clear()
@@ -225,6 +230,8 @@ class RunState:
         self.generation, self.view, self.has_started = generation, None, True
         self.partition.adopt(bounds)
         self._set_members(members)
+        self.departed_members.difference_update(self.left_workers)  # they left an earlier generation
+        self.left_workers.clear()
 
     def lose_model(self) -> None:
         """Remove all members, because no remaining worker holds the model."""
@@ -259,10 +266,18 @@ class RunState:
         self.view_change.replace_reason("the run's owner has ended the run")
         return entries
 
-    def record_leave(self, worker: Worker) -> None:
+    def record_leave(self, worker: Worker) -> list[JournalEntry]:
         """Record that a member left on its own, so that its checkpoints may come back."""
-        if worker.checkpoints and (worker.peer in self.members or not self.members):
-            self.left_workers[worker.peer] = worker
+        is_other = bool(self.members) and worker.peer not in self.members
+        if not worker.checkpoints or is_other or self.is_finished:
+            return []
+        left = self.left_workers[worker.peer] = LeftWorker(worker.name, worker.checkpoints)
+        return [JournalEntry("left", left_entry(worker.peer, left))]
+
+    def forget_left(self, peer: m.PeerId) -> list[JournalEntry]:
+        """Record that a worker that left is back, or can no longer come back."""
+        left = self.left_workers.pop(peer, None)
+        return [JournalEntry("left", left_entry(peer, replace(left, checkpoints=())))] if left else []
 
     def record_departure(self, peer: m.PeerId) -> None:
         """Record that a member left permanently."""

@@ -204,16 +204,23 @@ def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str
 EXPORT = "gridtrain export, given the state folders of all workers in one folder, writes"
 
 
-def end_reason(restart: RestartPoint) -> str:
-    """Explain why no model is written if the owner ends the run at this point."""
+def end_reason(restart: RestartPoint, last: int, whole_disk: str = "") -> str:
+    """Explain why no model is written if the owner ends the run at this point.
+
+    Args:
+        last: the last committed step.
+        whole_disk: the name of a worker whose disk has all stages of the restart point; "" if there is none.
+    """
     if restart.outcome is None:
         return f"{restart.reason}; {EXPORT} the latest step for which they hold all stages, if there is one"
-    if restart.outcome.applied < 0:
+    applied = restart.outcome.applied
+    if applied < 0:
         return "no step was committed"
-    return (
-        f"the connected workers do not hold all stages of the model; {EXPORT} the model of step "
-        f"{restart.outcome.applied + 1}"
-    )
+    cause = f"the connected workers could not continue from step {applied + 1}"
+    if applied < last:
+        cause = f"the connected workers do not hold all stages of step {last + 1}"
+    export = f"gridtrain export, given the state folder of {whole_disk}, writes" if whole_disk else EXPORT
+    return f"{cause}; {export} the model of step {applied + 1}"
 
 
 def most_complete_state(

@@ -9,19 +9,24 @@ gridtrain export FOLDER OUT        FOLDER: one checkpoint, any folder above chec
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gridtrain.core.messages import LedgerState
@@ -46,6 +51,12 @@ from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_fol
 log = logging.getLogger("gridtrain")
 
 FINAL_FILE = "final.safetensors"
+FINAL_INDEX = f"{FINAL_FILE}.index.json"
+_FINAL_PART = re.compile(r"final-\d{5}-of-\d{5}\.safetensors")
+END = "end"
+"""The key in the metadata of a stage's part of the final model, and of its index, that names the end of the
+run at which they were written."""
+
 MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 
@@ -146,15 +157,18 @@ def _layout_of(read: Checkpoint) -> PretrainedLayout:
         ) from None
 
 
-def save_model(state: Mapping[str, Any], out: Path) -> None:
+def save_model(state: Mapping[str, Any], out: Path, metadata: dict[str, str] | None = None) -> None:
     """Write the tensors of a `state_dict` as a .safetensors file; other values, such as modules' extra state,
     are left out.
+
+    Args:
+        metadata: of the file.
 
     Raises:
         ConfigError: `out` cannot be written.
     """
     tensors = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
-    _write_atomically(tensors, out, write_safetensors)
+    _write_atomically(tensors, out, partial(write_safetensors, metadata=metadata))
 
 
 def keep_earlier(folder: Path, *names: str) -> str:
@@ -162,7 +176,8 @@ def keep_earlier(folder: Path, *names: str) -> str:
     folder `earlier-N` below it; return what to append to the message that says where the new model is.
 
     Model files are linked where possible, because an export replaces them and does not change them; others,
-    such as a tokenizer, are copied.
+    such as a tokenizer, are copied.  All of them are kept: a run ends again only if its owner starts it
+    again, and a model that was deleted here could be the only copy.
 
     Raises:
         ConfigError: they cannot be kept.
@@ -180,6 +195,71 @@ def keep_earlier(folder: Path, *names: str) -> str:
     except OSError as error:
         raise unwritable(folder, error) from None
     return f"; the one that was there before is in {kept}" if found else ""
+
+
+def keep_earlier_parts(folder: Path, end: str) -> str:
+    """Move the parts and indexes that were written to `folder` at other ends of a run than `end` to folders
+    `earlier-N` below it, each of which has those of one end; return what to append to the message that says
+    where the new part is.
+
+    As with `keep_earlier`, all are kept.
+
+    Raises:
+        ConfigError: they cannot be moved.
+    """
+    kept: list[Path] = []
+    try:
+        with _locked(folder):  # other workers may write their parts to it at the same time
+            for other, paths in sorted(_parts(folder).items()):
+                if other == end:
+                    continue
+                names = {path.name for path in paths}
+                folders = (folder / f"earlier-{n}" for n in itertools.count(1))
+                kept.append(next(path for path in folders if _can_take(path, other, names)))
+                kept[-1].mkdir(exist_ok=True)
+                for path in paths:
+                    os.rename(path, kept[-1] / path.name)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    return f"; the one that was there before is in {' and '.join(map(str, kept))}" if kept else ""
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other worker moves files in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # not all file systems have locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _can_take(folder: Path, end: str, names: set[str]) -> bool:
+    """Return whether `folder` is new, or has only other parts of this end."""
+    if not folder.exists():
+        return True
+    parts = _parts(folder)
+    return parts.keys() == {end} and names.isdisjoint(path.name for path in parts[end])
+
+
+def _parts(folder: Path) -> dict[str, list[Path]]:
+    """Return the parts and the index of final models in `folder`, by the end at which they were written."""
+    found: dict[str, list[Path]] = {}
+    for path in folder.iterdir():
+        metadata: Mapping[str, Any] = {}
+        if path.name == FINAL_INDEX:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged
+                metadata = dict(json.loads(path.read_bytes())["metadata"])
+        elif _FINAL_PART.fullmatch(path.name):
+            with contextlib.suppress(SafetensorError), safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+        else:
+            continue
+        found.setdefault(str(metadata.get(END, "")), []).append(path)
+    return found
 
 
 def _is_model(path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain_coordinator.run.events import RunPhase
-from gridtrain_coordinator.run.journal_recovery import RecoveredRun
+from gridtrain_coordinator.run.journal_recovery import LeftWorker, RecoveredRun
 from gridtrain_coordinator.run.liveness import Liveness
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import MAX_STEPS, RunState
@@ -62,6 +62,17 @@ def test_a_restarted_coordinator_continues_with_the_partition_of_the_latest_gene
     assert restarted.phase is RunPhase.PAUSED and restarted.highest_step == 6
     assert [restarted.stage_of(peer) for peer in (A, B)] == [0, 1]
     assert restarted.view is not None and restarted.view.term == 1, "this coordinator's"
+
+
+def test_who_left_is_unknown_if_the_journal_is_older_than_the_run() -> None:
+    view = m.MembershipView(4, 9, 2, m.Verdict.ABORT, None, 5, bytes(32), m.LedgerState(), "")
+    members = tuple(m.Member(peer, "", "", 4, False) for peer in (A, B))
+    left = {B: LeftWorker("b", (m.CheckpointInfo(5, bytes(32), m.LedgerState()),))}
+    restarted = run()
+    restarted.restore(RecoveredRun(SETUP, 9, view, members, has_started=True, left_workers=left))
+    assert restarted.departed_members == {B}
+    restarted.adopt_reported(12, members, ())
+    assert not restarted.departed_members and not restarted.left_workers, "b may be training again"
 
 
 def test_a_coordinator_that_restarts_after_the_end_says_so() -> None:

@@ -272,12 +272,37 @@ def test_the_missing_stage_comes_after_the_owners_order() -> None:
     assert run.view is not None and run.view.applied == 12
 
 
-def test_a_run_whose_members_are_all_away_does_not_end() -> None:
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_run_whose_members_are_all_away_does_not_end(has_left: bool) -> None:
     run = StagedRun(2, A, B)
-    run.lose(A), run.lose(B)
-    assert "all of which are disconnected" in end(run)
+    _, _ = run.say(A, CTRL_C) if has_left else run.lose(A), run.lose(B)
+    who = "its member, which is" if has_left else "one of its 2 members, all of which are"
+    assert end(run) == (
+        f'the run "r" ends when {who} disconnected, or a worker with a checkpoint joins; if a stage is then '
+        "missing, 60 s later, without a model"
+    )
     run.tick(1000)
     assert run.core.phase is RunPhase.PAUSED
+    if has_left:
+        run.join(B)
+        run.report(B, applied=12, history=b"h12", ledger=state_after(12))
+        run.tick(60)
+        assert run.core.phase is RunPhase.FINISHED and run.core.run.missing_model
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_ends_whose_workers_have_all_left(stages: int) -> None:
+    """The only member of one stage leaves without a view change."""
+    run = stopped_run(CTRL_C, CTRL_C) if stages == 2 else run_of_one_stage()
+    if stages == 1:
+        run.say(A, CTRL_C)
+    lost = "stages 0, 1 of 2 after step 13" if stages == 2 else "stage 0 of 1 after step 21"
+    incomplete = MISSING.replace("stage 1 of 2 after step 13", lost)
+    waits = "ends in 60 s without a model, unless workers with the missing part join first"
+    assert end(run) == f'the run "r" {waits}: {incomplete}'
+    run.tick(60)
+    assert run.core.phase is RunPhase.FINISHED
+    assert run.core.run.missing_model == f"the final model was not written: {incomplete}"
 
 
 def test_a_run_ends_whose_first_members_are_lost_together_after_the_owners_order() -> None:
@@ -302,17 +327,19 @@ def test_the_owner_ends_a_run_without_members_of_which_a_stage_is_missing() -> N
     assert run.core.phase is RunPhase.FINISHED and not run.core.run.workers
 
 
-def test_the_owner_ends_a_run_that_waits_for_a_stage_and_has_an_earlier_step() -> None:
-    """The survivor has too little memory for both stages of step 10, which are on its disk."""
+@pytest.mark.parametrize("step", [10, 13])
+def test_the_owner_ends_a_run_whose_stages_do_not_fit_into_memory(step: int) -> None:
+    """The survivor has too little memory for both stages, which are on its disk."""
     model = m.StagedModel((0, 1, 2), (m.LayerCosts(4, 4),) * 2, copies=1.0, micro_batches=8)
     run = StagedRun(2, A, B, model=model, memory={A: 12, B: 12})
-    run.say(A, m.StageCheckpointList(stored(9, 0, 1)))
+    run.say(A, m.StageCheckpointList(stored(step - 1, 0, 1)))
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
+    lacks = "do not hold all stages of step 13" if step == 10 else "could not continue from step 13"
     assert end(run).endswith(
-        "the connected workers do not hold all stages of the model; gridtrain export, given the state "
-        "folders of all workers in one folder, writes the model of step 10"
+        f": the connected workers {lacks}; gridtrain export, given the state folder of a, writes the model "
+        f"of step {step}"
     )
     run.tick(60)
     assert run.core.phase is RunPhase.FINISHED
@@ -325,7 +352,8 @@ def test_a_run_that_its_owner_ends_waits_for_a_stage_before_it_returns_to_an_ear
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED and "after 15 s" in run.core.reason
-    end(run)
+    later = "or of a later one if a worker that holds it joins first"
+    assert end(run) == f'the run "r" ends in 15 s with the model of step 10, {later}'
     assert run.core.phase is RunPhase.PAUSED
     if back:
         run.join(B)
@@ -534,8 +562,52 @@ def test_stopped_workers_are_awaited_rather_than_steps_lost(leave: m.Message) ->
     assert run.view.applied == 12 and not run.notes("rollback")
 
 
-def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
-    """One stage over one worker: the other one is not enough to go on from its older copy."""
+def restarted(run: StagedRun) -> StagedRun:
+    """A coordinator that is started again on the journal; no worker has joined it."""
+    again = StagedRun(2, recovered=recover_run(run.journal), term=2, start=False, model=TWO_LAYERS)
+    again.checkpoints = run.checkpoints
+    return again
+
+
+def join_anew(run: StagedRun, peer: m.PeerId) -> None:
+    """A new process joins, which knows no generation."""
+    ScriptedCoordinator.join(run, peer, setup=replace(run.setup, stage_checkpoints=run.checkpoints[peer]))
+
+
+def wait(run: StagedRun) -> None:
+    """Let the next ten deadlines pass."""
+    for _ in range(10):
+        run.now_s = min(run.core.deadline_s, run.now_s + 1000)
+        run.tick()
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize("leave", [CTRL_C, PAUSE])
+def test_stopped_workers_are_awaited_by_a_restarted_coordinator(leave: m.Message, is_back: bool) -> None:
+    first = stopped_run(leave, leave)
+    if is_back:
+        first.join(A)
+    run = restarted(first)
+    assert run.core.run.left_workers == first.core.run.left_workers
+    join_anew(run, A)
+    wait(run)
+    assert (run.core.phase, run.core.reason) == (RunPhase.PAUSED, AWAITED)
+    first.hear(WorkerRemoved(B, "kicked", "was removed from the run", "ask for an invitation"))
+    join_anew(run, B)
+    assert run.view.applied == 12 and not run.notes("rollback")
+    assert (run.core.phase, run.core.reason) == (
+        RunPhase.PAUSED,
+        "the run continues from step 13 when 2 workers are ready",
+    )
+    run = restarted(first)
+    join_anew(run, A)
+    wait(run)
+    (note,) = run.notes("rollback")
+    assert note.fields == {"from": 13, "to": 10, "at_least": True}, "the removed worker is not awaited"
+
+
+def run_of_one_stage() -> StagedRun:
+    """a has the whole model of step 21 after b has left; b's disk has that of step 10."""
     run = StagedRun(2, A, B, model=TWO_LAYERS)
     trained(run, 9)
     run.checkpoints |= {A: stored(9, 0, 1), B: stored(9, 0, 1)}
@@ -548,10 +620,25 @@ def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
     trained(run, 20)
     run.checkpoints[A] = (m.CheckpointInfo(20, b"h20", state_after(20), m.Span(0, 2)),)
     run.say(A, m.StageCheckpointList(run.checkpoints[A]))
+    return run
+
+
+def test_the_worker_that_has_the_whole_repartitioned_model_is_awaited() -> None:
+    """The other one is not enough to go on from its older copy."""
+    run = run_of_one_stage()
     run.say(A, CTRL_C)
     run.join(B)
     run.tick(10 * run.core.run.limits.recut_s)
     assert run.core.phase is RunPhase.PAUSED and "a left with a stage of step 21" in run.core.reason
+    again = restarted(run)
+    join_anew(again, B)
+    wait(again)
+    assert (again.core.phase, again.core.reason) == (RunPhase.PAUSED, run.core.reason)
+    end(run)
+    run.tick(59)
+    assert run.core.phase is RunPhase.PAUSED
+    run.tick(1)
+    assert run.core.phase is RunPhase.FINISHED and "the model of step 21" in run.core.run.missing_model
 
 
 def test_the_owner_removes_an_awaited_worker_and_the_run_continues_without_it() -> None:
@@ -563,6 +650,37 @@ def test_the_owner_removes_an_awaited_worker_and_the_run_continues_without_it() 
     assert run.view.applied == 9 and run.roster == "a"
     (note,) = run.notes("rollback")
     assert note.fields == {"from": 13, "to": 10, "at_least": True}
+
+
+@pytest.mark.parametrize("event", ["none", "join", "kick"])
+def test_a_run_that_its_owner_ends_waits_for_workers_that_left(event: str) -> None:
+    run = stopped_run(CTRL_C, CTRL_C)
+    run.join(A)
+    cause = (
+        "b left with a stage of step 13 on its disk; gridtrain export, given the state folders of all "
+        "workers in one folder, writes the model of step 13"
+    )
+    waits = "ends in 60 s without a model, unless workers with the missing part join first"
+    assert end(run) == f'the run "r" {waits}: {cause}'
+    assert run.core.snapshot(run.now_s)["reason"].endswith(
+        f"; its owner has ended the run, which {waits}: {cause}"
+    )
+    run.tick(50)
+    assert run.core.phase is RunPhase.PAUSED and not run.notes("rollback")
+    if event == "join":
+        run.join(B)
+    elif event == "kick":
+        run.hear(WorkerRemoved(B, "kicked", "was removed from the run", "ask for an invitation"))
+        assert "ends in 15 s with the model of step 10" in run.core.snapshot(run.now_s)["reason"]
+        run.tick(15)
+    else:
+        run.tick(10)
+        assert run.core.phase is RunPhase.FINISHED and not run.notes("rollback")
+        assert run.core.run.missing_model == f"the final model was not written: {cause}"
+        return
+    run.ready()
+    assert run.core.phase is RunPhase.FINISHED and not run.core.run.missing_model
+    assert run.view.applied == (12 if event == "join" else 9)
 
 
 @pytest.mark.parametrize("leave", [CTRL_C, PAUSE])
