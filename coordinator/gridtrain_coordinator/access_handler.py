@@ -21,7 +21,6 @@ from gridtrain.network.transport.interface import ConnectionRole, PeerUp
 from gridtrain.network.transport.zmq.half_open import address_range
 from gridtrain_coordinator.access import authorization_limits
 from gridtrain_coordinator.access.authorization import (
-    AccessReply,
     AccessRole,
     Authorization,
     ViolationOutcome,
@@ -37,7 +36,6 @@ class AccessHandler:
     Args:
         authorization: decides who has access.
         membership: the coordinator's state machine, which dismisses removed workers.
-        operator: the key that authorizes orders; None if there is none.
         wall: returns the time in seconds; wall-clock time, because invitations outlive a restart.
     """
 
@@ -45,11 +43,9 @@ class AccessHandler:
         self,
         authorization: Authorization,
         membership: Membership,
-        operator: m.PeerId | None,
         wall: Callable[[], float],
     ) -> None:
         self._authorization = authorization
-        self._operator = operator
         self._membership = membership
         self._wall = wall
         self._pending_members: dict[m.PeerId, tuple[m.PeerId, str]] = {}  # -> invitation's key, host
@@ -99,13 +95,9 @@ class AccessHandler:
         if peer in self._pending_members:
             return self._handle_pending(peer, message)
         match message:
-            case m.Invite() | m.RemoveWorker() | m.Unban():
-                return self._handle_order(peer, message, now_s)
-            case m.EndRun() if self.is_operator(peer):
-                effects, reply = self.execute_order(message, now_s)
+            case m.Invite() | m.RemoveWorker() | m.Unban() | m.EndRun():
+                effects, reply = self.execute_order(message, now_s, peer)
                 return [*effects, io.Send(peer, reply)]
-            case m.EndRun():
-                return [io.Send(peer, authorization_limits.NOT_OPERATOR)]
             case m.Join() if not self._authorization.allow_join(peer, now_s):
                 return [io.Send(peer, authorization_limits.TOO_MANY_JOINS), io.Disconnect(peer)]
             case _ if self.is_operator(peer):
@@ -114,14 +106,28 @@ class AccessHandler:
         return None
 
     def execute_order(
-        self, order: m.RemoveWorker | m.Unban | m.EndRun, now_s: float
+        self,
+        order: m.Invite | m.RemoveWorker | m.Unban | m.EndRun,
+        now_s: float,
+        sender: m.PeerId | None = None,
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
-        """Carry out an order from the operator or the dashboard; return the effects and the reply."""
+        """Carry out an order from the operator or the dashboard; return the effects and the reply.
+
+        A removal records the worker's name, so that a ban can be lifted by name.
+
+        Args:
+            sender: the peer that sent the order; None for the dashboard, which acts for the operator.
+        """
         if isinstance(order, m.EndRun):
+            if sender is not None and not self.is_operator(sender):
+                return [], authorization_limits.NOT_OPERATOR
             return self._membership.end_run(now_s)
-        answer = self._authorize_order(self._operator or b"", order)
+        name = self._membership.worker_name(order.peer) if isinstance(order, m.RemoveWorker) else ""
+        by = (self._authorization.operator or b"") if sender is None else sender
+        answer = self._authorization.handle_order(by, order, self._wall(), name)
         assert isinstance(answer.reply, m.OperatorReply | m.Refused)
-        return [*answer.entries, *self._remove_all(answer.removed, now_s, _is_ban(order))], answer.reply
+        is_ban = isinstance(order, m.RemoveWorker) and order.ban
+        return [*answer.entries, *self._remove_all(answer.removed, now_s, is_ban)], answer.reply
 
     def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
         """Record a violation, and remove the worker that committed it from the generation.
@@ -157,7 +163,7 @@ class AccessHandler:
         return self._authorization.violation_count(peer)
 
     def is_operator(self, peer: m.PeerId) -> bool:
-        return authorization_limits.is_operator(peer, self._operator)
+        return self._authorization.is_operator(peer)
 
     # -- internal ----------------------------------------------------------------------------------
 
@@ -177,21 +183,6 @@ class AccessHandler:
         else:
             note = io.LogEvent("info", "enrolled", {"peer": name})
         return [*answer.entries, note, io.Send(peer, answer.reply)]
-
-    def _authorize_order(self, sender: m.PeerId, order: m.Invite | m.RemoveWorker | m.Unban) -> AccessReply:
-        """Pass an order to access control.
-
-        A removal records the worker's name, so that a ban can be lifted by name.
-        """
-        name = self._membership.worker_name(order.peer) if isinstance(order, m.RemoveWorker) else ""
-        return self._authorization.handle_order(sender, order, self._wall(), name)
-
-    def _handle_order(
-        self, peer: m.PeerId, order: m.Invite | m.RemoveWorker | m.Unban, now_s: float
-    ) -> list[io.Effect]:
-        answer = self._authorize_order(peer, order)
-        removals = self._remove_all(answer.removed, now_s, _is_ban(order))
-        return [*answer.entries, *removals, io.Send(peer, answer.reply)]
 
     def _apply_outcome(self, outcome: ViolationOutcome, now_s: float) -> list[io.Effect]:
         notes = [
@@ -215,10 +206,6 @@ class AccessHandler:
 
     def _remove(self, peer: m.PeerId, code: str, reason: str, remedy: str, now_s: float) -> list[io.Effect]:
         return self._membership.handle(io.WorkerRemoved(peer, code, reason, remedy), now_s)
-
-
-def _is_ban(order: m.Message) -> bool:
-    return isinstance(order, m.RemoveWorker) and order.ban
 
 
 def connection_gate(

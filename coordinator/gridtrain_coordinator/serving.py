@@ -186,7 +186,6 @@ def _open(
             store,
             authorization,
             run=settings.run,
-            operator=operator,
             min_workers=settings.min_workers,
             plans=settings.plans,
             deadlines=Deadlines(recut_s=settings.recut_s),

@@ -60,18 +60,16 @@ def doctor(invitation: str, as_json: bool) -> None:
         found.append(finding)
         _show(finding, plain)
     level, took_s = worst_level(found), time.monotonic() - began_s
+    said, code = {
+        FindingLevel.OK: ("this machine can join", 0),
+        FindingLevel.WARNING: ("this machine can join; see the warnings", EXIT_WARNINGS),
+        FindingLevel.FAILURE: ("this machine cannot join; see the failures", EXIT_FAILURES),
+    }[level]
     if plain:
         click.echo(json.dumps({"check": "doctor", "level": str(level), "took_s": round(took_s, 3)}))
     else:
-        said = {
-            FindingLevel.OK: "this machine can join",
-            FindingLevel.WARNING: "this machine can join; see the warnings",
-            FindingLevel.FAILURE: "this machine cannot join; see the failures",
-        }
-        click.echo(f"{said[level]} ({took_s:.1f} s)")
-    sys.exit(
-        {FindingLevel.OK: 0, FindingLevel.WARNING: EXIT_WARNINGS, FindingLevel.FAILURE: EXIT_FAILURES}[level]
-    )
+        click.echo(f"{said} ({took_s:.1f} s)")
+    sys.exit(code)
 
 
 def _configured_upload_limit(invitation: Invitation) -> UploadLimit | None:

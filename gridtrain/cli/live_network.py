@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gridtrain.cli.output import mapping, rows
+from gridtrain.cli.output import mapping
 from gridtrain.errors import ConfigError
 from gridtrain.quantities import format_count
 
 if TYPE_CHECKING:
-    from gridtrain.core.planning.network_model import LinkModel, NetworkModel
+    from gridtrain.core.planning.network_model import NetworkModel
     from gridtrain.core.planning.workload import Workload
 
 MOST_MEMBERS = 2000  # as many as a coordinator admits
@@ -63,11 +63,10 @@ class LiveNetwork:
             return members
         if size < count:
             return members.reordered(range(size))
-        nearest = [
-            min((members.link(one, other) for other in range(count) if other != one), key=_alpha_s)
+        alike = [  # limited only by upload and download
+            LinkModel(min(members.link(one, other).alpha_s for other in range(count) if other != one))
             for one in range(count)
         ]
-        alike = [LinkModel(near.alpha_s) for near in nearest]  # limited only by upload and download
         repeated = [rank * count // size for rank in range(size)]  # copies of a member get adjacent ranks
 
         def link(a: int, b: int) -> LinkModel:
@@ -90,6 +89,7 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
     """
     from gridtrain.core.planning.exchange_facts import local_steps_of, workload_of
     from gridtrain.core.planning.rank_order import LinkMeasurements
+    from gridtrain.tools.doctor.speedup_prediction import member_figures
 
     size, run = status.get("world_size", 0), str(status.get("run", "?"))
     links = status.get("links", [])
@@ -114,7 +114,7 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
             remedy="try again when at least two workers are training, or use --link or --network instead",
         )
     facts = facts_of(status)
-    turn_s, local = _compute_s(status), local_steps_of(facts)
+    turn_s, local = max(member_figures(status, "computing_s"), default=None), local_steps_of(facts)
     every = local.every if local is not None else 1
     return LiveNetwork(
         network,
@@ -146,10 +146,6 @@ def _has_momentum(described: str) -> bool:
     return re.search(r"\bmomentum=(?!0(\.0)?[,)])", described) is not None
 
 
-def _alpha_s(link: LinkModel) -> float:
-    return link.alpha_s
-
-
 def _entry(entry: Any, size: int) -> tuple[int, int, float | None, float | None]:
     if isinstance(entry, list) and len(entry) == 4:
         a, b, rtt_s, rate_Bps = entry
@@ -162,10 +158,3 @@ def _entry(entry: Any, size: int) -> tuple[int, int, float | None, float | None]
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None
-
-
-def _compute_s(status: Mapping[str, Any]) -> float | None:
-    figures = [mapping(row.get("figures")) for row in rows(status, "members") if row.get("rank") is not None]
-    found = [_number(each.get("computing_s")) for each in figures]
-    known = [seconds for seconds in found if seconds]
-    return max(known, default=None)

@@ -21,7 +21,7 @@ from gridtrain.cli.operator_arguments import (
     operator_for,
 )
 from gridtrain.cli.option_flags import run_options
-from gridtrain.cli.output import count, make_console, rows
+from gridtrain.cli.output import by_rank, count, make_console, rows
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -83,10 +83,9 @@ def members_table(status: Mapping[str, Any]) -> Table:
 def member_rows(status: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     joined = rows(status, "members")
     here = {line.get("peer") for line in joined if isinstance(line.get("peer"), str)}
-    for line in sorted(joined, key=_rank):
-        rank = line.get("rank")
+    for line in sorted(joined, key=by_rank):
         yield (
-            str(rank) if isinstance(rank, int) else "-",
+            count(line.get("rank")),
             str(line.get("name", "?")),
             _key(line),
             str(line.get("state", "?")),
@@ -96,11 +95,6 @@ def member_rows(status: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for line in rows(status.get("door"), "enrolled"):
         if _key(line) and line.get("peer") not in here:
             yield ("-", str(line.get("name", NO_NAME)), _key(line), "away", count(line.get("strikes")), "-")
-
-
-def _rank(line: Mapping[str, Any]) -> tuple[bool, int]:
-    rank = line.get("rank")
-    return (False, rank) if isinstance(rank, int) else (True, 0)
 
 
 def _invitations(access: Any) -> Iterator[str]:

@@ -44,7 +44,7 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
         type=_type(one),
         default=None,
         multiple=one.kind is OptionKind.TEXTS,
-        metavar=one.metavar or None,
+        metavar=one.metavar or ("FOLDER" if one.kind is OptionKind.FOLDER else None),
         hidden=one.is_hidden,
         help=text,
     )
@@ -54,6 +54,14 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
         one.off_flag, f"no_{one.name}", is_flag=True, help=f"Same as {one.flag} {one.off_word}."
     )
     return lambda command: value(off(command))
+
+
+def brief_option(
+    flag: str, default: Any, help: str, *, name: str | None = None, **more: Any
+) -> Callable[[Command], Command]:
+    """Return a decorator that adds an option whose help ends with its default in brackets."""
+    names = (flag, name) if name else (flag,)
+    return click.option(*names, default=default, help=f"{help}  [{default}]", **more)
 
 
 class _AtLeast(click.ParamType[float]):

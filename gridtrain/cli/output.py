@@ -54,6 +54,12 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def by_rank(member: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return a sort key: members in rank order, then workers without a rank."""
+    rank = member.get("rank")
+    return (False, rank) if isinstance(rank, int) else (True, 0)
+
+
 def count(value: Any) -> str:
     """Format an integer; return "-" if `value` is not an integer."""
     return str(value) if isinstance(value, int) else "-"

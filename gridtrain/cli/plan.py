@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gridtrain.cli.option_flags import brief_option
 from gridtrain.cli.output import make_console, wrap_text
 from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
 from gridtrain.config import DENSE_VALUES, VALUES
@@ -136,27 +137,17 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     metavar="N",
     help="Parameters: 25600000, 25.6e6, 25.6M or 7B.",
 )
-@click.option(
+@brief_option(
     "--workers",
-    "counts",
-    callback=_worker_counts,
-    default="2..4096",
+    "2..4096",
+    '"2,3,8", or "2..16" for doublings.',
+    name="counts",
     metavar="LIST",
-    help='"2,3,8", or "2..16" for doublings.  [2..4096]',
+    callback=_worker_counts,
 )
-@click.option(
-    "--link",
-    callback=_checked_link,
-    default="100Mbit",
-    metavar="RATE",
-    help="Rate of a worker, or DOWN/UP.  [100Mbit]",
-)
-@click.option(
-    "--latency",
-    callback=_checked_latency,
-    default="10ms",
-    metavar="TIME",
-    help="One-way latency between workers.  [10ms]",
+@brief_option("--link", "100Mbit", "Rate of a worker, or DOWN/UP.", metavar="RATE", callback=_checked_link)
+@brief_option(
+    "--latency", "10ms", "One-way latency between workers.", metavar="TIME", callback=_checked_latency
 )
 @click.option(
     "--network",
@@ -173,46 +164,40 @@ def _writable(_: click.Context, __: click.Parameter, picture: Path | None) -> Pa
     metavar="FOLDER",
     help="The same, for a run on this machine.",
 )
-@click.option(
+@brief_option(
     "--compute",
-    "compute_s",
-    callback=_compute_seconds,
-    default="0.5s",
+    "0.5s",
+    "Compute time of a step.",
+    name="compute_s",
     metavar="TIME",
-    help="Compute time of a step.  [0.5s]",
+    callback=_compute_seconds,
 )
-@click.option(
+@brief_option(
     "--exchange",
-    "exchanges",
-    callback=_named_exchanges,
-    default="dense,topk,gtopk,star",
+    "dense,topk,gtopk,star",
+    "Names, also dense:int8.",
+    name="exchanges",
     metavar="LIST",
-    help="Names, also dense:int8.  [dense,topk,gtopk,star]",
+    callback=_named_exchanges,
 )
-@click.option(
+@brief_option(
     "--density",
-    type=click.FloatRange(0.0, 1.0, min_open=True),
-    default=0.001,
+    0.001,
+    "Share of elements sent.",
     metavar="SHARE",
-    help="Share of elements sent.  [0.001]",
+    type=click.FloatRange(0.0, 1.0, min_open=True),
 )
 @click.option("--momentum", is_flag=True, help="Sparse exchanges apply momentum.")
-@click.option(
-    "--values",
-    type=click.Choice(VALUES),
-    default="fp16",
-    metavar="KIND",
-    help="fp16, fp32, bf16, int8, int4 or int2.  [fp16]",
+@brief_option(
+    "--values", "fp16", "fp16, fp32, bf16, int8, int4 or int2.", metavar="KIND", type=click.Choice(VALUES)
 )
-@click.option(
-    "--local-steps", type=click.IntRange(min=1), default=1, metavar="N", help="Steps per exchange.  [1]"
-)
-@click.option(
+@brief_option("--local-steps", 1, "Steps per exchange.", metavar="N", type=click.IntRange(min=1))
+@brief_option(
     "--computing",
-    type=click.FloatRange(0.0, 1.0, min_open=True, max_open=True),
-    default=0.9,
+    0.9,
+    "Target share of computing time.",
     metavar="SHARE",
-    help="Target share of computing time.  [0.9]",
+    type=click.FloatRange(0.0, 1.0, min_open=True, max_open=True),
 )
 @pipeline_options
 @click.option("--plain", is_flag=True, help="Predict without encryption.")

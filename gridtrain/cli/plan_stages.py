@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gridtrain.cli.option_flags import brief_option
 from gridtrain.cli.output import make_console, wrap_text
 from gridtrain.quantities import format_bytes
 
@@ -44,23 +45,11 @@ _OPTIONS = (
         "--stages", type=click.IntRange(1, MOST_STAGES), metavar="N", help="Divide the model among N workers."
     ),
     click.option("--layers", metavar="FILE|N", help="TOML file, or N equal layers.  [4 per stage]"),
-    click.option(
-        "--activations", default="1MB", metavar="SIZE", help="Output per sample, with --layers N.  [1MB]"
-    ),
-    click.option(
-        "--batch",
-        type=click.IntRange(1, MOST_BATCH),
-        default=32,
-        metavar="N",
-        help="Samples per step.  [32]",
-    ),
-    click.option("--micro-batches", default="auto", metavar="LIST", help='"auto", or "4,8,16".  [auto]'),
-    click.option(
-        "--schedule",
-        type=click.Choice(["1f1b", "fill-drain"]),
-        default="1f1b",
-        metavar="KIND",
-        help="1f1b or fill-drain.  [1f1b]",
+    brief_option("--activations", "1MB", "Output per sample, with --layers N.", metavar="SIZE"),
+    brief_option("--batch", 32, "Samples per step.", metavar="N", type=click.IntRange(1, MOST_BATCH)),
+    brief_option("--micro-batches", "auto", '"auto", or "4,8,16".', metavar="LIST"),
+    brief_option(
+        "--schedule", "1f1b", "1f1b or fill-drain.", metavar="KIND", type=click.Choice(["1f1b", "fill-drain"])
     ),
     click.option("--memory", metavar="LIST", help='Memory of each device: "8GB", or one per stage.'),
     click.option("--speeds", metavar="LIST", help='Speeds of the devices, such as "1,2,1,1".'),

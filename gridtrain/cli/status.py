@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.option_flags import run_options
-from gridtrain.cli.output import PLAIN_WIDTH, count, make_console, mapping, rows
+from gridtrain.cli.output import PLAIN_WIDTH, by_rank, count, make_console, mapping, rows
 from gridtrain.event_text import event_text
 from gridtrain.quantities import format_age, format_bytes, format_worker_state
 
@@ -187,7 +187,7 @@ def members_table(
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    members = sorted(rows(snapshot, "members"), key=_by_rank)
+    members = sorted(rows(snapshot, "members"), key=by_rank)
     in_stages = isinstance(snapshot.get("stages"), int) and snapshot["stages"] > 1
     has_violations = any(member.get("strikes") for member in members)
     headings = (
@@ -273,12 +273,6 @@ def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:
     """Return the members' reports about failed steps and checkpoints."""
     members = rows(snapshot, "members")
     return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
-
-
-def _by_rank(member: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return a sort key: members in rank order, then workers without a rank."""
-    rank = member.get("rank")
-    return (False, rank) if isinstance(rank, int) else (True, 0)
 
 
 def _whole_seconds(value: Any) -> str:

@@ -46,7 +46,6 @@ class LiveCoordinator:
             transport,
             JournalStore.open(":memory:"),
             authorization,
-            operator=self.operator.public,
             min_workers=self.min_workers,
             log=log_to(self.log),
             address=self.address,

@@ -112,4 +112,4 @@ def access_handler(core: FakeCore, *members: m.PeerId, uses: int = 2) -> AccessH
     access.invite(INVITATION, uses, 600.0, 0.0)
     for member in members:
         access.enrol(INVITATION, member, "", 0.0)
-    return AccessHandler(access, core, OPERATOR, lambda: 100.0)
+    return AccessHandler(access, core, lambda: 100.0)

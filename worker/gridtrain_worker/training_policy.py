@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.core.messages import ON_REQUEST
@@ -110,7 +111,13 @@ class Rules:
                     f"there is no rule {key!r}",
                     remedy=f"did you mean {near[0]}?" if near else f"use one of {', '.join(KEYS)}",
                 )
-            rules = KEYS[key](rules, text.strip())
+            names, off_texts, parse = KEYS[key]
+            values: tuple[Any, ...]
+            if (word := text.strip()) in off_texts:
+                values = tuple(getattr(Rules(), name) for name in names)
+            else:
+                values = parse(key, word)
+            rules = replace(rules, **dict(zip(names, values, strict=True)))
         return rules
 
     def texts(self) -> dict[str, str]:
@@ -135,24 +142,16 @@ def _wrong(key: str, text: str, remedy: str) -> ConfigError:
     return ConfigError(f"{key}={text[:80]} is not valid", remedy=remedy)
 
 
-def _rate(name: str) -> Callable[[Rules, str], Rules]:
-    def change(rules: Rules, text: str) -> Rules:
-        if text in (OFF, ""):
-            text = ""
-        else:
-            parse_rate(text, name)  # raises its own ConfigError
-        return replace(rules, upload=text) if name == "upload" else replace(rules, download=text)
-
-    return change
+def _rate(key: str, text: str) -> tuple[str]:
+    parse_rate(text, key)  # raises its own ConfigError
+    return (text,)
 
 
-def _budget(rules: Rules, text: str) -> Rules:
-    if text in (OFF, ""):
-        return replace(rules, budget_bytes=0)
+def _budget(key: str, text: str) -> tuple[int]:
     nbytes = parse_bytes(text) or 0
-    if not 1 <= nbytes <= MAX_BYTES or text.strip()[-1:].isdigit():  # "5" would mean 5 bytes
-        raise _wrong("budget", text, 'use a number of bytes per day, such as 500MB or 5GB, or "off"')
-    return replace(rules, budget_bytes=nbytes)
+    if not 1 <= nbytes <= MAX_BYTES or text[-1:].isdigit():  # "5" would mean 5 bytes
+        raise _wrong(key, text, 'use a number of bytes per day, such as 500MB or 5GB, or "off"')
+    return (nbytes,)
 
 
 def _exact_bytes(nbytes: int) -> str:
@@ -161,69 +160,67 @@ def _exact_bytes(nbytes: int) -> str:
     return f"{nbytes // 1000**power}{_UNITS[power]}"
 
 
-def _hours(rules: Rules, text: str) -> Rules:
-    if text in (OFF, ""):
-        return replace(rules, hours=())
+def _hours(key: str, text: str) -> tuple[tuple[DailyWindow, ...]]:
     windows: list[DailyWindow] = []
     for part in text.split(","):
         match = _WINDOW.fullmatch(part.strip())
         numbers = [int(group) for group in match.groups()] if match is not None else []
         if not numbers or numbers[0] > 23 or numbers[2] > 24 or max(numbers[1], numbers[3]) > 59:
-            raise _wrong("hours", text, "use a value such as 22:00-07:00 or 22:00-07:00,12:00-13:00")
+            raise _wrong(key, text, "use a value such as 22:00-07:00 or 22:00-07:00,12:00-13:00")
         since, until = numbers[0] * 60 + numbers[1], numbers[2] * 60 + numbers[3]
         if until > 1440 or since == until % 1440:
-            raise _wrong("hours", text, 'use parts shorter than a day, or "off" to train at any time')
+            raise _wrong(key, text, 'use parts shorter than a day, or "off" to train at any time')
         windows.append(DailyWindow(since, until % 1440))
     if len(windows) > MAX_WINDOWS:
-        raise _wrong("hours", text, f"use at most {MAX_WINDOWS} parts of the day")
-    return replace(rules, hours=tuple(windows))
+        raise _wrong(key, text, f"use at most {MAX_WINDOWS} parts of the day")
+    return (tuple(windows),)
 
 
-def _switch(name: str) -> Callable[[Rules, str], Rules]:
-    def change(rules: Rules, text: str) -> Rules:
-        if text not in ("pause", "run", OFF):
-            raise _wrong(name, text, f"use {name}=pause or {name}=run")
-        pauses = text == "pause"
-        return replace(rules, battery=pauses) if name == "battery" else replace(rules, gpu=pauses)
-
-    return change
+def _pause(key: str, text: str) -> tuple[bool]:
+    if text != "pause":
+        raise _wrong(key, text, f"use {key}=pause or {key}=run")
+    return (True,)
 
 
-def _idle(rules: Rules, text: str) -> Rules:
-    if text in (OFF, ""):
-        return replace(rules, idle_s=0.0)
+def _idle(key: str, text: str) -> tuple[float]:
     idle_s = parse_duration_s(text)
     if idle_s is None or not 1 <= idle_s <= 86_400:
         raise _wrong(
-            "idle",
+            key,
             text,
             'use a time from 1s to 24h, such as 10m, or "off" to train while the computer is in use',
         )
-    return replace(rules, idle_s=idle_s)
+    return (idle_s,)
 
 
-def _temperature(rules: Rules, text: str) -> Rules:
-    if text in (OFF, ""):
-        return replace(rules, hot_C=math.inf, cool_C=math.inf)
+def _temperature(key: str, text: str) -> tuple[float, float]:
     match = _DEGREES.fullmatch(text)
     hot_C = float(match[1]) if match is not None else 0.0
     cool_C = float(match[2]) if match is not None and match[2] else hot_C - COOL_BY_C
     if not 30 <= hot_C <= 120 or not 20 <= cool_C < hot_C:
-        raise _wrong(
-            "temperature", text, 'use degrees Celsius, such as 80, or 80/70 to continue below 70, or "off"'
-        )
-    return replace(rules, hot_C=hot_C, cool_C=cool_C)
+        raise _wrong(key, text, 'use degrees Celsius, such as 80, or 80/70 to continue below 70, or "off"')
+    return hot_C, cool_C
 
 
-KEYS: dict[str, Callable[[Rules, str], Rules]] = {
-    "upload": _rate("upload"),
-    "download": _rate("download"),
-    "budget": _budget,
-    "hours": _hours,
-    "battery": _switch("battery"),
-    "gpu": _switch("gpu"),
-    "idle": _idle,
-    "temperature": _temperature,
+class _RuleForm(NamedTuple):
+    """The attributes of `Rules` that a rule sets, the texts that reset them, and the function that parses any
+    other text, given the rule's key and the text."""
+
+    names: tuple[str, ...]
+    off_texts: tuple[str, ...]
+    parse: Callable[[str, str], tuple[object, ...]]
+
+
+_NO_LIMIT = (OFF, "")
+KEYS = {
+    "upload": _RuleForm(("upload",), _NO_LIMIT, _rate),
+    "download": _RuleForm(("download",), _NO_LIMIT, _rate),
+    "budget": _RuleForm(("budget_bytes",), _NO_LIMIT, _budget),
+    "hours": _RuleForm(("hours",), _NO_LIMIT, _hours),
+    "battery": _RuleForm(("battery",), (OFF, "run"), _pause),
+    "gpu": _RuleForm(("gpu",), (OFF, "run"), _pause),
+    "idle": _RuleForm(("idle_s",), _NO_LIMIT, _idle),
+    "temperature": _RuleForm(("hot_C", "cool_C"), _NO_LIMIT, _temperature),
 }
 
 

@@ -119,7 +119,7 @@ class Authorization:
     ) -> None:
         self._run = run
         self._open_to_all = open_to_all
-        self._operator = operator
+        self.operator = operator
         self._reserved_keys = {operator, coordinator}
         self._invitations: dict[str, _Invitation] = {}
         self._serial = 0
@@ -150,7 +150,7 @@ class Authorization:
         return limits.UNKNOWN_INVITATION if invitation is None else invitation.refusal(wall_s)
 
     def is_operator(self, key: m.PeerId) -> bool:
-        return limits.is_operator(key, self._operator)
+        return limits.is_operator(key, self.operator)
 
     # -- pending and enrolled members --------------------------------------------------------------------
 

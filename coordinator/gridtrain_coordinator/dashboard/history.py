@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 RECENT_POINTS = 600
 WHOLE_POINTS = 1440  # even, because neighbours are merged in pairs
@@ -40,6 +40,7 @@ class Point:
 
 
 COLUMNS = tuple(field.name for field in fields(Point))
+_AVERAGED = ("loss", "steps_per_s", "samples_per_s", "sent_Bps")
 
 
 class History:
@@ -73,22 +74,12 @@ class History:
 
 def mean(points: Sequence[Point]) -> Point:
     """Merge points: take the time, step and totals from the last point, and average the other values."""
-    last = points[-1]
 
     def of(name: str) -> float | None:
         known = [value for point in points if (value := getattr(point, name)) is not None]
         return sum(known) / len(known) if known else None
 
-    return Point(
-        last.at_s,
-        last.step,
-        last.bytes,
-        last.dense_bytes,
-        of("loss"),
-        of("steps_per_s"),
-        of("samples_per_s"),
-        of("sent_Bps"),
-    )
+    return replace(points[-1], **{name: of(name) for name in _AVERAGED})
 
 
 def shortened(value: float | None) -> float | None:

@@ -42,18 +42,12 @@ ORDER_S = 5.0
 MAX_LISTED = 1000
 STREAM = "/api/v1/stream"
 _KEY = re.compile(r"[0-9a-f]{64}")
+_SCRIPTS = ("uplot", "app", "format", "plots", "table", "topology", "timeline", "details")
 STATIC = {
     "index.html": "text/html; charset=utf-8",
     "app.css": "text/css; charset=utf-8",
     "uplot.css": "text/css; charset=utf-8",
-    "uplot.js": "text/javascript; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-    "format.js": "text/javascript; charset=utf-8",
-    "plots.js": "text/javascript; charset=utf-8",
-    "table.js": "text/javascript; charset=utf-8",
-    "topology.js": "text/javascript; charset=utf-8",
-    "timeline.js": "text/javascript; charset=utf-8",
-    "details.js": "text/javascript; charset=utf-8",
+    **{f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS},
     "icon.svg": "image/svg+xml",
 }
 Order = RemoveWorker | Unban

@@ -104,13 +104,10 @@ def estimate_best_order(
     compute_s: float,
     *,
     local_steps: int = 1,
-    max_messages: int = 20_000,
 ) -> ExchangeEstimate:
     """Estimate a step with this exchange and with the order of ranks that `best_order` finds."""
     order = best_order(load, network, cpu, range(network.size)).order
-    return estimate_exchange(
-        load, network, cpu, compute_s, local_steps=local_steps, order=order, max_messages=max_messages
-    )
+    return estimate_exchange(load, network, cpu, compute_s, local_steps=local_steps, order=order)
 
 
 # -- choice of exchange ----------------------------------------------------------------------------

@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from gridtrain.core.collectives import butterfly as butterfly_exchange
+from gridtrain.core.collectives import tree as tree_exchange
 from gridtrain.core.collectives.hop_exchange import Hop
+from gridtrain.core.messages import CollectivePhase
 
 
 class ReceiveWork(StrEnum):
@@ -136,51 +138,46 @@ def _bundled_all_gather(world_size: int) -> list[PlannedMessage]:
 
 def butterfly(world_size: int) -> list[PlannedMessage]:
     """Return the messages of gTop-k in a butterfly, according to `collectives.butterfly.schedule`."""
+    return _messages_of_hops([butterfly_exchange.schedule(rank, world_size) for rank in range(world_size)])
+
+
+def tree(world_size: int) -> list[PlannedMessage]:
+    """Return the messages of gTop-k as published (arXiv 1901.04359), by `collectives.tree.schedule`.
+
+    Payloads are merged up a binomial tree to rank 0, and the result is sent down the same tree.
+    """
+    return _messages_of_hops([tree_exchange.schedule(rank, world_size) for rank in range(world_size)])
+
+
+def _messages_of_hops(hops: Sequence[Sequence[Hop]]) -> list[PlannedMessage]:
     messages: list[PlannedMessage] = []
-    hops = [butterfly_exchange.schedule(rank, world_size) for rank in range(world_size)]
-    carriers: list[int | None] = [None] * world_size  # the last message that each rank has handled
-    for level in _levels(hops):
-        before = list(carriers)
+    carriers: dict[int, int] = {}  # rank -> the last message that it has handled
+    for level in send_levels(hops):
+        before = dict(carriers)
         for rank, hop in level:
-            needs = (since,) if (since := before[rank]) is not None else ()
-            after = (since,) if (since := before[hop.partner]) is not None else ()
+            needs = (before[rank],) if rank in before else ()
             merges = any(other.slot == hop.slot and other.owner_modulus for other in hops[hop.partner])
+            after = (before[hop.partner],) if merges and hop.partner in before else ()
             carriers[hop.partner] = len(messages)
             work = ReceiveWork.MERGE if merges else ReceiveWork.ADOPT
             messages.append(PlannedMessage(rank, hop.partner, 1.0, work, needs, after))
     return messages
 
 
-def _levels(hops: Sequence[Sequence[Hop]]) -> list[list[tuple[int, Hop]]]:
-    """Group the sends of all ranks by phase and hop; sends in one group do not depend on each other."""
+def send_levels(hops: Sequence[Sequence[Hop]]) -> list[list[tuple[int, Hop]]]:
+    """Group the sends of all ranks by phase and hop; sends in one group do not depend on each other.
+
+    Args:
+        hops: for each rank, its hops.
+    """
     levels: dict[tuple[int, int], list[tuple[int, Hop]]] = {}
     for rank, own_hops in enumerate(hops):
         for hop in own_hops:
             if hop.is_sender:
-                levels.setdefault((int(hop.slot.phase), hop.slot.hop), []).append((rank, hop))
+                downwards = hop.slot.phase is CollectivePhase.FROM_ROOT  # the longest hop is the first
+                key = (int(hop.slot.phase), -hop.slot.hop if downwards else hop.slot.hop)
+                levels.setdefault(key, []).append((rank, hop))
     return [levels[key] for key in sorted(levels)]
-
-
-def tree(world_size: int) -> list[PlannedMessage]:
-    """Return the messages of gTop-k as published (arXiv 1901.04359).
-
-    Payloads are merged up a binomial tree to rank 0, and the result is sent down the same tree.
-    """
-    messages: list[PlannedMessage] = []
-    carriers: dict[int, int] = {}
-    distances = [1 << hop for hop in range((world_size - 1).bit_length())]
-    for d in distances:
-        for rank in range(d, world_size, 2 * d):
-            needs = (carriers[rank],) if rank in carriers else ()
-            after = (carriers[rank - d],) if rank - d in carriers else ()
-            carriers[rank - d] = len(messages)
-            messages.append(PlannedMessage(rank, rank - d, 1.0, ReceiveWork.MERGE, needs, after))
-    for d in reversed(distances):
-        for rank in range(d, world_size, 2 * d):
-            needs = (carriers[rank - d],)
-            carriers[rank] = len(messages)
-            messages.append(PlannedMessage(rank - d, rank, 1.0, ReceiveWork.ADOPT, needs))
-    return messages
 
 
 def star(world_size: int, slices: int, arrives: ReceiveWork, result: ReceiveWork) -> list[PlannedMessage]:

@@ -24,8 +24,9 @@ from itertools import accumulate, combinations, islice, permutations
 from math import factorial
 from typing import ParamSpec, TypeVar
 
-from gridtrain.core.collectives import butterfly
+from gridtrain.core.collectives import butterfly, tree
 from gridtrain.core.planning import cost_model
+from gridtrain.core.planning.message_schedule import send_levels
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.workload import (
     CpuCosts,
@@ -33,7 +34,6 @@ from gridtrain.core.planning.workload import (
     Workload,
     count_messages,
     messages_by_pair,
-    messages_of,
     slice_count,
 )
 
@@ -285,14 +285,9 @@ def _hops_estimator(
         own_bytes: (P,) the size of each member's own payload; after a merge, it sends a whole payload.
     """
     size, whole_bytes = len(alpha_s), load.unit_bytes
-    levels: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for rank in range(size):
-        for hop in butterfly.schedule(rank, size):
-            if hop.is_sender:
-                levels.setdefault((hop.slot.phase, hop.slot.hop), []).append((rank, hop.partner))
-    sends = [levels[key] for key in sorted(levels)]
-    if load.kind is ExchangeKind.TREE:
-        sends = [[(message.src, message.dst)] for message in messages_of(load, size)]
+    exchange = tree if load.kind is ExchangeKind.TREE else butterfly
+    levels = send_levels([exchange.schedule(rank, size) for rank in range(size)])
+    sends = [[(rank, hop.partner) for rank, hop in level] for level in levels]
 
     def seconds(order: Sequence[int]) -> float:
         ready_s = [0.0] * size

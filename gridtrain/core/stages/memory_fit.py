@@ -12,7 +12,7 @@ from dataclasses import replace
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts
 from gridtrain.core.stages.stage_cost import Device, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.errors import ConfigError
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_count
 
 MOST_STAGES = 64
 """The maximum number of stages to propose; a model that needs more stages needs larger devices."""
@@ -109,7 +109,7 @@ def _sufficient_remedies(
         samples //= 2
         smaller = replace(running, samples=samples, micro_batches=math.ceil(batch / samples))
         if fits(layers, devices, smaller):
-            yield f"{smaller.micro_batches} micro-batches of {samples} sample{'s' if samples > 1 else ''}"
+            yield f"{smaller.micro_batches} micro-batches of {format_count(samples, 'sample')}"
             break
     smallest = min(devices, key=lambda device: device.memory_bytes)
     for stages in range(len(devices) + 1, min(len(layers), MOST_STAGES) + 1):

@@ -32,7 +32,7 @@ from gridtrain.core.stages.stage_cost import (
     ScheduleKind,
 )
 from gridtrain.errors import ConfigError, LocalProtocolError
-from gridtrain.quantities import shorten
+from gridtrain.quantities import format_count, shorten
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ def partition_over_fewer(
             except ConfigError as error:
                 refused = refused or error
                 continue
-            reason = f"repartitioned into {_format_stage_count(count)} at {list(cuts)}"
+            reason = f"repartitioned into {format_count(count, 'stage')} at {list(cuts)}"
             return Repartition(cuts, tuple(order), {peer: n for n, peer in enumerate(order)}, reason)
     raise refused or ConfigError(
         "the connected workers do not have all layers", remedy="wait for more workers"
@@ -428,11 +428,7 @@ def _covering_workers(peers: Sequence[PeerId], holds: HeldSpans, count: int) -> 
 
 def with_assemblers(locations: StateLocations, recut: Repartition) -> StateLocations:
     """Return `locations` with each assembler added as a holder of the stage that it assembles."""
-    return (
-        replace(locations, in_memory={**locations.in_memory, **recut.assemblers})
-        if recut.assemblers
-        else locations
-    )
+    return replace(locations, in_memory={**locations.in_memory, **recut.assemblers})
 
 
 # -- checkpoints from which a stage is assembled ------------------------------------------------------
@@ -486,7 +482,3 @@ def assembler_pieces(
 def error_text(error: ConfigError) -> str:
     """Return an error's reason, shortened to fit into a message."""
     return shorten(error.reason, MAX_ERROR_BYTES)
-
-
-def _format_stage_count(count: int) -> str:
-    return "1 stage" if count == 1 else f"{count} stages"

@@ -10,12 +10,11 @@ Sends at most one burst (256 KiB) to each of four processes, and receives as muc
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from random import SystemRandom
-from types import TracebackType
 from typing import Any
 
 from gridtrain._version import __version__
@@ -73,16 +72,15 @@ class ProbeResponses:
 
 
 class DoctorProbe:
-    """A context manager over two transports: to the coordinator, and to members.
+    """A check over two transports: to the coordinator, and to members; the caller must close it.
 
     Args:
         identity: the key pair of the invitation, or this machine's own.
     """
 
-    def __init__(self, invitation: Invitation, identity: Identity, rng: SystemRandom | None = None) -> None:
+    def __init__(self, invitation: Invitation, identity: Identity) -> None:
         self.responses = ProbeResponses()
         self._invitation = invitation
-        self._rng = rng or SystemRandom()
         self._own_identity = Identity.generate()
         self._known_peers = {invitation.coordinator}
         self._coordinator_transport = self._transport(identity)
@@ -100,12 +98,7 @@ class DoctorProbe:
         )
         return build_stack(sockets, identity)
 
-    def __enter__(self) -> DoctorProbe:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._coordinator_transport.close()
         self._peer_transport.close()
 
@@ -185,7 +178,7 @@ class DoctorProbe:
     def _measure(self, transport: FlowControlTransport, peer: m.PeerId, until_s: float) -> LinkMeasurement:
         found = LinkMeasurement()
         for _ in range(PING_COUNT):
-            nonce, sent_s = self._nonce(), time.monotonic()
+            nonce, sent_s = secrets.randbits(62), time.monotonic()
             if not self._send(transport, peer, m.Ping(nonce)):
                 return found
             if not self._poll_until(partial(self.responses.pongs.__contains__, nonce), until_s, transport):
@@ -193,23 +186,20 @@ class DoctorProbe:
             took_s = self.responses.pongs[nonce] - sent_s
             found.rtt_s = took_s if found.rtt_s is None else min(found.rtt_s, took_s)
         half_s = time.monotonic() + (until_s - time.monotonic()) / 2
-        nonce, sent_s = self._nonce(), time.monotonic()
-        end = self._rng.randbytes(8)
+        nonce, sent_s = secrets.randbits(62), time.monotonic()
+        end = secrets.token_bytes(8)
         for index in range(m.BURST_MESSAGES):
             tail = end if index == m.BURST_MESSAGES - 1 else bytes(8)
             self._send(transport, peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES - 8) + tail))
         if self._poll_until(lambda: nonce in self.responses.burst_acks, half_s, transport):
             found.up_Bps = estimate_rate_Bps(self.responses.burst_acks[nonce] - sent_s, found.rtt_s or 0.0)
-        nonce, sent_s = self._nonce(), time.monotonic()
+        nonce, sent_s = secrets.randbits(62), time.monotonic()
         self._send(transport, peer, m.BurstRequest(nonce))
         if self._poll_until(
             lambda: len(self.responses.bursts.get(nonce, ())) == m.BURST_MESSAGES, until_s, transport
         ):
             found.down_Bps = download_rate_Bps(sent_s, self.responses.bursts[nonce], found.rtt_s or 0.0)
         return found
-
-    def _nonce(self) -> int:
-        return self._rng.getrandbits(62)
 
     def _send(self, transport: FlowControlTransport, peer: m.PeerId, message: m.Message) -> bool:
         try:

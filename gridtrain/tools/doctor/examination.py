@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,7 +106,8 @@ class Examination:
             if finding.level is FindingLevel.FAILURE:
                 return
         try:
-            with DoctorProbe(self._invitation, Identity.from_secret(self._invitation.token)) as probe:
+            identity = Identity.from_secret(self._invitation.token)
+            with closing(DoctorProbe(self._invitation, identity)) as probe:
                 finding = self._greeting_finding(probe)
                 if finding.level is not FindingLevel.FAILURE:
                     self._request_status(probe)
@@ -155,7 +157,7 @@ class Examination:
                 )
                 return
             identity, path = claimed
-            with DoctorProbe(self._invitation, identity) as probe:
+            with closing(DoctorProbe(self._invitation, identity)) as probe:
                 if not probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
                     if probe.responses.is_denied and InvitationStore(folder).was_admitted(path):
                         error = revoked_error(self._invitation, identity)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 from gridtrain.config import BASES, DEFAULT_PORT, ENV_PREFIX, WAITS, JoinConfig
 from gridtrain.errors import ConfigError
@@ -45,7 +46,6 @@ class Option:
         toml_key: "table.key" in run.toml, if it is not in the program's own table.
         is_command_line_only: whether neither the environment nor run.toml may set the option.
         has_no_flag: whether the option is not on the command line.
-        is_join_option: whether `gridtrain.join` takes the option as well.
         is_secret: whether the value must not be shown.
         is_hidden: whether help omits the option, because only tools of this repository need it.
     """
@@ -65,7 +65,6 @@ class Option:
     toml_key: str = ""
     is_command_line_only: bool = False
     has_no_flag: bool = False
-    is_join_option: bool = False
     is_secret: bool = False
     is_hidden: bool = False
 
@@ -175,13 +174,14 @@ def format_value(value: OptionValue) -> str:
 
 TEXT, FOLDER, COUNT, NUMBER, SWITCH, TEXTS = OptionKind
 
-_LOG_FORMAT = Option(
-    "log_format",
-    TEXT,
-    "Format of log lines.",
-    default="",
-    default_description="json in a pipe or file",
-    choices=("text", "json"),
+
+def _optional(name: str, kind: OptionKind, help: str, unset: str, **more: Any) -> Option:
+    """Return an option that is empty unless it is set; `unset` describes what happens then."""
+    return Option(name, kind, help, default="", default_description=unset, **more)
+
+
+_LOG_FORMAT = _optional(
+    "log_format", TEXT, "Format of log lines.", "json in a pipe or file", choices=("text", "json")
 )
 
 COORDINATOR: tuple[Option, ...] = (
@@ -192,21 +192,13 @@ COORDINATOR: tuple[Option, ...] = (
         default=f"tcp://127.0.0.1:{DEFAULT_PORT}",
         metavar="ADDRESS",
     ),
-    Option(
-        "advertise",
-        TEXT,
-        "Address that workers connect to instead.",
-        default="",
-        default_description="--listen",
-        metavar="ADDRESS",
-    ),
+    _optional("advertise", TEXT, "Address that workers connect to instead.", "--listen", metavar="ADDRESS"),
     Option("run", TEXT, "The run's name.", default="default", toml_key="run.name", metavar="NAME"),
     Option(
         "state",
         FOLDER,
         "Folder of the run's journal and keys.",
         default_description="~/.local/state/gridtrain/RUN",
-        metavar="FOLDER",
     ),
     Option(
         "min_workers",
@@ -240,18 +232,12 @@ COORDINATOR: tuple[Option, ...] = (
         is_hidden=True,
         is_command_line_only=True,
     ),
-    Option(
-        "exit_when_finished",
-        SWITCH,
-        "Exit when the run is over and all have left.",
-        default=False,
-    ),
+    Option("exit_when_finished", SWITCH, "Exit when the run is over and all have left.", default=False),
     Option(
         "backup_to",
         FOLDER,
         "Folder on another disk for backups of journal and keys.",
         default_description="no backups",
-        metavar="FOLDER",
     ),
     Option(
         "backup_every",
@@ -262,19 +248,12 @@ COORDINATOR: tuple[Option, ...] = (
         metavar="SECONDS",
     ),
     Option("backup_keep", COUNT, "Number of backups to keep.", default=3, minimum=1, metavar="N"),
-    Option(
-        "from_backup",
-        FOLDER,
-        "Start a new --state from its latest backup.",
-        metavar="FOLDER",
-        is_command_line_only=True,
-    ),
-    Option(
+    Option("from_backup", FOLDER, "Start a new --state from its latest backup.", is_command_line_only=True),
+    _optional(
         "dashboard",
         TEXT,
         'Address of the dashboard and /metrics; "off" disables it.',
-        default="",
-        default_description="127.0.0.1:7780, or the next free port",
+        "127.0.0.1:7780, or the next free port",
         metavar="HOST:PORT",
         off_word="off",
     ),
@@ -300,100 +279,22 @@ WORKER: tuple[Option, ...] = (
         has_no_flag=True,
         is_secret=True,
     ),
-    Option(
-        "name",
-        TEXT,
-        "This worker's name.",
-        default="",
-        default_description="random",
-        metavar="NAME",
-        is_join_option=True,
-    ),
-    Option(
-        "upload_limit",
-        TEXT,
-        "Upload limit, such as 20Mbit.",
-        default="",
-        default_description="none",
-        metavar="RATE",
-        is_join_option=True,
-    ),
-    Option(
-        "download_limit",
-        TEXT,
-        "Download limit, such as 100Mbit.",
-        default="",
-        default_description="none",
-        metavar="RATE",
-        is_join_option=True,
-    ),
-    Option(
-        "donate_limit",
-        TEXT,
-        "Limit for sending the model.",
-        default="",
-        default_description=_JOIN["donate_limit"],
-        metavar="RATE",
-    ),
-    Option(
-        "listen",
-        TEXT,
-        "Address to listen on.",
-        default="",
-        default_description="any free port",
-        metavar="ADDRESS",
-        is_join_option=True,
-    ),
-    Option(
-        "advertise",
-        TEXT,
-        "Address to be reached at instead.",
-        default="",
-        default_description="--listen",
-        metavar="ADDRESS",
-        is_join_option=True,
-    ),
-    Option(
-        "export_dir",
-        FOLDER,
-        "Folder for the final model.",
-        default="",
-        default_description="~/.local/state/...",
-        metavar="FOLDER",
-        is_join_option=True,
-    ),
-    Option(
-        "state_dir",
-        FOLDER,
-        "Folder of the checkpoints.",
-        default="",
-        default_description="~/.local/state/...",
-        metavar="FOLDER",
-        is_join_option=True,
-    ),
-    Option(
-        "data_dir",
-        FOLDER,
-        "Folder of the run's data set.",
-        default="",
-        default_description="the bundle's",
-        metavar="FOLDER",
-    ),
-    Option(
-        "cache_limit",
-        TEXT,
-        "Space for data that is fetched.",
-        default="",
-        default_description="20GB",
-        metavar="SIZE",
-    ),
+    _optional("name", TEXT, "This worker's name.", "random", metavar="NAME"),
+    _optional("upload_limit", TEXT, "Upload limit, such as 20Mbit.", "none", metavar="RATE"),
+    _optional("download_limit", TEXT, "Download limit, such as 100Mbit.", "none", metavar="RATE"),
+    _optional("donate_limit", TEXT, "Limit for sending the model.", _JOIN["donate_limit"], metavar="RATE"),
+    _optional("listen", TEXT, "Address to listen on.", "any free port", metavar="ADDRESS"),
+    _optional("advertise", TEXT, "Address to be reached at instead.", "--listen", metavar="ADDRESS"),
+    _optional("export_dir", FOLDER, "Folder for the final model.", "~/.local/state/..."),
+    _optional("state_dir", FOLDER, "Folder of the checkpoints.", "~/.local/state/..."),
+    _optional("data_dir", FOLDER, "Folder of the run's data set.", "the bundle's"),
+    _optional("cache_limit", TEXT, "Space for data that is fetched.", "20GB", metavar="SIZE"),
     Option(
         "checkpoint_every",
         COUNT,
         "Steps between checkpoints; 0 writes none.",
         default_description=_JOIN["checkpoint_every"],
         metavar="STEPS",
-        is_join_option=True,
     ),
     Option(
         "checkpoint_keep",
@@ -402,39 +303,17 @@ WORKER: tuple[Option, ...] = (
         default_description=_JOIN["checkpoint_keep"],
         minimum=1,
         metavar="N",
-        is_join_option=True,
     ),
-    Option(
-        "checkpoints",
-        TEXT,
-        "Upload checkpoints to this URL as well.",
-        default="",
-        default_description="none",
-        metavar="URL",
-        is_join_option=True,
-    ),
+    _optional("checkpoints", TEXT, "Upload checkpoints to this URL as well.", "none", metavar="URL"),
     Option(
         "handover_mib",
         COUNT,
         "Maximum residual to send on leaving.",
         default_description=_JOIN["handover_mib"],
         metavar="MIB",
-        is_join_option=True,
     ),
-    Option(
-        "relay",
-        SWITCH,
-        "Forward encrypted messages between other members.",
-        default=True,
-        is_join_option=True,
-    ),
-    Option(
-        "unencrypted",
-        SWITCH,
-        "Join a run without encryption, for benchmarks.",
-        default=False,
-        is_join_option=True,
-    ),
+    Option("relay", SWITCH, "Forward encrypted messages between other members.", default=True),
+    Option("unencrypted", SWITCH, "Join a run without encryption, for benchmarks.", default=False),
     Option(
         "wait",
         TEXT,
@@ -443,11 +322,7 @@ WORKER: tuple[Option, ...] = (
         choices=WAITS,
     ),
     Option(
-        "base",
-        TEXT,
-        '"any": accept other frozen values.',
-        default_description=_JOIN["base"],
-        choices=BASES,
+        "base", TEXT, '"any": accept other frozen values.', default_description=_JOIN["base"], choices=BASES
     ),
     Option("restarts", COUNT, "Number of restarts of a failing script.", default=0, metavar="N"),
     Option("prefix", SWITCH, "Start each line of output with the worker's name.", default=False),
@@ -460,26 +335,15 @@ WORKER: tuple[Option, ...] = (
         default_description="saved rules",
         metavar="KEY=VALUE",
     ),
-    Option(
-        "sensors",
-        TEXT,
-        "File with sensor readings.",
-        default="",
-        default_description="this machine's",
-        metavar="FILE",
-    ),
-    Option(
-        "accept",
-        TEXT,
-        "Run this bundle without asking, and no other.",
-        default="",
-        default_description="ask",
-        metavar="DIGEST",
-    ),
+    _optional("sensors", TEXT, "File with sensor readings.", "this machine's", metavar="FILE"),
+    _optional("accept", TEXT, "Run this bundle without asking, and no other.", "ask", metavar="DIGEST"),
     Option("dry_run", SWITCH, "Show what would run; do not join.", default=False, is_command_line_only=True),
 )
 
 PROGRAMS: dict[str, tuple[Option, ...]] = {"coordinator": COORDINATOR, "worker": WORKER}
+
+JOIN_OPTIONS: dict[str, Option] = {one.name: one for one in WORKER if one.name in _JOIN}
+"""The options that are fields of `gridtrain.config.JoinConfig`, by name."""
 
 OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_CONFIG": "the run.toml to read instead of the one in the working directory",

@@ -12,6 +12,7 @@ from typing import Any
 from gridtrain.config import ENV_PREFIX
 from gridtrain.errors import ConfigError
 from gridtrain.tools.options.option_table import (
+    JOIN_OPTIONS,
     PROGRAMS,
     Option,
     OptionKind,
@@ -83,10 +84,7 @@ class OptionValues(Mapping[str, ResolvedValue]):
 
     def join_texts(self) -> dict[str, str]:
         """Return a worker's fields of `gridtrain.config.JoinConfig` as strings; unset fields are left out."""
-        shared = [one.name for one in PROGRAMS["worker"] if one.is_join_option]
-        texts = {
-            name: format_value(self._values[name].value) for name in (*shared, "donate_limit", "wait", "base")
-        }
+        texts = {name: format_value(self._values[name].value) for name in JOIN_OPTIONS}
         texts["unencrypted"] = "yes" if self.switch("unencrypted") else ""
         return {name: text for name, text in texts.items() if text}
 
@@ -124,10 +122,9 @@ def join_settings(
     Raises:
         ConfigError: see `resolve`.
     """
-    named = {one.name: one for one in PROGRAMS["worker"] if one.is_join_option}
     flags = {
         name: one.from_text(text, f"gridtrain.join({name}=)")
-        for name, one in named.items()
+        for name, one in JOIN_OPTIONS.items()
         if (text := given.get(name)) is not None
         and (text or one.kind in (OptionKind.TEXT, OptionKind.FOLDER))
     }

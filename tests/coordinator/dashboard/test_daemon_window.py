@@ -50,7 +50,7 @@ def coordinator(dashboard: RecordingDashboard, store: JournalStore) -> Coordinat
     access.enrol(INVITATION, ANNA, "", time.time())
     transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=connection_gate(access, time.time))
     transport.listen("memory://c")
-    return Coordinator.for_run(transport, store, access, operator=OPERATOR, dashboard=dashboard)
+    return Coordinator.for_run(transport, store, access, dashboard=dashboard)
 
 
 def test_the_dashboard_receives_the_operators_status() -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_a_round_trip_to_a_member_is_not_the_interval_of_a_loop(coordinator: Liv
     thread.start()
     invitation = coordinator.invitation()
     try:
-        with DoctorProbe(invitation, Identity.from_secret(invitation.token)) as probe:
+        with closing(DoctorProbe(invitation, Identity.from_secret(invitation.token))) as probe:
             assert probe.connect(time.monotonic() + WITHIN_S)
             probe._known_peers.add(here.public)
             probe.responses.reply = DiagnosticReply(((here.public, address),), b"{}")
