@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.cpu_selection import ThresholdHint, value_bits
+from gridtrain.sparsify.cpu_selection import ThresholdHint
 from gridtrain.sparsify.selection import (
     AccumulationTerms,
     ChunkedSelection,
@@ -62,25 +62,24 @@ class CudaSelection:
         self._wide = TensorSelection()
         self._keys_C: Tensor | None = None
 
-    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
+    def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
         """Compute acc, and select its k largest magnitudes.  See `Selection.select`."""
         check_k(terms.acc_N.numel(), k)
-        floor_bits = max(1, value_bits(floor))
-        start_bits = self.hint.start(floor_bits)
+        start_bits = self.hint.bits
         with _current(terms.acc_N.device):
             keys_C, threshold, count = self._scratch(terms.acc_N.device, k)
             if start_bits > 1:
                 self._accumulate(terms, keys_C, threshold.fill_(start_bits), count)
             else:
-                self._find(terms, k, floor_bits, keys_C, threshold, count, sum_first=True)
+                self._find(terms, k, keys_C, threshold, count, sum_first=True)
             seen, selected = _fetch(terms.acc_N, k, keys_C, count)
-            if seen < k and start_bits > floor_bits:
+            if seen < k and start_bits > 1:
                 self.hint.mark_missed()
                 keys_C.zero_()
-                self._find(terms, k, floor_bits, keys_C, threshold, count.zero_(), sum_first=False)
+                self._find(terms, k, keys_C, threshold, count.zero_(), sum_first=False)
                 seen, selected = _fetch(terms.acc_N, k, keys_C, count)
         if seen > keys_C.numel():
-            selected = self._select_wide(terms.acc_N, k, floor)
+            selected = self._select_wide(terms.acc_N, k)
         if selected.indices_K.size == k:
             self.hint.update(int((selected.values_K.view(np.uint32) & 0x7FFF_FFFF).min()), seen, k)
         return selected
@@ -112,7 +111,6 @@ class CudaSelection:
         self,
         terms: AccumulationTerms,
         k: int,
-        floor_bits: int,
         keys_C: Tensor,
         threshold: Tensor,
         count: Tensor,
@@ -141,7 +139,7 @@ class CudaSelection:
         # The highest bin for which this bin and all higher bins together have at least k elements.
         lower = (counts.flip(0).cumsum(0) < k).sum()
         bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
-        threshold.copy_(bits.clamp_(min=floor_bits).view(1))
+        threshold.copy_(bits.clamp_(min=1).view(1))
         kernels.compact[(blocks,)](
             acc_N,
             threshold,
@@ -154,8 +152,8 @@ class CudaSelection:
             enable_fp_fusion=False,
         )
 
-    def _select_wide(self, acc_N: Tensor, k: int, floor: float) -> SelectedEntries:
-        where_K = self._wide.indices(acc_N, k, floor)
+    def _select_wide(self, acc_N: Tensor, k: int) -> SelectedEntries:
+        where_K = self._wide.indices(acc_N, k)
         return SelectedEntries(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
 
 

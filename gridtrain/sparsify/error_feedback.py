@@ -117,7 +117,6 @@ class ErrorFeedback:
         *,
         weight: float = 1.0,
         start: int = 0,
-        floor: float = 0.0,
     ) -> PreparedState:
         """Select and encode the entries to send, and compute the new state.
 
@@ -137,7 +136,6 @@ class ErrorFeedback:
                 not read.
             start: the first element of the part.  Parts may be prepared in any order and by different
                 threads.
-            floor: the smallest magnitude to send.
 
         Raises:
             LocalProtocolError: k or the part is out of range.
@@ -154,7 +152,7 @@ class ErrorFeedback:
             new_u_N,
             self._momentum,
         )
-        selected = self._selection(part).select(terms, k, floor)
+        selected = self._selection(part).select(terms, k)
         if not (
             np.abs(selected.values_K) <= limit
         ).all():  # NaN and the largest magnitudes are among the selected values

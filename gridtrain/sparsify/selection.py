@@ -33,7 +33,6 @@ from gridtrain.sparsify.cpu_selection import (
     BlockwiseSum,
     CpuSelection,
     ThresholdHint,
-    value_bits,
 )
 
 _INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
@@ -87,11 +86,11 @@ class Selection(Protocol):
     Use a separate object for each vector, because an object keeps the threshold of its last call as a hint.
     """
 
-    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
+    def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
         """Compute acc, and select its k largest magnitudes; ties go to the lowest index.
 
-        Zeros, and entries whose magnitude is less than `floor`, are not selected.  Values that are not finite
-        are treated as larger than all finite values, so they are among the selected entries.
+        Zeros are not selected.  Values that are not finite are treated as larger than all finite values, so
+        they are among the selected entries.
 
         Raises:
             LocalProtocolError: k is not in 1 .. n.
@@ -109,7 +108,7 @@ class HostSelection:
     def hint(self) -> ThresholdHint:
         return self._blocked.hint
 
-    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
+    def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
         acc_N = terms.acc_N.numpy()
         fill = BlockwiseSum(
             terms.residual_N.numpy(),
@@ -121,7 +120,7 @@ class HostSelection:
             momentum=terms.momentum,
         )
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the selected values
-            indices_K = self._blocked.select(acc_N, k, fill, floor)
+            indices_K = self._blocked.select(acc_N, k, fill)
         return SelectedEntries(indices_K, acc_N[indices_K], torch.from_numpy(indices_K))
 
 
@@ -131,25 +130,24 @@ class TensorSelection:
     def __init__(self) -> None:
         self.hint = ThresholdHint()
 
-    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
-        where_K = self.indices(_sum(terms), k, floor)
+    def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
+        where_K = self.indices(_sum(terms), k)
         return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
 
-    def indices(self, acc_N: Tensor, k: int, floor: float = 0.0) -> Tensor:
+    def indices(self, acc_N: Tensor, k: int) -> Tensor:
         """Return the indices of the selected entries: (K,) int64 on the device, ascending.
 
         See `Selection.select` for the other arguments and the errors.
         """
         check_k(acc_N.numel(), k)
-        floor_bits = max(1, value_bits(floor))
         bits_N = acc_N.view(torch.int32) & MAGNITUDE_MASK
-        start_bits = self.hint.start(floor_bits)
+        start_bits = self.hint.bits
         many = max(_FEW, 4 * k)
         candidates = None
         if start_bits > 1:
-            candidates = self._reaching(bits_N, start_bits, k if start_bits > floor_bits else 0, many)
+            candidates = self._reaching(bits_N, start_bits, k, many)
         if candidates is None:
-            start_bits = max(floor_bits, _lower_bound(bits_N, k, many))
+            start_bits = max(1, _lower_bound(bits_N, k, many))
             candidates = self._reaching(bits_N, start_bits, 0, many)
         if candidates is None:  # too many candidates to sort; start_bits is then the k-th magnitude
             where_K = _select_by_threshold(bits_N, k, start_bits)
@@ -187,7 +185,7 @@ class ChunkedSelection:
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
 
-    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
+    def select(self, terms: AccumulationTerms, k: int) -> SelectedEntries:
         """Compute acc, and select the largest magnitudes of its chunks.  See `Selection.select`."""
         n = terms.acc_N.numel()
         check_k(n, k)
@@ -196,26 +194,25 @@ class ChunkedSelection:
         start = rows * self._chunk
         ends = torch.arange(rows + 1) * self._chunk * k // n
         selected_N = torch.empty(n, dtype=torch.bool, device=bits_N.device)
-        floor_bits = max(1, value_bits(floor))
         for part, shape, quotas in (
             (slice(0, start), (rows, self._chunk), ends.diff()),
             (slice(start, n), (1, n - start), k - ends[-1:]),
         ):
             if shape[0]:
-                part_RC = _largest_of_rows(bits_N[part].view(shape), quotas.to(bits_N.device), floor_bits)
+                part_RC = _largest_of_rows(bits_N[part].view(shape), quotas.to(bits_N.device))
                 selected_N[part] = part_RC.view(-1)
         where_K = torch.nonzero(selected_N).squeeze(1)
         return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
 
 
-def _largest_of_rows(bits_RC: Tensor, quotas_R: Tensor, floor_bits: int) -> Tensor:
-    """Return a mask of the `quotas_R` largest elements of each row; ties go to the lowest column."""
+def _largest_of_rows(bits_RC: Tensor, quotas_R: Tensor) -> Tensor:
+    """Return a mask of the `quotas_R` largest non-zero elements of each row; ties go to the lowest column."""
     largest = torch.topk(bits_RC, max(1, int(quotas_R.max())), dim=1).values
     kth_R1 = largest.gather(1, (quotas_R - 1).clamp_(min=0).unsqueeze(1))
     kth_R1[quotas_R == 0] = MAGNITUDE_MASK
-    selected_RC = (bits_RC > kth_R1) & (bits_RC >= floor_bits)
+    selected_RC = bits_RC > kth_R1
     wanted_R = quotas_R - selected_RC.sum(1)
-    ties_T2 = torch.nonzero((bits_RC == kth_R1) & (bits_RC >= floor_bits))  # in ascending order
+    ties_T2 = torch.nonzero((bits_RC == kth_R1) & (bits_RC > 0))  # in ascending order
     rows_T = ties_T2[:, 0].contiguous()
     before_T = torch.arange(rows_T.numel(), device=rows_T.device) - torch.searchsorted(rows_T, rows_T)
     ties_T2 = ties_T2[before_T < wanted_R[rows_T]]

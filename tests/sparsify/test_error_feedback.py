@@ -262,16 +262,6 @@ def test_parts_that_are_not_the_whole_are_our_own_bug():
         feedback.prepare(vector(1, 2), 1, FP16, start=3)
 
 
-def test_what_is_below_the_floor_stays():
-    feedback = ErrorFeedback(5, "cpu")
-    prepared = feedback.prepare(vector(1, -4, 2, 3, 0), 4, FP16, floor=2.0)
-    assert dense(prepared.payload, 5, FP16).tolist() == [0, -4, 2, 3, 0]
-    nothing = feedback.prepare(vector(1, -4, 2, 3, 0), 4, FP16, floor=9.0)
-    assert not nothing.skip and not nothing.decoded.indices.size
-    feedback.commit(nothing, [])
-    assert feedback.residual_N.tolist() == [1, -4, 2, 3, 0]
-
-
 def test_another_residual_is_added_as_a_whole_or_not_at_all():
     feedback = ErrorFeedback(4, "cpu")
     where = np.array([0, 2])
