@@ -24,13 +24,13 @@ from gridtrain.core.collectives import allgather, butterfly, direct, ring, star,
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
 from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
-from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer, is_resumable
+from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.rounded_buffers import largest_contribution, make_dense_buffer
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
-from gridtrain.sparsify.merge import TruncatedEntries, largest_summable
+from gridtrain.sparsify.merge import largest_summable
 
 NeighboursOf = Callable[[int, int], frozenset[int]]
 """Maps a rank and a world size to the ranks with which that rank exchanges messages."""
@@ -63,7 +63,7 @@ class ExchangeAttempt:
         parts: the attempts of the buckets, if `buffer` is a `BucketedBuffer`.
     """
 
-    buffer: BucketBuffer | BucketedBuffer
+    buffer: UpdateBuffer
     skip: bool
     prepared: PreparedState | None = None
     sent_residual_B: Tensor | None = None
@@ -72,11 +72,6 @@ class ExchangeAttempt:
     @property
     def buckets(self) -> tuple[ExchangeAttempt, ...]:
         return self.parts or (self,)
-
-    @property
-    def is_resumable(self) -> bool:
-        """Whether a retry can continue with this attempt and the data that it has received."""
-        return is_resumable(self.buffer)
 
 
 class Exchanger(Protocol):
@@ -117,7 +112,7 @@ class Exchanger(Protocol):
         """
         ...
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
         """Return the buffer of a worker that contributes nothing.
 
         Reads no state that `prepare_bucket` or `commit` changes, so another thread may call it.  Returns None
@@ -151,7 +146,7 @@ def join_attempts(bounds: Bounds, attempts: Sequence[ExchangeAttempt]) -> Exchan
     return ExchangeAttempt(whole, any(attempt.skip for attempt in attempts), parts=tuple(attempts))
 
 
-def join_buffers(bounds: Bounds, parts: Sequence[BucketBuffer]) -> BucketBuffer | BucketedBuffer:
+def join_buffers(bounds: Bounds, parts: Sequence[BucketBuffer]) -> UpdateBuffer:
     """Join the buffers of all buckets, given in order, into one buffer."""
     return parts[0] if len(parts) == 1 else BucketedBuffer(bounds, parts)
 
@@ -195,7 +190,7 @@ class DenseExchanger:
         buffer = self._make_buffer(contribution_B.cpu().numpy(), plan)
         return ExchangeAttempt(buffer, not usable, sent_residual_B=sent_B)
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer:
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer:
         sizes = [stop - start for start, stop in pairwise(self.bounds)]
         parts = [self._make_buffer(np.zeros(size, np.float32), plan) for size in sizes]
         return join_buffers(self.bounds, parts)
@@ -207,15 +202,14 @@ class DenseExchanger:
         return make_dense_buffer(topology, contribution_B, plan.world_size, self._kind)
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32]:
-        assert not isinstance(attempt.buffer, AllGatherBuffer | ButterflyBuffer)
         rests = [
-            (part.sent_residual_B, cast(DenseRingBuffer, part.buffer).rest_N)
+            (part.sent_residual_B, part.buffer.rest_N)
             for part in attempt.buckets
             if part.sent_residual_B is not None
         ]
         if self.feedback is not None and rests:
             self.feedback.commit_rests(rests)
-        return attempt.buffer.update_N
+        return cast(npt.NDArray[np.float32], attempt.buffer.update)
 
 
 class SparseExchanger:
@@ -257,7 +251,7 @@ class SparseExchanger:
         buffer = self._make_buffer(prepared.payload, prepared.decoded, n, plan)
         return ExchangeAttempt(buffer, prepared.skip, prepared)
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer:
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer:
         none = np.empty(0, np.int64), np.empty(0, np.float32)
         parts: list[BucketBuffer] = []
         for start, stop in pairwise(self.bounds):
@@ -275,13 +269,9 @@ class SparseExchanger:
 
     def commit(self, attempt: ExchangeAttempt) -> SparseVector:
         self.feedback.commit_parts(
-            [(cast(PreparedState, part.prepared), _truncated(part)) for part in attempt.buckets]
+            [(cast(PreparedState, part.prepared), part.buffer.truncated) for part in attempt.buckets]
         )
-        return cast(AllGatherBuffer | ButterflyBuffer | BucketedBuffer, attempt.buffer).update
-
-
-def _truncated(attempt: ExchangeAttempt) -> list[TruncatedEntries]:
-    return attempt.buffer.truncated if isinstance(attempt.buffer, ButterflyBuffer) else []
+        return cast(SparseVector, attempt.buffer.update)
 
 
 def largest_magnitude(values_N: Tensor) -> float:

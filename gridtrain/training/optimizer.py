@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gridtrain.config import WAITS, Auto, Dense, Exchange, LocalSteps, Overlap, round_exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer
+from gridtrain.runtime.buffers.buckets import Bounds, UpdateBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
@@ -332,7 +332,7 @@ class GridOptimizer(WrappingOptimizer):
                 return
             fresh = before is None or plan.attempt == 0 or replace(plan, attempt=before.attempt) != before
             before = plan
-            if attempt is None or fresh or not attempt.is_resumable:
+            if attempt is None or fresh or not attempt.buffer.is_resumable:
                 sent = early[1] if early is not None and early[0] is plan else {}
                 early = None
                 weighed = self.weights.plan_by_counts(plan)
@@ -522,7 +522,7 @@ class GridOptimizer(WrappingOptimizer):
         """Whether this worker's state is averaged in this step."""
         return self.buffer_averaging.is_due(step)
 
-    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | BucketedBuffer | None:
+    def make_empty_buffer(self, plan: StepPlan) -> UpdateBuffer | None:
         """See `Exchanger.make_empty_buffer`."""
         if self._overlapper is not None:
             return self._overlapper.make_empty_buffer(plan)

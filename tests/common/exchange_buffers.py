@@ -73,7 +73,7 @@ def make_buffer(
 def update_of(buffer: Any, n: int) -> np.ndarray:
     """The sum that a complete exchange has computed, as a vector of `n` elements."""
     if isinstance(buffer, DenseRingBuffer | DenseStarBuffer):
-        return buffer.update_N
+        return buffer.update
     dense_N = np.zeros(n, np.float32)
     dense_N[buffer.update.indices] = buffer.update.values
     return dense_N

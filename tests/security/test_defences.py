@@ -162,13 +162,13 @@ def a_slice_of_one_value() -> Any:
     """Broadcast over the segment: one value is added to all."""
     work = DenseRingBuffer(floats(1, 2, 3, 4), 2)
     work.apply(AddSlice(0, 0, floats(9).tobytes(), Provenance(1, 1, 2, 1)))
-    return work.update_N.tolist() != [1, 2, 3, 4] or None
+    return work.update.tolist() != [1, 2, 3, 4] or None
 
 
 def a_nan_in_the_sum() -> Any:
     work = DenseRingBuffer(floats(1, 2, 3, 4), 2)
     work.apply(AddSlice(0, 0, floats(np.nan, 0).tobytes(), Provenance(1, 1, 2, 1)))
-    return np.isnan(work.update_N).any() or None
+    return np.isnan(work.update).any() or None
 
 
 def a_payload_of_another_rank() -> Any:

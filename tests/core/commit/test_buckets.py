@@ -145,7 +145,7 @@ def check(seed: int, breaks: bool) -> int:
         assert len({buffer.compute_digest() for buffer in updates}) == 1, seed
         if workers[0].dense:
             total_N = sum(worker.gradients[bucket] for worker in workers)
-            assert (updates[0].update_N == total_N).all(), seed  # type: ignore[attr-defined]
+            assert (updates[0].update == total_N).all(), seed  # type: ignore[attr-defined]
     return sum(worker.aborts for worker in workers)
 
 
